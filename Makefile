@@ -1,0 +1,28 @@
+# PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
+PYTHON ?= python
+
+.PHONY: setup model format style test smoke clean
+
+setup: ## install kvbench and its test tools into the environment of $(PYTHON)
+	$(PYTHON) -m pip install --quiet --editable '.[test]'
+
+model: ## fetch and convert the embedded model once (cached outside the repository)
+	$(PYTHON) -c "from kvbench.model_embedded import ensure_embedded; ensure_embedded()"
+
+format: ## rewrite the code to the house format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+style: ## check the format and the rules without changing anything
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+test: setup model ## install, fetch the embedded model, run every test
+	$(PYTHON) -m pytest -q
+
+smoke: ## one short experiment of every part, on the embedded model
+	$(PYTHON) -m kvbench method=diffkv task=longctx limit=1
+
+clean: ## remove what builds and tests leave in the repository (never results/ or cached models)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs multirun
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

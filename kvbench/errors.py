@@ -1,0 +1,25 @@
+"""Errors that a user can act on; every one is a ValueError and is shown without a traceback."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MissingWeightsError(ValueError):
+    """Model files are neither on this machine nor to be had from it; the message holds the command that gets them."""
+
+
+def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
+    """Builds the error for a name that does not exist: what does exist, and the nearest to what was asked.
+
+    Args:
+        what: The setting that held the name, for example `model.preset`.
+        value: What the user gave.
+        known: All valid names.
+
+    Returns:
+        The error, for the caller to raise.
+    """
+    names = sorted(known)
+    near = get_close_matches(str(value), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return ValueError(f"{what}={value} does not exist.{hint} Known: {', '.join(names)}.")
