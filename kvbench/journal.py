@@ -1,0 +1,276 @@
+"""The per-sample journal of a run: append-only JSON lines that survive a kill at any byte, and the lock that guards them.
+
+A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave behind: a torn last line
+is cut off and its sample redone; a record that is there twice counts once. Nothing else ever changes a line that has been written.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+Key = tuple[str, int]
+
+
+class RunLocked(ValueError):
+    """Another process is working on the same run."""
+
+
+class JournalError(ValueError):
+    """The journal could not be written; what is in it stays valid."""
+
+
+def plain(value: object) -> object:
+    """Turn a value into what strict JSON can hold.
+
+    Args:
+        value: Nested dicts, lists, tuples, numbers, strings, booleans and None; numpy and torch scalars count as numbers.
+
+    Returns:
+        The same structure with str keys; NaN and infinity become None, because strict JSON has no word for them.
+
+    Raises:
+        TypeError: Any other type; the caller must say how it is to be written.
+    """
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    raise TypeError(
+        f"cannot write {type(value).__name__} to JSON: {value!r}; turn it into numbers, strings, lists or dicts first"
+    )
+
+
+def dump_line(record: dict) -> bytes:
+    """One record as one line of ASCII JSON with its keys in the order given, newline included."""
+    return json.dumps(plain(record), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, not only the contents of its files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file so that a reader, or a crash, sees the old content or the new one and never a mixture.
+
+    Args:
+        path: File to write; its folder must exist.
+        data: The whole new content.
+
+    Raises:
+        JournalError: The disk is full or the folder cannot be written; the old file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise _write_error(path, error) from error
+
+
+def _write_error(path: Path, error: OSError) -> JournalError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why = "the disk is full; free some space"
+    else:
+        why = f"{error.strerror or error}; check that the folder can be written"
+    return JournalError(
+        f"cannot write {path}: {why}, then give the same command again: it goes on after the last finished sample"
+    )
+
+
+def key_of(record: dict) -> Key:
+    """The identity of a record inside its run: which sample, which of its answers."""
+    return record["sample_id"], record["repeat"]
+
+
+def _parse(line: bytes) -> dict | None:
+    """The record on a line, or None when the line is not a whole record."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if isinstance(record, dict) and isinstance(record.get("sample_id"), str) and isinstance(record.get("repeat"), int):
+        return record
+    return None
+
+
+class Journal:
+    """The finished samples of one run, on disk.
+
+    Opening reads what is there and repairs it; `damaged` then tells how many lines had to be dropped (their samples are redone).
+
+    Args:
+        path: The `samples.jsonl` of the run; made when absent.
+        warn: Called with one sentence for every line that had to be dropped.
+    """
+
+    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda text: None) -> None:
+        self.path = path
+        self.damaged = 0
+        self._records: dict[Key, dict] = {}
+        self._read(warn)
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            fsync_folder(path.parent)
+        except OSError as error:
+            raise _write_error(path, error) from error
+
+    def _read(self, warn: Callable[[str], None]) -> None:
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        lines = content.split(b"\n")
+        whole = bytearray()
+        for number, line in enumerate(lines, start=1):
+            is_last = number == len(lines)
+            if not line and is_last:
+                continue
+            # A line without its newline may look complete and yet lack its end (a number cut short parses), so it never counts.
+            record = None if is_last else _parse(line)
+            if record is None:
+                self.damaged += 1
+                warn(
+                    f"{self.path}:{number}: {'torn' if number >= len(lines) - 1 else 'unreadable'} line dropped; its sample is done again"
+                )
+            elif key_of(record) not in self._records:
+                self._records[key_of(record)] = record
+                whole += line + b"\n"
+        if bytes(whole) != content:
+            write_atomic(self.path, bytes(whole))
+
+    @property
+    def records(self) -> dict[Key, dict]:
+        """Finished records by (sample id, repeat), in the order in which they were written."""
+        return self._records
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._records
+
+    def append(self, record: dict) -> bool:
+        """Add one finished sample and make it durable before returning.
+
+        Args:
+            record: JSON types; must hold `sample_id` (str) and `repeat` (int).
+
+        Returns:
+            False when this sample is already there; the file is then left as it is.
+
+        Raises:
+            JournalError: The disk is full or not writable; the file is cut back to its last whole record.
+        """
+        if key_of(record) in self._records:
+            return False
+        line = dump_line(record)
+        size = os.fstat(self._descriptor).st_size
+        try:
+            view = memoryview(line)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+            os.fsync(self._descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, size)
+            raise _write_error(self.path, error) from error
+        self._records[key_of(record)] = json.loads(line)
+        return True
+
+    def clear(self) -> None:
+        """Forget every record, for a run that is to start again from nothing."""
+        os.ftruncate(self._descriptor, 0)
+        os.fsync(self._descriptor)
+        self._records = {}
+
+    def finish(self, order: Iterable[Key]) -> None:
+        """Rewrite the file in canonical order, so that a resumed run and an uninterrupted one leave the same file.
+
+        Args:
+            order: Every key of the run, in request order; must name exactly the records that are there.
+
+        Raises:
+            ValueError: A key without a record, or a record without a key.
+        """
+        order = list(order)
+        if len(order) != len(self._records) or set(order) != set(self._records):
+            odd = set(order) ^ set(self._records)
+            raise ValueError(
+                f"{self.path}: {len(odd)} samples missing or unknown, for example {sorted(odd)[0]}; cannot finish this run"
+            )
+        self._records = {key: self._records[key] for key in order}
+        data = b"".join(dump_line(record) for record in self._records.values())
+        if data != self.path.read_bytes():
+            write_atomic(self.path, data)
+            os.close(self._descriptor)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+
+    def close(self) -> None:
+        """Release the file; every record is already on disk."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Hold a run's folder for this process; the kernel lets go when the process dies, however it dies.
+
+    Args:
+        folder: The run's folder; made when absent.
+        wait: Wait for the other process instead of refusing; for the full-cache reference, which several runs share.
+        say: Called once, with a sentence, when there is something to wait for.
+
+    Raises:
+        RunLocked: Another process holds it and `wait` is False.
+    """
+    path = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Locks of this kind belong to the open file, so the file is never removed: a second process would lock another file of the same name.
+        file = open(path, "a+", encoding="ascii")  # noqa: SIM115
+    except OSError as error:
+        raise _write_error(path, error) from error
+    with file:
+        said = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                if not wait:
+                    raise RunLocked(
+                        f"{folder} is being worked on by process {holder}; wait for it or end it, then give the same command again"
+                    ) from None
+                if not said:
+                    say(f"waiting for process {holder}, which is computing {folder}")
+                    said = True
+                time.sleep(0.5)
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
