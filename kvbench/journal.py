@@ -1,7 +1,10 @@
-"""The per-sample journal of a run: append-only JSON lines that survive a kill at any byte, and the lock that guards them.
+"""The per-sample journal of a run: append-only JSON lines that survive a kill at any byte, and the lock that guards
+them.
 
-A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave behind: a torn last line
-is cut off and its sample redone; a record that is there twice counts once. Nothing else ever changes a line that has been written.
+A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave
+behind: a torn last line
+is cut off and its sample redone; a record that is there twice counts once. Nothing else ever changes a line that has
+been written.
 """
 
 import contextlib
@@ -29,7 +32,8 @@ def plain(value: object) -> object:
     """Turn a value into what strict JSON can hold.
 
     Args:
-        value: Nested dicts, lists, tuples, numbers, strings, booleans and None; numpy and torch scalars count as numbers.
+        value: Nested dicts, lists, tuples, numbers, strings, booleans and None; numpy and torch scalars count as
+            numbers.
 
     Returns:
         The same structure with str keys; NaN and infinity become None, because strict JSON has no word for them.
@@ -121,7 +125,8 @@ def _parse(line: bytes) -> dict | None:
 class Journal:
     """The finished samples of one run, on disk.
 
-    Opening reads what is there and repairs it; `damaged` then tells how many lines had to be dropped (their samples are redone).
+    Opening reads what is there and repairs it; `damaged` then tells how many lines had to be dropped (their samples
+    are redone).
 
     Args:
         path: The `samples.jsonl` of the run; made when absent.
@@ -149,13 +154,13 @@ class Journal:
             is_last = number == len(lines)
             if not line and is_last:
                 continue
-            # A line without its newline may look complete and yet lack its end (a number cut short parses), so it never counts.
+            # A line without its newline may look complete and yet lack its end (a number cut short parses), so it
+            # never counts.
             record = None if is_last else _parse(line)
             if record is None:
                 self.damaged += 1
-                warn(
-                    f"{self.path}:{number}: {'torn' if number >= len(lines) - 1 else 'unreadable'} line dropped; its sample is done again"
-                )
+                what = "torn" if number >= len(lines) - 1 else "unreadable"
+                warn(f"{self.path}:{number}: {what} line dropped; its sample is done again")
             elif key_of(record) not in self._records:
                 self._records[key_of(record)] = record
                 whole += line + b"\n"
@@ -216,9 +221,7 @@ class Journal:
         order = list(order)
         if len(order) != len(self._records) or set(order) != set(self._records):
             odd = set(order) ^ set(self._records)
-            raise ValueError(
-                f"{self.path}: {len(odd)} samples missing or unknown, for example {sorted(odd)[0]}; cannot finish this run"
-            )
+            raise ValueError(f"{self.path}: {len(odd)} samples missing or unknown, for example {sorted(odd)[0]}")
         self._records = {key: self._records[key] for key in order}
         data = b"".join(dump_line(record) for record in self._records.values())
         if data != self.path.read_bytes():
@@ -248,7 +251,8 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Locks of this kind belong to the open file, so the file is never removed: a second process would lock another file of the same name.
+        # Locks of this kind belong to the open file, so the file is never removed: a second process would lock
+        # another file of the same name.
         file = open(path, "a+", encoding="ascii")  # noqa: SIM115
     except OSError as error:
         raise _write_error(path, error) from error
@@ -262,9 +266,8 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
                 file.seek(0)
                 holder = file.read().strip() or "unknown"
                 if not wait:
-                    raise RunLocked(
-                        f"{folder} is being worked on by process {holder}; wait for it or end it, then give the same command again"
-                    ) from None
+                    rule = "wait for it or end it, then give the same command again"
+                    raise RunLocked(f"{folder} is being worked on by process {holder}; {rule}") from None
                 if not said:
                     say(f"waiting for process {holder}, which is computing {folder}")
                     said = True

@@ -1,4 +1,5 @@
-"""Where a result comes from: library versions, the state of the source tree, the machine, and a hash of the code that made it."""
+"""Where a result comes from: library versions, the state of the source tree, the machine, and a hash of the code that
+made it."""
 
 import ast
 import hashlib
@@ -67,7 +68,8 @@ class Machine:
     num_threads: int | None
     """Threads of torch inside one operation; None when torch was not loaded."""
     omp_wait_policy: str
-    """Value of OMP_WAIT_POLICY; empty when not set. ACTIVE threads that share cores make small operations many times slower."""
+    """Value of OMP_WAIT_POLICY; empty when not set. ACTIVE threads that share cores make small operations many times
+    slower."""
 
 
 def package_folder() -> Path:
@@ -108,7 +110,8 @@ def versions() -> Versions:
 
 
 def git_state() -> Git:
-    """Ask git about the repository kvbench runs from; a missing git, a wheel or a foreign repository give an empty answer."""
+    """Ask git about the repository kvbench runs from; a missing git, a wheel or a foreign repository give an empty
+    answer."""
     root = package_folder().parent
 
     def ask(*arguments: str) -> str:
@@ -189,7 +192,8 @@ def harness_hash() -> str:
 
 
 def method_files(policy_class: type) -> dict[str, Path]:
-    """The source files a method consists of: its own, and every other file of `methods` that it imports or inherits from.
+    """The source files a method consists of: its own, and every other file of `methods` that it imports or inherits
+    from.
 
     A new method must not make the stored runs of all others stale, so the folder as a whole does not count.
 

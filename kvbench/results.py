@@ -8,22 +8,17 @@ results/<task>/<model>/<method>/<hash>/
 """
 
 import dataclasses
-import enum
-import hashlib
 import json
-import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from kvbench.journal import plain, write_atomic
 from kvbench.provenance import Git, Machine, Versions
 
 SCHEMA_VERSION = 1
-HASH_DIGITS = 12
 
 
 @dataclass(kw_only=True)
@@ -39,7 +34,8 @@ class Estimate:
     high: float | None = None
     """Upper end of the 95 % interval."""
     interval: str = ""
-    """How the interval was computed: `wilson`, `bootstrap` (resampled within each subset), `newcombe` (paired yes-or-no), or empty."""
+    """How the interval was computed: `wilson`, `bootstrap` (resampled within each subset), `newcombe` (paired
+    yes-or-no), or empty."""
     num_nonfinite: int = 0
     """Samples left out because their value was NaN or infinite."""
 
@@ -85,9 +81,11 @@ class Counts:
     ok: int = 0
     """Answers that were scored."""
     nan: int = 0
-    """Answers given up because logits or scores were not finite. They are left out of the scores, not counted as wrong."""
+    """Answers given up because logits or scores were not finite. They are left out of the scores, not counted as
+    wrong."""
     oom: int = 0
-    """Answers that did not fit in memory or in the page budget. They are left out of the scores, not counted as wrong."""
+    """Answers that did not fit in memory or in the page budget. They are left out of the scores, not counted as
+    wrong."""
     truncated: int = 0
     """Prompts the task's rule had to shorten."""
     quarantined: int = 0
@@ -171,7 +169,8 @@ class RunRecord:
     fidelity: dict[str, Estimate] = field(default_factory=dict)
     """Teacher-forced comparison with the full cache on the reference answers."""
     ledger: dict[str, float] = field(default_factory=dict)
-    """Bytes per sample, averaged over samples; `*_ratio` are sums over sums, with the FP16 full cache of the same tokens as 1."""
+    """Bytes per sample, averaged over samples; `*_ratio` are sums over sums, with the FP16 full cache of the same
+    tokens as 1."""
     kept: dict[str, float] = field(default_factory=dict)
     """What the method did, averaged over samples."""
     timing: Timing = field(default_factory=Timing)
@@ -243,63 +242,3 @@ def _build(kind: object, value: object) -> typing.Any:
 def now() -> str:
     """The time, ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def canonical(value: object) -> object:
-    """Turn settings into JSON types that are equal exactly when the settings are.
-
-    Args:
-        value: Nested dataclasses, mappings, sequences, sets, enums, paths, numbers, strings, torch dtypes and devices.
-
-    Returns:
-        Dicts with sorted str keys, lists, and scalars.
-
-    Raises:
-        TypeError: A type whose text may differ between two runs of the same thing (an object that shows its address).
-    """
-    if value is None or isinstance(value, bool | int | str | float):
-        # 1 and 1.0 are the same setting, and YAML gives one or the other.
-        return int(value) if isinstance(value, float) and value.is_integer() else value
-    if isinstance(value, enum.Enum):
-        return [type(value).__name__, value.name]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            item.name: canonical(getattr(value, item.name))
-            for item in sorted(dataclasses.fields(value), key=lambda f: f.name)
-            if item.init
-        }
-    if isinstance(value, Mapping):
-        return {str(key): canonical(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, set | frozenset):
-        return sorted((canonical(item) for item in value), key=json.dumps)
-    if isinstance(value, Sequence):
-        return [canonical(item) for item in value]
-    if isinstance(value, PurePath) or (
-        type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device")
-    ):
-        return str(value)
-    raise TypeError(f"cannot tell whether two settings of type {type(value).__name__} are the same: {value!r}")
-
-
-def hash_identity(identity: dict) -> str:
-    """Hash everything that changes an answer.
-
-    Args:
-        identity: JSON types, as `canonical` gives them.
-
-    Returns:
-        64 hexadecimal digits.
-    """
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def folder_name(name: str) -> str:
-    """A name as one part of a path: letters, digits, dot, dash, underscore, plus and equals sign; all else becomes a dash."""
-    safe = re.sub(r"[^A-Za-z0-9._+=-]+", "-", name).strip(".-")
-    return safe[:80] or "unnamed"
-
-
-def run_folder(results_dir: Path, task: str, model: str, method: str, digest: str) -> Path:
-    """The folder of a run: `results/<task>/<model>/<method>/<hash>`."""
-    return results_dir / folder_name(task) / folder_name(model) / folder_name(method) / digest[:HASH_DIGITS]
