@@ -1,0 +1,229 @@
+"""Finds model files in a folder, in the local hub cache or on the hub, and gives them a stable fingerprint."""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvbench.errors import MissingWeightsError
+
+# What transformers looks for, best first; an index lists the shards that belong to it.
+_WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
+_TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_FINGERPRINT_NAMES = (
+    *_TOKENIZER_NAMES,
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# Where transformers writes its own version or the place a file came from: no part of the model.
+_VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "is_local", "local_files_only", "_from_model_config")
+_MIB = 1 << 20
+
+
+def find_model_folder(path: str, revision: str | None = None) -> Path:
+    """Turns a folder or a hub id into a folder with a config, complete weights and a tokenizer.
+
+    A folder wins over a hub id, and the local hub cache over the network. The network is tried only after a short
+    probe, because the hub client itself retries for half a minute on a machine without one.
+
+    Args:
+        path: A folder, or a hub id such as `org/name`.
+        revision: Branch, tag or commit of a hub id; None is the default branch.
+
+    Returns:
+        The folder.
+
+    Raises:
+        MissingWeightsError: The folder or some of its files are missing, or the id is neither cached nor to be had; the
+            message says where was looked and which command gets the files.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        _check_folder(folder, f"folder {folder}")
+        return folder
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
+        raise MissingWeightsError(
+            f"model.path={path}: there is no such folder (looked for {folder.absolute()}), and it is no hub id "
+            "(org/name) either. Give a folder that holds config.json, the weights and the tokenizer, or a .gguf file."
+        )
+    return _find_hub_snapshot(path, revision)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Lists the weight files that transformers would load from a folder.
+
+    Args:
+        folder: A folder in the layout of `save_pretrained`.
+
+    Returns:
+        The files in the order of their names; empty when the folder has no weights.
+
+    Raises:
+        MissingWeightsError: The index of a sharded model names files that are not there.
+    """
+    for name in _WEIGHT_NAMES:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = sorted({folder / shard for shard in json.loads(index.read_text())["weight_map"].values()})
+            absent = [shard.name for shard in shards if not shard.is_file()]
+            if absent:
+                raise MissingWeightsError(
+                    f"{index} lists {len(shards)} weight files, but these are missing: {', '.join(absent)}. "
+                    "Fetch or copy the folder again."
+                )
+            return shards
+    return []
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Hashes what decides a model's answers: configuration, tokenizer, chat template and weights.
+
+    Weights are hashed by name, size, and first and last MiB, so that a model of many gigabytes takes no time; a file
+    changed only in its middle is not noticed.
+
+    Args:
+        folder: A folder as returned by `find_model_folder`.
+
+    Returns:
+        64 hex digits, the same wherever the folder lies.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    parts = [json.dumps({key: config[key] for key in sorted(config) if key not in _VOLATILE_CONFIG_KEYS})]
+    for name in _FINGERPRINT_NAMES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        content = file.read_bytes()
+        if name in ("tokenizer_config.json", "generation_config.json"):
+            settings = json.loads(content)
+            content = json.dumps({k: settings[k] for k in sorted(settings) if k not in _VOLATILE_CONFIG_KEYS}).encode()
+        parts.append(f"{name}:{hashlib.sha256(content).hexdigest()}")
+    parts += [f"{file.name}:{weight_fingerprint(file)}" for file in weight_files(folder)]
+    return combine_fingerprints(parts)
+
+
+def weight_fingerprint(file: Path) -> str:
+    """Hashes a large file by its size and its first and last MiB.
+
+    Args:
+        file: An existing file.
+
+    Returns:
+        64 hex digits.
+    """
+    size_bytes = file.stat().st_size
+    digest = hashlib.sha256(str(size_bytes).encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(_MIB))
+        stream.seek(max(0, size_bytes - _MIB))
+        digest.update(stream.read(_MIB))
+    return digest.hexdigest()
+
+
+def combine_fingerprints(parts: Iterable[str]) -> str:
+    """Hashes a sequence of strings into one fingerprint.
+
+    Args:
+        parts: Any strings; their order counts.
+
+    Returns:
+        64 hex digits.
+    """
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
+
+
+def hub_reachable(timeout_s: float = 2.0) -> bool:
+    """Asks once whether the hub answers, through the proxy if one is set.
+
+    Args:
+        timeout_s: Longest wait in seconds, > 0.
+
+    Returns:
+        True when anything answered, even with an error status; False when offline mode is set.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[bool] = []
+
+    def probe() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass
+        except (OSError, ValueError):
+            return
+        answers.append(True)
+
+    # In a thread, because the time-out of urlopen does not cover the name look-up.
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return bool(answers)
+
+
+def _check_folder(folder: Path, what: str) -> None:
+    """Raises MissingWeightsError when a folder lacks its configuration, weights or tokenizer."""
+    missing = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not weight_files(folder):
+        missing.append("weights (" + " or ".join(_WEIGHT_NAMES) + ", or their index and shards)")
+    if not any((folder / name).is_file() for name in _TOKENIZER_NAMES):
+        missing.append("a tokenizer (" + " or ".join(_TOKENIZER_NAMES) + ")")
+    if missing:
+        held = sorted(os.listdir(folder))
+        listing = ", ".join(held[:8]) + (", ..." if len(held) > 8 else "") if held else "nothing"
+        raise MissingWeightsError(
+            f"The {what} lacks {'; '.join(missing)}; it holds {listing}. Save the model and its tokenizer there with "
+            "save_pretrained(), or give the path of a .gguf file."
+        )
+
+
+def _find_hub_snapshot(repo_id: str, revision: str | None) -> Path:
+    """Returns the cached snapshot of a hub id, downloading it when it is not complete and the hub answers."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+        _check_folder(cached, f"cached snapshot {cached} of {repo_id}")
+        return cached
+    except LocalEntryNotFoundError:
+        state = "it is not in the local hub cache"
+    except MissingWeightsError as error:
+        state = f"the local hub cache holds only a part of it ({error})"
+
+    command = f"hf download {repo_id}" + (f" --revision {revision}" if revision else "")
+    looked = f"model.path={repo_id}: there is no folder of that name, and {state} (looked in {constants.HF_HUB_CACHE})."
+    if not hub_reachable():
+        raise MissingWeightsError(
+            f"{looked} The hub cannot be reached from here. On a machine that reaches it run `{command} --local-dir "
+            f"FOLDER`, copy FOLDER here and set model.path=FOLDER; or run `{command}` here once there is a network. "
+            "Without weights, model=smollm2-135m and model=random work."
+        )
+    try:
+        # Settings and tokenizer with safetensors; the `consolidated` copies that some repositories add are left out.
+        patterns = ["*.json", "*.model", "*.txt", "*.jinja", "model*.safetensors"]
+        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
+        if not weight_files(folder):
+            snapshot_download(repo_id, revision=revision, allow_patterns=["pytorch_model*.bin"])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MissingWeightsError(
+            f"{looked} The download failed: {reason} Check the name on the hub; for a gated model accept its licence "
+            f"there and run `hf auth login`; then `{command}`."
+        ) from error
+    _check_folder(folder, f"snapshot {folder} of {repo_id}")
+    return folder
