@@ -34,7 +34,7 @@ class Estimate:
     high: float | None = None
     """Upper end of the 95 % interval."""
     interval: str = ""
-    """How the interval was computed: `wilson`, `bootstrap` (resampled within each subset), `newcombe` (paired
+    """How the interval was computed: `wilson`, `t` (variances of the subsets added up), `newcombe` (paired
     yes-or-no), or empty."""
     num_nonfinite: int = 0
     """Samples left out because their value was NaN or infinite."""
@@ -169,8 +169,7 @@ class RunRecord:
     fidelity: dict[str, Estimate] = field(default_factory=dict)
     """Teacher-forced comparison with the full cache on the reference answers."""
     ledger: dict[str, float] = field(default_factory=dict)
-    """Bytes per sample, averaged over samples; `*_ratio` are sums over sums, with the FP16 full cache of the same
-    tokens as 1."""
+    """Bytes per sample and their ratios to the FP16 full cache of the same tokens, averaged over samples."""
     kept: dict[str, float] = field(default_factory=dict)
     """What the method did, averaged over samples."""
     timing: Timing = field(default_factory=Timing)

@@ -1,0 +1,118 @@
+"""Where a run gets its model, task, policy and engine from; tests put small ones in their place."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The four things a run is made of, as functions of the configuration."""
+
+    make_policy: Callable[[DictConfig], object]
+    """Method group -> policy."""
+    load_model: Callable[[DictConfig], object]
+    """Model group -> `LoadedModel`."""
+    load_task: Callable[..., object]
+    """Task group, model, and `limit`, `seed`, `protocol` by name -> `TaskSet`."""
+    make_engine: Callable[[DictConfig, object, object], object]
+    """Whole configuration, model, policy -> `Engine`."""
+
+
+def make_policy(cfg: DictConfig) -> object:
+    """Build the policy that `_target_` names.
+
+    Args:
+        cfg: The method group: `_target_` and the policy's fields.
+
+    Raises:
+        ValueError: The class does not exist, a field is unknown, or a value is out of range.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(cfg, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ValueError) and not isinstance(cause, InstantiationException):
+            raise cause from None
+        if isinstance(cause, TypeError):
+            raise ValueError(f"the settings of {cfg._target_} do not fit: {cause}") from error
+        raise ValueError(f"cannot build the method {cfg.get('_target_')}: {cause}") from error
+
+
+def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
+    """Build the engine.
+
+    Args:
+        cfg: The whole configuration.
+        model: The loaded model.
+        policy: The method.
+    """
+    from kvbench.engine import Engine
+    from kvbench.store import StoreOptions
+
+    options = OmegaConf.to_container(cfg.store, resolve=True)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    return Engine(
+        model,
+        policy,
+        store=StoreOptions(**options),
+        batch_size=cfg.batch_size,
+        seed=cfg.seed,
+        backend=cfg.backend.name,
+        fidelity_max_tokens=cfg.fidelity.max_tokens,
+    )
+
+
+class _LastOne:
+    """Remembers the last thing loaded: a method and its reference, and all jobs of a sweep, then share one model and
+    one task."""
+
+    def __init__(self, load: Callable[..., object]) -> None:
+        self._load = load
+        self._key: str | None = None
+        self._value: object = None
+
+    def __call__(self, key: object, *arguments: object, **named: object) -> object:
+        text = json.dumps(key, sort_keys=True, default=str)
+        if text != self._key:
+            self._key = self._value = None  # let go of the old one before the new one takes its memory
+            self._value = self._load(*arguments, **named)
+            self._key = text
+        return self._value
+
+
+def _load_model(cfg: DictConfig) -> object:
+    from kvbench.models import load_model
+
+    return load_model(cfg)
+
+
+def _load_task(cfg: DictConfig, model: object, **named: object) -> object:
+    from kvbench.tasks import load_task
+
+    return load_task(cfg, model, **named)
+
+
+_models, _tasks = _LastOne(_load_model), _LastOne(_load_task)
+
+
+def _plain(cfg: object) -> object:
+    return OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+
+
+def default_parts() -> Parts:
+    """kvbench's own model loader, tasks, policies and engine."""
+
+    def load_model(cfg: DictConfig) -> object:
+        return _models(_plain(cfg), cfg)
+
+    def load_task(cfg: DictConfig, model: object, **named: object) -> object:
+        key = [_plain(cfg), model.fingerprint, {name: _plain(value) for name, value in named.items()}]
+        return _tasks(key, cfg, model, **named)
+
+    return Parts(make_policy=make_policy, load_model=load_model, load_task=load_task, make_engine=make_engine)

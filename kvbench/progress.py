@@ -1,0 +1,116 @@
+"""What a run says while it works: a live bar on a terminal, a plain line now and then anywhere else. All of it goes
+to stderr."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+PLAIN_EVERY_S = 10.0  # a log of an hour then has at most 360 lines
+
+
+def format_bytes(count: float | None) -> str:
+    """Bytes in decimal units with three significant digits, as `12.3 MB`; `-` for None."""
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            digits = 0 if unit == "B" or abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
+            return f"{count:.{digits}f} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration as `12 s`, `3 min 05 s` or `2 h 07 min`; `?` for None."""
+    if seconds is None:
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Progress:
+    """Shows samples done, tokens per second, cache bytes and time left.
+
+    Args:
+        label: What is running, for example `diffkv on longctx`.
+        total: Samples of the whole run.
+        done: Samples that an earlier session had finished.
+        stream: Where to write; a terminal gets the live bar.
+    """
+
+    def __init__(self, label: str, total: int, done: int = 0, *, stream: TextIO | None = None) -> None:
+        self.label, self.total, self.done = label, total, done
+        self._first = done
+        self._stream = stream or sys.stderr
+        self._started = self._spoken = time.monotonic()
+        self._rate: float | None = None
+        self._cache_bytes: float | None = None
+        self._live = None
+
+    def __enter__(self) -> Self:
+        self._started = self._spoken = time.monotonic()
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bars
+
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
+            self._live = Bars(*columns, console=Console(file=self._stream), transient=True)
+            self._task = self._live.add_task(self.label, total=self.total, completed=self.done, state=self.state())
+            self._live.start()
+        else:
+            resumed = f", {self.done} of them done before" if self.done else ""
+            self._write(f"{self.label}: {self.total} samples{resumed}")
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self.done > self._first:
+            self._write(f"{self.label}: {self.state()}")
+
+    def state(self) -> str:
+        """The numbers as one line of text."""
+        parts = [f"{self.done}/{self.total} samples"]
+        if self._rate is not None:
+            parts.append(f"{self._rate:.1f} tokens/s")
+        if self._cache_bytes is not None:
+            parts.append(f"cache {format_bytes(self._cache_bytes)}")
+        finished = self.done - self._first
+        if finished and self.done < self.total:
+            left = (time.monotonic() - self._started) / finished * (self.total - self.done)
+            parts.append(f"{format_seconds(left)} left")
+        return ", ".join(parts)
+
+    def advance(self) -> None:
+        """Count one more finished sample."""
+        self.done += 1
+        self._show()
+
+    def step(self, info: dict) -> None:
+        """Take what the engine tells after a decode step: `decode_tokens_per_s`, `cache_bytes`."""
+        self._rate = info.get("decode_tokens_per_s", self._rate)
+        self._cache_bytes = info.get("cache_bytes", self._cache_bytes)
+        self._show()
+
+    def say(self, text: str) -> None:
+        """Write one line without tearing the bar."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            self._write(text)
+
+    def _show(self) -> None:
+        if self._live is not None:
+            self._live.update(self._task, completed=self.done, state=self.state())
+        elif time.monotonic() - self._spoken >= PLAIN_EVERY_S:
+            self._spoken = time.monotonic()
+            self._write(f"{self.label}: {self.state()}")
+
+    def _write(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
