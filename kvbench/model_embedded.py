@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -168,7 +169,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Writes the GGUF file's weights (fp32) and tokenizer into a folder, and last the marker of completeness."""
     import transformers
 
-    with quiet_transformers():
+    # The GGUF reader draws a bar that no setting hides.
+    with quiet_transformers(), redirect_stderr(io.StringIO()):
         source, tokenizer = read_gguf(gguf, torch.float32)
         # A model that came from a GGUF file refuses to be saved: a fresh one takes its weights.
         model = transformers.AutoModelForCausalLM.from_config(source.config)
@@ -208,7 +210,7 @@ def _progress(what: str) -> Iterator[None]:
     """Says on stderr what is being done (a spinner on a terminal) and how long it took."""
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(file=sys.stderr, highlight=False)
     start_s = time.monotonic()
     if not console.is_terminal:
         console.print(f"kvbench: {NAME}: {what} ...", soft_wrap=True)

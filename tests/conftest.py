@@ -1,0 +1,65 @@
+"""Settings and models that several tests share."""
+
+import os
+
+# Read once, at the first import of torch or triton. Passive waiting keeps two test processes on two cores from starving
+# each other; without a GPU the Triton kernels run in the interpreter; nothing in a test may ask the hub.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from kvbench.errors import MissingWeightsError
+from kvbench.models import LoadedModel, load_model
+
+# Query heads and KV heads of the tiny models: plain multi-head attention, and groups of 3 and 7 query heads per KV
+# head.
+HEADS = {"mha": (4, 4), "gqa3": (6, 2), "gqa7": (14, 2)}
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> LoadedModel:
+    """Gives SmolLM2-135M-Instruct in float32 on the CPU, or skips where it is neither cached nor to be fetched."""
+    try:
+        return load_model({"kind": "embedded", "dtype": "float32", "device": "cpu"})
+    except MissingWeightsError as error:
+        pytest.skip(f"embedded model not available (`make model` fetches it): {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., LoadedModel]:
+    """Gives a factory of small random models: tiny_model(model_type, heads, head_dim, dtype, num_layers, seed)."""
+
+    @cache
+    def build(
+        model_type: str = "llama",
+        heads: str = "gqa3",
+        head_dim: int = 64,
+        dtype: str = "float32",
+        num_layers: int = 2,
+        seed: int = 0,
+    ) -> LoadedModel:
+        num_heads, num_kv_heads = HEADS[heads]
+        hidden_size = num_heads * head_dim
+        overrides = {
+            "model_type": model_type,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "hidden_size": hidden_size,
+            # Attention as peaked as in real models: query . key / sqrt(head_dim) has a standard deviation near 2.
+            "initializer_range": (2.0 / hidden_size) ** 0.5,
+        }
+        if model_type == "mistral":
+            overrides["sliding_window"] = None
+        settings = {"kind": "random", "preset": "tiny", "overrides": overrides, "num_layers": num_layers}
+        return load_model(settings | {"seed": seed, "dtype": dtype, "device": "cpu"})
+
+    return build
