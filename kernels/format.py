@@ -1,0 +1,216 @@
+"""Page formats: how the slots of one precision tier lie in a page of bytes.
+
+A page is a run of `page_bytes` bytes that holds the slots of one (sequence, layer, KV head) and one tier. Its regions, in order:
+
+    K codes  [D * k_bits / 8, T]   transposed, planar: byte w of a token holds channels w, w + W, w + 2W, ... (W bytes per token)
+    V codes  [T, D * v_bits / 8]   token-major, planar likewise
+    K scale, K zero                fp16; axis token: [groups, T]; axis channel: [T / group, D]
+    V scale, V zero                fp16; [groups, T]
+    score                          fp32 [T], when tracked
+    pos                            int32 [T], when tracked
+
+16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so every region
+starts on a multiple of 16 bytes without padding. Scores and positions lie inside the page, behind everything that attention
+reads: side arrays sized for the largest tier's T would leave up to 40 % of their slots unused in the smaller tiers (kvbench's own choice;
+DiffKV's released code does the same, cache.h).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import torch
+
+TOKEN_QUANTUM = 8  # slots per page are a multiple of this: 8 slots x 2 bytes = one 16-byte lane of metadata
+
+
+@dataclass(frozen=True)
+class SlotFormat:
+    """The bytes of one slot, independent of the page size.
+
+    Args:
+        head_dim: Channels D of a key and of a value.
+        k_bits: 1, 2, 4, 8 (codes) or 16, 32 (elements of `dtype`).
+        v_bits: Likewise.
+        k_channel_group: Tokens that share a per-channel key scale; 0 = scales per token.
+        k_groups: Scales per key vector when per token.
+        v_groups: Scales per value vector.
+        symmetric: No zero points are stored.
+        fp8: 8-bit sides are e4m3 floats without metadata.
+        dtype: Element type of 16- and 32-bit sides.
+        track: Tracked fields, a subset of ("score", "pos").
+    """
+
+    head_dim: int
+    k_bits: int
+    v_bits: int
+    k_channel_group: int = 0
+    k_groups: int = 1
+    v_groups: int = 1
+    symmetric: bool = False
+    fp8: bool = False
+    dtype: torch.dtype = torch.float16
+    track: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if bits not in (1, 2, 4, 8, 16, 32):
+                raise ValueError(f"{side}={bits} is not one of 1, 2, 4, 8, 16, 32")
+            if bits >= 16 and bits != self.dtype.itemsize * 8:
+                raise ValueError(f"{side}={bits} does not match dtype={self.dtype}, which has {self.dtype.itemsize * 8} bits")
+            if self.head_dim * bits % 8:
+                raise ValueError(f"head_dim={self.head_dim} x {side}={bits} is not a whole number of bytes")
+        for name, groups in (("k_groups", self.k_groups), ("v_groups", self.v_groups)):
+            if groups < 1 or self.head_dim % groups:
+                raise ValueError(
+                    f"{name}={groups} does not divide head_dim={self.head_dim}; choose a group size that divides the head dim"
+                )
+        if self.k_channel_group % TOKEN_QUANTUM:
+            raise ValueError(f"k_channel_group={self.k_channel_group} must be a multiple of {TOKEN_QUANTUM} tokens")
+
+    @property
+    def k_coded(self) -> bool:
+        """Keys are integer codes with metadata."""
+        return self.k_bits <= 8 and not self.fp8
+
+    @property
+    def v_coded(self) -> bool:
+        """Values are integer codes with metadata."""
+        return self.v_bits <= 8 and not self.fp8
+
+    @property
+    def channel_keys(self) -> bool:
+        """Keys share scales over groups of tokens; slots are immutable."""
+        return self.k_coded and self.k_channel_group > 0
+
+    @property
+    def group_tokens(self) -> int:
+        """Slots that must be written together on the key side."""
+        return self.k_channel_group if self.channel_keys else 1
+
+    @property
+    def k_code_bytes(self) -> int:
+        """Key bytes of one slot without metadata."""
+        return self.head_dim * self.k_bits // 8
+
+    @property
+    def v_code_bytes(self) -> int:
+        """Value bytes of one slot without metadata."""
+        return self.head_dim * self.v_bits // 8
+
+    @property
+    def k_meta_bytes(self) -> float:
+        """Key scale and zero bytes per slot (a fraction when channel groups are longer than the head dim allows)."""
+        if not self.k_coded:
+            return 0.0
+        fields = 1 if self.symmetric else 2
+        scales = self.head_dim / self.k_channel_group if self.channel_keys else self.k_groups
+        return 2.0 * fields * scales
+
+    @property
+    def v_meta_bytes(self) -> float:
+        """Value scale and zero bytes per slot."""
+        return 2.0 * (1 if self.symmetric else 2) * self.v_groups if self.v_coded else 0.0
+
+    @property
+    def track_bytes(self) -> int:
+        """Score and position bytes per slot."""
+        return 4 * len(self.track)
+
+    @property
+    def slot_bytes(self) -> float:
+        """All bytes of one slot."""
+        return self.k_code_bytes + self.v_code_bytes + self.k_meta_bytes + self.v_meta_bytes + self.track_bytes
+
+    @property
+    def token_quantum(self) -> int:
+        """Slots per page are a multiple of this."""
+        return lcm(TOKEN_QUANTUM, self.k_channel_group) if self.channel_keys else TOKEN_QUANTUM
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """A slot format laid out in pages of a given size.
+
+    Args:
+        slot: The slot format.
+        page_bytes: Page size, a multiple of 16 that holds at least one quantum of slots.
+
+    Raises:
+        ValueError: The page is too small or not a multiple of 16.
+    """
+
+    slot: SlotFormat
+    page_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.page_bytes % 16:
+            raise ValueError(f"page_bytes={self.page_bytes} must be a multiple of 16")
+        if self.tokens_per_page < 1:
+            need = int(self.slot.slot_bytes * self.slot.token_quantum)
+            raise ValueError(
+                f"page_bytes={self.page_bytes} is below one group of {self.slot.token_quantum} slots ({need} B); "
+                f"set store.page_bytes={-(-need // 16) * 16} or more, or auto"
+            )
+
+    @cached_property
+    def tokens_per_page(self) -> int:
+        """Slots T per page."""
+        quantum = self.slot.token_quantum
+        return int(self.page_bytes // (self.slot.slot_bytes * quantum)) * quantum
+
+    @cached_property
+    def regions(self) -> dict[str, tuple[int, int]]:
+        """Region name -> (offset, length) in bytes; absent regions have length 0."""
+        slot, tokens = self.slot, self.tokens_per_page
+        k_fields = 0 if not slot.k_coded else 1 if slot.symmetric else 2
+        v_fields = 0 if not slot.v_coded else 1 if slot.symmetric else 2
+        k_scales = tokens // slot.k_channel_group * slot.head_dim if slot.channel_keys else slot.k_groups * tokens
+        lengths = {
+            "k_codes": slot.k_code_bytes * tokens,
+            "v_codes": slot.v_code_bytes * tokens,
+            "k_scale": 2 * k_scales * (k_fields >= 1),
+            "k_zero": 2 * k_scales * (k_fields == 2),
+            "v_scale": 2 * slot.v_groups * tokens * (v_fields >= 1),
+            "v_zero": 2 * slot.v_groups * tokens * (v_fields == 2),
+            "score": 4 * tokens * ("score" in slot.track),
+            "pos": 4 * tokens * ("pos" in slot.track),
+        }
+        table, offset = {}, 0
+        for name, length in lengths.items():
+            table[name] = (offset, length)
+            offset += length
+        return table
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of a full page that hold something."""
+        offset, length = self.regions["pos"]
+        return offset + length
+
+    @property
+    def fill(self) -> float:
+        """Share of a full page that holds something, in (0, 1]."""
+        return self.used_bytes / self.page_bytes
+
+
+def choose_page_bytes(slots: list[SlotFormat]) -> int:
+    """The page size that wastes least in the worst of the given formats; the smallest such size.
+
+    Pages between 64 and 132 bytes per channel are searched (4,096-8,448 B at D=64, 8,192-16,896 B at D=128): small enough that half
+    a page of slack per list stays cheap, large enough for long runs of contiguous bytes. DiffKV sizes its pages by the same search.
+
+    Args:
+        slots: The formats of all tiers, one head dim.
+
+    Returns:
+        Page size in bytes, a multiple of 16.
+
+    Source: DiffKV artefact, config.py (search of 800-8000 B over its two formats); bounds from kvbench's own measurements.
+    """
+    head_dim = slots[0].head_dim
+    low, high = 64 * head_dim, 132 * head_dim
+    low = max([low, *(-(-int(s.slot_bytes * s.token_quantum) // 16) * 16 for s in slots)])
+    high = max(high, low)
+    sizes = range(-(-low // 16) * 16, high + 1, 16)
+    return max(sizes, key=lambda size: (round(min(PageFormat(s, size).fill for s in slots), 9), -size))

@@ -1,0 +1,104 @@
+"""The page pool: one flat array of pages and a circular list of the free ones."""
+
+import torch
+from torch import Tensor
+
+
+class PoolExhausted(RuntimeError):
+    """More pages were asked for than the pool has free; nothing was changed."""
+
+
+class PagePool:
+    """Fixed-size pages, handed out and taken back for many lists at once.
+
+    The free list is a circular array of page ids between two counters that only rise, taken modulo its length. The number of
+    free pages is kept explicitly, because equal counters cannot tell full from empty.
+
+    Args:
+        page_bytes: Bytes per page.
+        num_pages: Pages at the start.
+        device: Where the pages live.
+        growable: Grow in chunks when exhausted; otherwise `num_pages` is the limit.
+
+    Source: DiffKV mem_mgt_kernels.cu (circular list, prefix-sum offsets).
+    Differs: explicit free count; the released code's two counters read "all free" when nothing is.
+    """
+
+    def __init__(self, page_bytes: int, num_pages: int, device: torch.device | str = "cpu", *, growable: bool = True) -> None:
+        self.page_bytes = page_bytes
+        self.growable = growable
+        self.pages = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        self.free_list = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self.start = 0  # next free page to hand out
+        self.end = num_pages  # where the next returned page goes
+        self.num_free = num_pages
+
+    @property
+    def num_pages(self) -> int:
+        """All pages, free or used."""
+        return self.pages.shape[0]
+
+    @property
+    def num_used(self) -> int:
+        """Pages handed out."""
+        return self.num_pages - self.num_free
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the page array and the free list, as the tensors hold them."""
+        return self.pages.nbytes + self.free_list.nbytes
+
+    def allocate(self, need: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes `need[n]` pages for every list n in one go.
+
+        Args:
+            need: int64 [N], >= 0.
+
+        Returns:
+            page ids int64 [sum(need)], grouped by list in order; and the exclusive prefix sum of `need`, int64 [N].
+
+        Raises:
+            PoolExhausted: Not enough free pages and the pool may not grow; the state is unchanged.
+        """
+        offsets = need.cumsum(0) - need
+        total = int(need.sum())
+        if total > self.num_free:
+            if not self.growable:
+                raise PoolExhausted(
+                    f"{total} pages of {self.page_bytes} B are needed but {self.num_free} of {self.num_pages} are free; "
+                    "raise store.budget_bytes, lower batch_size, or choose a smaller method budget"
+                )
+            self._grow(total - self.num_free)
+        where = (self.start + torch.arange(total, device=need.device)) % self.num_pages
+        ids = self.free_list[where].long()
+        self.start += total
+        self.num_free -= total
+        return ids, offsets
+
+    def release(self, ids: Tensor) -> None:
+        """Takes pages back; `ids` int64 [M], each of them in use and listed once."""
+        count = ids.numel()
+        if count > self.num_used:
+            raise AssertionError(f"{count} pages returned but only {self.num_used} are in use: a page was freed twice")
+        where = (self.end + torch.arange(count, device=ids.device)) % self.num_pages
+        self.free_list[where] = ids.to(torch.int32)
+        self.end += count
+        self.num_free += count
+
+    def free_ids(self) -> Tensor:
+        """The free pages in the order they will be handed out; int64 [num_free]. For checks."""
+        where = (self.start + torch.arange(self.num_free, device=self.free_list.device)) % max(1, self.num_pages)
+        return self.free_list[where].long()
+
+    def _grow(self, shortfall: int) -> None:
+        """Adds pages: at least the shortfall, at least half of what exists, so that copying stays linear in the total."""
+        old = self.num_pages
+        extra = max(shortfall, old // 2, 64)
+        free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
+        pages = torch.empty(old + extra, self.page_bytes, dtype=torch.uint8, device=self.pages.device)
+        pages[:old] = self.pages
+        self.pages = pages
+        self.free_list = torch.zeros(old + extra, dtype=torch.int32, device=pages.device)
+        self.free_list[: free.numel()] = free.to(torch.int32)
+        self.num_free += extra
+        self.start, self.end = 0, self.num_free

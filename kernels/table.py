@@ -1,0 +1,150 @@
+"""Page tables of all lists, and the bookkeeping of slots on them.
+
+A *list* is the cache of one (row, layer, KV head); its number is (row * layers + layer) * heads + head. Tier 0 grows from the left of
+the list's table row, tier 1 from the right; a third tier has a table of its own.
+"""
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.pool import PagePool
+
+
+class PageTable:
+    """Which page holds slot i of tier t of every list.
+
+    Args:
+        pool: Where pages come from.
+        tokens_per_page: Slots per page of each tier.
+        rows: Sequences that can be held at once.
+        layers: Layers.
+        heads: KV heads per layer.
+        max_pages: Table entries per list, shared by tiers 0 and 1.
+
+    Source: DiffKV cache.h (bidirectional rows).
+    """
+
+    def __init__(
+        self, pool: PagePool, tokens_per_page: tuple[int, ...], rows: int, layers: int, heads: int, max_pages: int
+    ) -> None:
+        device = pool.pages.device
+        self.pool = pool
+        self.tokens_per_page = tokens_per_page
+        self.shape = (rows, layers, heads)
+        self.num_lists = rows * layers * heads
+        self.max_pages = max_pages
+        self.num_tiers = len(tokens_per_page)
+        self.entries = torch.zeros(self.num_lists, max_pages, dtype=torch.int32, device=device)
+        third = self.num_lists if self.num_tiers == 3 else 0
+        self.third = torch.zeros(third, max_pages, dtype=torch.int32, device=device)
+        self.num_slots = torch.zeros(self.num_tiers, self.num_lists, dtype=torch.int32, device=device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of tables and counters, as the tensors hold them."""
+        return self.entries.nbytes + self.third.nbytes + self.num_slots.nbytes
+
+    def num_pages(self, tier: int) -> Tensor:
+        """int64 [lists]: pages in use per list."""
+        return -(-self.num_slots[tier].long() // self.tokens_per_page[tier])
+
+    def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Page id and slot within the page, int64, for slot numbers of the given lists (same shape)."""
+        index = slot // self.tokens_per_page[tier]
+        return self._table(tier)[lists, self._column(tier, index)].long(), slot % self.tokens_per_page[tier]
+
+    def page_ids(self, lists: Tensor, tier: int, width: int) -> Tensor:
+        """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are some valid id."""
+        columns = self._column(tier, torch.arange(width, device=lists.device))
+        return self._table(tier)[lists[..., None], columns].long()
+
+    def reserve(self, lists: Tensor, tier: int, count: Tensor) -> Tensor:
+        """Appends `count[m]` slots to list `lists[m]`, taking pages as needed.
+
+        Args:
+            lists: int64 [M], distinct.
+            tier: Tier index.
+            count: int64 [M], >= 0.
+
+        Returns:
+            First new slot of each list, int64 [M].
+
+        Raises:
+            PoolExhausted: The pool is exhausted; nothing was changed.
+            ValueError: A table row is full; nothing was changed.
+        """
+        before = self.num_slots[tier, lists].long()
+        pages_before = -(-before // self.tokens_per_page[tier])
+        pages_after = -(-(before + count) // self.tokens_per_page[tier])
+        self._check_room(lists, tier, pages_after)
+        need = pages_after - pages_before
+        ids, offsets = self.pool.allocate(need)
+        if ids.numel():
+            owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), need)
+            index = torch.arange(ids.numel(), device=lists.device) - offsets[owner] + pages_before[owner]
+            self._table(tier)[lists[owner], self._column(tier, index)] = ids.to(torch.int32)
+        self.num_slots[tier, lists] = (before + count).to(torch.int32)
+        return before
+
+    def truncate(self, lists: Tensor, tier: int, count: Tensor) -> None:
+        """Drops slots from the end so that list `lists[m]` keeps `count[m]`, and returns the emptied pages."""
+        before = self.num_slots[tier, lists].long()
+        if bool((count > before).any()):
+            raise AssertionError("truncate would grow a list")
+        size = self.tokens_per_page[tier]
+        pages_before, pages_after = -(-before // size), -(-count // size)
+        surplus = pages_before - pages_after
+        owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), surplus)
+        offsets = surplus.cumsum(0) - surplus
+        index = torch.arange(owner.numel(), device=lists.device) - offsets[owner] + pages_after[owner]
+        self.pool.release(self._table(tier)[lists[owner], self._column(tier, index)].long())
+        self.num_slots[tier, lists] = count.to(torch.int32)
+
+    def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes first.
+
+        Args:
+            lists: int64 [M].
+            keep: bool [M, n] over slot numbers; slots past a list's end are ignored.
+
+        Returns:
+            owner (index into `lists`), source slot, target slot of every move, int64 [moves]; and the new slot counts int64 [M].
+
+        Source: KV-Compress kvcompress_eviction_kernels.cu (same moves: golden `kvc.moves_E2_head0`).
+        """
+        width = keep.shape[1]
+        slot = torch.arange(width, device=keep.device)
+        held = slot < self.num_slots[tier, lists].long()[:, None]
+        keep = keep & held
+        count = keep.sum(1)
+        holes = (~keep & (slot < count[:, None])).nonzero()
+        movers = (keep & (slot >= count[:, None])).flip(1).nonzero()
+        return holes[:, 0], width - 1 - movers[:, 1], holes[:, 1], count
+
+    def used_page_ids(self) -> Tensor:
+        """All page ids that the tables name, int64; walks every list. For checks and recounts."""
+        found = []
+        for tier in range(self.num_tiers):
+            pages = self.num_pages(tier)
+            owner = torch.repeat_interleave(torch.arange(self.num_lists, device=pages.device), pages)
+            index = torch.arange(owner.numel(), device=pages.device) - (pages.cumsum(0) - pages)[owner]
+            found.append(self._table(tier)[owner, self._column(tier, index)].long())
+        return torch.cat(found)
+
+    def _table(self, tier: int) -> Tensor:
+        return self.third if tier == 2 else self.entries
+
+    def _column(self, tier: int, index: Tensor) -> Tensor:
+        return self.max_pages - 1 - index if tier == 1 else index
+
+    def _check_room(self, lists: Tensor, tier: int, pages_after: Tensor) -> None:
+        """Tiers 0 and 1 must not cross, before anything is written."""
+        used = pages_after
+        if tier < 2 and self.num_tiers > 1:
+            other = 1 - tier
+            used = used + -(-self.num_slots[other, lists].long() // self.tokens_per_page[other])
+        if lists.numel() and int(used.max()) > self.max_pages:
+            raise ValueError(
+                f"a list needs {int(used.max())} page-table entries but max_pages={self.max_pages}; "
+                "the sequence is longer than the store was sized for"
+            )

@@ -1,0 +1,294 @@
+"""Reference backend, part 2: attention over pages, prefill attention and column scores, in plain torch.
+
+Legend: S sequences, H KV heads, G query heads per KV head, Hq = H * G, D head dim, N prompt tokens, T slots per page, m pages per list.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.torch_pages import read_pages, region
+
+Reduce = Literal["sum", "mean", "max"]
+
+
+@dataclass
+class TierPages:
+    """One tier of one layer, for the sequences of a step.
+
+    Args:
+        fmt: The tier's page format.
+        ids: int64 [S, H, m] page ids in slot order; entries past a list's end are ignored.
+        num_k: int64 [S, H] keys held; slot i < num_k is read.
+        num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
+        rotation: fp32 angles [S, m * T, D / 2] to rotate the stored keys by (cache-relative positions), or None.
+    """
+
+    fmt: PageFormat
+    ids: Tensor
+    num_k: Tensor
+    num_v: Tensor
+    rotation: Tensor | None = None
+
+
+@dataclass
+class Ring:
+    """The residual buffers of one layer: token i of a list lies at i modulo the buffer's length.
+
+    Args:
+        k: [S, H, Rk, D] keys.
+        v: [S, H, Rv, D] values.
+        num_tokens: int64 [S, H] tokens of the list, in tier 0 and buffer together.
+    """
+
+    k: Tensor
+    v: Tensor
+    num_tokens: Tensor
+
+
+def reduce_group(x: Tensor, how: Reduce, dim: int) -> Tensor:
+    """Reduces the query heads of a KV head along `dim`."""
+    return x.sum(dim) if how == "sum" else x.mean(dim) if how == "mean" else x.amax(dim)
+
+
+def rotate(x: Tensor, angle: Tensor, dim: int = -1) -> Tensor:
+    """Rotary rotation of the leading 2 * angle.shape[dim] channels along `dim`, halves paired (the Llama layout)."""
+    half = angle.shape[dim]
+    first, second = x.narrow(dim, 0, half), x.narrow(dim, half, half)
+    rest = x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim)
+
+
+def _ring_ordinals(num_tokens: Tensor, start: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Which token each ring entry holds, int64 [S, H, R], and whether it is live (bool)."""
+    last = num_tokens[..., None] - 1
+    entry = torch.arange(length, device=num_tokens.device)
+    ordinal = last - (last - entry) % length
+    return ordinal, (ordinal >= start[..., None]) & (ordinal >= 0)
+
+
+def paged_decode(
+    q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, *, power: int = 1, group: Reduce | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Attention of one query token per sequence over all tiers and the residual buffer, exact softmax over all of them.
+
+    Args:
+        q: [S, Hq, D], any float dtype; computed in fp32.
+        pages: uint8 [P, page_bytes].
+        tiers: One to three tiers; with a ring, only tier 0.
+        ring: Residual buffer or None.
+        scale: Factor on the logits.
+        power: Probabilities are raised to this power before the group is reduced.
+        group: How to reduce the query heads of a KV head into scores; None = no scores.
+
+    Returns:
+        out fp32 [S, Hq, D]; lse fp32 [S, Hq]; scores per tier, fp32 [S, H, m * T] (0 past a list's end), empty without `group`.
+    """
+    num_seq, _, head_dim = q.shape
+    num_heads = tiers[0].ids.shape[1]
+    q = q.float().view(num_seq, num_heads, -1, head_dim)
+    logits, values, widths = [], [], []
+    for tier in tiers:
+        keys, vals = read_pages(pages, tier.fmt, tier.ids.flatten())
+        keys = keys.unflatten(0, tier.ids.shape)  # [S, H, m, D, T]
+        width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
+        slot = torch.arange(width, device=q.device)
+        if tier.rotation is None:
+            part = torch.matmul(q[:, :, None], keys).transpose(2, 3).flatten(-2)
+        else:
+            dense = keys.transpose(2, 3).flatten(-2)  # [S, H, D, m * T]
+            part = torch.matmul(q, rotate(dense, tier.rotation.transpose(1, 2)[:, None], dim=2))
+        logits.append((part * scale).masked_fill(slot >= tier.num_k[:, :, None, None], float("-inf")))
+        vals = vals.view(num_seq, num_heads, width, head_dim)
+        values.append(vals.masked_fill((slot >= tier.num_v[..., None])[..., None], 0.0))
+        widths.append(width)
+    if ring is not None:
+        k_ordinal, k_live = _ring_ordinals(ring.num_tokens, tiers[0].num_k, ring.k.shape[2])
+        part = torch.matmul(q, ring.k.float().masked_fill(~k_live[..., None], 0.0).transpose(2, 3)) * scale
+        logits.append(part.masked_fill(~k_live[:, :, None], float("-inf")))
+        widths.append(ring.k.shape[2])
+    joined = torch.cat(logits, -1)
+    lse = joined.logsumexp(-1)
+    parts = list((joined - lse[..., None]).exp().split(widths, -1))
+    if ring is None:
+        out = sum(torch.matmul(p, v) for p, v in zip(parts, values, strict=True))
+    else:
+        out = _ring_output(parts[0], parts.pop(), values[0], ring, tiers[0], k_ordinal, k_live)
+    scores = [reduce_group(p**power, group, 2) for p in parts] if group else []
+    return out.flatten(1, 2), lse.flatten(1, 2), scores
+
+
+def _ring_output(
+    p_pages: Tensor, p_ring: Tensor, v_pages: Tensor, ring: Ring, tier: TierPages, k_ordinal: Tensor, k_live: Tensor
+) -> Tensor:
+    """Weighted values when keys and values leave the buffer at different times: probabilities are first put in token order."""
+    width = max(p_pages.shape[-1], int(ring.num_tokens.max()))
+    by_token = F.pad(p_pages, (0, width - p_pages.shape[-1]))
+    index = k_ordinal.clamp(min=0)[:, :, None].expand_as(p_ring)
+    by_token = by_token.scatter_add(-1, index, p_ring.masked_fill(~k_live[:, :, None], 0.0))
+    v_ordinal, v_live = _ring_ordinals(ring.num_tokens, tier.num_v, ring.v.shape[2])
+    p_values = by_token.gather(-1, v_ordinal.clamp(min=0)[:, :, None].expand(*p_pages.shape[:3], -1))
+    p_values = p_values.masked_fill(~v_live[:, :, None], 0.0)
+    ring_v = ring.v.float().masked_fill(~v_live[..., None], 0.0)
+    return torch.matmul(by_token[..., : v_pages.shape[2]], v_pages) + torch.matmul(p_values, ring_v)
+
+
+def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
+    """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots."""
+    tokens = tier.fmt.tokens_per_page
+    page_index, slot = torch.arange(tier.ids.shape[-1], device=scores.device), torch.arange(tokens, device=scores.device)
+    live = (page_index[:, None] * tokens + slot) < tier.num_k[..., None, None]
+    view = region(pages, tier.fmt, "score")
+    chosen = live.nonzero(as_tuple=True)
+    where = tier.ids[chosen[0], chosen[1], chosen[2]], chosen[3]
+    view[where] = view[where] + scores.unflatten(-1, (-1, tokens))[chosen]
+
+
+def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Dequantises everything a layer holds, padded.
+
+    Returns:
+        keys and values fp32 [S, H, n, D], and bool [S, H, n]: the entry is live. With a ring, entries are in token order.
+    """
+    keys, values, live = [], [], []
+    for tier in tiers:
+        k, v = read_pages(pages, tier.fmt, tier.ids.flatten())
+        k = k.unflatten(0, tier.ids.shape).transpose(3, 4).flatten(2, 3)
+        v = v.unflatten(0, tier.ids.shape).flatten(2, 3)
+        slot = torch.arange(k.shape[2], device=k.device)
+        if tier.rotation is not None:
+            k = rotate(k, tier.rotation[:, None])
+        held_k, held_v = slot < tier.num_k[..., None], slot < tier.num_v[..., None]
+        keys.append(k.masked_fill(~held_k[..., None], 0.0))
+        values.append(v.masked_fill(~held_v[..., None], 0.0))
+        live.append(held_k)
+    if ring is None:
+        return torch.cat(keys, 2), torch.cat(values, 2), torch.cat(live, 2)
+    width = max(keys[0].shape[2], int(ring.num_tokens.max()))
+    token = torch.arange(width, device=keys[0].device).expand(*keys[0].shape[:2], -1)
+    dense = []
+    for paged, buffer, held in ((keys[0], ring.k, tiers[0].num_k), (values[0], ring.v, tiers[0].num_v)):
+        from_ring = buffer.float().gather(2, (token % buffer.shape[2])[..., None].expand(-1, -1, -1, buffer.shape[3]))
+        padded = F.pad(paged, (0, 0, 0, width - paged.shape[2]))
+        dense.append(torch.where((token < held[..., None])[..., None], padded, from_ring))
+    alive = token < ring.num_tokens[..., None]
+    return dense[0].masked_fill(~alive[..., None], 0.0), dense[1].masked_fill(~alive[..., None], 0.0), alive
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of a whole prompt on uncompressed keys and values.
+
+    Args:
+        q: [Hq, N, D]; k, v: [H, N, D], the model's dtype.
+
+    Returns:
+        [Hq, N, D] in the same dtype.
+    """
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
+
+
+def chunk_attention(
+    q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
+) -> Tensor:
+    """Attention of a chunk of tokens over a dequantised history and over itself, causally.
+
+    Args:
+        q: [Hq, n, D]; k, v: [H, n, D].
+        history: keys, values fp32 [H, M, D] and live bool [H, M].
+
+    Returns:
+        fp32 [Hq, n, D].
+    """
+    past_k, past_v, live = history
+    heads, chunk, _ = k.shape
+    keys, values = torch.cat([past_k, k.float()], 1), torch.cat([past_v, v.float()], 1)
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    mask = torch.cat([live[:, None].expand(-1, chunk, -1), causal.expand(heads, -1, -1)], -1)
+    grouped = q.float().view(heads, -1, chunk, q.shape[-1])
+    out = F.scaled_dot_product_attention(grouped, keys[:, None].expand(-1, grouped.shape[1], -1, -1),
+                                         values[:, None].expand(-1, grouped.shape[1], -1, -1), attn_mask=mask[:, None], scale=scale)
+    return out.flatten(0, 1)
+
+
+def column_scores(
+    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int = 0, power: int = 1, block: int = 64
+) -> Tensor:
+    """How much attention each key of a prompt receives, summed over queries, in O(N) memory.
+
+    `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over keys 0..i.
+
+    Args:
+        q: [Hq, N, D]; k: [H, N, D].
+        queries: The last `queries` tokens count; -1 = all.
+        skip_near: Query i does not count for key j when i - j < skip_near.
+        power: 1 or 2.
+        block: Queries per block; memory is Hq * block * N fp32.
+
+    Returns:
+        fp32 [Hq, N].
+    """
+    num_q_heads, length, head_dim = q.shape
+    heads = k.shape[0]
+    out = torch.zeros(heads, num_q_heads // heads, length, device=q.device)
+    first = 0 if queries < 0 else max(0, length - queries)
+    grouped = q.float().view(heads, -1, length, head_dim)
+    keys = k.float().transpose(1, 2)
+    for begin in range(first, length, block):
+        end = min(length, begin + block)
+        logits = torch.matmul(grouped[:, :, begin:end].flatten(1, 2), keys[:, :, :end]) * scale
+        logits = logits.unflatten(1, (-1, end - begin))
+        distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(end, device=q.device)
+        prob = logits.masked_fill_(distance < 0, float("-inf")).softmax(-1)
+        if power == 2:
+            prob = prob.square_()
+        if skip_near:
+            prob = prob.masked_fill_(distance < skip_near, 0.0)
+        out[..., :end] += prob.sum(2)
+    return out.flatten(0, 1)
+
+
+def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tensor:
+    """Centred pooling along the last axis, stride 1; `avg` counts padding as zeros, `max` ignores it. Any leading shape."""
+    rows = score.reshape(-1, 1, score.shape[-1])
+    op = F.avg_pool1d if kind == "avg" else F.max_pool1d
+    return op(rows, kernel, stride=1, padding=kernel // 2).view(score.shape)
+
+
+def prompt_scores(
+    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, power: int, pool: str, pool_kernel: int,
+    pool_stage: str, pool_region: str, group: Reduce,
+) -> Tensor:  # fmt: skip
+    """The score of every prompt key per KV head: column sums, pooling and group reduction in the stated order.
+
+    Args:
+        q: [Hq, N, D]; k: [H, N, D]. The other arguments as `kvbench.policy.ScoreSpec` names them.
+
+    Returns:
+        fp32 [H, N].
+    """
+    return reduce_scores(
+        column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power),
+        k.shape[0], queries=queries, pool=pool, pool_kernel=pool_kernel, pool_stage=pool_stage, pool_region=pool_region, group=group,
+    )  # fmt: skip
+
+
+def reduce_scores(
+    columns: Tensor, heads: int, *, queries: int, pool: str, pool_kernel: int, pool_stage: str, pool_region: str, group: Reduce
+) -> Tensor:
+    """Pools and group-reduces column sums fp32 [Hq, N] to [H, N]."""
+    columns = columns.view(heads, -1, columns.shape[-1])
+
+    def pooled(x: Tensor) -> Tensor:
+        cut = x.shape[-1] if pool_region == "all" or queries < 0 else max(0, x.shape[-1] - queries)
+        if pool == "none" or cut == 0:
+            return x
+        return torch.cat([pool_scores(x[..., :cut], pool, pool_kernel), x[..., cut:]], -1)
+
+    if pool_stage == "per_query_head":
+        return reduce_group(pooled(columns), group, 1)
+    return pooled(reduce_group(columns, group, 1))

@@ -1,0 +1,120 @@
+"""From a policy's tiers and a model's shape to page formats."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
+from kvbench.policy import Policy, Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """How the store lays out memory.
+
+    Args:
+        page_bytes: Page size in bytes, or `auto` (the size that wastes least for the method's tiers).
+        budget_bytes: Limit on the page pool; None lets it grow.
+        track: Further per-slot fields (`score`, `pos`) to keep and bill, for inspection.
+    """
+
+    page_bytes: int | Literal["auto"] = "auto"
+    budget_bytes: int | None = None
+    track: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.page_bytes != "auto" and (not isinstance(self.page_bytes, int) or self.page_bytes < 16):
+            raise ValueError(f"store.page_bytes={self.page_bytes!r} must be 'auto' or a multiple of 16 bytes")
+        if self.budget_bytes is not None and self.budget_bytes < 1:
+            raise ValueError(f"store.budget_bytes={self.budget_bytes} must be > 0 bytes, or null for no limit")
+        if unknown := set(self.track) - {"score", "pos"}:
+            raise ValueError(f"store.track={sorted(unknown)} is unknown; choose among score, pos")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the store must know of a model.
+
+    Args:
+        num_layers: Layers with attention.
+        num_q_heads: Query heads per layer.
+        num_kv_heads: KV heads per layer.
+        head_dim: Channels per head.
+        dtype: The model's dtype.
+        device: Where the cache lives.
+        inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
+    """
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    inv_freq: Tensor | None = None
+
+    def fp16_bytes(self, num_tokens: int) -> int:
+        """Bytes of an uncompressed 16-bit cache of this many tokens: the denominator of every ratio."""
+        return num_tokens * self.num_layers * self.num_kv_heads * self.head_dim * 4
+
+
+def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotFormat:
+    """The slot format of a tier on a model.
+
+    Raises:
+        ValueError: A group does not divide the head dim.
+    """
+    dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
+    if tier.native:
+        bits = dtype.itemsize * 8
+        return SlotFormat(head_dim=shape.head_dim, k_bits=bits, v_bits=bits, dtype=dtype, track=track)
+    channel = tier.k_axis == "channel"
+    return SlotFormat(
+        head_dim=shape.head_dim,
+        k_bits=tier.k_bits,
+        v_bits=tier.v_bits,
+        k_channel_group=tier.k_group if channel else 0,
+        k_groups=1 if channel else _num_groups("k_group", tier.k_group, tier.k_splits, shape.head_dim),
+        v_groups=_num_groups("v_group", tier.v_group, tier.v_splits, shape.head_dim),
+        symmetric=tier.symmetric,
+        fp8=tier.fp8,
+        dtype=dtype,
+        track=track,
+    )
+
+
+def _num_groups(name: str, size: int, splits: int, head_dim: int) -> int:
+    if size and head_dim % size:
+        raise ValueError(f"{name}={size} does not divide the head dim {head_dim}; choose a divisor, or 0 for the whole vector")
+    return head_dim // size if size else splits
+
+
+def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) -> tuple[PageFormat, ...]:
+    """Page formats of all tiers, sharing one page size.
+
+    Raises:
+        ValueError: Too many tiers, a bad group, per-channel keys without a residual buffer, or a page too small for a format.
+    """
+    tiers = policy.tiers
+    if not 1 <= len(tiers) <= 3:
+        raise ValueError(f"{type(policy).__name__} has {len(tiers)} tiers; the page table holds one to three")
+    wanted = {*policy.score.track, *options.track}
+    track = tuple(name for name in ("score", "pos") if name in wanted)
+    slots = [compile_tier(tier, shape, track) for tier in tiers]
+    if any(s.channel_keys for s in slots):
+        if policy.residual is None:
+            raise ValueError(f"{type(policy).__name__}: keys with per-channel scales are written in groups and need a residual buffer")
+        if policy.residual.num_tokens % slots[0].group_tokens:
+            raise ValueError(
+                f"residual={policy.residual.num_tokens} must be a multiple of the key group {slots[0].group_tokens}, "
+                "because the buffer leaves in whole groups"
+            )
+    if policy.residual is not None and (len(tiers) > 1 or policy.score.decode_update):
+        raise ValueError(f"{type(policy).__name__}: a residual buffer works with one tier and without decode_update")
+    size = choose_page_bytes(slots) if options.page_bytes == "auto" else int(options.page_bytes)
+    formats = tuple(PageFormat(slot, size) for slot in slots)
+    if options.budget_bytes is not None and options.budget_bytes < size:
+        raise ValueError(f"store.budget_bytes={options.budget_bytes} is below one page ({size} B); raise it or set store.page_bytes")
+    return formats

@@ -1,0 +1,85 @@
+"""What the tasks ask of the engine, and what the engine answers."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to answer, with everything that can change the answer.
+
+    Args:
+        sample_id: Unique and stable within a task, for example `trec/17`.
+        subset: Name of the group that scores are averaged over.
+        segments: Token ids of the prompt, split where compression may happen in between. One segment means that the whole prompt is
+            seen before anything is compressed; `(context, question)` compresses the context before the question is seen.
+        gold: Token ids of the reference answer for teacher forcing; empty when the sample has none.
+        max_new_tokens: Length limit of the answer, >= 1.
+        min_new_tokens: Stop rules are ignored before this many tokens.
+        stop: The answer ends before the first of these strings.
+        stop_token_ids: The answer ends before the first of these tokens.
+        temperature: 0 is greedy; > 0 samples.
+        top_p: Nucleus mass in (0, 1].
+        num_samples: Answers wanted; > 1 only makes sense with temperature > 0.
+        num_prompt_tokens_untruncated: Length of the prompt before the task's truncation rule.
+        meta: Anything the task wants back in the journal (JSON types only).
+    """
+
+    sample_id: str
+    subset: str
+    segments: tuple[tuple[int, ...], ...]
+    gold: tuple[int, ...] = ()
+    max_new_tokens: int = 32
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    num_samples: int = 1
+    num_prompt_tokens_untruncated: int = 0
+    meta: dict = field(default_factory=dict)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens over all segments."""
+        return sum(len(segment) for segment in self.segments)
+
+    @property
+    def truncated(self) -> bool:
+        """True when the task's truncation rule cut this prompt."""
+        return self.num_prompt_tokens_untruncated > self.num_prompt_tokens
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one finished sample leaves in the journal.
+
+    Args:
+        sample_id: The request's id.
+        repeat: Index of the answer in [0, num_samples).
+        status: `ok`, `nan` (logits or scores were not finite), or `oom` (did not fit in memory or in the page budget).
+        text: The decoded answer, cut at the stop rule.
+        token_ids: The answer's tokens, stop token excluded.
+        finish: `stop` (stop string or token), `eos`, `length`, or `none` when the status is not ok.
+        num_prompt_tokens: Prompt length as run.
+        nan_layer: First layer whose attention output was not finite; -1 means the logits only.
+        message: Human-readable reason when the status is not ok.
+        fidelity: Teacher-forced comparison with the full cache on the gold tokens, or None: `nll`, `nll_full`, `kl_mean`, `kl_max`,
+            `top1_agreement`, `gold_argmax_share`, `gold_exact`, `num_tokens`.
+        ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the items of the ledger at the end.
+        kept: What the method did: tokens seen, slots held per tier, ratio.
+        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`; the only fields that differ between identical runs.
+    """
+
+    sample_id: str
+    repeat: int = 0
+    status: str = "ok"
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: str = "none"
+    num_prompt_tokens: int = 0
+    nan_layer: int | None = None
+    message: str = ""
+    fidelity: dict | None = None
+    ledger: dict = field(default_factory=dict)
+    kept: dict = field(default_factory=dict)
+    timing: dict = field(default_factory=dict)

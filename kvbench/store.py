@@ -1,0 +1,329 @@
+"""The compressed store: executes what a policy decides, on real pages.
+
+A *row* is one sequence. `prefill_layer` and `append_chunk` write prompts; `begin_step`, `attend` and `end_step` do one decode step for many
+rows. Legend: S live rows, L layers, H KV heads, Hq query heads, D head dim, N prompt tokens, M = S * L * H lists.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from kvbench import ledger, store_step
+from kvbench.kernels.pool import PagePool, PoolExhausted
+from kvbench.kernels.table import PageTable
+from kvbench.kernels.torch_attention import Ring, TierPages, rotate
+from kvbench.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.policy import Policy, PrefillPlan, PrefillView
+from kvbench.residual import ResidualBuffer
+
+__all__ = ["CompressedStore", "PoolExhausted"]
+
+
+class CompressedStore:
+    """Pages, tables and buffers of all rows of a batch, under one policy.
+
+    Args:
+        policy: Decides.
+        shape: The model's shape.
+        rows: Sequences held at once.
+        max_prompt_tokens: Longest prompt, for sizing the page tables.
+        max_new_tokens: Most tokens added after a prompt.
+        options: Page size, byte budget, extra tracked fields.
+        backend: Operations from `kvbench.kernels.dispatch.get_backend`.
+
+    Raises:
+        ValueError: The policy's tiers do not fit the model or the options.
+    """
+
+    def __init__(
+        self, policy: Policy, shape: ModelShape, *, rows: int, max_prompt_tokens: int, max_new_tokens: int,
+        options: StoreOptions, backend: SimpleNamespace,
+    ) -> None:  # fmt: skip
+        self.policy, self.shape, self.backend = policy, shape, backend
+        self.formats = compile_formats(policy, shape, options)
+        self.num_heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
+        if policy.position_mode == "cache_relative" and shape.inv_freq is None:
+            raise ValueError(
+                f"{type(policy).__name__} re-rotates keys to their place in the cache, but this model's rotary embedding is not of the "
+                "plain kind that allows it; set method.position_mode=absolute where the method has that option"
+            )
+        size = self.formats[0].page_bytes
+        limit = options.budget_bytes // size if options.budget_bytes is not None else None
+        self.pool = PagePool(size, 64 if limit is None else limit, shape.device, growable=limit is None)
+        tokens = tuple(fmt.tokens_per_page for fmt in self.formats)
+        slots = min(policy.max_slots(max_prompt_tokens, max_new_tokens), max_prompt_tokens + max_new_tokens)
+        max_pages = -(-slots // min(tokens)) + len(tokens)
+        self.table = PageTable(self.pool, tokens, rows, shape.num_layers, self.num_heads, max_pages)
+        self.residual = None
+        if policy.residual is not None:
+            slot = self.formats[0].slot
+            ring_dtype = slot.dtype  # fp16 (bf16 for bf16 models), or the model's own dtype when the tier is native
+            self.residual = ResidualBuffer(
+                policy.residual, self.table.shape, shape.head_dim, ring_dtype, slot.group_tokens, shape.device
+            )
+        self.tokens_seen = torch.zeros(rows, dtype=torch.int64, device=shape.device)
+        self.prompt_tokens = torch.zeros(rows, dtype=torch.int64, device=shape.device)
+        self.meters = [ledger.RowMeter() for _ in range(rows)]
+        self._free_rows = list(range(rows))
+        self._stash: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+        self._step: store_step.Step | None = None
+
+    @property
+    def lists_per_row(self) -> int:
+        """Lists of one row: layers x heads."""
+        return self.shape.num_layers * self.num_heads
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Everything the allocator holds for the cache: pool, tables, counters, rings."""
+        ring = self.residual.allocated_bytes if self.residual is not None else 0
+        seen = self.tokens_seen.nbytes + self.prompt_tokens.nbytes
+        return self.pool.allocated_bytes + self.table.allocated_bytes + seen + ring
+
+    def lists_of(self, rows: Tensor) -> Tensor:
+        """int64 [M] list numbers of rows, row-major then layer then head."""
+        return (rows[:, None] * self.lists_per_row + torch.arange(self.lists_per_row, device=rows.device)).flatten()
+
+    def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
+        """Tokens held per list and tier, the residual's as one more entry; int64 [M] each."""
+        if self.residual is None:
+            return [self.table.num_slots[tier, lists].long() for tier in range(len(self.formats))]
+        held = self.residual.num_k[lists].long()
+        return [held, self.residual.num_tokens[lists].long() - held]
+
+    # Rows ---------------------------------------------------------------------------------------------------------------------------
+
+    def open_row(self) -> int:
+        """Takes an empty row."""
+        row = self._free_rows.pop(0)
+        self.tokens_seen[row] = self.prompt_tokens[row] = 0
+        self.meters[row] = ledger.RowMeter()
+        return row
+
+    def close_row(self, row: int) -> None:
+        """Returns all pages of a row and the row itself."""
+        lists = self.lists_of(torch.tensor([row], device=self.shape.device))
+        for tier in range(len(self.formats)):
+            self.table.truncate(lists, tier, torch.zeros_like(lists))
+        if self.residual is not None:
+            for counter in (self.residual.num_k, self.residual.num_v, self.residual.num_tokens):
+                counter[lists] = 0
+        self._stash.pop(row, None)
+        self._free_rows.append(row)
+
+    def fork_row(self, source: int) -> int:
+        """Copies a row, page by page, into a new row."""
+        row = self.open_row()
+        old, new = (self.lists_of(torch.tensor([r], device=self.shape.device)) for r in (source, row))
+        try:
+            for tier in range(len(self.formats)):
+                self.table.reserve(new, tier, self.table.num_slots[tier, old].long())
+        except PoolExhausted:
+            self.close_row(row)
+            raise
+        for tier in range(len(self.formats)):
+            width = int(self.table.num_pages(tier)[old].max())
+            live = torch.arange(width, device=old.device) < self.table.num_pages(tier)[old][:, None]
+            source_ids, target_ids = (self.table.page_ids(x, tier, width)[live] for x in (old, new))
+            self.pool.pages[target_ids] = self.pool.pages[source_ids]
+        if self.residual is not None:
+            for counter in (self.residual.num_k, self.residual.num_v, self.residual.num_tokens):
+                counter[new] = counter[old]
+            self.residual.k[row], self.residual.v[row] = self.residual.k[source], self.residual.v[source]
+        self.tokens_seen[row], self.prompt_tokens[row] = self.tokens_seen[source], self.prompt_tokens[source]
+        meter = self.meters[source]
+        self.meters[row] = ledger.RowMeter(meter.peak_bytes, meter.staging_peak_bytes, prompt_slots=dict(meter.prompt_slots))
+        return row
+
+    # Prompts ------------------------------------------------------------------------------------------------------------------------
+
+    def prefill_layer(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        """Plans and writes one layer of a prompt (for scope `model`, all layers once the last one arrives).
+
+        Args:
+            q: [Hq, N, D] post-RoPE queries; k, v: [H, N, D] post-RoPE keys and values, uncompressed.
+            scale: Factor on the attention logits.
+        """
+        spec = self.policy.score
+        k, v = self._repeat(k), self._repeat(v)
+        score = None
+        if spec.prefill_queries:
+            score = self.backend.prompt_scores(
+                q, k, scale, queries=spec.prefill_queries, skip_near=spec.skip_near, power=spec.power, pool=spec.pool,
+                pool_kernel=spec.pool_kernel, pool_stage=spec.pool_stage, pool_region=spec.pool_region, group=spec.group_reduce,
+            )  # fmt: skip
+        if self.policy.scope == "model":
+            stash = self._stash.setdefault(row, [])
+            stash.append((k, v, score))
+            if layer + 1 < self.shape.num_layers:
+                return
+            layers = torch.arange(self.shape.num_layers, device=k.device)
+            scores = None if score is None else torch.stack([s for _, _, s in stash])
+            plan = self._plan_prefill(layers, scores, k.shape[1])
+            staging = sum(x.nbytes + y.nbytes for x, y, _ in stash)
+            for index, (keys, values, _) in enumerate(self._stash.pop(row)):
+                self._write_prompt(row, index, keys, values, plan, scores, index)
+        else:
+            plan = self._plan_prefill(torch.tensor([layer], device=k.device), None if score is None else score[None], k.shape[1])
+            staging = k.nbytes + v.nbytes
+            self._write_prompt(row, layer, k, v, plan, None if score is None else score[None], 0)
+        meter = self.meters[row]
+        meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging)
+        meter.peak_bytes = max(meter.peak_bytes, staging + self._row_bytes(row))
+        if layer + 1 == self.shape.num_layers:
+            self.tokens_seen[row] = self.prompt_tokens[row] = k.shape[1]
+            counts = sum(self.slots_per_tier(self.lists_of(torch.tensor([row], device=k.device))))
+            meter.prompt_slots = {
+                "prompt_tokens": k.shape[1], "prompt_slots_min": int(counts.min()), "prompt_slots_max": int(counts.max()),
+                "prompt_slots": int(counts.sum()), "lists": len(counts), "page_tokens": self.formats[0].tokens_per_page,
+            }  # fmt: skip
+
+    def _plan_prefill(self, layers: Tensor, score: Tensor | None, num_tokens: int) -> PrefillPlan:
+        view = PrefillView(
+            num_tokens=num_tokens, num_layers=self.shape.num_layers, num_kv_heads=self.num_heads, layers=layers, score=score,
+            token_bytes=tuple(fmt.slot.slot_bytes for fmt in self.formats),
+        )  # fmt: skip
+        plan = self.policy.plan_prefill(view)
+        expected = (len(layers), self.num_heads, num_tokens)
+        if tuple(plan.tier_of.shape) != expected:
+            raise AssertionError(f"{type(self.policy).__name__}.plan_prefill returned {tuple(plan.tier_of.shape)}, not {expected}")
+        return plan
+
+    def _write_prompt(
+        self, row: int, layer: int, k: Tensor, v: Tensor, plan: PrefillPlan, score: Tensor | None, index: int
+    ) -> None:
+        """Writes the kept tokens of one layer, per tier in position order."""
+        tier_of = plan.tier_of[index]
+        stored = plan.score[index] if plan.score is not None else score[index] if score is not None else None
+        k = self._unrotate(k, torch.arange(k.shape[1], device=k.device))
+        lists = self._layer_lists(torch.tensor([row], device=k.device), layer).flatten()
+        for tier, fmt in enumerate(self.formats):
+            chosen = tier_of == tier
+            count = chosen.sum(1)
+            head, token = chosen.nonzero(as_tuple=True)
+            ordinal = torch.arange(len(head), device=k.device) - (count.cumsum(0) - count)[head]
+            if self.residual is not None:
+                self._write_prompt_ring(row, layer, lists, k, v, head, token, ordinal, count)
+                continue
+            self.table.reserve(lists, tier, count)
+            page, slot = self.table.lookup(lists[head], tier, ordinal)
+            self.backend.write_keys(self.pool.pages, fmt, page, slot, k[head, token])
+            self.backend.write_values(self.pool.pages, fmt, page, slot, v[head, token])
+            if fmt.slot.track:
+                value = stored[head, token] if stored is not None else torch.zeros(len(head), device=k.device)
+                self.backend.write_tracked(self.pool.pages, fmt, page, slot, value, token)
+
+    def _write_prompt_ring(
+        self, row: int, layer: int, lists: Tensor, k: Tensor, v: Tensor, head: Tensor, token: Tensor, ordinal: Tensor, count: Tensor
+    ) -> None:
+        """Prompt tokens behind a residual buffer: the oldest go to pages, the rest to the rings."""
+        ring, fmt = self.residual, self.formats[0]
+        num_k, num_v = ring.split_prompt(count)
+        self.table.reserve(lists, 0, torch.maximum(num_k, num_v))
+        for limit, source, buffer, write in (
+            (num_k, k, ring.k, self.backend.write_keys),
+            (num_v, v, ring.v, self.backend.write_values),
+        ):
+            paged = ordinal < limit[head]
+            page, slot = self.table.lookup(lists[head[paged]], 0, ordinal[paged])
+            write(self.pool.pages, fmt, page, slot, source[head[paged], token[paged]])
+            rest = ~paged
+            where = ordinal[rest] % buffer.shape[3]
+            buffer[row, layer, head[rest], where] = source[head[rest], token[rest]].to(buffer.dtype)
+        ring.num_k[lists], ring.num_v[lists] = num_k.to(torch.int32), num_v.to(torch.int32)
+        ring.num_tokens[lists] = count.to(torch.int32)
+
+    def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Appends a segment to tier 0 and attends over pages and segment; only for policies that do not act in decode.
+
+        Args:
+            q: [Hq, n, D]; k, v: [H, n, D].
+
+        Returns:
+            fp32 [Hq, n, D].
+        """
+        k, v = self._repeat(k), self._repeat(v)
+        rows, fmt = torch.tensor([row], device=k.device), self.formats[0]
+        tiers, ring = self.layer_pages(rows, layer)
+        history = tuple(x[0] for x in self.backend.gather_dense(self.pool.pages, tiers, ring))
+        out = self.backend.chunk_attention(q, k, v, history, scale)
+        lists, chunk = self._layer_lists(rows, layer).flatten(), k.shape[1]
+        first = self.table.reserve(lists, 0, torch.full_like(lists, chunk))
+        slots = (first[:, None] + torch.arange(chunk, device=k.device)).flatten()
+        page, slot = self.table.lookup(lists.repeat_interleave(chunk), 0, slots)
+        self.backend.write_keys(self.pool.pages, fmt, page, slot, k.flatten(0, 1))
+        self.backend.write_values(self.pool.pages, fmt, page, slot, v.flatten(0, 1))
+        if fmt.slot.track:
+            position = int(self.tokens_seen[row]) + torch.arange(chunk, device=k.device)
+            self.backend.write_tracked(self.pool.pages, fmt, page, slot, 0.0, position.repeat(self.num_heads))
+        if layer + 1 == self.shape.num_layers:
+            self.tokens_seen[row] += chunk
+            self.meters[row].peak_bytes = max(self.meters[row].peak_bytes, self._row_bytes(row))
+        return out
+
+    # Decode steps -------------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, rows: Tensor) -> None:
+        """Plans one decode step for all layers and heads of the rows, applies it, and fixes where each layer will write.
+
+        Raises:
+            PoolExhausted: No page for a new slot; nothing was changed.
+        """
+        self._step = store_step.begin(self, rows)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Writes the new token of one layer, attends over everything held, and adds to the scores.
+
+        Args:
+            q: [S, Hq, D]; k, v: [S, H, D], post-RoPE.
+
+        Returns:
+            fp32 [S, Hq, D].
+        """
+        if self.num_heads != self.shape.num_kv_heads:
+            k, v = (x.repeat_interleave(self.num_heads // self.shape.num_kv_heads, 1) for x in (k, v))
+        k = self._unrotate(k, self.tokens_seen[self._step.rows][:, None])
+        return store_step.attend(self, self._step, layer, q, k, v, scale)
+
+    def end_step(self) -> None:
+        """Counts the new token and the bytes held."""
+        store_step.end(self, self._step)
+        self._step = None
+
+    def layer_pages(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
+        """The kernels' description of one layer of the given rows; `width` is the pages to read per tier, found when absent."""
+        lists, tiers = self._layer_lists(rows, layer), []
+        for tier, fmt in enumerate(self.formats):
+            held = self.table.num_slots[tier, lists].long()
+            pages = width[tier] if width is not None else int(-(-held.max() // fmt.tokens_per_page))
+            ids = self.table.page_ids(lists, tier, pages)
+            num_k, num_v = held, held
+            if self.residual is not None:
+                num_k, num_v = self.residual.num_k[lists].long(), self.residual.num_v[lists].long()
+            tiers.append(TierPages(fmt, ids, num_k, num_v))
+        if self.residual is None:
+            return tiers, None
+        ring = Ring(self.residual.k[rows, layer], self.residual.v[rows, layer], self.residual.num_tokens[lists].long())
+        return tiers, ring
+
+    # Small things -------------------------------------------------------------------------------------------------------------------
+
+    def _layer_lists(self, rows: Tensor, layer: int) -> Tensor:
+        """int64 [S, H] list numbers of one layer."""
+        base = rows * self.lists_per_row + layer * self.num_heads
+        return base[:, None] + torch.arange(self.num_heads, device=rows.device)
+
+    def _repeat(self, x: Tensor) -> Tensor:
+        """[H, N, D] to the store's granularity."""
+        return x if x.shape[0] == self.num_heads else x.repeat_interleave(self.num_heads // x.shape[0], 0)
+
+    def _unrotate(self, k: Tensor, position: Tensor) -> Tensor:
+        """Keys without their rotary position when the policy re-rotates them, else unchanged; `position` broadcasts against k[..., 0]."""
+        if self.policy.position_mode == "absolute":
+            return k
+        angle = -position[..., None].float() * self.shape.inv_freq
+        return rotate(k.float(), angle)
+
+    def _row_bytes(self, row: int) -> int:
+        return int(ledger.resident_bytes(self, torch.tensor([row], device=self.shape.device))[0])

@@ -1,0 +1,26 @@
+"""The uncompressed cache."""
+
+from dataclasses import dataclass
+
+from kvbench.policy import Policy, Tier
+
+
+@dataclass(kw_only=True)
+class Full(Policy):
+    """Every token stays, in 16 bits: the papers' FP16 baseline and 100 % of every ratio.
+
+    Args:
+        tier: `fp16`, or `native` for the model's own dtype (exactness tests), or any token-axis tier.
+
+    Source: methods.md section 1.
+    Differs: none.
+    """
+
+    tier: str = "fp16"
+
+    def __post_init__(self) -> None:
+        self._tier = Tier.parse(self.tier)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)

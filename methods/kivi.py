@@ -1,0 +1,50 @@
+"""KIVI: keys quantised per channel, values per token, the newest tokens in 16 bits."""
+
+from dataclasses import dataclass
+
+from kvbench.policy import Policy, Residual, Tier
+
+
+@dataclass(kw_only=True)
+class Kivi(Policy):
+    """Quantises every token but the newest: keys in groups of consecutive tokens per channel, values per token in groups of channels.
+
+    Args:
+        bits: 1, 2, 4 or 8 for keys and values; 16 stores them unquantised (for tests).
+        group: Tokens per key scale and channels per value scale.
+        residual_tokens: Newest tokens kept in 16 bits, a multiple of `group`.
+        native: Store the model's own dtype instead (lossless; for tests).
+
+    Source: jy-yuan/KIVI at 876b4d2, new_pack.py and llama_kivi.py (g=32, R=128); methods.md section 7.
+    Differs: a constant group gets codes 0 (the original divides by zero); GQA heads are handled in every path.
+    """
+
+    bits: int = 2
+    group: int = 32
+    residual_tokens: int = 128
+    native: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group < 8 or self.group % 8:
+            raise ValueError(f"group={self.group} must be a multiple of 8 and >= 8; KIVI uses 32")
+        if self.residual_tokens < 1 or self.residual_tokens % self.group:
+            raise ValueError(f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}")
+        if self.native:
+            self._tier = Tier(native=True)
+        else:
+            self._tier = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
+        self._residual = Residual(num_tokens=self.residual_tokens, v_flush="oldest", when="after_attention", hold_prompt=True)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    @property
+    def residual(self) -> Residual:
+        return self._residual
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if kept and kept["tokens_seen"] >= 2 * self.residual_tokens and kept["slots_per_tier"][0] == 0:
+            return f"{kept['tokens_seen']} tokens seen but none was quantised"
+        return None

@@ -1,0 +1,68 @@
+"""SnapKV: the last prompt queries choose what stays."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvbench.policy import EVICT, Budget, Policy, PrefillPlan, PrefillView, ScoreSpec, Tier, rank_descending
+
+
+@dataclass(kw_only=True)
+class SnapKV(Policy):
+    """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most, pooled along the prompt.
+
+    Args:
+        budget: What stays of the prompt, window included: ratio, tokens per head, or bytes.
+        window: Observation window, the last prompt queries; >= 1.
+        pool: `max`, `avg` or `none`, over the prompt before the window.
+        pool_kernel: Odd width of the pool.
+        tier: Precision of what is kept.
+
+    Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max); methods.md section 4.
+    Differs: one kept set per KV head with the group's mean score before pooling (the original repeats KV heads); kept tokens are stored in
+        position order; scores are summed in fp32; a prompt of exactly the budget is left alone.
+    """
+
+    budget: float | int | str = 0.25
+    window: int = 32
+    pool: str = "max"
+    pool_kernel: int = 7
+    tier: str = "fp16"
+
+    def __post_init__(self) -> None:
+        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        if self.window < 1:
+            raise ValueError(f"window={self.window} must be >= 1: the window's queries are the score")
+        if self._budget.unit == "tokens" and self._budget.value <= self.window:
+            raise ValueError(f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window")
+        self._score = ScoreSpec(
+            prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, pool_region="prefix", group_reduce="mean"
+        )
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    @property
+    def score(self) -> ScoreSpec:
+        return self._score
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
+        prefix = view.num_tokens - min(self.window, budget)
+        if budget < view.num_tokens:
+            rank = rank_descending(view.score[..., :prefix])
+            tier_of[..., :prefix] = torch.where(rank < budget - (view.num_tokens - prefix), 0, EVICT)
+        return PrefillPlan(tier_of=tier_of)
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if not kept:
+            return None
+        if self._budget.unit == "ratio":
+            allowed = self._budget.value * kept["prompt_tokens"]
+        else:
+            allowed = self._budget.value if self._budget.unit == "tokens" else kept["prompt_tokens"]
+        if kept["prompt_slots_max"] > max(1, allowed):
+            return f"a head kept {kept['prompt_slots_max']} of {kept['prompt_tokens']} prompt tokens, but budget={self.budget} allows {allowed:g}"
+        return None

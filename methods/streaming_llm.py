@@ -1,0 +1,75 @@
+"""StreamingLLM: attention sinks and a recent window."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import EVICT, Budget, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, Tier
+
+
+@dataclass(kw_only=True)
+class StreamingLLM(Policy):
+    """Keeps the first `sinks` and the last tokens; every new token overwrites the oldest one that is not a sink.
+
+    Args:
+        sinks: First tokens that always stay, >= 0.
+        budget: Sinks and recent tokens together: ratio of the prompt, tokens, or bytes.
+        position_mode: `cache_relative`: keys are stored without rotary position and rotated to their index in the cache, as the paper does.
+            `absolute`: keys keep their true positions, as most comparison papers do.
+        tier: Precision of what is kept.
+
+    Source: mit-han-lab/streaming-llm (start_size 4, recent_size 512); methods.md section 2.
+    Differs: the prompt's own output is exact (the original evicts while it reads a prompt longer than the cache).
+    """
+
+    sinks: int = 4
+    budget: float | int | str = 516
+    position_mode: Literal["cache_relative", "absolute"] = "cache_relative"
+    tier: str = "fp16"
+    acts_in_decode = True
+
+    def __post_init__(self) -> None:
+        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        if self.sinks < 0:
+            raise ValueError(f"sinks={self.sinks} must be >= 0")
+        if self._budget.unit == "tokens" and self._budget.value <= self.sinks:
+            raise ValueError(f"budget={self.budget} tokens leaves no recent token beside sinks={self.sinks}; raise the budget")
+        if self.position_mode not in ("cache_relative", "absolute"):
+            raise ValueError(f"position_mode={self.position_mode!r} must be 'cache_relative' or 'absolute'")
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        recent = max(1, view.budget_tokens(self._budget) - self.sinks)
+        tier_of = view.filled(0)
+        tier_of[..., self.sinks : max(self.sinks, view.num_tokens - recent)] = EVICT
+        return PrefillPlan(tier_of=tier_of)
+
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        recent, turns = self._ring(view)
+        slot = torch.where(turns >= 0, self.sinks + turns % recent, -1)
+        return DecodePlan(slot=slot[:, None, None].expand(view.shape))
+
+    def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:
+        recent, turns = self._ring(view)
+        slot = torch.arange(num_slots, device=turns.device).expand(len(turns), -1)
+        age = self.sinks + (slot - self.sinks - (turns + 1)[:, None]) % recent[:, None]
+        return torch.where((slot < self.sinks) | (turns < 0)[:, None], slot, age)
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if kept and self._budget.unit == "tokens" and sum(kept["slots_per_tier"]) > self._budget.value * kept["lists"]:
+            return f"{sum(kept['slots_per_tier'])} slots held but budget={self.budget} allows {self._budget.value * kept['lists']:g}"
+        return None
+
+    def _ring(self, view: DecodeView) -> tuple[Tensor, Tensor]:
+        """Recent tokens per sequence, and how many overwrites came before this step (negative: the cache is not full yet); int64 [S].
+
+        The recent slots form a ring: overwrite number t takes slot sinks + t mod recent, so no positions need to be stored.
+        """
+        recent = (view.budget_tokens(self._budget) - self.sinks).clamp(min=1)
+        return recent, view.tokens_seen - torch.maximum(view.prompt_tokens, recent + self.sinks)
