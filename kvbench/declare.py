@@ -1,0 +1,211 @@
+"""What a method declares: precision tiers, attention statistics, residual buffer, budget. Methods import these from `kvbench.policy`."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
+
+INT_BITS = (1, 2, 4, 8)
+ALLOWED_BITS = (*INT_BITS, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A precision format: how one slot's key and value are stored.
+
+    Args:
+        k_bits: Bits per key element: 1, 2, 4, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
+        v_bits: Bits per value element, likewise.
+        k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group` consecutive
+            slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
+        k_group: Axis `token`: channels per scale, 0 = the whole vector. Axis `channel`: tokens per scale, > 0.
+        v_group: Channels per value scale, 0 = the whole vector.
+        k_splits: Number of equal groups a key vector is cut into when `k_group` is 0.
+        v_splits: Likewise for values.
+        symmetric: Codes are centred on zero and no zero point is stored.
+        fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
+        native: Store the model's own dtype; the bits are ignored. For exactness tests.
+    """
+
+    k_bits: int = 16
+    v_bits: int = 16
+    k_axis: Literal["token", "channel"] = "token"
+    k_group: int = 0
+    v_group: int = 0
+    k_splits: int = 1
+    v_splits: int = 1
+    symmetric: bool = False
+    fp8: bool = False
+    native: bool = False
+
+    def __post_init__(self) -> None:
+        for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if bits not in ALLOWED_BITS:
+                raise ValueError(f"{side}={bits} is not one of {ALLOWED_BITS}; choose one of these bit widths")
+        if self.k_axis not in ("token", "channel"):
+            raise ValueError(f"k_axis={self.k_axis!r} must be 'token' or 'channel'")
+        if self.k_axis == "channel" and self.k_group < 8 and not self.native:
+            raise ValueError(f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual")
+        for name, value in (("k_group", self.k_group), ("v_group", self.v_group)):
+            if value < 0:
+                raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
+        for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be >= 1")
+
+    @property
+    def evictable(self) -> bool:
+        """True when a single slot can be evicted, demoted or overwritten."""
+        return self.native or self.k_axis == "token" or self.k_bits == 16
+
+    @property
+    def name(self) -> str:
+        """Short label such as `k8v4`, `k2v2-channel32` or `native`."""
+        if self.native:
+            return "native"
+        base = "fp8" if self.fp8 else f"k{self.k_bits}v{self.v_bits}"
+        return base + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
+
+    @staticmethod
+    def parse(text: "str | Tier") -> "Tier":
+        """Reads a tier from a config string: `k8v4`, `fp16`, `int8`, `int4`, `fp8`, `native`.
+
+        Raises:
+            ValueError: The text names no tier.
+        """
+        if isinstance(text, Tier):
+            return text
+        known = {
+            "native": Tier(native=True),
+            "fp16": Tier(),
+            "int8": Tier(k_bits=8, v_bits=8),
+            "int4": Tier(k_bits=4, v_bits=4),
+            "fp8": Tier(k_bits=8, v_bits=8, fp8=True),
+        }
+        lowered = str(text).lower()
+        if lowered in known:
+            return known[lowered]
+        match = re.fullmatch(r"k(\d+)v(\d+)", lowered)
+        if match is None:
+            raise ValueError(f"tier={text!r} is not a tier; write k<bits>v<bits> (for example k8v4) or one of {', '.join(known)}")
+        return Tier(k_bits=int(match[1]), v_bits=int(match[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSpec:
+    """Which attention statistics the kernels return and keep.
+
+    Args:
+        prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
+        skip_near: Query i does not count for key j when i - j < skip_near.
+        power: Probabilities are raised to this power (1 or 2) before they are summed over queries.
+        pool: `none`, `avg` (zero padding counts) or `max`, along the keys, stride 1.
+        pool_kernel: Odd width of the pool.
+        pool_stage: Pool each query head before the group is reduced, or the reduced score.
+        pool_region: `prefix` pools only keys before the last `prefill_queries` tokens, `all` pools every key.
+        group_reduce: How the query heads of a KV head are reduced, after summing over queries in prefill, per step in decode.
+        decode_update: Every decode step adds its reduced probabilities to the slots' scores.
+        track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
+    """
+
+    prefill_queries: int = 0
+    skip_near: int = 0
+    power: int = 1
+    pool: Literal["none", "avg", "max"] = "none"
+    pool_kernel: int = 1
+    pool_stage: Literal["per_query_head", "after_group"] = "after_group"
+    pool_region: Literal["prefix", "all"] = "prefix"
+    group_reduce: Literal["sum", "mean", "max"] = "mean"
+    decode_update: bool = False
+    track: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.prefill_queries < ALL_QUERIES:
+            raise ValueError(f"prefill_queries={self.prefill_queries} must be >= 0, or -1 for all queries")
+        if self.power not in (1, 2):
+            raise ValueError(f"power={self.power} must be 1 or 2")
+        if self.pool != "none" and (self.pool_kernel < 1 or self.pool_kernel % 2 == 0):
+            raise ValueError(f"pool_kernel={self.pool_kernel} must be odd and >= 1, so that the pool is centred")
+        if unknown := set(self.track) - {"score", "pos"}:
+            raise ValueError(f"track={sorted(unknown)} is unknown; the store can keep 'score' and 'pos'")
+        if self.decode_update and "score" not in self.track:
+            raise ValueError("decode_update=True needs track to hold 'score'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """A 16-bit buffer that new tokens pass through before they reach tier 0.
+
+    Args:
+        num_tokens: Length R, a multiple of the tier's token group.
+        v_flush: `all`: values leave together with the keys when R are held; `oldest`: one value leaves whenever more than R are held.
+        when: Flush after the attention of the step that filled the buffer, or before it (then the newest token is read quantised).
+        hold_prompt: Prompt tokens stay in the buffer as KIVI does (keys N mod R, values the last R); otherwise only those that do not fill a group.
+    """
+
+    num_tokens: int
+    v_flush: Literal["all", "oldest"] = "oldest"
+    when: Literal["after_attention", "before_attention"] = "after_attention"
+    hold_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ValueError(f"residual={self.num_tokens} must be >= 1 token")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the cache a method may keep: a ratio, tokens per KV head, or bytes per sequence.
+
+    Written in a config as 0.25 (ratio in (0, 1]), 256 (tokens, an integer >= 2) or `8MiB` (bytes; B, KiB, MiB, GiB).
+    """
+
+    value: float
+    unit: Literal["ratio", "tokens", "bytes"]
+
+    @staticmethod
+    def parse(text: "float | int | str | Budget") -> "Budget":
+        """Reads a budget.
+
+        Raises:
+            ValueError: The text is none of the three forms, or out of range.
+        """
+        if isinstance(text, Budget):
+            return text
+        rule = "write a ratio in (0, 1], a whole number of tokens >= 2, or bytes such as 8MiB"
+        match = re.fullmatch(r"\s*([0-9.]+)\s*(B|KiB|MiB|GiB)\s*", str(text))
+        if match:
+            scale = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]]
+            return Budget(float(match[1]) * scale, "bytes")
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"budget={text!r} is not a budget; {rule}") from None
+        if 0 < value <= 1:
+            return Budget(value, "ratio")
+        if value >= 2 and value == int(value):
+            return Budget(value, "tokens")
+        raise ValueError(f"budget={text} is out of range; {rule}")
+
+    def tokens(self, num_tokens: int, lists: int, token_bytes: float) -> int:
+        """Tokens per list, >= 1, that the budget allows a sequence with a prompt of `num_tokens`.
+
+        Args:
+            num_tokens: Prompt length, which a ratio refers to.
+            lists: Layers x KV heads.
+            token_bytes: Bytes of one slot.
+
+        Raises:
+            ValueError: A byte budget is below one token per list.
+        """
+        if self.unit == "ratio":
+            return max(1, int(self.value * num_tokens + 1e-9))  # 0.3 * 10 must give 3, not 2
+        if self.unit == "tokens":
+            return int(self.value)
+        tokens = int(self.value / (lists * token_bytes))
+        if tokens < 1:
+            raise ValueError(
+                f"budget={int(self.value)}B holds less than one token per KV head ({lists} lists x {token_bytes:g} B); raise it"
+            )
+        return tokens
