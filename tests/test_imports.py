@@ -1,0 +1,270 @@
+"""The house: who may import whom, and that kvbench works from a clone, an editable install and a wheel."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Folders of the repository -> where they live as packages.
+SOURCES = {"kvbench": "kvbench", "kernels": "kvbench/kernels", "methods": "kvbench/methods", "conf": "kvbench/conf"}
+STDLIB = frozenset(sys.stdlib_module_names)
+# How the names end in transformers that only kvbench/hf.py may use.
+INTERNALS = (
+    "Cache",
+    "CacheLayerMixin",
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "_FUNCTIONS",
+    "cache_utils",
+    "masking_utils",
+)
+DATA_SUFFIXES = {".py", ".yaml", ".txt", ".json", ".cpp", ".h"}
+
+
+def source_files(root):
+    """Lists every file that belongs to the installed package, relative to the repository root."""
+    files = (path for folder in SOURCES for path in (root / folder).rglob("*") if path.suffix in DATA_SUFFIXES)
+    return sorted(path.relative_to(root) for path in files if "__pycache__" not in path.parts)
+
+
+def installed_path(file):
+    """Returns where a repository file lies in a wheel: kernels/pool.py -> kvbench/kernels/pool.py."""
+    return Path(SOURCES[file.parts[0]], *file.parts[1:])
+
+
+def module_name(file):
+    """Returns the dotted name of a repository file: kernels/pool.py -> kvbench.kernels.pool."""
+    parts = installed_path(file).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+# Import direction.
+
+
+def imported_names(source, module, is_package=False):
+    """Lists the full dotted names that a source imports anywhere, functions included, with transformers' attributes."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: None if is_package and node.level == 1 else -node.level + is_package]
+                base = ".".join([*parents, *([base] if base else [])])
+            names += [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "transformers":
+            names.append(f"transformers.{node.attr}")
+    return names
+
+
+def within(name, *packages):
+    """Returns True when a dotted name is one of the packages or lies in one."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def violations(source, module, is_package=False):
+    """Lists the imports of one source that go against the direction of the architecture, with the rule."""
+    found = []
+    for name in imported_names(source, module, is_package):
+        top = name.split(".")[0]
+        if within(module, "kvbench.methods") and top not in STDLIB and not within(name, "torch", "kvbench.policy"):
+            found.append(f"{module} imports {name}: a method knows only kvbench.policy and torch")
+        contract = ("kvbench.policy", "kvbench.declare")
+        if within(module, *contract) and top not in STDLIB and not within(name, "torch", *contract):
+            found.append(f"{module} imports {name}: the contract knows only torch")
+        kernel_libraries = ("torch", "triton", "numpy", "kvbench.kernels")
+        if within(module, "kvbench.kernels") and top not in STDLIB and not within(name, *kernel_libraries):
+            found.append(f"{module} imports {name}: kernels know only torch, triton, numpy and each other")
+        if within(module, "kvbench.tasks", "kvbench.lm") and within(name, "kvbench.store", "kvbench.kernels"):
+            found.append(f"{module} imports {name}: tasks know the engine, not the store")
+        internals = top == "transformers" and any(part.endswith(INTERNALS) for part in name.split("."))
+        if internals and module != "kvbench.hf":
+            found.append(f"{module} imports {name}: only hf.py touches transformers' cache, attention and masks")
+        if top in ("kernels", "methods", "conf"):
+            found.append(f"{module} imports {name}: root folders are reached as kvbench.{name}")
+    return found
+
+
+def test_imports_point_one_way():
+    """methods -> policy; store -> kernels; tasks not -> store; transformers' internals in hf.py alone."""
+    files = [file for file in source_files(ROOT) if file.suffix == ".py"]
+    assert len(files) > 20
+    found = [
+        line
+        for file in files
+        for line in violations((ROOT / file).read_text(), module_name(file), is_package=file.name == "__init__.py")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvbench.methods.bad", "def f():\n    from kvbench.store import CompressedStore"),
+        ("kvbench.methods.bad", "from kvbench import store"),
+        ("kvbench.methods.bad", "from .full import Full"),
+        ("kvbench.methods.bad", "import transformers"),
+        ("kvbench.policy", "from kvbench.hf import attach"),
+        ("kvbench.kernels.bad", "from kvbench.policy import Tier"),
+        ("kvbench.kernels.bad", "from ..policy import Tier"),
+        ("kvbench.kernels.bad", "import hydra.utils"),
+        ("kvbench.tasks.bad", "from kvbench import store"),
+        ("kvbench.tasks.longbench.bad", "from ...kernels import pool"),
+        ("kvbench.lm", "import kvbench.kernels.pool"),
+        ("kvbench.engine", "from transformers import DynamicCache"),
+        ("kvbench.engine", "import transformers\nx = transformers.AttentionInterface"),
+        ("kvbench.models", "from transformers.masking_utils import create_causal_mask"),
+        ("kvbench.store", "import kernels.pool"),
+    ],
+)
+def test_wrong_direction_is_seen(module, source):
+    """The checker sees an import against the direction, relative, nested or by attribute."""
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvbench.methods.good", "import math, torch.nn\nfrom kvbench.policy import Policy"),
+        ("kvbench.kernels.good", "import ctypes, numpy, triton.language\nfrom .pool import PagePool"),
+        ("kvbench.hf", "from transformers import AttentionInterface\nfrom transformers.cache_utils import Cache"),
+        ("kvbench.models", "import transformers\nx = transformers.AutoModelForCausalLM"),
+        ("kvbench.tasks.good", "from kvbench.requests import Request"),
+    ],
+)
+def test_right_direction_is_let_through(module, source):
+    """The checker lets the allowed imports through."""
+    assert violations(source, module) == []
+
+
+# Three ways of importing.
+
+# Runs in a process of its own. Its argument says where everything must come from, which modules to import (methods,
+# kernels), which to find without running them (the harness, which imports far more), and which data files to find.
+PROBE = """
+import importlib, importlib.resources, importlib.util, json, pathlib, sys
+home, imported, found, data = json.loads(sys.argv[1])
+import kvbench
+assert pathlib.Path(kvbench.__file__).resolve().is_relative_to(home), kvbench.__file__
+for name in imported:
+    module = importlib.import_module(name)
+    assert pathlib.Path(module.__file__).resolve().is_relative_to(home), module.__file__
+for name in found:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and pathlib.Path(spec.origin).resolve().is_relative_to(home), (name, spec)
+for package, file in data:
+    assert importlib.resources.files(package).joinpath(file).is_file(), (package, file)
+print(len(imported), len(found), len(data))
+"""
+
+
+def run_probe(home, options, prelude="", cwd=None):
+    """Imports everything in a fresh interpreter; `home` is where every module must come from."""
+    files = source_files(ROOT)
+    modules = [(file, module_name(file)) for file in files if file.suffix == ".py" and file.stem != "__main__"]
+    imported = [name for _, name in modules if within(name, "kvbench.kernels", "kvbench.methods")]
+    found = [name for _, name in modules if name not in imported]
+    data = [("kvbench.conf", str(Path(*file.parts[1:]))) for file in files if file.parts[0] == "conf"]
+    assert len(imported) > 8 and len(found) > 8 and len(data) > 8
+    argument = json.dumps([str(home), imported, found, data])
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    command = [sys.executable, *options, "-c", prelude + PROBE, argument]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(len(imported)), str(len(found)), str(len(data))]
+
+
+# -S keeps .pth files out, and with them an editable kvbench of this environment; libraries are added by their path.
+ISOLATED = ("-I", "-S")
+LIBRARIES = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
+
+
+def test_clone_imports_from_its_root():
+    """In a clone, with its root as the working folder, root folders are kvbench's subpackages."""
+    # Not isolated: the working folder is what makes a clone importable. It comes before any installed copy.
+    run_probe(ROOT, (), cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def clean_copy(tmp_path_factory):
+    """Gives a copy of what a build needs, so that no build output lands in the repository and none of its is used."""
+    copy = tmp_path_factory.mktemp("clone") / "repository"
+    for folder in SOURCES:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def pip(*arguments):
+    """Runs pip without any network or build environment."""
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_editable_install_imports_from_anywhere(clean_copy, tmp_path):
+    """An editable install finds every part in the clone it was made from, from another working folder."""
+    target = tmp_path / "site"
+    pip("install", "--editable", str(clean_copy), "--target", str(target))
+    prelude = LIBRARIES + f"import site; site.addsitedir({str(target)!r})\n"
+    run_probe(clean_copy, ISOLATED, prelude, cwd=tmp_path)
+
+
+def test_wheel_holds_and_imports_everything(clean_copy, tmp_path):
+    """A wheel holds every module and data file of the repository, and imports without the repository."""
+    pip("wheel", str(clean_copy), "--wheel-dir", str(tmp_path))
+    (wheel,) = tmp_path.glob("kvbench-*.whl")
+    target = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        held = {Path(name) for name in archive.namelist() if ".dist-info" not in name}
+        archive.extractall(target)
+    expected = {installed_path(file) for file in source_files(clean_copy)}
+    assert held == expected, f"missing: {sorted(expected - held)}; not expected: {sorted(held - expected)}"
+    run_probe(target, ISOLATED, LIBRARIES + f"sys.path.insert(0, {str(target)!r})\n", cwd=tmp_path)
+
+
+# The root folder called kernels and the distribution of that name.
+
+
+def test_root_folders_are_no_regular_packages():
+    """kernels/, methods/ and conf/ have no __init__.py, so that they never hide a distribution of the same name."""
+    for folder in ("kernels", "methods", "conf"):
+        assert (ROOT / folder).is_dir()
+        assert not list((ROOT / folder).rglob("__init__.py"))
+
+
+def test_another_kernels_package_wins_over_the_root_folder(tmp_path):
+    """With the root as the working folder, an installed distribution called kernels is what `import kernels` finds."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("__version__ = 'theirs'\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    script = "import sys, kernels, kvbench.kernels.pool; assert sys.path[0] == ''; print(kernels.__version__)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "theirs"
+
+
+def test_transformers_works_with_the_root_as_working_folder():
+    """transformers does not take the root folder called kernels for the distribution."""
+    script = (
+        "from transformers.utils import is_kernels_available\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)\n"
+        "LlamaForCausalLM(LlamaConfig(**sizes))\n"
+        "print(is_kernels_available())\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    elsewhere = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout == elsewhere.stdout
