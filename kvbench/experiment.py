@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import identity, provenance
+from kvbench import identity, listing, provenance
 from kvbench.errors import unknown_name
 from kvbench.journal import Key
 from kvbench.parts import Parts
@@ -71,7 +71,7 @@ def reference_config(cfg: DictConfig) -> DictConfig:
     would only
     make it fail.
     """
-    full = OmegaConf.load(provenance.sibling_folder("conf") / "method" / f"{FULL}.yaml")
+    full = OmegaConf.load(listing.conf_folder() / "method" / f"{FULL}.yaml")
     changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     changed.method = full
     changed.store.budget_bytes = None

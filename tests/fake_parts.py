@@ -1,0 +1,196 @@
+"""A small model, task, policy and engine for the tests of the run loop; run as a program it is a run that can be
+killed."""
+
+import hashlib
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from omegaconf import OmegaConf
+
+from kvbench.parts import Parts
+from kvbench.requests import Outcome, Request
+
+
+@dataclass(kw_only=True)
+class FakePolicy:
+    """Keeps a share of the cache and answers as well as that share is large."""
+
+    ratio: float = 1.0
+    hidden: int = 3
+    does_nothing: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"method.ratio={self.ratio} is outside (0, 1]; give the share of the cache to keep")
+
+    def check_outcome(self, record: dict) -> str | None:
+        """Complain when the realised share is not the one asked for."""
+        kept = record["kept"]["ratio"]
+        return None if abs(kept - self.ratio) < 0.01 else f"kept {kept} instead of {self.ratio}"
+
+
+@dataclass
+class FakeTask:
+    """Asks for the sample's own number."""
+
+    requests: list[Request]
+    name: str = "fake"
+    fingerprint: str = "data-1"
+    protocol: dict = field(default_factory=lambda: {"query_aware": True})
+    quarantined: list = field(default_factory=list)
+    primary: str = "exact"
+
+    @property
+    def metrics(self) -> dict:
+        """One metric, yes or no."""
+        return {"exact": SimpleNamespace(higher_is_better=True, description="the whole answer is right")}
+
+    def score(self, request: Request, text: str) -> dict[str, float]:
+        """1 for the right answer."""
+        return {"exact": float(text == request.meta["answer"])}
+
+    def aggregate(self, records: list[dict]) -> dict:
+        """Number of records, which is enough to see that it was asked."""
+        return {"records": len(records)}
+
+
+class FakeEngine:
+    """Deterministic answers that depend on the neighbours in the batch, so that a resume with other groups is
+    noticed."""
+
+    def __init__(self, cfg: object, policy: FakePolicy, *, pause_s: float = 0.0, statuses: dict | None = None) -> None:
+        self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
+        self.backend = "torch"
+        self.seen: list[str] = []
+
+    def run(self, requests, *, on_outcome, on_step=None) -> None:
+        """Answer group by group."""
+        size = self.cfg.batch_size
+        for start in range(0, len(requests), size):
+            group = requests[start : start + size]
+            neighbours = ",".join(request.sample_id for request in group)
+            for request in group:
+                self.seen.append(request.sample_id)
+                for repeat in range(request.num_samples):
+                    time.sleep(self.pause_s)
+                    on_step and on_step({"decode_tokens_per_s": 10.0, "cache_bytes": 1e6, "live_rows": len(group)})
+                    on_outcome(self.answer(request, repeat, neighbours))
+
+    def answer(self, request: Request, repeat: int, neighbours: str) -> Outcome:
+        """One outcome, a pure function of the settings, the sample and its group."""
+        status = self.statuses.get(request.sample_id, "ok")
+        if status != "ok":
+            layer = 7 if status == "nan" else None
+            return Outcome(
+                sample_id=request.sample_id, repeat=repeat, status=status, nan_layer=layer, message="too big"
+            )
+        digest = hashlib.sha256(f"{self.cfg.seed} {neighbours} {request.sample_id} {repeat}".encode()).digest()
+        right = digest[0] < 256 * (0.2 + 0.8 * self.policy.ratio) - 1
+        ratio = 1.0 if self.policy.does_nothing else self.policy.ratio
+        return Outcome(
+            sample_id=request.sample_id,
+            repeat=repeat,
+            text=request.meta["answer"] if right else "wrong",
+            token_ids=list(digest[1:5]),
+            finish="eos",
+            num_prompt_tokens=request.num_prompt_tokens,
+            fidelity={"nll": digest[5] / 64, "kl_mean": digest[6] / 1000 * (1 - ratio), "top1_agreement": 1.0},
+            ledger={
+                "payload_bytes": 1000 * ratio,
+                "slack_bytes": 24,
+                "resident_bytes": 1000 * ratio + 24,
+                "average_bytes": 900 * ratio,
+                "average_ratio": 0.9 * ratio,
+                "peak_bytes": 1200,
+                "fp16_bytes": 1000,
+            },
+            kept={"ratio": ratio, "tokens_seen": request.num_prompt_tokens},
+            timing={"prefill_s": time.perf_counter() % 1, "decode_s": 0.5, "decode_tokens": 5, "batch_rows": 2},
+        )
+
+
+def make_requests(count: int, repeats: int = 1) -> list[Request]:
+    """Samples of two subsets, alternating."""
+    return [
+        Request(
+            sample_id=f"{'ab'[i % 2]}/{i}",
+            subset="ab"[i % 2],
+            segments=((1,) * (5 + i),),
+            num_samples=repeats,
+            temperature=1.0 if repeats > 1 else 0.0,
+            num_prompt_tokens_untruncated=5 + i + (i == 3),
+            meta={"answer": str(i)},
+        )
+        for i in range(count)
+    ]
+
+
+def make_parts(
+    count: int = 10, repeats: int = 1, engines: list | None = None, task: dict | None = None, **engine
+) -> Parts:
+    """Loaders of the fakes.
+
+    Args:
+        count: Samples of the task.
+        repeats: Answers per sample.
+        engines: Every engine that is made is appended here.
+        task: Fields of the task to change.
+        engine: Settings of the engine.
+    """
+
+    def make_engine(cfg, model, policy):
+        made = FakeEngine(cfg, policy, **engine)
+        if engines is not None:
+            engines.append(made)
+        return made
+
+    def load_model(cfg):
+        chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu"} | dict(cfg)
+        return SimpleNamespace(chat_template=False, max_tokens=512, **chosen)
+
+    def load_task(cfg, model, *, limit, seed, protocol):
+        return FakeTask(make_requests(min(count, limit or count), repeats), **(task or {}))
+
+    def make_policy(cfg):
+        return FakePolicy(**{key: value for key, value in cfg.items() if key in ("ratio", "hidden")})
+
+    return Parts(make_policy=make_policy, load_model=load_model, load_task=load_task, make_engine=make_engine)
+
+
+def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:
+    """A configuration as Hydra would compose it; dotted keys with `__` for the dot change one value."""
+    cfg = OmegaConf.create(
+        {
+            "method": {"_target_": "fake_parts.FakePolicy", "ratio": 0.5},
+            "task": {"kind": "fake"},
+            "model": {},
+            "protocol": {"temperature": 0.0},
+            "backend": {"name": "auto"},
+            "seed": 0,
+            "limit": None,
+            "batch_size": 4,
+            "results_dir": str(results_dir),
+            "resume": True,
+            "reference": "none",
+            "fidelity": {"max_tokens": 64},
+            "store": {"page_bytes": "auto", "budget_bytes": None, "track": []},
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    return cfg
+
+
+def main() -> None:
+    """Run 120 samples slowly; the test kills this process when it likes."""
+    from kvbench.run import run_experiment
+
+    print("ready", flush=True)
+    run_experiment(make_cfg(Path(sys.argv[1])), method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
+
+
+if __name__ == "__main__":
+    main()
