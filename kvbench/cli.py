@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import kvbench
 from kvbench import listing
+from kvbench.provenance import package_folder, sibling_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Two processes that share cores otherwise spin for each other's threads; it must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if os.environ.get("HYDRA_FULL_ERROR"):
+        os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if "--version" in arguments:
@@ -99,10 +102,10 @@ def report(error: Exception) -> int:
     """
     from kvbench.journal import JournalError
 
-    if os.environ.get("KVBENCH_DEBUG", "0") not in ("", "0") or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    is_fault = not isinstance(error, ValueError | OSError)
+    if is_fault or os.environ.get("KVBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exception(error)
-    elif not isinstance(error, ValueError | OSError):
-        traceback.print_exception(error)
+    if is_fault:
         print("this is a fault of kvbench; please report it with the lines above", file=sys.stderr)
         return EXIT_FAILED
     print(f"error: {error}", file=sys.stderr)
@@ -115,8 +118,8 @@ def report(error: Exception) -> int:
 def _is_ours(error: Exception) -> bool:
     """True when kvbench itself raised it, so that its message was written for the user."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    roots = [str(Path(folder).resolve()) for folder in kvbench.__path__]
-    return not last or any(str(Path(last[0].filename).resolve()).startswith(root) for root in roots)
+    roots = {package_folder(), sibling_folder("methods"), sibling_folder("kernels")}
+    return not last or bool(roots & set(Path(last[0].filename).resolve().parents))
 
 
 def run_command(overrides: list[str]) -> int:
@@ -141,8 +144,7 @@ def run_command(overrides: list[str]) -> int:
     _codes.clear()
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["kvbench", *overrides]
-    debug = {"HYDRA_FULL_ERROR": "1"}
-    os.environ |= debug  # otherwise Hydra prints its own errors and leaves the process
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving
     try:
         hydra.main(version_base="1.3", config_path=str(listing.conf_folder()), config_name="config")(_job)()
     except (HydraException, OmegaConfBaseException) as error:
@@ -150,7 +152,7 @@ def run_command(overrides: list[str]) -> int:
     finally:
         sys.argv = before
         if full_error is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
+            del os.environ["HYDRA_FULL_ERROR"]
     if len(_codes) > 1:
         _show_sweep()
     return max(_codes, default=0)

@@ -11,6 +11,11 @@ from kvbench.errors import unknown_name
 from kvbench.journal import Key
 from kvbench.parts import Parts
 
+KEYS = {
+    "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
+    | {"reference", "fidelity", "store"},
+    "fidelity.": {"max_tokens"},
+}
 FULL = "full"  # the one method the harness knows by name: the reference of every other
 
 
@@ -50,6 +55,10 @@ def check_config(cfg: DictConfig) -> None:
             remedy = f"; leave it out or set {key}=null for no limit" if optional else ""
             raise ValueError(f"{key}={value} is not a whole number of at least {minimum}{remedy}")
 
+    for prefix, known in KEYS.items():
+        for key in OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg:
+            if key not in known:
+                raise unknown_name("key", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
     whole("batch_size", 1)
     whole("seed", 0)
     whole("limit", 1, optional=True)

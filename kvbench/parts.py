@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from omegaconf import DictConfig, OmegaConf
+
+from kvbench.errors import unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,14 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
         policy: The method.
     """
     from kvbench.engine import Engine
-    from kvbench.store import StoreOptions
+    from kvbench.layout import StoreOptions
 
     options = OmegaConf.to_container(cfg.store, resolve=True)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    known = [item.name for item in fields(StoreOptions)]
+    for key in options:
+        if key not in known:
+            raise unknown_name("key", f"store.{key}", known)
     return Engine(
         model,
         policy,

@@ -129,7 +129,7 @@ def compute_missing(experiment: Experiment, journal: Journal, session: Session) 
             progress.advance()
 
         todo = unfinished_groups(task.requests, experiment.cfg.batch_size, journal)
-        experiment.engine.run(todo, on_outcome=on_outcome, on_step=progress.step)
+        experiment.engine.run(todo, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests)
 
 
 def verdict(experiment: Experiment, records: Sequence[dict]) -> str:

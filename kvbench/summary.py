@@ -276,14 +276,13 @@ def timing(records: list[dict], wall_s: float) -> Timing:
     """Speed over the records that ended well.
 
     Args:
-        records: Journal records; `timing.decode_s` is how long the sample was decoded, with `batch_rows` - 1 others.
+        records: Journal records; `timing.decode_share_s` is a sample's share of the decode steps it was part of.
         wall_s: Seconds spent on samples over all sessions.
     """
     rows = [record["timing"] for record in records if record["status"] == "ok" and record.get("timing")]
     prefill = [row["prefill_s"] for row in rows if row.get("prefill_s") is not None]
-    decoded = [row for row in rows if row.get("decode_s") and row.get("decode_tokens")]
-    seconds = sum(row["decode_s"] / max(1, row.get("batch_rows") or 1) for row in decoded)
-    tokens = sum(row["decode_tokens"] for row in decoded)
+    seconds = sum(row.get("decode_share_s", 0.0) for row in rows)
+    tokens = sum(row.get("decode_tokens", 0) for row in rows)
     return Timing(
         prefill_s=sum(prefill) / len(prefill) if prefill else None,
         decode_tokens_per_s=tokens / seconds if seconds else None,

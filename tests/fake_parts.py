@@ -66,8 +66,9 @@ class FakeEngine:
         self.backend = "torch"
         self.seen: list[str] = []
 
-    def run(self, requests, *, on_outcome, on_step=None) -> None:
+    def run(self, requests, *, on_outcome, on_step=None, sizing=None) -> None:
         """Answer group by group."""
+        self.sizing = len(sizing or requests)
         size = self.cfg.batch_size
         for start in range(0, len(requests), size):
             group = requests[start : start + size]
@@ -108,7 +109,7 @@ class FakeEngine:
                 "fp16_bytes": 1000,
             },
             kept={"ratio": ratio, "tokens_seen": request.num_prompt_tokens},
-            timing={"prefill_s": time.perf_counter() % 1, "decode_s": 0.5, "decode_tokens": 5, "batch_rows": 2},
+            timing={"prefill_s": time.perf_counter() % 1, "decode_s": 0.5, "decode_share_s": 0.25, "decode_tokens": 5},
         )
 
 

@@ -326,6 +326,6 @@ def test_ledger_and_timing_sums():
     assert made["resident_ratio"] == pytest.approx(100 / 300)
     assert made["peak_ratio"] == pytest.approx(150 / 300)
     assert made["average_ratio"] == pytest.approx(0.2)
-    timed = {"prefill_s": 1.0, "decode_s": 2.0, "decode_tokens": 8, "batch_rows": 4}
+    timed = {"prefill_s": 1.0, "decode_s": 2.0, "decode_share_s": 0.5, "decode_tokens": 8, "batch_rows": 4}
     speed = summary.timing([record(i, timing=timed) for i in range(4)] + [record(9, status="nan")], 5.0)
     assert (speed.prefill_s, speed.decode_tokens_per_s, speed.decode_tokens) == (1.0, 16.0, 32)

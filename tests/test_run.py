@@ -50,7 +50,7 @@ def test_one_run_leaves_everything(tmp_path):
     assert (record.status, record.counts.done, record.counts.total, record.counts.truncated) == ("complete", 10, 10, 1)
     assert record.ledger["resident_bytes"] == 524
     assert record.ledger["resident_ratio"] == pytest.approx(0.524)
-    assert record.timing.decode_tokens_per_s == pytest.approx(50 / (10 * 0.5 / 2))
+    assert record.timing.decode_tokens_per_s == pytest.approx(50 / (10 * 0.25))
     assert record.versions.python.count(".") == 2
     assert len(record.sessions) == 1
     assert record.sessions[0].num_done == 10
@@ -128,7 +128,10 @@ def test_resume_from_any_subset(tmp_path):
         folder.mkdir(parents=True)
         some = rng.sample(expected, rng.randrange(len(expected)))
         (folder / "samples.jsonl").write_text("".join(some) + expected[0][: rng.randrange(5)])
-        resumed = run_experiment(make_cfg(results), method="half", parts=parts, **QUIET)
+        engines = []
+        resuming = make_parts(count=11, repeats=2, engines=engines)
+        resumed = run_experiment(make_cfg(results), method="half", parts=resuming, **QUIET)
+        assert engines[0].sizing == 11
         assert resumed.folder == folder
         assert samples(folder) == samples(whole.folder)
         assert resumed.record.metrics == whole.record.metrics
