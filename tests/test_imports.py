@@ -216,7 +216,8 @@ def test_editable_install_imports_from_anywhere(clean_copy, tmp_path):
     """An editable install finds every part in the clone it was made from, from another working folder."""
     target = tmp_path / "site"
     pip("install", "--editable", str(clean_copy), "--target", str(target))
-    prelude = LIBRARIES + f"import site; site.addsitedir({str(target)!r})\n"
+    # The target first: an environment with an editable kvbench of its own has a finder module of the same name.
+    prelude = f"import site; site.addsitedir({str(target)!r})\n" + LIBRARIES
     run_probe(clean_copy, ISOLATED, prelude, cwd=tmp_path)
 
 
