@@ -123,6 +123,14 @@ class ScoreSpec:
     def __post_init__(self) -> None:
         if self.prefill_queries < ALL_QUERIES:
             raise ValueError(f"prefill_queries={self.prefill_queries} must be >= 0, or -1 for all queries")
+        for name, value, known in (
+            ("pool", self.pool, ("none", "avg", "max")),
+            ("pool_stage", self.pool_stage, ("per_query_head", "after_group")),
+            ("pool_region", self.pool_region, ("prefix", "all")),
+            ("group_reduce", self.group_reduce, ("sum", "mean", "max")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
         if self.power not in (1, 2):
             raise ValueError(f"power={self.power} must be 1 or 2")
         if self.pool != "none" and (self.pool_kernel < 1 or self.pool_kernel % 2 == 0):

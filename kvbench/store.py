@@ -177,6 +177,7 @@ class CompressedStore:
             meter.prompt_slots = {
                 "prompt_tokens": k.shape[1], "prompt_slots_min": int(counts.min()), "prompt_slots_max": int(counts.max()),
                 "prompt_slots": int(counts.sum()), "lists": len(counts), "page_tokens": self.formats[0].tokens_per_page,
+                "slot_bytes": self.formats[0].slot.slot_bytes,
             }  # fmt: skip
 
     def _plan_prefill(self, layers: Tensor, score: Tensor | None, num_tokens: int) -> PrefillPlan:

@@ -59,10 +59,7 @@ class SnapKV(Policy):
         kept = record.get("kept", {})
         if not kept:
             return None
-        if self._budget.unit == "ratio":
-            allowed = self._budget.value * kept["prompt_tokens"]
-        else:
-            allowed = self._budget.value if self._budget.unit == "tokens" else kept["prompt_tokens"]
-        if kept["prompt_slots_max"] > max(1, allowed):
-            return f"a head kept {kept['prompt_slots_max']} of {kept['prompt_tokens']} prompt tokens, but budget={self.budget} allows {allowed:g}"
+        allowed = self._budget.tokens(kept["prompt_tokens"], kept["lists"], kept["slot_bytes"])
+        if kept["prompt_slots_max"] > allowed:
+            return f"a head kept {kept['prompt_slots_max']} of {kept['prompt_tokens']} prompt tokens, but budget={self.budget} allows {allowed}"
         return None

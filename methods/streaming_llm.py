@@ -62,8 +62,12 @@ class StreamingLLM(Policy):
 
     def check_outcome(self, record: dict) -> str | None:
         kept = record.get("kept", {})
-        if kept and self._budget.unit == "tokens" and sum(kept["slots_per_tier"]) > self._budget.value * kept["lists"]:
-            return f"{sum(kept['slots_per_tier'])} slots held but budget={self.budget} allows {self._budget.value * kept['lists']:g}"
+        if not kept:
+            return None
+        allowed = self._budget.tokens(kept["prompt_tokens"], kept["lists"], kept["slot_bytes"])
+        allowed, held = max(allowed, self.sinks + 1), sum(kept["slots_per_tier"]) / kept["lists"]
+        if held > allowed:
+            return f"{held:g} tokens per head held at the end, but budget={self.budget} allows {allowed}"
         return None
 
     def _ring(self, view: DecodeView) -> tuple[Tensor, Tensor]:

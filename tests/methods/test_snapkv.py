@@ -1,0 +1,198 @@
+"""SnapKV: the golden numbers through the real kernels, a plain oracle, and budgets."""
+
+import math
+
+import pytest
+import torch
+from store_helpers import causal_probabilities, golden, held_positions, make_store, prefill_view
+
+from kvbench.kernels.torch_attention import reduce_scores
+from kvbench.methods.snapkv import SnapKV
+from kvbench.policy import PrefillPlan
+
+
+def kept_of(plan: PrefillPlan) -> list[int]:
+    """Positions that a plan for one layer and head keeps."""
+    return (plan.tier_of[0, 0] >= 0).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("pool", "pooled", "keep", "num_kept"),
+    [("none", "s", "none", 2), ("avg", "avg3", "avg_keep", 2), ("max", "max3", "max_keep", 2)]
+    + [("max", "max3", "max_keep4", 4)],
+)
+def test_golden_pool_and_ties(pool, pooled, keep, num_kept):
+    """The pooled scores are the golden ones, and of equal scores the earlier position is kept."""
+    case = golden("snapkv_pool")
+    policy = SnapKV(budget=num_kept + 2, window=2, pool=pool, pool_kernel=3 if pool != "none" else 1)
+    spec = policy.score
+    columns = torch.tensor(
+        [[*case["s"], 7.0, 7.0]]
+    )  # the window's own scores must neither count nor leak into the pool
+    score = reduce_scores(
+        columns, 1, queries=spec.prefill_queries, pool=spec.pool, pool_kernel=spec.pool_kernel,
+        pool_stage=spec.pool_stage, pool_region=spec.pool_region, group=spec.group_reduce,
+    )  # fmt: skip
+    assert score[0, :6].tolist() == pytest.approx(case[pooled], abs=1e-6)
+    assert kept_of(policy.plan_prefill(prefill_view(score, 8))) == [*case[keep], 6, 7]
+
+
+def test_golden_softmax_through_the_store():
+    """Keys and window queries of the golden case, given to the store, leave the golden tokens in its pages."""
+    case = golden("snapkv_softmax")
+    k, q, v = torch.zeros(1, 6, 8), torch.zeros(1, 6, 8), torch.zeros(1, 6, 8)
+    k[0, :, :2], q[0, 4:, :2] = torch.tensor(case["K"]), torch.tensor(case["Q"])
+    seen = {}
+
+    class Watched(SnapKV):
+        def plan_prefill(self, view):
+            seen["score"] = view.score[0, 0]
+            return super().plan_prefill(view)
+
+    store = make_store(Watched(budget=4, window=2, pool="none", pool_kernel=1), track=("pos",))
+    row = store.open_row()
+    store.prefill_layer(row, 0, q, k, v, 1 / math.sqrt(2))
+    assert seen["score"][:4].tolist() == pytest.approx(case["sum"], abs=1e-6)
+    assert held_positions(store, row) == [[*case["keep2"], 4, 5]]
+
+
+@pytest.mark.parametrize("how", ["mean", "max"])
+def test_golden_group_reduction(how):
+    """Two query heads of one KV head are reduced to one score; SnapKV takes the mean."""
+    case = golden("gqa")
+    score = reduce_scores(
+        torch.tensor([case["a"], case["b"]]), 1, queries=0, pool="none", pool_kernel=1, pool_stage="after_group",
+        pool_region="all", group=how,
+    )  # fmt: skip
+    assert SnapKV().score.group_reduce == "mean"
+    assert score[0].topk(2).indices.sort().values.tolist() == case[how]
+
+
+def oracle_kept(q, k, scale, budget, window, pool, kernel) -> list[list[int]]:
+    """SnapKV in loops, in float64: kept positions per KV head."""
+    length, heads = k.shape[1], k.shape[0]
+    if budget >= length:
+        return [list(range(length))] * heads
+    window = min(window, length)
+    kept_window = min(window, budget)
+    prob = causal_probabilities(q, k, scale)
+    kept = []
+    for head in range(heads):
+        group = q.shape[0] // heads
+        rows = prob[head * group : (head + 1) * group, length - window :]
+        raw = rows.sum(1).mean(0).tolist()
+        end = length - window
+        pooled = []
+        for j in range(end):
+            around = [raw[i] if 0 <= i < end else None for i in range(j - kernel // 2, j + kernel // 2 + 1)]
+            inside = [x for x in around if x is not None]
+            pooled.append(max(inside) if pool == "max" else sum(inside) / kernel)
+        pooled += raw[end : length - kept_window]  # only when the budget is smaller than the window
+        order = sorted(range(length - kept_window), key=lambda j: (-round(pooled[j], 9), j))
+        kept.append(sorted([*order[: budget - kept_window], *range(length - kept_window, length)]))
+    return kept
+
+
+@pytest.mark.parametrize("pool", ["max", "avg"])
+@pytest.mark.parametrize("num_tokens", [1, 9, 50, 101, 157])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(3, 1), (2, 2), (14, 2)])
+def test_kept_tokens_equal_the_oracle(pool, num_tokens, num_q_heads, num_kv_heads):
+    """For odd lengths, groups and both pools, the pages hold what a loop over the attention matrix keeps."""
+    torch.manual_seed(num_tokens)
+    q, k = 2 * torch.randn(num_q_heads, num_tokens, 8), torch.randn(num_kv_heads, num_tokens, 8)
+    policy = SnapKV(budget=24, window=10, pool=pool, pool_kernel=5)
+    store = make_store(policy, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, track=("pos",))
+    row = store.open_row()
+    store.prefill_layer(row, 0, q, k, torch.randn_like(k), 0.5)
+    assert held_positions(store, row) == oracle_kept(q, k, 0.5, 24, 10, pool, 5)
+
+
+def test_kept_tokens_carry_their_own_keys_and_values():
+    """What lies in a slot is the key and the value of the position that the slot claims."""
+    store = make_store(SnapKV(budget=20, window=4, tier="native"), num_kv_heads=2, num_q_heads=2, track=("pos",))
+    label = torch.arange(60.0)[None, :, None].expand(2, -1, 8) + torch.tensor([0.0, 1000.0])[:, None, None]
+    row = store.open_row()
+    store.prefill_layer(row, 0, torch.randn(2, 60, 8), label, -label, 0.001)
+    tiers, _ = store.layer_pages(torch.tensor([row]), 0)
+    keys, values, live = store.backend.gather_dense(store.pool.pages, tiers, None)
+    for head, positions in enumerate(held_positions(store, row)):
+        assert len(positions) == 20 and positions == sorted(positions)
+        assert keys[0, head][live[0, head]][:, 0].tolist() == [p + 1000 * head for p in positions]
+        assert (values == -keys)[0, head][live[0, head]].all()
+
+
+def test_decode_only_appends():
+    """After the prompt nothing is evicted, and nothing is scored."""
+    store = make_store(SnapKV(budget=6, window=2), track=("pos",))
+    q, k, v = torch.randn(3, 1, 30, 8)
+    row = store.open_row()
+    store.prefill_layer(row, 0, q[:, :20], k[:, :20], v[:, :20], 1.0)
+    kept = held_positions(store, row)[0]
+    for step in range(20, 30):
+        store.begin_step(torch.tensor([row]))
+        store.attend(0, q[None, :, step], k[None, :, step], v[None, :, step], 1.0)
+        store.end_step()
+    assert len(kept) == 6
+    assert held_positions(store, row)[0] == [*kept, *range(20, 30)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_tokens", "expected"),
+    [
+        (0.25, 200, 50),
+        (0.3, 10, 3),  # 0.3 * 10 is 2.999... in binary
+        (0.29, 100, 29),
+        (0.25, 1, 1),
+        (40, 200, 40),
+        (40, 39, 39),
+        ("2KiB", 200, 32),  # 2048 B / (2 heads x 32 B per fp16 slot of 8 channels)
+    ],
+)
+def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expected):
+    """A ratio, tokens or bytes give the tokens per head they say, and the method's check agrees."""
+    policy = SnapKV(budget=budget, window=2)
+    store = make_store(policy, num_q_heads=2, num_kv_heads=2, track=())
+    q, k, v = torch.randn(3, 2, num_tokens, 8)
+    row = store.open_row()
+    store.prefill_layer(row, 0, q, k, v, 1.0)
+    counts = store.slots_per_tier(store.lists_of(torch.tensor([row])))[0]
+    assert counts.tolist() == [expected, expected]
+    assert policy.check_outcome({"kept": store.meters[row].prompt_slots}) is None
+
+
+@pytest.mark.parametrize("budget", [0.5, 40, "2KiB"])
+def test_a_policy_that_keeps_everything_is_caught(budget):
+    """A SnapKV that does nothing breaks its budget, in whatever unit, and its own check says so."""
+
+    class Lazy(SnapKV):
+        def plan_prefill(self, view):
+            return PrefillPlan(tier_of=view.filled(0))
+
+    policy = Lazy(budget=budget, window=2)
+    store = make_store(policy, num_q_heads=2, num_kv_heads=2)
+    q, k, v = torch.randn(3, 2, 200, 8)
+    row = store.open_row()
+    store.prefill_layer(row, 0, q, k, v, 1.0)
+    message = policy.check_outcome({"kept": store.meters[row].prompt_slots})
+    assert message is not None and "kept 200 of 200 prompt tokens" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 0}, r"window=0 must be >= 1"),
+        (
+            {"budget": 32, "window": 32},
+            r"budget=32 tokens must exceed window=32; raise the budget or shrink the window",
+        ),
+        ({"budget": 1.5}, r"budget=1.5 is out of range; write a ratio in \(0, 1\]"),
+        ({"budget": "lots"}, r"budget='lots' is not a budget; write a ratio"),
+        ({"pool_kernel": 4}, r"pool_kernel=4 must be odd"),
+        ({"pool": "median"}, r"pool='median'"),
+        ({"tier": "k2v2-channel"}, r"is not a tier"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    """Each bad setting is named with its value, the rule and what to do."""
+    with pytest.raises(ValueError, match=message):
+        SnapKV(**settings)

@@ -1,0 +1,95 @@
+"""Stores of a few heads, driven without a model: for the tests of the methods."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from kvbench.kernels.dispatch import get_backend
+from kvbench.layout import ModelShape, StoreOptions
+from kvbench.policy import PrefillView
+from kvbench.store import CompressedStore
+from kvbench.views import StoreDecodeView
+
+GOLDEN = Path(__file__).with_name("golden") / "methods.json"
+
+
+def golden(group: str) -> dict:
+    """Returns one group of the golden numbers."""
+    return json.loads(GOLDEN.read_text())[group]
+
+
+def make_store(
+    policy,
+    *,
+    num_layers=1,
+    num_q_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    rows=1,
+    max_tokens=320,
+    dtype=torch.float32,
+    inv_freq=None,
+    track=(),
+) -> CompressedStore:
+    """Returns a store of the given shape with room for `max_tokens` prompt tokens and 128 more."""
+    shape = ModelShape(
+        num_layers=num_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        inv_freq=inv_freq,
+    )
+    return CompressedStore(
+        policy,
+        shape,
+        rows=rows,
+        max_prompt_tokens=max_tokens,
+        max_new_tokens=128,
+        options=StoreOptions(track=track),
+        backend=get_backend("torch"),
+    )
+
+
+def prefill_view(score: torch.Tensor | None, num_tokens: int, num_heads: int = 1, token_bytes=(1.0,)) -> PrefillView:
+    """Returns the view of one layer of a one-layer model; `score` is [heads, num_tokens]."""
+    return PrefillView(
+        num_tokens=num_tokens,
+        num_layers=1,
+        num_kv_heads=num_heads,
+        layers=torch.tensor([0]),
+        score=None if score is None else score.float().view(1, num_heads, num_tokens),
+        token_bytes=tuple(token_bytes),
+    )
+
+
+def held_positions(store: CompressedStore, row: int, tier: int = 0) -> list[list[int]]:
+    """Returns the positions in each list of a row, in slot order; the store must track `pos`."""
+    arrays = StoreDecodeView(store, torch.tensor([row])).slots(tier)
+    pos, valid = arrays.pos[0].flatten(0, 1), arrays.valid[0].flatten(0, 1)
+    return [p[v].tolist() for p, v in zip(pos, valid, strict=True)]
+
+
+def held_scores(store: CompressedStore, row: int, tier: int = 0) -> list[dict[int, float]]:
+    """Returns position -> stored score for each list of a row."""
+    arrays = StoreDecodeView(store, torch.tensor([row])).slots(tier)
+    fields = zip(arrays.pos[0].flatten(0, 1), arrays.score[0].flatten(0, 1), arrays.valid[0].flatten(0, 1), strict=True)
+    return [dict(zip(pos[ok].tolist(), score[ok].tolist(), strict=True)) for pos, score, ok in fields]
+
+
+def plain_attention(q, k, v, scale) -> torch.Tensor:
+    """Attention of one query per head, [Hq, D], on k, v [H, n, D], in float64: the oracle of a decode step."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
+    prob = torch.softmax(torch.einsum("hd,hnd->hn", q.double(), k) * scale, -1)
+    return torch.einsum("hn,hnd->hd", prob, v).float()
+
+
+def causal_probabilities(q, k, scale) -> torch.Tensor:
+    """The whole causal attention matrix [Hq, N, N] in float64, for q [Hq, N, D] and k [H, N, D]."""
+    length = q.shape[1]
+    k = k.double().repeat_interleave(q.shape[0] // k.shape[0], 0)
+    logits = torch.einsum("hid,hjd->hij", q.double(), k) * scale
+    return torch.softmax(logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")), -1)
