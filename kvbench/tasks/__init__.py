@@ -1,0 +1,51 @@
+"""The tasks: what a model is asked, and how its answers are scored."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import unknown_name
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.taskset import MetricInfo, TaskSet
+
+if TYPE_CHECKING:
+    from kvbench.models import LoadedModel
+
+__all__ = ["MetricInfo", "TaskSet", "load_task"]
+
+# Each is a package of this folder with a function `load`.
+BENCHMARKS = ("longbench", "longctx")
+
+
+def load_task(
+    task_cfg: Mapping[str, Any],
+    model: "LoadedModel",
+    *,
+    limit: int | None,
+    seed: int,
+    protocol: Mapping[str, Any] | None = None,
+) -> TaskSet:
+    """Load a task: read or generate its data, build its prompts, tokenise them.
+
+    Args:
+        task_cfg: The `task` group of the configuration; `name` says which task, the other keys are that task's own.
+        model: Its tokenizer, context length and chat template are used; its weights are not.
+        limit: Samples per subset, the first ones; None for all.
+        seed: Decides generated data.
+        protocol: The `protocol` group of the configuration; None takes its defaults.
+
+    Returns:
+        The task, ready to run.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or data is missing or broken; the message says what to do.
+    """
+    name = task_cfg.get("name")
+    if name not in BENCHMARKS:
+        raise unknown_name("task.name", name, BENCHMARKS)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"limit={limit!r} must be a whole number of at least 1, or null for all samples")
+    if model.tokenizer is None:
+        raise ValueError(f"task={name} needs a tokenizer and model {model.name} has none; choose another model")
+    load = import_module(f"kvbench.tasks.{name}").load
+    return load(task_cfg, model, limit=limit, seed=seed, protocol=Protocol.from_mapping(protocol))

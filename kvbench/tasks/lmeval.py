@@ -1,0 +1,70 @@
+"""Loads our task YAMLs through lm-eval."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
+TASKS_FOLDER = Path(__file__).resolve().parent
+
+
+def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str, Any]) -> "dict[str, Task]":
+    """Build lm-eval task objects from one folder of YAMLs.
+
+    Only that folder is indexed: lm-eval's own index of 14,000 tasks takes a minute and more.
+
+    Args:
+        folder: Folder with the YAMLs.
+        names: Names of tasks in them.
+        metadata: Passed to each task's `custom_dataset` function, on top of the YAML's own metadata.
+
+    Returns:
+        Name -> task, in the order of the names.
+
+    Raises:
+        ValueError: whatever the data function raises.
+    """
+    from lm_eval.tasks import TaskManager
+
+    with _quiet():
+        manager = TaskManager(include_defaults=False, include_path=str(folder), metadata=dict(metadata))
+        return {name: manager.load([name])["tasks"][name] for name in names}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide lm-eval's advice on how to pass metadata to a custom data set: we do."""
+    logger = logging.getLogger("lm_eval.api.task")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@cache
+def _configs() -> dict[str, dict[str, Any]]:
+    """Name -> YAML of every task of ours, `include` resolved and functions left as names."""
+    from lm_eval.tasks import TaskManager
+
+    index = TaskManager(include_defaults=False, include_path=str(TASKS_FOLDER)).task_index
+    return {name: entry.cfg for name, entry in index.items() if entry.cfg and "generation_kwargs" in entry.cfg}
+
+
+def metadata_of(task_name: str) -> dict[str, Any] | None:
+    """What the YAML of one of our tasks says beyond lm-eval's own keys.
+
+    Args:
+        task_name: As lm-eval knows it, for example `kvbench_longbench_trec`.
+
+    Returns:
+        Its `metadata`, which `PromptRules.from_yaml` reads, or None for a task that is not ours.
+    """
+    config = _configs().get(task_name)
+    return dict(config["metadata"]) if config else None

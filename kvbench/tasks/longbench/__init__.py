@@ -1,0 +1,116 @@
+"""`task=longbench`: the 16 English subsets of LongBench and the 13 of LongBench-E, as their authors ask and score.
+
+Prompts, answer lengths and scores are in the YAMLs of this folder (one lm-eval task per subset) and in `metrics.py`.
+Kept from the official code: prompts without change (narrativeqa's "asconcisely" too), cutting from the middle, no chat
+template around trec, triviaqa, samsum, lcc and repobench-p, scoring of the first line for trec, triviaqa and samsum,
+the newline as an end token of samsum.
+
+Source: LongBench config/dataset2prompt.json, config/dataset2maxlen.json, pred.py, eval.py, metrics.py at 2e00731.
+Differs: the chat template is the tokenizer's own (the official code has hand-written ones for eight models of 2023);
+    prompts are cut to what the model holds beside answer and template unless `task.max_prompt_tokens` says otherwise;
+    the ratio behind the code scores is pinned (see `metrics.code_similarity`). With `protocol.query_aware=false` the
+    prompt is divided after the document: nothing behind the context, neither question nor closing instruction, is seen
+    before compression.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.tasks.lmeval import load_lmeval_tasks
+from kvbench.tasks.longbench.dataset import length_bucket
+from kvbench.tasks.prompts import PromptBuilder, PromptRules
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import check_keys, name_list
+from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
+    from kvbench.models import LoadedModel
+    from kvbench.requests import Request
+
+ENGLISH = (
+    "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum", "multi_news",
+    "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
+)  # fmt: skip
+LONGBENCH_E = tuple(f"{name}_e" for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
+GROUPS = {"en": ENGLISH, "e": LONGBENCH_E}
+METRICS = {
+    "score": MetricInfo(
+        True,
+        "the subset's official score: F1 of words (question answering), ROUGE-L (summaries), class found (trec), "
+        "share of numbers that are right (passage tasks), edit similarity (code)",
+    )
+}
+_FOLDER = Path(__file__).resolve().parent
+
+
+def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+    """Load the subsets that the configuration names.
+
+    Args:
+        cfg: `subsets` (a group of `GROUPS` or a list of groups and subsets), `data_dir`, `max_prompt_tokens`.
+        model: Tokenizes the prompts; its context length limits them.
+        limit: Samples per subset, from the start of the file; None for all.
+        seed: Not used: nothing here is random.
+        protocol: How the samples are asked.
+
+    Raises:
+        ValueError: unknown subset or key, missing data, or a subset whose rows are all broken.
+    """
+    check_keys(cfg, ("subsets", "data_dir", "max_prompt_tokens"))
+    subsets = name_list("task.subsets", cfg.get("subsets") or "en", (*ENGLISH, *LONGBENCH_E), GROUPS)
+    cut = cfg.get("max_prompt_tokens")
+    if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int) or cut < 2):
+        raise ValueError(
+            f"task.max_prompt_tokens={cut!r} must be a whole number of at least 2; leave it out for the longest"
+        )
+    names = {subset: f"kvbench_longbench_{subset}" for subset in subsets}
+    tasks = load_lmeval_tasks(_FOLDER, list(names.values()), {"data_dir": cfg.get("data_dir")})
+    requests: list[Request] = []
+    scored: dict[str, tuple[Task, dict]] = {}
+    quarantined: list[dict] = []
+    rules: dict[str, dict] = {}
+    for subset, name in names.items():
+        task = tasks[name]
+        quarantined += task.dataset["test"].quarantined
+        builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config), cut)
+        rules[subset] = {
+            "chat_template": builder.chat,
+            "max_new_tokens": builder.max_new_tokens,
+            "max_prompt_tokens": builder.max_prompt_tokens,
+        }
+        for _, doc in task.doc_iterator(limit=limit):
+            request = make_request(task, builder, doc, subset)
+            requests.append(request)
+            scored[request.sample_id] = (task, doc)
+    references = {key: [doc["answers"], doc["all_classes"], doc["length"]] for key, (_, doc) in scored.items()}
+    return TaskSet(
+        name="longbench",
+        protocol=protocol.to_dict() | {"truncation": "middle", "split": "after the context", "rules": rules},
+        fingerprint=fingerprint(requests, references, _FOLDER),
+        requests=requests,
+        metrics=METRICS,
+        primary="score",
+        scorer=lambda key, text: scored[key][0].process_results(scored[key][1], [text]),
+        quarantined=quarantined,
+    )
+
+
+def make_request(task: "Task", builder: PromptBuilder, doc: dict, subset: str) -> "Request":
+    """The request of one document; its prompt is divided behind the context."""
+    prompt = task.doc_to_text(doc)
+    head, _, _ = task.config.doc_to_text.partition("{{context}}")
+    border = len(head) + len(doc["context"])
+    meta = {"index": doc["index"], "length": doc["length"]}
+    if subset.endswith("_e"):
+        meta["length_bucket"] = length_bucket(doc["length"])
+    return builder.build(
+        sample_id=f"{subset}/{doc['index']}",
+        subset=subset,
+        context=prompt[:border],
+        question=prompt[border:],
+        gold=doc["answers"][0],
+        meta=meta,
+    )

@@ -1,0 +1,94 @@
+"""Rows of LongBench: what a row must hold, and where the files are."""
+
+from pathlib import Path
+
+from kvbench.tasks.source import MissingDataError, Rows, in_datasets_cache, in_folder, in_hub_cache, on_hub, read_rows
+
+# The data set moved from the first id to the second; the hub and local caches may know it by either.
+HUB_REPOS = ("THUDM/LongBench", "zai-org/LongBench")
+HUB_ARCHIVE = "data.zip"
+
+
+def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
+    """The test split of one subset; the function that the YAMLs name as `custom_dataset`.
+
+    Args:
+        subset: Official name, with `_e` for LongBench-E.
+        data_dir: Folder with `<subset>.jsonl`; None or a folder without it goes on to the local caches and the hub.
+
+    Returns:
+        `test`: the rows, with `context`, `input`, `answers`, `all_classes`, `length`, `index`.
+
+    Raises:
+        MissingDataError: no source has the subset; the message says where was looked and how to get it.
+        ValueError: data_dir is no folder, or all rows are broken.
+    """
+    looked = []
+    for find in (
+        lambda: in_folder(data_dir, subset) if data_dir else (None, "task.data_dir (not set)"),
+        lambda: in_hub_cache(HUB_REPOS, HUB_ARCHIVE, subset),
+        lambda: in_datasets_cache("LongBench", subset),
+        lambda: on_hub(HUB_REPOS, HUB_ARCHIVE, subset),
+    ):
+        source, where = find()
+        if source:
+            return {"test": read_rows(source, lambda row: check_row(row, subset))}
+        looked.append(where)
+    raise MissingDataError(
+        f"task=longbench has no data for the subset {subset}. Looked in: {'; '.join(looked)}. To get it, run "
+        f"`hf download {HUB_REPOS[0]} {HUB_ARCHIVE} --repo-type dataset --local-dir longbench && "
+        f"python -m zipfile -e {Path('longbench') / HUB_ARCHIVE} longbench` where there is a network and set "
+        "task.data_dir=longbench/data. Without it, `python -m kvbench task=longctx` runs on generated data."
+    )
+
+
+def check_row(row: object, subset: str) -> dict:
+    """Check a parsed line and give it the official field names.
+
+    Args:
+        row: What the line held. The question is `input` officially and `question` in one copy on the hub.
+        subset: Decides which fields are needed.
+
+    Returns:
+        A new dict with `context`, `input`, `answers`, `all_classes` (None where the subset has none) and `length`
+        (words; None when the file does not say).
+
+    Raises:
+        ValueError: what is wrong with the row.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
+    question = row["input"] if "input" in row else row.get("question")
+    for name, value in (("context", row.get("context")), ("input", question)):
+        if not isinstance(value, str):
+            raise ValueError(
+                f"field {name} must be a text, it is {'missing' if value is None else type(value).__name__}"
+            )
+    if not row["context"].strip():
+        raise ValueError("field context is empty")
+    answers = row.get("answers")
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError("field answers must be a list of at least one text")
+    length = row.get("length")
+    if isinstance(length, bool) or not isinstance(length, int | None):
+        raise ValueError(f"field length must be a whole number, it is {length!r}")
+    if length is None and subset.endswith("_e"):
+        raise ValueError("field length is missing; LongBench-E reports its scores by length")
+    classes = row.get("all_classes")
+    base = subset.removesuffix("_e")
+    if base == "trec":
+        if not isinstance(classes, list) or not classes or not all(isinstance(name, str) for name in classes):
+            raise ValueError("field all_classes must be the list of class names")
+    else:
+        classes = None
+    if base == "passage_retrieval_en" and not all("Paragraph " in answer for answer in answers):
+        raise ValueError(f"field answers must name a paragraph ('Paragraph 1'), it is {answers!r}")
+    return {"context": row["context"], "input": question, "answers": answers, "all_classes": classes, "length": length}
+
+
+def length_bucket(length: int) -> str:
+    """LongBench-E's group of a document of that many words.
+
+    Source: LongBench eval.py, scorer_e, at 2e00731.
+    """
+    return "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"

@@ -1,0 +1,120 @@
+"""The official LongBench scores, each in [0, 1].
+
+Written from the official definitions, quirks included, because published numbers have them. lm-eval's LongBench
+differs: it strips predictions, skips blank code lines and stops at the first newline.
+
+Source: LongBench metrics.py and eval.py at 2e00731.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvbench.tasks.longbench.rouge import rouge_l
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower-case, drop ASCII punctuation, then articles, then extra white space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def qa_f1(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:
+    """F1 of the bags of normalised words; 0 when they share none (also when both are empty)."""
+    predicted, wanted = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    num_common = sum((Counter(predicted) & Counter(wanted)).values())
+    if not num_common:
+        return 0.0
+    precision, recall = num_common / len(predicted), num_common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def rouge(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:
+    """ROUGE-L F of the `rouge` package; 0 when either text has nothing but full stops."""
+    return rouge_l(prediction, reference)
+
+
+def classification(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:
+    """1 / (number of class names in the answer) when the right one is among them, else 0.
+
+    Class names that are a proper part of the right one are taken out first. The official code does so while it walks
+    the same list, which skips the name after each one taken out; published scores contain that, so it is kept.
+    """
+    found = [name for name in all_classes or () if name in prediction]
+    place = 0
+    while place < len(found):
+        if found[place] in reference and found[place] != reference:
+            # Python's loop over the list moves on although the list has moved up. `remove` takes the first equal entry.
+            found.remove(found[place])
+        place += 1
+    return 1.0 / len(found) if reference in found else 0.0
+
+
+def retrieval(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:
+    """Share of the numbers in the answer that are the paragraph's number; 0 when there are none.
+
+    Raises:
+        ValueError: the reference does not name a paragraph.
+    """
+    wanted = re.search(r"Paragraph (\d+)", reference)
+    if wanted is None:
+        raise ValueError(f"the reference {reference!r} is not of the form 'Paragraph 1'")
+    return _share_of_numbers(prediction, wanted[1])
+
+
+def count(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:
+    """Share of the numbers in the answer that are the reference; 0 when there are none."""
+    return _share_of_numbers(prediction, reference)
+
+
+def _share_of_numbers(prediction: str, wanted: str) -> float:
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(wanted) / len(numbers) if numbers else 0.0
+
+
+def code_similarity(prediction: str, reference: str, all_classes: Sequence[str] | None = None) -> float:
+    """Edit similarity of the first line of code, in whole percent.
+
+    Leading line breaks are dropped; then the first line without a back-tick, `#` or `//` counts, even when it is blank.
+
+    Differs: the official `fuzz.ratio` of fuzzywuzzy gives the indel ratio with python-Levenshtein installed and
+    difflib's ratio without; this is always the indel ratio.
+    """
+    from rapidfuzz import fuzz
+
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    if not line or not reference:
+        return float(line == reference)
+    return round(fuzz.ratio(line, reference)) / 100
+
+
+def first_line(prediction: str) -> str:
+    """The first line behind leading line breaks: the official rule for trec, triviaqa and samsum."""
+    return prediction.lstrip("\n").split("\n")[0]
+
+
+def _scorer(
+    metric: Callable[..., float], cut: Callable[[str], str] = str
+) -> Callable[[dict, list[str]], dict[str, float]]:
+    """What lm-eval calls per sample: the best score over all references of the document."""
+
+    def process(doc: dict, results: list[str]) -> dict[str, float]:
+        prediction = cut(results[0])
+        return {"score": max(metric(prediction, reference, doc["all_classes"]) for reference in doc["answers"])}
+
+    return process
+
+
+# The names that the YAMLs refer to.
+score_qa_f1 = _scorer(qa_f1)
+score_rouge = _scorer(rouge)
+score_retrieval = _scorer(retrieval)
+score_count = _scorer(count)
+score_code_similarity = _scorer(code_similarity)
+score_first_line_qa_f1 = _scorer(qa_f1, first_line)
+score_first_line_rouge = _scorer(rouge, first_line)
+score_first_line_classification = _scorer(classification, first_line)

@@ -1,0 +1,52 @@
+"""Generated documents in the form that lm-eval reads."""
+
+from typing import Any
+
+from kvbench.tasks.longctx.generate import make_doc
+from kvbench.tasks.source import Rows
+
+DEFAULT_LENGTH = 1024
+DEFAULT_ITEMS = 6
+
+
+def load(
+    kind: str,
+    tokenizer: Any = None,
+    length: int = DEFAULT_LENGTH,
+    items: int = DEFAULT_ITEMS,
+    seed: int = 0,
+    model: str | None = None,
+    **_: object,
+) -> dict[str, Rows]:
+    """The documents of one kind; the function that the YAMLs name as `custom_dataset`.
+
+    Args:
+        kind: One of `generate.KINDS`.
+        tokenizer: Counts tokens: a tokenizer, or the folder or hub id of one.
+        length: Most tokens of a prompt.
+        items: Documents wanted, >= 1.
+        seed: Decides their content.
+        model: Name of a `conf/model` file whose tokenizer is used when there is no `tokenizer` (as `lm_eval --model
+            kvbench --model_args model=...` passes it).
+
+    Returns:
+        `test`: the documents of `generate.make_doc`.
+
+    Raises:
+        ValueError: nothing to count tokens with, or a setting out of range.
+    """
+    if tokenizer is None and model is not None:
+        from kvbench.lm import load_named_model
+
+        tokenizer = load_named_model(model).tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            "the longctx tasks are made to a length in tokens: pass a tokenizer in the task metadata, for example "
+            '`lm_eval --metadata \'{"tokenizer": "FOLDER OR HUB ID", "length": 1024}\'`'
+        )
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    docs = (make_doc(kind, index, tokenizer=tokenizer, length=length, seed=seed) for index in range(items))
+    return {"test": Rows(docs, origin="generated")}

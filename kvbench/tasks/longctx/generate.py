@@ -1,0 +1,227 @@
+"""Seeded long-context documents: multikey needle, key-value table, quoted recall, passkey."""
+
+import hashlib
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from kvbench.tasks.longctx.haystack import Filler, make_filler, paragraphs
+
+KINDS = ("multikey", "kv", "recall", "passkey")
+# The shortest prompt in which eight needles still sit between whole sentences of filler.
+MIN_LENGTH = 256
+NUM_NEEDLES = 8
+RECALL_TOKENS = 16
+RECALL_PREFIX_WORDS = 10
+# A prompt this close to the wanted length is accepted without another round of counting.
+LENGTH_SLACK_TOKENS = 4
+
+_CITIES = (
+    "Lisbon Oslo Cairo Lima Quito Delhi Tokyo Paris Rome Madrid Vienna Athens Dublin Prague Warsaw Berlin Havana Ottawa Seoul "
+    "Hanoi Nairobi Accra Tunis Dakar Sofia Riga Bern Boston Denver Chicago Sydney Manila"
+).split()
+_ADJECTIVES = (
+    "amber brave calm clever crisp deep early empty fair fancy final fresh gentle giant golden grand green happy "
+    "heavy hidden icy jolly kind large late light little lucky mild modern narrow noble old pale plain proud quick quiet rapid "
+    "royal rusty sharp shy silent silver small soft warm wild young"
+).split()
+_NOUNS = (
+    "anchor apple arrow basket bell bird boat book bottle bridge bucket button candle castle chair cloud coin door drum "
+    "engine farmer feather field flag forest garden glass hammer harbor island kettle ladder lamp leaf lion market "
+    "mirror mountain needle ocean orange paper pencil pillow river rocket saddle spoon table tower"
+).split()
+
+
+class Tokenizer(Protocol):
+    """The two calls that the generator needs of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+def make_doc(kind: str, index: int, *, tokenizer: Tokenizer, length: int, seed: int) -> dict:
+    """Write one document whose prompt is as long as asked.
+
+    Args:
+        kind: One of `KINDS`.
+        index: Number of the item, >= 0; it also decides how deep the answer lies.
+        tokenizer: Counts the tokens of the prompt, special tokens included.
+        length: Most tokens of the prompt, >= 256.
+        seed: Together with kind and index it decides everything; items do not depend on how many others are made, and
+            the facts asked for do not depend on the length.
+
+    Returns:
+        `context` and `question` (the prompt is their concatenation), `answer` (continues the prompt, leading space
+        included), `kind`, `index`, `depth` (share of the context before the answer), `sha256` of the prompt.
+
+    Raises:
+        ValueError: unknown kind, or a length that is too short.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"task.kinds={kind!r} is unknown; the kinds are {', '.join(KINDS)}")
+    if length < MIN_LENGTH:
+        raise ValueError(
+            f"task.length={length} must be at least {MIN_LENGTH} tokens; shorter prompts cannot hold the needles"
+        )
+    rng = Random(f"kvbench/longctx/{seed}/{kind}/{index}")
+    # Multiples of the golden ratio spread any number of items evenly over the depths.
+    depth = 0.02 + 0.96 * ((0.5 + index * 0.6180339887) % 1.0)
+    doc = _WRITERS[kind](rng, depth, length, tokenizer)
+    doc |= {"kind": kind, "index": index, "depth": round(depth, 4)}
+    doc["sha256"] = hashlib.sha256((doc["context"] + doc["question"]).encode()).hexdigest()
+    return doc
+
+
+def longest_fit(render: Callable[[int], str], tokenizer: Tokenizer, length: int, limit: int) -> int:
+    """Find how many units of filler fill a prompt.
+
+    Args:
+        render: Number of units -> whole prompt; more units never make it shorter.
+        tokenizer: Counts tokens.
+        length: Most tokens of the prompt.
+        limit: Most units.
+
+    Returns:
+        A number of units whose prompt has at most `length` tokens, within a few tokens of it unless a unit is longer.
+
+    Raises:
+        ValueError: not even the prompt without filler fits.
+    """
+
+    def count(units: int) -> int:
+        return len(tokenizer.encode(render(units), add_special_tokens=True))
+
+    fits, fits_tokens = 0, count(0)
+    if fits_tokens > length:
+        raise ValueError(
+            f"task.length={length} is too short: the prompt takes {fits_tokens} tokens without any filler; raise it"
+        )
+    over, over_tokens = limit + 1, None
+    guess = (length - fits_tokens) // 2
+    rounds = 0
+    while over - fits > 1 and length - fits_tokens > LENGTH_SLACK_TOKENS:
+        rounds += 1
+        if over_tokens is not None:
+            # Between two known points by interpolation; halving now and then bounds the rounds whatever the text is
+            # like.
+            share = (length - fits_tokens) / (over_tokens - fits_tokens)
+            guess = (fits + over) // 2 if rounds % 3 == 0 else fits + int(share * (over - fits))
+        units = min(max(guess, fits + 1), over - 1)
+        tokens = count(units)
+        if tokens <= length:
+            # Beyond the last point that fits by its own slope, a little more so that the length gets bracketed.
+            guess = units + int(1.05 * (length - tokens) * (units - fits) / max(tokens - fits_tokens, 1)) + 1
+            fits, fits_tokens = units, tokens
+        else:
+            over, over_tokens = units, tokens
+    return fits
+
+
+def _fill(
+    inserts: list[tuple[float, str]], head: str, question: str, filler: Filler, length: int, tokenizer: Tokenizer
+) -> str:
+    """The context: head, then as much filler with its inserts as the length allows."""
+
+    def context(units: int) -> str:
+        return head + filler.render(units, inserts).rstrip("\n")
+
+    units = longest_fit(lambda n: context(n) + question, tokenizer, length, len(filler.words))
+    return context(units)
+
+
+def _multikey(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+    cities = rng.sample(_CITIES, NUM_NEEDLES)
+    numbers = rng.sample(range(1_000_000, 10_000_000), NUM_NEEDLES)
+    # The needle asked for takes the item's depth, the others lie at random.
+    depths = [depth, *(rng.random() for _ in range(NUM_NEEDLES - 1))]
+    inserts = [
+        (at, f"The special number of {city} is {number}.")
+        for at, city, number in zip(depths, cities, numbers, strict=True)
+    ]
+    question = f"\n\nQuestion: What is the special number of {cities[0]}?\nAnswer: The special number of {cities[0]} is"
+    filler = make_filler(rng, length)
+    context = _fill(
+        inserts, "Read the text and remember the special numbers in it.\n\n", question, filler, length, tokenizer
+    )
+    return {"context": context, "question": question, "answer": f" {numbers[0]}"}
+
+
+def _passkey(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+    key = rng.randrange(100_000, 1_000_000)
+    question = "\n\nWhat was the pass key mentioned in the text above? The pass key is"
+    head = "There is a pass key hidden in the text. Find it and remember it.\n\n"
+    context = _fill([(depth, f"The pass key is {key}.")], head, question, make_filler(rng, length), length, tokenizer)
+    return {"context": context, "question": question, "answer": f" {key}"}
+
+
+def _kv(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+    keys = [f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS]
+    rng.shuffle(keys)
+    value_of = Random(rng.random())
+    rows: list[tuple[str, int]] = []
+
+    def grow(num_rows: int) -> None:
+        while len(rows) < num_rows:
+            turn, place = divmod(len(rows), len(keys))
+            rows.append((keys[place] + (f"-{turn + 1}" if turn else ""), value_of.randrange(1000, 10_000)))
+
+    def context(num_rows: int) -> str:
+        grow(num_rows)
+        return "The table lists a value for every key.\n\n" + "\n".join(
+            f"{key}: {value}" for key, value in rows[:num_rows]
+        )
+
+    # The longest key stands in for the one that is asked for until the number of rows is known.
+    longest = max(keys, key=lambda key: len(tokenizer.encode(key, add_special_tokens=False)))
+    num_rows = longest_fit(lambda n: context(n) + _kv_question(longest + "-99"), tokenizer, length, length)
+    key, value = rows[min(int(depth * num_rows), num_rows - 1)]
+    return {"context": context(num_rows), "question": _kv_question(key), "answer": f" {value}"}
+
+
+def _kv_question(key: str) -> str:
+    return f"\n\n{key}:"
+
+
+def _recall(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+    """Quote the first words of a sentence of the context; the next 16 tokens are the answer."""
+    order = list(paragraphs())
+    rng.shuffle(order)
+    text, prefix, answer = next((text, *quote) for text in order if (quote := _quote(text, tokenizer)))
+    question = f"\n\n{prefix}"
+    filler = make_filler(rng, length)
+    # The paragraph may also be part of the filler, which would put the answer at a second depth.
+    filler = _without(filler, prefix)
+    context = _fill([(depth, text)], "Read the text.\n\n", question, filler, length, tokenizer)
+    return {"context": context, "question": question, "answer": answer}
+
+
+def _quote(text: str, tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """The first words of a paragraph and the next 16 tokens; None when the paragraph is too short for both."""
+    words = text.split()
+    prefix, rest = " ".join(words[:RECALL_PREFIX_WORDS]), " " + " ".join(words[RECALL_PREFIX_WORDS:])
+    ids = tokenizer.encode(rest, add_special_tokens=False)
+    answer = tokenizer.decode(ids[:RECALL_TOKENS])
+    # A cut inside a character would not decode to the text again.
+    return (prefix, answer) if len(ids) > RECALL_TOKENS and rest.startswith(answer) else None
+
+
+def _without(filler: Filler, prefix: str) -> Filler:
+    """The stream without the words of every paragraph that starts with the prefix."""
+    drop = prefix.split()
+    words: list[str] = []
+    ends: list[int] = []
+    sentence_ends = set(filler.sentence_ends)
+    skipping = False
+    for position, word in enumerate(filler.words):
+        starts = position == 0 or filler.words[position - 1].endswith("\n")
+        if starts:
+            skipping = list(filler.words[position : position + len(drop)]) == drop
+        if not skipping:
+            words.append(word)
+            if position + 1 in sentence_ends:
+                ends.append(len(words))
+    return Filler(tuple(words), tuple(ends))
+
+
+_WRITERS = {"multikey": _multikey, "kv": _kv, "recall": _recall, "passkey": _passkey}

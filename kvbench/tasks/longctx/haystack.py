@@ -1,0 +1,112 @@
+"""Filler text for the generated tasks, read from the running Python's own documentation."""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+# A paragraph shorter than this reads like a heading or a caption and breaks the prose.
+MIN_PARAGRAPH_WORDS = 25
+# Code, grammars and tables are dropped by their share of characters that prose does not use.
+MIN_PROSE_SHARE = 0.93
+_PROSE = re.compile(r"[A-Za-z ,.;:'\"()\-]")
+_SENTENCE_END = re.compile(r"[.!?][\")]?$")
+
+
+@functools.cache
+def paragraphs() -> tuple[str, ...]:
+    """The prose paragraphs of `pydoc_data.topics`, each on one line, in a fixed order.
+
+    The text belongs to the Python Software Foundation (PSF licence); it is read at run time and never stored here.
+    Other Python versions ship other texts, so prompts differ between versions; a task's fingerprint hashes the prompts
+    and shows it.
+
+    Returns:
+        Distinct paragraphs of at least 25 words.
+
+    Raises:
+        ValueError: the interpreter ships without `pydoc_data`.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError(
+            "task=longctx builds its prompts from the module pydoc_data of the Python standard library, and this "
+            "interpreter has none; install the full standard library (Debian: libpython3-stdlib) or run another task"
+        ) from error
+    found: dict[str, None] = {}
+    for name in sorted(topics):
+        for block in re.split(r"\n\s*\n", topics[name]):
+            text = " ".join(block.split()).removeprefix("* ")
+            if _is_prose(text):
+                found.setdefault(text)
+    return tuple(found)
+
+
+def _is_prose(text: str) -> bool:
+    if len(text.split()) < MIN_PARAGRAPH_WORDS or ">>>" in text or "::=" in text or not text.endswith((".", ":")):
+        return False
+    return len(_PROSE.findall(text)) >= MIN_PROSE_SHARE * len(text)
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A stream of words that can be cut at any length.
+
+    Args:
+        words: The words in order; a word that ends a paragraph carries the line break.
+        sentence_ends: Sorted counts n such that `words[:n]` ends with a whole sentence.
+    """
+
+    words: tuple[str, ...]
+    sentence_ends: tuple[int, ...]
+
+    def render(self, num_words: int, inserts: Sequence[tuple[float, str]] = ()) -> str:
+        """Join the first words and put each insert after a whole sentence.
+
+        Args:
+            num_words: Words of filler, in [0, len(words)].
+            inserts: Pairs (depth, sentence); depth in [0, 1] is where in the filler the sentence goes.
+
+        Returns:
+            One text; every insert appears exactly once, in the order of the depths.
+        """
+        stops = [0, *(end for end in self.sentence_ends if end <= num_words)]
+        placed = sorted(
+            (min(stops, key=lambda end, at=depth * num_words: abs(end - at)), depth, text) for depth, text in inserts
+        )
+        parts: list[str] = []
+        last = 0
+        for at, _, text in placed:
+            parts.extend(self.words[last:at])
+            parts.append(text)
+            last = at
+        parts.extend(self.words[last:num_words])
+        return " ".join(parts).replace("\n ", "\n")
+
+
+def make_filler(rng: Random, num_words: int) -> Filler:
+    """Shuffle the paragraphs into a stream of at least the given length.
+
+    Args:
+        rng: Decides the order; the same state gives the same stream.
+        num_words: Words wanted; when the documentation is shorter, its paragraphs come again in a new order.
+
+    Returns:
+        The stream, whole paragraphs only.
+    """
+    words: list[str] = []
+    ends: list[int] = []
+    while len(words) < num_words:
+        order = list(paragraphs())
+        rng.shuffle(order)
+        for paragraph in order:
+            for word in paragraph.split():
+                words.append(word)
+                if _SENTENCE_END.search(word):
+                    ends.append(len(words))
+            words[-1] += "\n"
+            if len(words) >= num_words:
+                break
+    return Filler(tuple(words), tuple(ends))

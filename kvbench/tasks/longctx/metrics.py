@@ -1,0 +1,56 @@
+"""Scores of the generated tasks, each in [0, 1]."""
+
+import re
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
+
+
+def number_score(answer: str, reference: str) -> dict[str, float]:
+    """1 when the first whole number of the answer is the reference's, else 0.
+
+    Args:
+        answer: Generated text; `1,234` reads as 1234, and whatever stands around the number does not count.
+        reference: Text with one number.
+
+    Returns:
+        `score` and `exact`, which are the same here.
+    """
+    found = re.search(r"\d+", _THOUSANDS.sub("", answer))
+    exact = float(found is not None and found[0] == reference.strip())
+    return {"score": exact, "exact": exact}
+
+
+def recall_score(answer: str, reference: str) -> dict[str, float]:
+    """How much of the quoted text came back in order.
+
+    Args:
+        answer: Generated text, as many tokens as the reference.
+        reference: The text that follows the quoted words in the document.
+
+    Returns:
+        `score`: 2 L / (a + r), where L is the length of the longest common subsequence of words, a and r the numbers of
+        words; `exact`: 1 when the words are the same.
+    """
+    words, wanted = answer.split(), reference.split()
+    score = 2 * _longest_common(words, wanted) / (len(words) + len(wanted)) if wanted else 0.0
+    return {"score": score, "exact": float(words == wanted)}
+
+
+def _longest_common(first: list[str], second: list[str]) -> int:
+    above = [0] * (len(second) + 1)
+    for word in first:
+        row = [0]
+        for place, other in enumerate(second):
+            row.append(above[place] + 1 if word == other else max(above[place + 1], row[-1]))
+        above = row
+    return above[-1]
+
+
+def process_number(doc: dict, results: list[str]) -> dict[str, float]:
+    """What lm-eval calls for multikey, kv and passkey."""
+    return number_score(results[0], doc["answer"])
+
+
+def process_recall(doc: dict, results: list[str]) -> dict[str, float]:
+    """What lm-eval calls for recall."""
+    return recall_score(results[0], doc["answer"])

@@ -1,0 +1,237 @@
+"""From a task's text to the tokens of a request: chat template, truncation from the middle, segments, gold tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any
+
+from kvbench.requests import Request
+from kvbench.tasks.protocol import Protocol
+
+if TYPE_CHECKING:
+    from kvbench.models import LoadedModel
+
+# Re-tokenising the two decoded halves of a cut prompt can give a few tokens more than were kept.
+RETOKENISE_SLACK_TOKENS = 16
+# Some chat templates print today's date; a fixed one (the default of Llama 3.1's template) keeps prompts the same on
+# every day.
+TEMPLATE_DATE = "26 Jul 2024"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRules:
+    """What a benchmark fixes about asking one of its subsets, read from the subset's lm-eval YAML.
+
+    Args:
+        max_new_tokens: Length limit of the answer (`generation_kwargs.max_gen_toks`).
+        stop: Strings that end the answer (`generation_kwargs.until`).
+        chat_template: Whether the benchmark wraps this subset's prompts for chat models (`metadata.chat_template`).
+        stop_tokens: Texts whose last token ends the answer (`metadata.stop_tokens`).
+        min_new_tokens: Nothing ends the answer before this many tokens (`metadata.min_new_tokens`).
+    """
+
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    chat_template: bool = False
+    stop_tokens: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+
+    @classmethod
+    def from_yaml(cls, config: Mapping[str, Any]) -> "PromptRules":
+        """Read the rules from a loaded task YAML.
+
+        Args:
+            config: The YAML's top level, or the `config` of the lm-eval task made of it; needs `metadata`, and
+                `generation_kwargs` with `max_gen_toks`.
+        """
+        # By key only: lm-eval's own config class is a dict whose `get` sees nothing.
+        generation, metadata = config["generation_kwargs"], config["metadata"]
+        until = generation.get("until") or ()
+        return cls(
+            max_new_tokens=int(generation["max_gen_toks"]),
+            stop=(until,) if isinstance(until, str) else tuple(until),
+            chat_template=bool(metadata.get("chat_template", False)),
+            stop_tokens=tuple(metadata.get("stop_tokens", ())),
+            min_new_tokens=int(metadata.get("min_new_tokens", 0)),
+        )
+
+
+class PromptBuilder:
+    """Turns texts into requests for one model, one protocol and one set of rules.
+
+    Args:
+        model: Its tokenizer, context length and chat template are used.
+        protocol: The choices of the experiment.
+        rules: The choices of the benchmark.
+        max_prompt_tokens: Longest prompt before the chat template is put around it; None takes what the model leaves
+            after the answer and the template.
+        rendered: The texts already are what a chat template made: nothing is put around them, special tokens are kept.
+
+    Raises:
+        ValueError: `chat_template=always` without a template, or the model is too short for the answer or for
+            max_prompt_tokens.
+    """
+
+    def __init__(
+        self,
+        model: "LoadedModel",
+        protocol: Protocol,
+        rules: PromptRules,
+        max_prompt_tokens: int | None = None,
+        rendered: bool = False,
+    ) -> None:
+        self.rendered = rendered
+        self.model, self.tokenizer, self.protocol, self.rules = model, model.tokenizer, protocol, rules
+        self.chat = self._decide_chat()
+        self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
+        # A model answers nothing behind its context length, so prompt and answer share it.
+        self.room_tokens = model.max_tokens - self.max_new_tokens
+        overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if self.chat else 0
+        available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
+        if available < 2:
+            raise ValueError(
+                f"model {model.name} holds {model.max_tokens} tokens, which leaves none for a prompt beside an "
+                f"answer of {self.max_new_tokens}; lower protocol.max_new_tokens or choose a model with a longer context"
+            )
+        if max_prompt_tokens is not None and not 2 <= max_prompt_tokens <= self.room_tokens - overhead:
+            raise ValueError(
+                f"task.max_prompt_tokens={max_prompt_tokens} must lie between 2 and {self.room_tokens - overhead}: model "
+                f"{model.name} holds {model.max_tokens} tokens, the answer takes {self.max_new_tokens} and the chat "
+                f"template {overhead}; leave it out to use what the model allows"
+            )
+        self.max_prompt_tokens = max_prompt_tokens or available
+        self._stop_token_ids = tuple(
+            self.tokenizer.encode(text, add_special_tokens=False)[-1] for text in rules.stop_tokens
+        )
+
+    def build(
+        self, *, sample_id: str, subset: str, context: str, question: str, gold: str = "", meta: dict | None = None
+    ) -> Request:
+        """Make the request of one sample.
+
+        Args:
+            sample_id: Unique within the task.
+            subset: Group that scores are averaged over.
+            context: First part of the prompt, everything up to the end of the document.
+            question: Rest of the prompt; empty when the prompt is not divided. The prompt is `context + question`
+                whatever the protocol, so both protocols run the same tokens.
+            gold: Reference answer for teacher forcing; empty for none.
+            meta: What the journal keeps beside the answer.
+
+        Returns:
+            The request; two segments only when the protocol is not query aware and the question does not begin inside
+            the first token. A prompt that was too long has `num_prompt_tokens_untruncated` above its length.
+
+        Raises:
+            ValueError: the chat template changes the text of the prompt, so that the question cannot be found in it.
+        """
+        whole, limit = (context, question), self.max_prompt_tokens
+        parts = self._cut(whole, limit)
+        rendered = self._wrap("".join(parts))
+        ids = self._encode(rendered)
+        while len(ids) > self.room_tokens:
+            limit = max(limit - (len(ids) - self.room_tokens), 2)
+            parts = self._cut(whole, limit)
+            rendered = self._wrap("".join(parts))
+            ids = self._encode(rendered)
+        untruncated = len(ids)
+        if parts != whole:
+            # At least one more: re-tokenising may hide that the cut removed something.
+            untruncated = max(len(self._encode(self._wrap(context + question))), len(ids) + 1)
+        return Request(
+            sample_id=sample_id,
+            subset=subset,
+            segments=self._segments(ids, rendered, *parts),
+            gold=self._gold(ids, rendered, gold),
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=min(self.rules.min_new_tokens, self.max_new_tokens),
+            stop=self.rules.stop,
+            stop_token_ids=self._stop_token_ids,
+            temperature=float(self.protocol.temperature),
+            top_p=float(self.protocol.top_p),
+            num_samples=self.protocol.num_samples,
+            num_prompt_tokens_untruncated=untruncated,
+            meta=meta or {},
+        )
+
+    def _decide_chat(self) -> bool:
+        if self.rendered or self.protocol.chat_template == "never":
+            return False
+        if self.protocol.chat_template == "always":
+            if not self.model.chat_template:
+                raise ValueError(
+                    f"protocol.chat_template=always, but the tokenizer of model {self.model.name} has no chat "
+                    "template; use auto or never, or an instruction-tuned model"
+                )
+            return True
+        return self.rules.chat_template and self.model.chat_template
+
+    def _wrap(self, text: str) -> str:
+        if not self.chat:
+            return text
+        messages = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE
+        )
+
+    def _encode(self, rendered: str) -> list[int]:
+        # A chat template writes its own special tokens.
+        return self.tokenizer.encode(rendered, add_special_tokens=not (self.chat or self.rendered))
+
+    def _cut(self, whole: tuple[str, str], limit: int) -> tuple[str, str]:
+        """Cut the middle out of a prompt that has more than `limit` tokens.
+
+        The tokens of the whole prompt are counted with the tokenizer's special tokens, the first and last `limit // 2`
+        are kept and decoded apart without special tokens, and the two texts are joined.
+
+        Source: LongBench pred.py, get_pred, at 2e00731.
+        Differs: none; where context and question part is our addition.
+        """
+        context, question = whole
+        ids = self.tokenizer.encode(context + question, add_special_tokens=not self.rendered)
+        if len(ids) <= limit:
+            return whole
+        half = max(limit // 2, 1)
+        head, tail = (
+            self.tokenizer.decode(part, skip_special_tokens=not self.rendered, clean_up_tokenization_spaces=False)
+            for part in (ids[:half], ids[-half:])
+        )
+        if len(tail) > len(question) and tail.endswith(question):
+            border = len(tail) - len(question)
+            return head + tail[:border], tail[border:]
+        # The question itself was cut; it begins in the tail at the latest.
+        border = min(len(head), len(context))
+        return head[:border], head[border:] + tail
+
+    def _segments(self, ids: list[int], rendered: str, context: str, question: str) -> tuple[tuple[int, ...], ...]:
+        """Split the tokens before the first one that holds any of the question.
+
+        The whole prompt is tokenised at once, as the benchmark does, and the border goes where the tokens of the text
+        before the question stop agreeing with it: a token that straddles the border belongs to the question.
+        """
+        if self.protocol.query_aware or not question:
+            return (tuple(ids),)
+        text = context + question
+        # Templates may strip the message, never change its inside.
+        start = rendered.find(text.strip())
+        if start < 0:
+            raise ValueError(
+                "protocol.query_aware=false needs the prompt inside the chat template unchanged, but the template of "
+                f"model {self.model.name} alters it; set protocol.chat_template=never"
+            )
+        before = rendered[: start + max(len(context) - (len(text) - len(text.lstrip())), 0)]
+        border = len(commonprefix([self._encode(before), ids]))
+        if border == 0 or border == len(ids):
+            return (tuple(ids),)
+        return tuple(ids[:border]), tuple(ids[border:])
+
+    def _gold(self, ids: list[int], rendered: str, gold: str) -> tuple[int, ...]:
+        """Tokens of the reference answer as it would follow the prompt: after a space unless one is there already."""
+        if not gold:
+            return ()
+        if not rendered[-1:].isspace() and not gold[:1].isspace():
+            gold = " " + gold
+        joined = self._encode(rendered + gold)
+        if joined[: len(ids)] == ids and len(joined) > len(ids):
+            return tuple(joined[len(ids) :])
+        return tuple(self.tokenizer.encode(gold, add_special_tokens=False))

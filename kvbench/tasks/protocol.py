@@ -1,0 +1,84 @@
+"""How a task is posed: query awareness, chat template, sampling and answer length."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from kvbench.errors import unknown_name
+
+CHAT_TEMPLATE = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """The choices that every task shares; they are part of each result row.
+
+    Args:
+        query_aware: True shows the method the whole prompt before anything is compressed; False compresses the context
+            before the question is seen, for tasks whose prompt has a context.
+        chat_template: `auto` follows the benchmark's own rule, `always` wraps every prompt, `never` wraps none.
+        temperature: 0 is greedy; > 0 samples.
+        top_p: Nucleus mass in (0, 1].
+        num_samples: Answers per prompt, >= 1; more than one needs a temperature.
+        max_new_tokens: Length limit of the answer; None takes the task's own.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    query_aware: bool = True
+    chat_template: str = "auto"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    num_samples: int = 1
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.query_aware, bool):
+            raise ValueError(f"protocol.query_aware={self.query_aware!r} must be true or false")
+        if self.chat_template not in CHAT_TEMPLATE:
+            raise unknown_name("protocol.chat_template", self.chat_template, CHAT_TEMPLATE)
+        _check_number("temperature", self.temperature, 0, float("inf"), "it must be >= 0; 0 is greedy")
+        _check_number("top_p", self.top_p, 1e-9, 1, "it must lie in (0, 1]; 1 keeps every token")
+        _check_whole("num_samples", self.num_samples)
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"protocol.num_samples={self.num_samples} with temperature=0 would give the same answer "
+                f"{self.num_samples} times; set protocol.temperature above 0 or protocol.num_samples=1"
+            )
+        if self.max_new_tokens is not None:
+            _check_whole("max_new_tokens", self.max_new_tokens)
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any] | None) -> "Protocol":
+        """Read the `protocol` group of a configuration.
+
+        Args:
+            settings: The group; missing keys take their defaults, None takes all of them. For `chat_template`, YAML's
+                true and false mean `always` and `never`.
+
+        Raises:
+            ValueError: an unknown key or a value out of range.
+        """
+        values = dict(settings or {})
+        known = {field.name for field in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise unknown_name("protocol key", key, known)
+        if isinstance(values.get("chat_template"), bool):
+            values["chat_template"] = "always" if values["chat_template"] else "never"
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The choices as JSON types."""
+        return asdict(self)
+
+
+def _check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"protocol.{name}={value!r} is out of range: {rule}")
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"protocol.{name}={value!r} must be a whole number of at least 1")

@@ -1,0 +1,50 @@
+"""Checks that the task groups of the configuration share."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvbench.errors import unknown_name
+
+
+def check_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse settings that the task does not have.
+
+    Args:
+        cfg: The `task` group.
+        known: The task's keys; `name` is always allowed.
+
+    Raises:
+        ValueError: names the key, what exists and the nearest.
+    """
+    known = ("name", *known)
+    for key in cfg:
+        if key not in known:
+            raise unknown_name("task key", key, known)
+
+
+def name_list(
+    key: str, value: str | Sequence[str], known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
+    """Read a setting that lists names.
+
+    Args:
+        key: The setting, for messages.
+        value: A name or a list of names.
+        known: All valid names.
+        groups: Short names that stand for several.
+
+    Returns:
+        The names in the order given, groups replaced by their members, each name once.
+
+    Raises:
+        ValueError: the list is empty or a name is unknown.
+    """
+    groups = groups or {}
+    names: dict[str, None] = {}
+    for item in [value] if isinstance(value, str) else value:
+        if item not in known and item not in groups:
+            raise unknown_name(key, item, (*known, *groups))
+        names.update(dict.fromkeys(groups.get(item, (item,))))
+    if not names:
+        raise ValueError(f"{key}={list(value)} names nothing; known: {', '.join((*groups, *known))}")
+    return list(names)

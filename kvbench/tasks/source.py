@@ -1,0 +1,246 @@
+"""Rows of a benchmark from a folder, the local caches or the hub; broken rows are set aside by file and line."""
+
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+
+class MissingDataError(ValueError):
+    """Data is neither on this machine nor to be had from it; the message holds the command that gets it."""
+
+
+class Rows(list):
+    """Checked rows of one subset, in the order of the file.
+
+    It is a list of dicts with what lm-eval asks of a data set (`features`).
+
+    Args:
+        rows: The rows that passed the check; `index` is the position in the file, so ids do not shift when a row is set
+            aside.
+        quarantined: Rows that did not: dicts with `file`, `line` (from 1) and `reason`.
+        origin: Where the rows came from: `data_dir`, `cache`, `hub` or `generated`.
+    """
+
+    def __init__(self, rows: Iterable[dict], *, quarantined: Sequence[dict] = (), origin: str = "") -> None:
+        super().__init__(rows)
+        self.quarantined = list(quarantined)
+        self.origin = origin
+
+    @property
+    def features(self) -> dict[str, None]:
+        """The names of the fields."""
+        return dict.fromkeys(self[0] if self else ())
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the lines of one subset come from.
+
+    Args:
+        origin: `data_dir`, `cache` or `hub`.
+        name: File name for messages.
+        lines: Opens the file; gives its lines as bytes without the line break.
+    """
+
+    origin: str
+    name: str
+    lines: Callable[[], Iterator[bytes]]
+
+
+def file_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, split at line feeds only: some rows hold other Unicode line separators."""
+    with path.open("rb") as stream:
+        for line in stream:
+            yield line.removesuffix(b"\n")
+
+
+def zip_lines(archive: Path, member: str) -> Iterator[bytes]:
+    """The lines of one file inside a zip archive."""
+    with zipfile.ZipFile(archive) as opened, opened.open(member) as stream:
+        for line in stream:
+            yield line.removesuffix(b"\n")
+
+
+def read_rows(source: Source, check: Callable[[object], dict]) -> Rows:
+    """Read and check every row; one broken row does not stop the others.
+
+    Args:
+        source: Where from.
+        check: Takes a parsed line; returns the row, or raises ValueError with the reason why it is no row.
+
+    Returns:
+        The good rows, each with its `index` (0-based line of the file), and the broken ones.
+
+    Raises:
+        ValueError: the file has no rows, or all of them are broken.
+    """
+    rows: list[dict] = []
+    quarantined: list[dict] = []
+    for index, line in enumerate(source.lines()):
+        if not line.strip():
+            continue
+        try:
+            rows.append(check(_parse(line)) | {"index": index})
+        except ValueError as error:
+            quarantined.append({"file": source.name, "line": index + 1, "reason": str(error)})
+    if not rows:
+        if not quarantined:
+            raise ValueError(f"{source.name} holds no rows; fetch or copy it again")
+        first = quarantined[0]
+        raise ValueError(
+            f"all {len(quarantined)} rows of {source.name} are broken; the first, line {first['line']}: "
+            f"{first['reason']}; fetch or copy the file again"
+        )
+    return Rows(rows, quarantined=quarantined, origin=source.origin)
+
+
+def _parse(line: bytes) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        cut = " (the line may have been cut off)" if error.pos >= len(error.doc.rstrip()) - 1 else ""
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}{cut}") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: nested too deeply") from error
+
+
+def in_folder(folder: str, subset: str) -> tuple[Source | None, str]:
+    """Look for a subset in `task.data_dir`.
+
+    Args:
+        folder: The setting.
+        subset: Name of the subset; the file is `<subset>.jsonl`, directly or in `data/` (as the official archive
+            unpacks).
+
+    Returns:
+        The source or None, and a phrase that says where was looked.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise ValueError(
+            f"task.data_dir={folder} is not a folder (looked for {root.absolute()}); give the folder that holds "
+            f"{subset}.jsonl"
+        )
+    for path in (root / f"{subset}.jsonl", root / "data" / f"{subset}.jsonl"):
+        if path.is_file():
+            return Source("data_dir", str(path), partial(file_lines, path)), str(path)
+    return None, f"task.data_dir={folder} (no {subset}.jsonl there or in its data/)"
+
+
+def in_archive(archive: Path, subset: str, origin: str) -> Source | None:
+    """Look for `<subset>.jsonl` in any folder of a zip archive.
+
+    Raises:
+        ValueError: the archive cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            members = [name for name in opened.namelist() if PurePosixPath(name).name == f"{subset}.jsonl"]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(
+            f"{archive} cannot be read as a zip archive ({error}); delete it and fetch it again"
+        ) from error
+    if not members:
+        return None
+    return Source(origin, f"{archive}:{members[0]}", partial(zip_lines, archive, members[0]))
+
+
+def in_hub_cache(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | None, str]:
+    """Look for an archive of the hub in the local hub cache.
+
+    Args:
+        repos: Ids of data-set repositories, best first.
+        filename: The archive.
+        subset: Name of the subset.
+
+    Returns:
+        The source or None, and a phrase that says where was looked.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    for repo in repos:
+        path = try_to_load_from_cache(repo, filename, repo_type="dataset")
+        if isinstance(path, str):
+            source = in_archive(Path(path), subset, "cache")
+            if source:
+                return source, source.name
+    return None, f"the hub cache {constants.HF_HUB_CACHE} (no {filename} of {' or '.join(repos)} with that subset)"
+
+
+def in_datasets_cache(name: str, subset: str) -> tuple[Source | None, str]:
+    """Look for a prepared copy in the cache of the `datasets` library, whoever prepared it.
+
+    Args:
+        name: Name of the data set without its owner, compared without case, dashes and underscores.
+        subset: Name of its configuration.
+
+    Returns:
+        The source or None, and a phrase that says where was looked.
+    """
+    import datasets
+
+    root = Path(datasets.config.HF_DATASETS_CACHE)
+    wanted = _bare(name)
+    for folder in sorted(root.glob("*")):
+        if _bare(folder.name.rpartition("___")[2]) != wanted or not (folder / subset).is_dir():
+            continue
+        shards = sorted((folder / subset).rglob("*-test*.arrow"))
+        if shards:
+            # Other versions of the same data may lie beside it: all shards of one folder belong together.
+            shards = [path for path in shards if path.parent == shards[0].parent]
+            return Source("cache", str(shards[0].parent), partial(_arrow_lines, shards)), str(shards[0])
+    return None, f"the cache of the datasets library {root} (no {subset} of {name})"
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _arrow_lines(shards: Sequence[Path]) -> Iterator[bytes]:
+    import datasets
+
+    for path in shards:
+        for row in datasets.Dataset.from_file(str(path)):
+            yield json.dumps(row).encode()
+
+
+def on_hub(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | None, str]:
+    """Fetch an archive from the hub into the local cache, if the hub answers within two seconds.
+
+    Args:
+        repos: Ids of data-set repositories, best first.
+        filename: The archive.
+        subset: Name of the subset.
+
+    Returns:
+        The source or None, and a phrase that says what was tried.
+    """
+    from huggingface_hub import constants, hf_hub_download
+
+    from kvbench.model_files import hub_reachable
+
+    if constants.HF_HUB_OFFLINE:
+        return None, "the hub (not tried: HF_HUB_OFFLINE is set)"
+    # The hub's own client retries for half a minute on a machine without a network.
+    if not hub_reachable():
+        return None, "the hub (it cannot be reached from here)"
+    failures = []
+    for repo in repos:
+        try:
+            source = in_archive(Path(hf_hub_download(repo, filename, repo_type="dataset")), subset, "hub")
+        except (OSError, ValueError) as error:
+            text = str(error).strip()
+            failures.append(f"{repo}: {text.splitlines()[0] if text else type(error).__name__}")
+            continue
+        if source:
+            return source, source.name
+        failures.append(f"{repo}: {filename} has no {subset}.jsonl")
+    return None, f"the hub ({'; '.join(failures)})"

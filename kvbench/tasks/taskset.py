@@ -1,0 +1,139 @@
+"""A task ready to run: its requests, how answers are scored, and how scores are put together."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from kvbench.requests import Request
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """What a score means.
+
+    Args:
+        higher_is_better: Direction of improvement.
+        description: One sentence for tables and documentation.
+    """
+
+    higher_is_better: bool
+    description: str
+
+
+@dataclass(kw_only=True)
+class TaskSet:
+    """What an experiment consumes of a task.
+
+    Args:
+        name: Name of the task.
+        protocol: Every choice of how the task is posed and scored, as JSON types; it goes into each result row.
+        fingerprint: 64 hex digits over prompts, reference answers and the code that makes and scores them.
+        requests: What to ask, subset by subset.
+        quarantined: Rows that could not be used: `file`, `line`, `reason`.
+        metrics: Name -> meaning of every score that `score` returns.
+        primary: The metric that stands for the task.
+        scorer: (sample id, answer) -> scores.
+    """
+
+    name: str
+    protocol: dict
+    fingerprint: str
+    requests: list[Request]
+    metrics: dict[str, MetricInfo]
+    primary: str
+    scorer: Callable[[str, str], Mapping[str, float]]
+    quarantined: list[dict] = field(default_factory=list)
+
+    @property
+    def num_truncated(self) -> int:
+        """Prompts that the task's truncation rule shortened."""
+        return sum(request.truncated for request in self.requests)
+
+    def score(self, request: Request, text: str) -> dict[str, float]:
+        """Score one answer.
+
+        Args:
+            request: One of `requests`.
+            text: The answer as generated.
+
+        Returns:
+            Metric -> value in [0, 1], for every name in `metrics`.
+        """
+        scores = self.scorer(request.sample_id, text)
+        return {name: float(scores[name]) for name in self.metrics}
+
+    def aggregate(self, records: Iterable[dict]) -> dict:
+        """Put journal records together the way the benchmark does.
+
+        Args:
+            records: Journal records; those whose `status` is not `ok` are counted, not scored. Several answers to one
+                sample are averaged first.
+
+        Returns:
+            `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
+            `overall`: the unweighted mean over subsets; `length_buckets`, for subsets that have them: name -> bucket ->
+            the same numbers.
+        """
+        records = list(records)
+        subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
+        result: dict = {"subsets": subsets, "overall": {}}
+        for metric in self.metrics:
+            means = [numbers[metric] for numbers in subsets.values() if numbers[metric] is not None]
+            result["overall"][metric] = fmean(means) if means else None
+        bucketed = [record for record in records if (record.get("meta") or {}).get("length_bucket")]
+        if bucketed:
+            result["length_buckets"] = {
+                subset: {
+                    bucket: self._mean(inner)
+                    for bucket, inner in sorted(_group(group, lambda r: r["meta"]["length_bucket"]).items())
+                }
+                for subset, group in _group(bucketed, lambda r: r["subset"]).items()
+            }
+        return result
+
+    def _mean(self, records: list[dict]) -> dict:
+        by_sample = _group([r for r in records if r.get("status", "ok") == "ok"], lambda r: r["sample_id"])
+        numbers: dict = {
+            "num_samples": len(by_sample),
+            "num_failed": len({r["sample_id"] for r in records} - set(by_sample)),
+        }
+        for metric in self.metrics:
+            values = [fmean(record["scores"][metric] for record in group) for group in by_sample.values()]
+            numbers[metric] = fmean(values) if values else None
+        return numbers
+
+
+def _group(records: Iterable[dict], key: Callable[[dict], str]) -> dict[str, list[dict]]:
+    groups: dict[str, list[dict]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+def fingerprint(requests: Iterable[Request], references: Mapping[str, object], folder: Path) -> str:
+    """Hash what decides a task's answers and scores.
+
+    Args:
+        requests: Their prompts, gold tokens, limits and stop rules count.
+        references: Sample id -> what its answer is scored against, as JSON types.
+        folder: The benchmark's folder; its Python and YAML files count, and so do the modules beside it that all tasks
+            share.
+
+    Returns:
+        64 hex digits.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml")]):
+        digest.update(f"{path.relative_to(folder.parent).as_posix()}\n{len(path.read_bytes())}\n".encode())
+        digest.update(path.read_bytes())
+    for request in requests:
+        asked = [
+            request.sample_id, request.subset, request.segments, request.gold, request.max_new_tokens,
+            request.min_new_tokens, request.stop, request.stop_token_ids, request.temperature, request.top_p,
+            request.num_samples, references[request.sample_id],
+        ]  # fmt: skip
+        digest.update(json.dumps(asked, sort_keys=True).encode())
+    return digest.hexdigest()
