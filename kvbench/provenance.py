@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import kvbench
+
 SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json", ".txt"}
 
 # These files show results and cannot change one, so editing a table does not make every stored run stale.
@@ -21,6 +23,7 @@ PRESENTATION = {
     "cli.py",
     "errors.py",
     "figure.py",
+    "intervals.py",
     "listing.py",
     "progress.py",
     "provenance.py",
@@ -102,7 +105,7 @@ def versions() -> Versions:
     """Read the installed versions without importing the libraries."""
     return Versions(
         python=platform.python_version(),
-        kvbench=_version("kvbench"),
+        kvbench=kvbench.__version__,
         torch=_version("torch"),
         transformers=_version("transformers"),
         lm_eval=_version("lm_eval"),
@@ -181,11 +184,13 @@ def hash_files(files: dict[str, Path]) -> str:
 def harness_hash() -> str:
     """Hash of every source file of `kvbench` and `kernels` that can change an answer, read once per process."""
     package, kernels = package_folder(), sibling_folder("kernels")
-    inside = {package / name for name in ("conf", "methods", "kernels")}
+    # A task hashes its own code (TaskSet.fingerprint), a method's files are in `method_files`: a new one of either must
+    # not make the stored runs of the others stale.
+    apart = {package / name for name in ("conf", "methods", "kernels", "tasks")}
     files = {
         f"kvbench/{path.relative_to(package)}": path
         for path in _sources(package)
-        if not (path.parent == package and path.name in PRESENTATION) and not inside & set(path.parents)
+        if not (path.parent == package and path.name in PRESENTATION) and not apart & set(path.parents)
     }
     files |= {f"kernels/{path.relative_to(kernels)}": path for path in _sources(kernels)}
     return hash_files(files)

@@ -34,8 +34,8 @@ class Estimate:
     high: float | None = None
     """Upper end of the 95 % interval."""
     interval: str = ""
-    """How the interval was computed: `wilson`, `t` (variances of the subsets added up), `newcombe` (paired
-    yes-or-no), or empty."""
+    """How the interval was computed: `wilson`, `newcombe` (paired yes-or-no), `t`, or a sum; see
+    kvbench/intervals.py."""
     num_nonfinite: int = 0
     """Samples left out because their value was NaN or infinite."""
 

@@ -1,7 +1,6 @@
 """The run loop on small fakes: resume, kill, reference, guard, hash, table and picture."""
 
 import errno
-import io
 import json
 import os
 import random
@@ -13,13 +12,9 @@ from pathlib import Path
 import pytest
 from fake_parts import FakePolicy, make_cfg, make_parts, make_requests
 from omegaconf import OmegaConf
-from rich.console import Console
 
-from kvbench import figure, provenance, table
-from kvbench.errors import unknown_name
-from kvbench.experiment import check_config, prepare
-from kvbench.journal import Journal, JournalError, RunLocked, dump_line, run_lock
-from kvbench.progress import Progress, format_bytes, format_seconds
+from kvbench.experiment import prepare
+from kvbench.journal import Journal, JournalError, RunLocked, run_lock
 from kvbench.results import RunRecord
 from kvbench.run import run_experiment, unfinished_groups
 
@@ -257,178 +252,3 @@ def test_nan_and_oom_are_outcomes(tmp_path):
     failed = run_experiment(make_cfg(tmp_path, seed=3), method="half", parts=none, **QUIET)
     assert failed.record.status == "failed"
     assert "no sample ended well; the first, a/0, ended as oom: too big" in failed.record.message
-
-
-CHANGES = {
-    "method__ratio": 0.25,
-    "protocol__temperature": 0.5,
-    "store__page_bytes": 4096,
-    "store__budget_bytes": 10**6,
-    "store__track": ["pos"],
-    "batch_size": 5,
-    "seed": 1,
-    "limit": 7,
-    "fidelity__max_tokens": 3,
-    "model__fingerprint": "weights-2",
-    "model__dtype": "bfloat16",
-    "model__device": "cuda",
-}
-
-
-@pytest.mark.parametrize("key", CHANGES)
-def test_hash_sees_each_setting(tmp_path, key):
-    """Changing one thing that can change an answer gives another run."""
-    base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
-    assert prepare(make_cfg(tmp_path, **{key: CHANGES[key]}), "half", make_parts()).hash != base
-
-
-def test_hash_ignores_what_changes_no_answer(tmp_path):
-    """Where results go, whether to resume, and the comparison are not part of the identity."""
-    base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
-    other = make_cfg(tmp_path / "elsewhere", resume=False, reference="auto")
-    assert prepare(other, "half", make_parts()).hash == base
-
-
-def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
-    """The data, the task's protocol, the code, the libraries, the backend, and a default that no YAML names all
-    count."""
-
-    def digest(**parts):
-        return prepare(make_cfg(tmp_path), "half", make_parts(**parts)).hash
-
-    base = digest()
-    found = {base, digest(task={"fingerprint": "data-2"}), digest(task={"protocol": {"query_aware": False}})}
-    with monkeypatch.context() as patch:
-        patch.setattr(provenance, "harness_hash", lambda: "other code")
-        found.add(digest())
-    with monkeypatch.context() as patch:
-        patch.setattr(provenance, "hash_files", lambda files: "other method")
-        found.add(digest())
-    with monkeypatch.context() as patch:
-        patch.setattr(provenance, "_version", lambda name: "9.9")
-        found.add(digest())
-    with monkeypatch.context() as patch:
-        patch.setattr(FakePolicy.__init__, "__kwdefaults__", {"ratio": 1.0, "hidden": 4, "does_nothing": False})
-        found.add(digest())
-    parts = make_parts()
-
-    def cpu_engine(cfg, model, policy):
-        engine = parts.make_engine(cfg, model, policy)
-        engine.backend = "cpu"
-        return engine
-
-    changed = type(parts)(**(vars(parts) | {"make_engine": cpu_engine}))
-    found.add(prepare(make_cfg(tmp_path), "half", changed).hash)
-    assert len(found) == 8
-    assert digest() == base
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("batch_size", 0, "batch_size=0 is not a whole number of at least 1"),
-        ("batch_size", "four", "batch_size=four is not a whole number"),
-        ("limit", 0, "limit=0 is not a whole number of at least 1; leave it out"),
-        ("limit", True, "limit=True is not a whole number"),
-        ("seed", -1, "seed=-1"),
-        ("fidelity__max_tokens", -1, "fidelity.max_tokens=-1"),
-        ("reference", "atuo", "reference=atuo does not exist. Did you mean auto?"),
-        ("resume", "maybe", "resume=maybe is neither true nor false"),
-        ("results_dir", None, "results_dir=None is not a folder"),
-        ("method__ratio", 1.5, r"method.ratio=1.5 is outside \(0, 1\]"),
-    ],
-)
-def test_bad_settings(tmp_path, key, value, message):
-    """A setting out of range is refused before anything is loaded, with value, rule and remedy."""
-
-    def never(*arguments):
-        raise AssertionError("the model was loaded first")
-
-    parts = make_parts()
-    parts = type(parts)(**(vars(parts) | {"load_model": never}))
-    with pytest.raises(ValueError, match=message):
-        run_experiment(make_cfg(tmp_path, **{key: value}), method="half", parts=parts, **QUIET)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_empty_and_doubled_tasks(tmp_path):
-    """A task without samples, or with two of one id, is refused."""
-    with pytest.raises(ValueError, match="task fake has no samples; 2 rows could not be read"):
-        prepare(make_cfg(tmp_path), "half", make_parts(count=0, task={"quarantined": [{}, {}]}))
-    parts = make_parts()
-    task = parts.load_task({}, None, limit=None, seed=0, protocol={})
-    task.requests.append(task.requests[0])
-    doubled = type(parts)(**(vars(parts) | {"load_task": lambda *a, **k: task}))
-    with pytest.raises(ValueError, match="two samples with the id a/0"):
-        prepare(make_cfg(tmp_path), "half", doubled)
-
-
-def test_table_shows_the_numbers(tmp_path):
-    """The table fits 80 columns and shows score, n, paired difference, bytes, speed, and the warning about the
-    reference backend."""
-    parts = make_parts(
-        statuses={"a/0": "nan"}, count=24, task={"quarantined": [{"file": "f", "line": 3, "reason": "bad"}]}
-    )
-    finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=parts, **QUIET)
-    console = Console(width=80, record=True, file=io.StringIO())
-    table.show([finished.reference, finished.record, finished.record], console=console)
-    text = console.export_text()
-    metric = finished.record.metrics["exact"]
-    assert f"{100 * metric.value:.1f} [{100 * metric.low:.1f}, {100 * metric.high:.1f}]" in text
-    comparison = finished.record.comparison
-    assert f"{100 * comparison.difference.value:+.1f} [" in text
-    assert f"{comparison.num_worse} worse, {comparison.num_better} better" in text
-    for part in ("23 of 24", "524 B", "52.4 %", "45.0 %", "120.0 %", "Speed is no claim for full, half", "1 gave NaN"):
-        assert part in text, part
-    assert "1 rows of the data could not be read" in text
-    assert "..." not in text and "\u2026" not in text
-    rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
-    assert [line.split()[0] for line in rows] == ["full", "half"] * 2
-
-
-def test_picture_is_the_same_twice(tmp_path):
-    """The picture is a PNG whose bytes depend on the records only, and draws records without scores too."""
-    finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=make_parts(), **QUIET)
-    rows = [finished.reference, finished.record]
-    first = figure.draw(rows, tmp_path / "a.png").read_bytes()
-    assert first == figure.draw(rows, tmp_path / "b.png").read_bytes()
-    assert first.startswith(b"\x89PNG") and len(first) > 20_000
-    assert first != figure.draw(rows[:1], tmp_path / "c.png").read_bytes()
-    figure.draw([RunRecord(task="t", model="m", method="x")], tmp_path / "d.png")
-
-
-def test_progress_lines(tmp_path, monkeypatch):
-    """Without a terminal, progress is plain lines: what was done before, rate, cache bytes, time left."""
-    monkeypatch.setattr("kvbench.progress.PLAIN_EVERY_S", 0.0)
-    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
-        with Progress("kivi on longctx", 8, 2, stream=log) as progress:
-            progress.step({"decode_tokens_per_s": 12.34, "cache_bytes": 45.6e6})
-            progress.advance()
-        log.seek(0)
-        lines = log.read().splitlines()
-    assert lines[0] == "kivi on longctx: 8 samples, 2 of them done before"
-    assert lines[1] == "kivi on longctx: 2/8 samples, 12.3 tokens/s, cache 45.6 MB"
-    assert lines[2] == "kivi on longctx: 3/8 samples, 12.3 tokens/s, cache 45.6 MB, 0 s left"
-
-
-def test_units():
-    """Bytes and durations are written with sensible digits at every size."""
-    sizes = [0, 999, 1000, 9994, 99_940, 999_600, 12_345_678, 3e9, 5e12, None]
-    expected = ["0 B", "999 B", "1.00 kB", "9.99 kB", "99.9 kB", "1.00 MB", "12.3 MB", "3.00 GB", "5 TB", "-"]
-    assert [format_bytes(size) for size in sizes] == expected
-    assert [format_seconds(s) for s in (0.4, 59.6, 3599, 7500, None)] == [
-        "0 s",
-        "1 min 00 s",
-        "59 min 59 s",
-        "2 h 05 min",
-        "?",
-    ]
-
-
-def test_check_config_accepts_the_defaults(tmp_path):
-    """The shipped top-level settings pass their own check."""
-    shipped = OmegaConf.load(Path(__file__).parent.parent / "conf" / "config.yaml")
-    del shipped["defaults"], shipped["hydra"]
-    check_config(shipped)
-    assert dump_line({"a": 1}) == b'{"a":1}\n'
-    assert isinstance(unknown_name("a", "b", ["c"]), ValueError)
