@@ -71,12 +71,12 @@ class SlotFormat:
     @property
     def k_coded(self) -> bool:
         """Keys are integer codes with metadata."""
-        return self.k_bits <= 8 and not self.fp8
+        return self.k_bits <= 8 and not (self.fp8 and self.k_bits == 8)
 
     @property
     def v_coded(self) -> bool:
         """Values are integer codes with metadata."""
-        return self.v_bits <= 8 and not self.fp8
+        return self.v_bits <= 8 and not (self.fp8 and self.v_bits == 8)
 
     @property
     def channel_keys(self) -> bool:
@@ -127,6 +127,11 @@ class SlotFormat:
         """Slots per page are a multiple of this."""
         return lcm(TOKEN_QUANTUM, self.k_channel_group) if self.channel_keys else TOKEN_QUANTUM
 
+    @property
+    def quantum_bytes(self) -> int:
+        """Bytes of one quantum of slots; whole, although a slot's share of a channel scale may not be (80 channels over 24 slots)."""
+        return round(self.slot_bytes * self.token_quantum)
+
 
 @dataclass(frozen=True)
 class PageFormat:
@@ -147,7 +152,7 @@ class PageFormat:
         if self.page_bytes % 16:
             raise ValueError(f"page_bytes={self.page_bytes} must be a multiple of 16")
         if self.tokens_per_page < 1:
-            need = int(self.slot.slot_bytes * self.slot.token_quantum)
+            need = self.slot.quantum_bytes
             raise ValueError(
                 f"page_bytes={self.page_bytes} is below one group of {self.slot.token_quantum} slots ({need} B); "
                 f"set store.page_bytes={-(-need // 16) * 16} or more, or auto"
@@ -156,8 +161,7 @@ class PageFormat:
     @cached_property
     def tokens_per_page(self) -> int:
         """Slots T per page."""
-        quantum = self.slot.token_quantum
-        return int(self.page_bytes // (self.slot.slot_bytes * quantum)) * quantum
+        return self.page_bytes // self.slot.quantum_bytes * self.slot.token_quantum
 
     @cached_property
     def regions(self) -> dict[str, tuple[int, int]]:
@@ -210,7 +214,7 @@ def choose_page_bytes(slots: list[SlotFormat]) -> int:
     """
     head_dim = slots[0].head_dim
     low, high = 64 * head_dim, 132 * head_dim
-    low = max([low, *(-(-int(s.slot_bytes * s.token_quantum) // 16) * 16 for s in slots)])
+    low = max([low, *(-(-s.quantum_bytes // 16) * 16 for s in slots)])
     high = max(high, low)
     sizes = range(-(-low // 16) * 16, high + 1, 16)
     return max(sizes, key=lambda size: (round(min(PageFormat(s, size).fill for s in slots), 9), -size))

@@ -49,7 +49,7 @@ def _encode(x: Tensor, bits: int, groups: int, fmt: PageFormat) -> _Side:
     slot = fmt.slot
     if bits >= 16:
         return _Side(x.to(slot.dtype))
-    if slot.fp8:
+    if slot.fp8 and bits == 8:
         return _Side(quant.to_fp8(x))
     codes, scale, zero = quant.quantize(
         x.unflatten(-1, (groups, -1)), bits, symmetric=slot.symmetric, metadata_first=slot.channel_keys
@@ -113,7 +113,7 @@ def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Ten
     form = fmt.slot
     if form.k_bits >= 16:
         return codes.float()
-    if form.fp8:
+    if not form.k_coded:
         return quant.from_fp8(codes)
     values = quant.unpack(codes, form.k_bits, dim=1)
     if form.channel_keys:
@@ -132,7 +132,7 @@ def _decode_values(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: T
     form = fmt.slot
     if form.v_bits >= 16:
         return codes.float()
-    if form.fp8:
+    if not form.v_coded:
         return quant.from_fp8(codes)
     values = quant.unpack(codes, form.v_bits).unflatten(-1, (form.v_groups, -1))
     scale = scale.transpose(1, 2)[..., None]

@@ -1,0 +1,203 @@
+"""Page formats: bytes per slot, regions, and the choice of the page size."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from reference.golden import golden
+from reference.slow_pages import Layout
+
+from kvbench.declare import Tier
+from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
+from kvbench.kernels.torch_pages import region
+from kvbench.layout import ModelShape, compile_tier
+
+BOTH = ("score", "pos")
+
+
+def slot_of(tier: Tier, head_dim: int, track: tuple[str, ...] = (), dtype: torch.dtype = torch.float16) -> SlotFormat:
+    """The slot format that a model with this head dim and dtype gets for a tier."""
+    shape = ModelShape(
+        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=dtype, device=torch.device("cpu")
+    )
+    return compile_tier(tier, shape, track)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bytes_per_token_are_those_of_the_ledger_table(head_dim: int):
+    """Payload and quantisation metadata per token equal the golden bytes of every named format."""
+    table = golden(f"bytes{head_dim}")
+    for name, want in table.items():
+        if name == "fp16":
+            tier = Tier()
+        elif name.endswith("_tok"):
+            tier = Tier(k_bits=int(name[3]), v_bits=int(name[3]))
+        else:
+            bits, group = int(name[4]), int(name.split("_g")[1])
+            tier = Tier(k_bits=bits, v_bits=bits, k_axis="channel", k_group=group, v_group=group)
+        slot = slot_of(tier, head_dim)
+        assert slot.slot_bytes == want, name
+        assert slot.k_code_bytes + slot.v_code_bytes == (want if name == "fp16" else head_dim * int(tier.k_bits) / 4), (
+            name
+        )
+
+
+# methods.md section 10.4, raw bytes with score and position: (k bits, v bits, k splits, v splits) -> d=128.
+DIFFKV_RAW = {
+    (8, 8, 1, 1): 272, (8, 4, 1, 2): 212, (8, 4, 1, 1): 208, (8, 2, 1, 1): 176,
+    (4, 4, 1, 1): 144, (4, 2, 2, 4): 128, (4, 2, 1, 1): 112, (4, 1, 1, 1): 96,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "want"), DIFFKV_RAW.items())
+def test_bytes_with_score_and_position_are_those_of_diffkv(config: tuple, want: int):
+    """Raw bytes per token of DiffKV's formats at d=128, and the closed formula at d=64."""
+    kb, vb, kg, vg = config
+    tier = Tier(k_bits=kb, v_bits=vb, k_splits=kg, v_splits=vg)
+    assert slot_of(tier, 128, BOTH).slot_bytes == want
+    assert slot_of(tier, 64, BOTH).slot_bytes == 64 * (kb + vb) / 8 + 4 * (kg + vg) + 8
+
+
+def test_sixteen_and_thirty_two_bit_tiers_follow_the_model():
+    """fp16 models store fp16, bf16 models bf16, and `native` the model's own dtype."""
+    assert slot_of(Tier(), 64, dtype=torch.float32).dtype is torch.float16
+    assert slot_of(Tier(), 64, dtype=torch.bfloat16).dtype is torch.bfloat16
+    native = slot_of(Tier(native=True), 64, dtype=torch.float32)
+    assert (native.dtype, native.slot_bytes) == (torch.float32, 512)
+
+
+def test_fp8_applies_to_eight_bit_sides_only():
+    """With fp8, an eight-bit side has no metadata and the other side keeps its codes and its metadata."""
+    assert slot_of(Tier(k_bits=8, v_bits=8, fp8=True), 64).slot_bytes == 128
+    assert slot_of(Tier(k_bits=8, v_bits=4, fp8=True), 64).slot_bytes == 64 + 32 + 4
+
+
+FORMATS = [
+    {"k_bits": kb, "v_bits": vb, **extra}
+    for kb, vb, extra in [
+        (16, 16, {}), (16, 16, {"dtype": torch.bfloat16}), (32, 32, {"dtype": torch.float32}), (8, 8, {}), (8, 4, {}),
+        (4, 2, {}), (2, 1, {}), (1, 1, {}), (8, 8, {"fp8": True}), (16, 4, {}), (2, 16, {}), (8, 4, {"k_groups": 2, "v_groups": 4}),
+        (4, 4, {"symmetric": True}), (2, 2, {"k_channel_group": 16, "v_groups": 2}), (4, 2, {"k_channel_group": 24}),
+        (2, 2, {"k_channel_group": 32, "symmetric": True}),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("track", [(), ("pos",), BOTH])
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 128])
+@pytest.mark.parametrize("fields", FORMATS, ids=str)
+def test_regions_tile_a_page_and_can_be_viewed(fields: dict, head_dim: int, track: tuple):
+    """Regions follow one another without overlap inside the page, have the described sizes, and view as their types."""
+    slot = SlotFormat(head_dim=head_dim, track=track, **fields)
+    fmt = PageFormat(slot, 8464)
+    kind = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[slot.dtype]
+    want = Layout(
+        head_dim, slot.k_bits, slot.v_bits, 8464, kind, slot.k_channel_group, slot.k_groups, slot.v_groups,
+        slot.symmetric, slot.fp8, "score" in track, "pos" in track,
+    )  # fmt: skip
+    assert fmt.tokens_per_page == want.tokens
+    assert fmt.tokens_per_page % 8 == 0
+    assert {name: length for name, (_, length) in fmt.regions.items()} == want.sizes(want.tokens)
+    spans = list(fmt.regions.values())
+    assert all(offset + length == following for (offset, length), (following, _) in pairwise(spans))
+    assert spans[0][0] == 0
+    assert sum(spans[-1]) == fmt.used_bytes <= 8464
+    assert slot.slot_bytes * fmt.tokens_per_page == pytest.approx(fmt.used_bytes)
+    pages = torch.zeros(3, 8464, dtype=torch.uint8)
+    for name, (offset, length) in fmt.regions.items():
+        if not length:
+            continue
+        view = region(pages, fmt, name)
+        assert view.shape[0] == 3
+        assert view[0].nbytes == length
+        assert offset % (16 if head_dim % 16 == 0 else 8) == 0
+        view[1] = 1
+        assert (pages[1] != 0).nonzero()[:, 0].min() >= offset
+        assert (pages[1] != 0).nonzero()[:, 0].max() < offset + length
+        assert not pages[[0, 2]].any()
+        pages.zero_()
+
+
+def brute_fill(slot: SlotFormat, size: int) -> float:
+    """Used share of a page, slots added one quantum at a time."""
+    layout = Layout(
+        slot.head_dim, slot.k_bits, slot.v_bits, size, k_channel_group=slot.k_channel_group, k_groups=slot.k_groups,
+        v_groups=slot.v_groups, symmetric=slot.symmetric, fp8=slot.fp8, score="score" in slot.track,
+        pos="pos" in slot.track,
+    )  # fmt: skip
+    return sum(layout.sizes(layout.tokens).values()) / size
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [Tier()],
+        [Tier(k_bits=8, v_bits=4), Tier(k_bits=4, v_bits=2)],
+        [
+            Tier(k_bits=8, v_bits=4, v_splits=2),
+            Tier(k_bits=4, v_bits=2, k_splits=2, v_splits=4),
+            Tier(k_bits=1, v_bits=1),
+        ],
+        [Tier(k_bits=2, v_bits=2, k_axis="channel", k_group=40, v_group=16)],
+    ],
+    ids=["fp16", "diffkv", "three", "kivi40"],
+)
+def test_chosen_page_size_wastes_least_in_the_worst_tier(tiers: list[Tier], head_dim: int):
+    """No page size in the search range has a higher worst fill, and no smaller one the same."""
+    slots = [slot_of(t, head_dim, BOTH) for t in tiers]
+    chosen = choose_page_bytes(slots)
+    fills = {s: min(brute_fill(slot, s) for slot in slots) for s in range(64 * head_dim, 132 * head_dim + 1, 16)}
+    best = max(fills.values())
+    assert chosen == min(size for size, fill in fills.items() if fill > best - 1e-9)
+    assert min(PageFormat(s, chosen).fill for s in slots) == pytest.approx(best)
+
+
+def test_page_search_starts_at_one_group_of_the_largest_format():
+    """Where a group of slots outgrows the usual range, the page is at least that large and holds it."""
+    slot = slot_of(Tier(k_bits=8, v_bits=8, k_axis="channel", k_group=128, v_group=16), 16)
+    size = choose_page_bytes([slot])
+    assert size >= slot.slot_bytes * 128 > 132 * 16
+    assert PageFormat(slot, size).tokens_per_page == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"k_bits": 3}, "k_bits=3 is not one of"),
+        ({"v_bits": 5}, "v_bits=5 is not one of"),
+        ({"k_bits": 32}, r"k_bits=32 does not match dtype=torch.float16, which has 16 bits"),
+        ({"v_bits": 16, "dtype": torch.float32}, r"v_bits=16 does not match dtype=torch.float32"),
+        ({"head_dim": 60, "k_bits": 1}, "head_dim=60 x k_bits=1 is not a whole number of bytes"),
+        ({"k_groups": 3}, "k_groups=3 does not divide head_dim=64; choose a group size"),
+        ({"v_groups": 0}, "v_groups=0 does not divide head_dim=64"),
+        ({"k_channel_group": 12}, "k_channel_group=12 must be a multiple of 8 tokens"),
+    ],
+)
+def test_impossible_slots_are_refused(fields: dict, message: str):
+    """Every impossible slot format names the value and the rule."""
+    with pytest.raises(ValueError, match=message):
+        SlotFormat(**{"head_dim": 64, "k_bits": 4, "v_bits": 4, **fields})
+
+
+def test_impossible_pages_are_refused_with_a_size_that_works():
+    """A page too small for a group names the least size, which is then accepted; odd sizes are refused."""
+    slot = SlotFormat(head_dim=64, k_bits=2, v_bits=2, k_channel_group=32, v_groups=2)
+    with pytest.raises(
+        ValueError, match=r"page_bytes=1024 is below one group of 32 slots \(1536 B\); set store.page_bytes=1536"
+    ):
+        PageFormat(slot, 1024)
+    assert PageFormat(slot, 1536).tokens_per_page == 32
+    with pytest.raises(ValueError, match="page_bytes=1000 must be a multiple of 16"):
+        PageFormat(slot, 1000)
+
+
+def test_a_page_that_fits_a_group_exactly_holds_it():
+    """Channel groups that do not divide the head dim lose nothing to rounding: pages of exact size hold every group."""
+    for head_dim in (16, 32, 64, 80):
+        for group in range(8, 257, 8):
+            for bits in (1, 2, 4, 8):
+                slot = SlotFormat(head_dim=head_dim, k_bits=bits, v_bits=bits, k_channel_group=group)
+                need = group * (2 * head_dim * bits // 8 + 4) + 4 * head_dim
+                if need % 16 == 0:
+                    assert PageFormat(slot, need).tokens_per_page == group, (head_dim, group, bits)
