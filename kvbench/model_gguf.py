@@ -1,9 +1,11 @@
 """Reads a GGUF file into a transformers model and tokenizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from gguf import GGUFReader, ReaderField, TokenType
 
 from kvbench.errors import MissingWeightsError
 
@@ -43,7 +45,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
         dtype: Floating-point dtype of the weights.
 
     Returns:
-        The model on the CPU and its tokenizer, with the chat template that the file carries.
+        The model on the CPU and its tokenizer, with the chat template and the end token that the file names.
 
     Raises:
         ValueError: transformers cannot read this file: damaged, or an architecture that it does not know.
@@ -53,8 +55,12 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation="sdpa")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-        scheme = _pretokenizer_name(path)
+        fields = GGUFReader(path).fields
+        if "tokenizer.ggml.pre" in fields and fields["tokenizer.ggml.pre"].contents() == "smollm":
+            tokenizer = _smollm_tokenizer(fields)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+            tokenizer.add_special_tokens(_special_tokens(fields))
     except Exception as error:
         # A damaged file fails wherever the reader happens to be, with struct, index, memory-map and other errors.
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -66,27 +72,47 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
     if getattr(model.config, "quantization_config", None) is not None:
         # Left behind by the loader; the weights are ordinary tensors now.
         del model.config.quantization_config
-    if scheme == "smollm":
-        _split_digits(tokenizer)
     return model, tokenizer
 
 
-def _pretokenizer_name(path: Path) -> str:
-    """Returns the name of the rule by which the tokenizer splits text, such as `llama-bpe`; else an empty string."""
-    from gguf import GGUFReader
+def _special_tokens(fields: Mapping[str, ReaderField]) -> dict[str, str]:
+    """Returns the special tokens that the file names, under transformers' names."""
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens = fields["tokenizer.ggml.tokens"]
+    found = {}
+    for ours, theirs in names.items():
+        field = fields.get(f"tokenizer.ggml.{ours}_token_id")
+        if field is not None:
+            found[theirs] = tokens.contents(field.contents())
+    return found
 
-    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
-    return field.contents() if field is not None else ""
 
+def _smollm_tokenizer(fields: Mapping[str, ReaderField]) -> "PreTrainedTokenizerBase":
+    """Builds SmolLM's tokenizer from the vocabulary and merges in the file.
 
-def _split_digits(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Makes every digit a word of its own, as SmolLM's tokenizer does and transformers' GGUF reader forgets.
+    transformers' own reader gives other tokens: it does not know that in SmolLM every digit is a word of its own, so
+    that a space before a number joins the number and not the spaces before it; and up to 5.17 it takes another end
+    token.
 
-    Without it the space before a number joins the number and not the spaces before it, and prompts get other tokens
-    than the model was trained on.
+    Source: the rule named `smollm` in llama.cpp's `src/llama-vocab.cpp`: digits one by one, then GPT-2's words.
+    Differs: none.
     """
-    from tokenizers import pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        chat_template=fields["tokenizer.chat_template"].contents(),
+        **_special_tokens(fields),
     )

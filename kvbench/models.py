@@ -96,7 +96,7 @@ def _load_embedded(settings: dict, dtype: torch.dtype, device: torch.device) -> 
     """Loads the embedded default model."""
     folder = model_embedded.ensure_embedded()
     model, tokenizer = _read_folder(folder, dtype)
-    return model, tokenizer, model_embedded.NAME, model_embedded.embedded_fingerprint(folder)
+    return model, tokenizer, model_embedded.NAME, model_embedded.embedded_fingerprint()
 
 
 def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:

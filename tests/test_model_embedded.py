@@ -14,6 +14,9 @@ from kvbench.errors import MissingWeightsError
 from kvbench.models import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
+# "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+SYSTEM_TOKENS = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018]
+SYSTEM_TOKENS += [411, 407, 19712, 8182, 2, 198]
 
 
 def greedy_tokens(loaded, text, num_tokens):
@@ -30,6 +33,9 @@ def test_embedded_model_answers_a_chat_and_stops(embedded_model):
     chat = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
     prompt = embedded_model.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert prompt.startswith("<|im_start|>system\n") and prompt.endswith("<|im_start|>assistant\n")
+    tokens = embedded_model.tokenizer(prompt, add_special_tokens=False).input_ids
+    # The start of every SmolLM2 chat; the same for every version of transformers.
+    assert tokens[:21] == SYSTEM_TOKENS
     tokens = greedy_tokens(embedded_model, prompt, 40)
     assert "Paris" in embedded_model.tokenizer.decode(tokens)
     assert embedded_model.eos_token_ids == (embedded_model.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
