@@ -1,6 +1,7 @@
 """Where a run gets its model, task, policy and engine from; tests put small ones in their place."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -93,6 +94,8 @@ class _LastOne:
 
 
 def _load_model(cfg: DictConfig) -> object:
+    name = cfg.get("path") or cfg.get("name") or cfg.get("preset") or cfg.get("kind")
+    print(f"loading model {name}", file=sys.stderr, flush=True)  # the imports alone take seconds
     from kvbench.models import load_model
 
     return load_model(cfg)

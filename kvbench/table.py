@@ -101,7 +101,13 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     if slow:
         who = ", ".join(slow)
         notes.append(f"Speed is no claim for {who}: backend torch is the plain reference, made to be right.")
+    whole = next((record.ledger.get("resident_ratio") for record in records if record.method == "full"), None)
     for record in records:
+        ratio = record.ledger.get("resident_ratio")
+        if record.method != "full" and whole and ratio and ratio > 0.99 * whole:
+            notes.append(
+                f"{record.method} holds as much as the full cache: at this setting it compresses nothing here."
+            )
         counts = record.counts
         odd = [
             f"{counts.nan} gave NaN" if counts.nan else "",

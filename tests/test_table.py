@@ -36,6 +36,16 @@ def test_table_shows_the_numbers(tmp_path):
     assert [line.split()[0] for line in rows] == ["full", "half"] * 2
 
 
+def test_table_names_a_method_that_saves_nothing(tmp_path):
+    """A method that holds as much as the full cache is pointed out, one that holds less is not."""
+    for ratio, expected in ((1.0, True), (0.5, False)):
+        cfg = make_cfg(tmp_path, reference="auto", method__ratio=ratio, method__hidden=4)
+        finished = run_experiment(cfg, method="lazy", parts=make_parts(), **QUIET)
+        console = Console(width=80, record=True, file=io.StringIO())
+        table.show([finished.reference, finished.record], console=console)
+        assert ("lazy holds as much as the full cache" in console.export_text()) == expected
+
+
 def test_picture_is_the_same_twice(tmp_path):
     """The picture is a PNG whose bytes depend on the records only, and draws records without scores too."""
     finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=make_parts(), **QUIET)
