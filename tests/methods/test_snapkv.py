@@ -183,7 +183,7 @@ def test_a_policy_that_keeps_everything_is_caught(budget):
         ({"window": 0}, r"window=0 must be >= 1"),
         (
             {"budget": 32, "window": 32},
-            r"budget=32 tokens must exceed window=32; raise the budget or shrink the window",
+            r"budget=32 tokens must exceed window=32; raise the budget",
         ),
         ({"budget": 1.5}, r"budget=1.5 is out of range; write a ratio in \(0, 1\]"),
         ({"budget": "lots"}, r"budget='lots' is not a budget; write a ratio"),

@@ -1,0 +1,177 @@
+"""KIVI: which tokens are quantised when, and what attention then reads."""
+
+import pytest
+import torch
+from store_helpers import golden, make_store, plain_attention
+
+from kvbench import ledger
+from kvbench.methods.kivi import Kivi
+from kvbench.policy import Residual
+
+
+class ShortResidual(Kivi):
+    """KIVI in the model's own dtype with a residual of 4 tokens, as the golden states have it."""
+
+    @property
+    def residual(self):
+        return Residual(num_tokens=4, v_flush="oldest", when="after_attention", hold_prompt=True)
+
+
+def states_of(policy, num_tokens, num_steps, seed=0):
+    """Runs a prompt and steps; returns per stage (keys quantised, in the ring, values quantised, in the ring)."""
+    torch.manual_seed(seed)
+    store = make_store(policy, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=32)
+    q, k, v = torch.randn(4, 200, 32), *torch.randn(2, 2, 200, 32)
+    row, states = store.open_row(), []
+    for layer in range(2):
+        store.prefill_layer(row, layer, q[:, :num_tokens], k[:, :num_tokens], v[:, :num_tokens], 0.25)
+    for step in range(num_steps + 1):
+        if step:
+            at = num_tokens + step - 1
+            store.begin_step(torch.tensor([row]))
+            for layer in range(2):
+                store.attend(layer, q[None, :, at], k[None, :, at], v[None, :, at], 0.25)
+            store.end_step()
+        ring = store.residual
+        fields = torch.stack([ring.num_k, ring.num_tokens - ring.num_k, ring.num_v, ring.num_tokens - ring.num_v], 1)
+        assert (fields == fields[0]).all()
+        states.append(fields[0].tolist())
+    return states
+
+
+@pytest.mark.parametrize(("name", "num_tokens"), [("n10_R4", 10), ("n3_R4", 3), ("n8_R4", 8)])
+def test_golden_states(name, num_tokens):
+    """Counts of quantised and held keys and values after the prompt and after each step are the golden ones."""
+    want = golden("kivi_state")[name]
+    assert states_of(ShortResidual(native=True), num_tokens, len(want) - 1) == want
+
+
+def test_default_states_at_the_edges_of_the_residual():
+    """With 128 tokens held, keys saw-tooth between 0 and 127 held and values stay at 128."""
+    assert states_of(Kivi(), 127, 3) == [[0, 127, 0, 127], [128, 0, 0, 128], [128, 1, 1, 128], [128, 2, 2, 128]]
+    assert states_of(Kivi(bits=4), 128, 1) == [[128, 0, 0, 128], [128, 1, 1, 128]]
+    assert states_of(Kivi(), 1, 1) == [[0, 1, 0, 1], [0, 2, 0, 2]]
+
+
+def quantised(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """KIVI's min/max quantiser over the last axis: fp16 scale and minimum, codes from the rounded values."""
+    low = x.amin(-1, keepdim=True)
+    scale = ((x.amax(-1, keepdim=True) - low) / (2**bits - 1)).half().float()
+    low = low.half().float()
+    codes = torch.where(scale > 0, (x - low) / scale, 0.0).round().clamp(0, 2**bits - 1)
+    return codes * scale + low
+
+
+def oracle_cache(k, v, num_k, num_v, group, bits):
+    """What the store should hold: keys per channel over `group` tokens, values per token over `group` channels."""
+    k_seen, v_seen = k.half().float(), v.half().float()
+    if num_k:
+        old = k[:, :num_k].unflatten(1, (-1, group)).transpose(2, 3)
+        k_seen[:, :num_k] = quantised(old, bits).transpose(2, 3).flatten(1, 2)
+    if num_v:
+        old = v[:, :num_v].unflatten(2, (-1, group))
+        v_seen[:, :num_v] = quantised(old, bits).flatten(2)
+    return k_seen, v_seen
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("num_tokens", "residual"), [(1, 8), (16, 16), (19, 8), (45, 16), (70, 32)])
+def test_attention_reads_what_kivi_would_hold(bits, num_tokens, residual):
+    """Each step attends over old groups dequantised and the residual in fp16, the token that fills it included."""
+    torch.manual_seed(num_tokens)
+    store = make_store(Kivi(bits=bits, group=8, residual_tokens=residual), num_q_heads=6, num_kv_heads=2, head_dim=16)
+    total = num_tokens + 40
+    # Values that fp16 holds exactly, because the ring rounds to fp16 before it quantises and the oracle does not.
+    q, (k, v) = torch.randn(6, total, 16), torch.randn(2, 2, total, 16).half().float()
+    row = store.open_row()
+    store.prefill_layer(row, 0, q[:, :num_tokens], k[:, :num_tokens], v[:, :num_tokens], 0.25)
+    num_k, num_v = num_tokens - num_tokens % residual, max(0, num_tokens - residual)
+    for at in range(num_tokens, total):
+        store.begin_step(torch.tensor([row]))
+        out = store.attend(0, q[None, :, at], k[None, :, at], v[None, :, at], 0.25)[0]
+        store.end_step()
+        seen = oracle_cache(k[:, : at + 1], v[:, : at + 1], num_k, num_v, 8, bits)
+        assert (out - plain_attention(q[:, at], *seen, 0.25)).abs().max() < 1e-4
+        num_k = at + 1 if at + 1 - num_k == residual else num_k  # keys and values leave after this attention
+        num_v = max(num_v, at + 1 - residual)
+
+
+def test_rows_at_different_states_share_a_step():
+    """Rows that flush, rows that do not and a row with an empty ring give in one batch what they give alone."""
+    torch.manual_seed(5)
+    lengths = [1, 7, 8, 30]
+    q, (k, v) = torch.randn(2, 60, 16), torch.randn(2, 2, 60, 16)
+    outs = {}
+    for groups in ([[0, 1, 2, 3]], [[0], [1], [2], [3]]):
+        store = make_store(
+            Kivi(group=8, residual_tokens=8), num_q_heads=2, num_kv_heads=2, head_dim=16, rows=4, max_tokens=64
+        )
+        rows = [store.open_row() for _ in lengths]
+        for row, length in zip(rows, lengths, strict=True):
+            store.prefill_layer(row, 0, q[:, :length], k[:, :length], v[:, :length], 0.25)
+        result = []
+        for number in range(20):
+            parts = []
+            for group in groups:
+                at = torch.tensor([lengths[i] + number for i in group])
+                store.begin_step(torch.tensor([rows[i] for i in group]))
+                parts.append(store.attend(0, *(x[:, at].transpose(0, 1) for x in (q, k, v)), 0.25))
+                store.end_step()
+            result.append(torch.cat(parts))
+        outs[len(groups)] = torch.stack(result)
+    assert torch.allclose(outs[1], outs[4], atol=1e-6)
+
+
+def test_a_constant_channel_stays_what_it_is():
+    """A group whose keys and values are all 0.5 has scale 0: it reads back as 0.5, without NaN."""
+    store = make_store(Kivi(group=8, residual_tokens=8), head_dim=16)
+    q, k = torch.zeros(1, 24, 16), torch.full((1, 24, 16), 0.5)
+    row = store.open_row()
+    store.prefill_layer(row, 0, q, k, k, 0.25)
+    tiers, ring = store.layer_pages(torch.tensor([row]), 0)
+    keys, values, live = store.backend.gather_dense(store.pool.pages, tiers, ring)
+    assert live.sum() == 24
+    assert (keys[live] == 0.5).all() and (values[live] == 0.5).all()
+
+
+@pytest.mark.parametrize(("bits", "group"), [(2, 16), (2, 32), (2, 64), (4, 16), (4, 32)])
+def test_quantised_tokens_cost_the_golden_bytes(bits, group):
+    """Codes and metadata of a quantised token are those of the golden table; the residual is billed in fp16."""
+    store = make_store(Kivi(bits=bits, group=group, residual_tokens=64), head_dim=64)
+    row = store.open_row()
+    store.prefill_layer(row, 0, *torch.randn(3, 1, 192, 64), 0.125)
+    items, ring = ledger.itemise(store, row), store.residual
+    num_k, num_v = int(ring.num_k[0]), int(ring.num_v[0])
+    assert (num_k, num_v) == (192, 128)
+    side = golden("bytes64")[f"kivi{bits}_g{group}"] / 2  # keys and values cost the same
+    assert items["payload_bytes"] + items["quant_meta_bytes"] == side * (num_k + num_v)
+    assert items["residual_bytes"] == 64 * 64 * 2
+
+
+def test_a_policy_that_never_quantises_is_caught():
+    """When twice the residual was seen and no page was written, the method's check says so."""
+    policy = Kivi(group=8, residual_tokens=8)
+    assert policy.check_outcome({"kept": {"tokens_seen": 20, "slots_per_tier": [16, 4]}}) is None
+    assert policy.check_outcome({"kept": {"tokens_seen": 15, "slots_per_tier": [0, 15]}}) is None
+    message = policy.check_outcome({"kept": {"tokens_seen": 20, "slots_per_tier": [0, 20]}})
+    assert message == "20 tokens seen but none was quantised"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group": 12}, r"group=12 must be a multiple of 8"),
+        ({"residual_tokens": 100}, r"residual_tokens=100 must be a positive multiple of group=32"),
+        ({"bits": 3}, r"bits=3 is not one of"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    """Each bad setting is named with its value and the rule."""
+    with pytest.raises(ValueError, match=message):
+        Kivi(**settings)
+
+
+def test_a_group_that_does_not_divide_the_head_is_refused():
+    """A value group must divide the head dim of the model at hand."""
+    with pytest.raises(ValueError, match=r"v_group=32 does not divide the head dim 80"):
+        make_store(Kivi(), head_dim=80)

@@ -1,0 +1,196 @@
+"""StreamingLLM: what stays, where it lies, and the rotary positions it is seen at."""
+
+import pytest
+import torch
+from store_helpers import held_positions, make_store, plain_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.policy import DecodePlan
+
+DIM = 16
+INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
+
+
+def rotated(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    """Rotary embedding of x [H, n, D] at the given positions, by transformers' own function."""
+    angle = torch.tensor(positions).float()[:, None] * INV_FREQ
+    angle = torch.cat([angle, angle], -1)
+    return apply_rotary_pos_emb(x[None], x[None], angle.cos()[None], angle.sin()[None])[0][0]
+
+
+def filled_store(policy, num_tokens, raw_q, raw_k, v):
+    """A store that has read a prompt of `num_tokens`, keys rotated to their true positions as a model does."""
+    store = make_store(policy, num_q_heads=4, num_kv_heads=2, head_dim=DIM, inv_freq=INV_FREQ, track=("pos",))
+    row = store.open_row()
+    prompt = list(range(num_tokens))
+    q, k = rotated(raw_q[:, :num_tokens], prompt), rotated(raw_k[:, :num_tokens], prompt)
+    store.prefill_layer(row, 0, q, k, v[:, :num_tokens], 0.25)
+    return store, row
+
+
+def inputs(num_tokens, seed=0):
+    """Keys and values of two heads and queries of four, before any rotation."""
+    torch.manual_seed(seed)
+    return torch.randn(4, num_tokens, DIM), *torch.randn(2, 2, num_tokens, DIM)
+
+
+def step(store, row, position, raw_q, raw_k, v):
+    """Feeds the token at `position`; returns the attention output [Hq, D]."""
+    q, k = (rotated(x[:, position : position + 1], [position])[:, 0] for x in (raw_q, raw_k))
+    store.begin_step(torch.tensor([row]))
+    out = store.attend(0, q[None], k[None], v[None, :, position], 0.25)[0]
+    store.end_step()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "after_prompt", "after_step"),
+    [
+        (12, [0, 1, 2, 3, 8, 9, 10, 11], [0, 1, 2, 3, 9, 10, 11, 12]),
+        (8, [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 5, 6, 7, 8]),
+        (7, [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7]),
+        (3, [0, 1, 2], [0, 1, 2, 3]),
+    ],
+)
+@pytest.mark.parametrize("position_mode", ["absolute", "cache_relative"])
+def test_sinks_and_the_last_tokens_stay(num_tokens, after_prompt, after_step, position_mode):
+    """Four sinks and four recent tokens: the worked cases, after the prompt and after one more token."""
+    raw_q, raw_k, v = inputs(20)
+    policy = StreamingLLM(sinks=4, budget=8, position_mode=position_mode)
+    store, row = filled_store(policy, num_tokens, raw_q, raw_k, v)
+    assert held_positions(store, row) == [after_prompt] * 2
+    step(store, row, num_tokens, raw_q, raw_k, v)
+    assert [sorted(held) for held in held_positions(store, row)] == [after_step] * 2
+
+
+def test_the_new_token_takes_the_slot_of_the_oldest_recent_one():
+    """Nothing moves in memory: token 12 lies where token 8 lay, and the pages do not grow."""
+    raw_q, raw_k, v = inputs(20)
+    store, row = filled_store(StreamingLLM(sinks=4, budget=8), 12, raw_q, raw_k, v)
+    pages = store.pool.num_used
+    step(store, row, 12, raw_q, raw_k, v)
+    assert held_positions(store, row)[0] == [0, 1, 2, 3, 12, 9, 10, 11]
+    for position in range(13, 18):
+        step(store, row, position, raw_q, raw_k, v)
+    assert held_positions(store, row)[0] == [0, 1, 2, 3, 16, 17, 14, 15]
+    assert store.pool.num_used == pages
+
+
+@pytest.mark.parametrize(("num_tokens", "sinks", "budget"), [(12, 4, 8), (3, 4, 9), (1, 1, 4), (30, 0, 5), (30, 5, 40)])
+def test_cache_relative_attention_sees_indices_in_the_cache(num_tokens, sinks, budget):
+    """Every step equals attention on keys rotated to 0, 1, 2, ... by age, with the query at the last of these."""
+    raw_q, raw_k, v = inputs(num_tokens + 20, seed=num_tokens)
+    store, row = filled_store(StreamingLLM(sinks=sinks, budget=budget, tier="native"), num_tokens, raw_q, raw_k, v)
+    held = list(range(num_tokens))
+    held = held if num_tokens <= budget else held[:sinks] + held[num_tokens - budget + sinks :]
+    for position in range(num_tokens, num_tokens + 20):
+        held.append(position)
+        if len(held) > budget:
+            del held[sinks]
+        out = step(store, row, position, raw_q, raw_k, v)
+        assert [sorted(x) for x in held_positions(store, row)] == [held] * 2
+        index = list(range(len(held)))
+        query = rotated(raw_q[:, position : position + 1], [index[-1]])[:, 0]
+        want = plain_attention(query, rotated(raw_k[:, held], index), v[:, held], 0.25)
+        assert (out - want).abs().max() < 2e-5
+
+
+def test_absolute_attention_sees_true_positions():
+    """With position_mode=absolute the kept keys keep the positions they were read at."""
+    raw_q, raw_k, v = inputs(20)
+    policy = StreamingLLM(sinks=4, budget=8, tier="native", position_mode="absolute")
+    store, row = filled_store(policy, 12, raw_q, raw_k, v)
+    out, held = step(store, row, 12, raw_q, raw_k, v), [0, 1, 2, 3, 9, 10, 11, 12]
+    want = plain_attention(rotated(raw_q[:, 12:13], [12])[:, 0], rotated(raw_k[:, held], held), v[:, held], 0.25)
+    assert (out - want).abs().max() < 1e-5
+
+
+def test_rows_of_different_age_share_a_step():
+    """A row that overwrites and a row that still grows are decoded together as they are apart."""
+    raw_q, raw_k, v = inputs(40)
+    outs = {}
+    for together in (True, False):
+        store = make_store(
+            StreamingLLM(sinks=2, budget=10), num_q_heads=4, num_kv_heads=2, head_dim=DIM, rows=2, inv_freq=INV_FREQ
+        )
+        rows, lengths = [], [25, 4]
+        for length in lengths:
+            rows.append(store.open_row())
+            q, k = (rotated(x[:, :length], list(range(length))) for x in (raw_q, raw_k))
+            store.prefill_layer(rows[-1], 0, q, k, v[:, :length], 0.25)
+        outs[together] = []
+        for number in range(12):
+            groups = [[0, 1]] if together else [[0], [1]]
+            out = {}
+            for group in groups:
+                at = [lengths[i] + number for i in group]
+                q = torch.stack([rotated(raw_q[:, p : p + 1], [p])[:, 0] for p in at])
+                k = torch.stack([rotated(raw_k[:, p : p + 1], [p])[:, 0] for p in at])
+                store.begin_step(torch.tensor([rows[i] for i in group]))
+                result = store.attend(0, q, k, torch.stack([v[:, p] for p in at]), 0.25)
+                store.end_step()
+                out |= dict(zip(group, result, strict=True))
+            outs[together].append(torch.stack([out[0], out[1]]))
+    assert torch.allclose(torch.stack(outs[True]), torch.stack(outs[False]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_tokens", "expected"),
+    [
+        (0.5, 40, 20),
+        (0.1, 40, 5),  # four sinks and one recent token are the least
+        (30, 40, 30),
+        ("2040B", 40, 15),  # 15 tokens x 2 heads x (64 B of fp16 and a position of 4 B, which the test's store tracks)
+    ],
+)
+def test_budget_holds_after_every_step(budget, num_tokens, expected):
+    """A ratio of the prompt, tokens or bytes are never exceeded while tokens come in."""
+    raw_q, raw_k, v = inputs(60)
+    policy = StreamingLLM(sinks=4, budget=budget)
+    store, row = filled_store(policy, num_tokens, raw_q, raw_k, v)
+    for position in range(num_tokens, num_tokens + 15):
+        step(store, row, position, raw_q, raw_k, v)
+        counts = store.slots_per_tier(store.lists_of(torch.tensor([row])))[0]
+        assert counts.tolist() == [expected, expected]
+    kept = {**store.meters[row].prompt_slots, "slots_per_tier": [int(counts.sum())]}
+    assert policy.check_outcome({"kept": kept}) is None
+
+
+@pytest.mark.parametrize("budget", [0.25, 20, "2720B"])
+def test_a_policy_that_never_overwrites_is_caught(budget):
+    """A StreamingLLM whose cache grows breaks its budget, and its own check says so."""
+
+    class Growing(StreamingLLM):
+        def plan_decode(self, view):
+            return DecodePlan()
+
+    raw_q, raw_k, v = inputs(100)
+    policy = Growing(budget=budget, position_mode="absolute")
+    store, row = filled_store(policy, 80, raw_q, raw_k, v)
+    for position in range(80, 83):
+        step(store, row, position, raw_q, raw_k, v)
+    held = [int(store.slots_per_tier(store.lists_of(torch.tensor([row])))[0].sum())]
+    message = policy.check_outcome({"kept": {**store.meters[row].prompt_slots, "slots_per_tier": held}})
+    assert message is not None and "23 tokens per head held at the end" in message
+
+
+def test_keys_that_cannot_be_rotated_are_refused():
+    """Without plain rotary frequencies the method says what to set instead."""
+    with pytest.raises(ValueError, match="set method.position_mode=absolute"):
+        make_store(StreamingLLM(), inv_freq=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sinks": -1}, r"sinks=-1 must be >= 0"),
+        ({"sinks": 8, "budget": 8}, r"budget=8 tokens leaves no recent token beside sinks=8; raise the budget"),
+        ({"position_mode": "relative"}, r"position_mode='relative' must be"),
+        ({"budget": 0}, r"budget=0 is out of range"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    """Each bad setting is named with its value and the rule."""
+    with pytest.raises(ValueError, match=message):
+        StreamingLLM(**settings)
