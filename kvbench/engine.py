@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,53 +13,12 @@ from kvbench.kernels.dispatch import get_backend
 from kvbench.layout import StoreOptions
 from kvbench.policy import Policy
 from kvbench.requests import Outcome, Request
-from kvbench.sampling import Answer, choose_token, row_generator
+from kvbench.rows import NotFinite, Row, Sample
+from kvbench.sampling import Answer, row_generator
 from kvbench.store import CompressedStore, PoolExhausted
 
 if TYPE_CHECKING:
     from kvbench.models import LoadedModel
-
-
-class NotFinite(ArithmeticError):
-    """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none was."""
-
-    def __init__(self, layer: int) -> None:
-        super().__init__(f"logits are not finite (first bad attention layer: {layer if layer >= 0 else 'none'})")
-        self.layer = layer
-
-
-@dataclass
-class _Row:
-    """A sequence in decoding: a free answer, or gold tokens being forced."""
-
-    row: int
-    request: Request
-    repeat: int
-    logits: Tensor  # fp32 [vocabulary], for the next token
-    answer: Answer | None = None
-    meter: FidelityMeter | None = None
-    generator: torch.Generator | None = None
-    timing: dict = field(default_factory=lambda: {"decode_s": 0.0, "decode_share_s": 0.0, "decode_tokens": 0, "row_steps": 0})
-
-    def next_token(self) -> int | None:
-        """Consumes the logits; the token to feed, or None when the row is over."""
-        if self.meter is not None:
-            self.meter.add(self.logits)
-            return None if self.meter.done else self.meter.gold[len(self.meter.nll) - 1]
-        token = choose_token(self.logits, self.request, self.generator, self.answer.banned)
-        self.answer.add(token)
-        return None if self.answer.finish else token
-
-
-@dataclass
-class _Sample:
-    """A request in flight: its outcomes so far and how many rows are still open."""
-
-    request: Request
-    prefill_s: float
-    open_rows: int
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    fidelity: dict | None = None
 
 
 class Engine:
@@ -150,9 +108,9 @@ class Engine:
             self._run_group(left[:half])
             self._run_group(left[half:])
 
-    def _prefill_group(self, group: list[Request], finished: set[str]) -> list[tuple[_Row, _Sample]]:
+    def _prefill_group(self, group: list[Request], finished: set[str]) -> list[tuple[Row, Sample]]:
         """Prefills every request of a group on its own and opens its rows."""
-        rows: list[tuple[_Row, _Sample]] = []
+        rows: list[tuple[Row, Sample]] = []
         for request in group:
             begin = time.perf_counter()
             row = self._open_row()
@@ -163,15 +121,15 @@ class Engine:
                 self._fail(request, "nan", str(error), error.layer)
                 finished.add(request.sample_id)
                 continue
-            sample = _Sample(request, time.perf_counter() - begin, request.num_samples + (reference is not None))
+            sample = Sample(request, time.perf_counter() - begin, request.num_samples + (reference is not None))
             for repeat in range(request.num_samples):
                 own = row if repeat == 0 else self._open_row(row)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids)
                 generator = row_generator(self.seed, request.sample_id, repeat, self.device) if request.temperature > 0 else None
-                rows.append((_Row(own, request, repeat, logits, answer, generator=generator), sample))
+                rows.append((Row(own, request, repeat, logits, answer, generator=generator), sample))
             if reference is not None:
                 meter = FidelityMeter(self._gold(request), reference)
-                rows.append((_Row(self._open_row(row), request, -1, logits, meter=meter), sample))
+                rows.append((Row(self._open_row(row), request, -1, logits, meter=meter), sample))
         return rows
 
     def _prefill(self, row: int, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -202,7 +160,7 @@ class Engine:
             logits, _ = self._step([row], [token], raise_nan=True)
         return logits[0]
 
-    def _decode(self, rows: list[tuple[_Row, _Sample]], finished: set[str]) -> None:
+    def _decode(self, rows: list[tuple[Row, Sample]], finished: set[str]) -> None:
         """Decodes all rows together until each is over."""
         while rows:
             live, tokens = [], []
@@ -231,7 +189,7 @@ class Engine:
                 used = self.store.pool.num_used * self.store.pool.page_bytes
                 self._on_step({"decode_tokens_per_s": len(tokens) / elapsed, "cache_bytes": used, "live_rows": len(tokens)})
 
-    def _drop_bad(self, rows: list[tuple[_Row, _Sample]], bad: dict[int, int], finished: set[str]) -> list[tuple[_Row, _Sample]]:
+    def _drop_bad(self, rows: list[tuple[Row, Sample]], bad: dict[int, int], finished: set[str]) -> list[tuple[Row, Sample]]:
         """Ends every sample that has a row with non-finite logits; `bad` maps row index to layer."""
         spoiled = {rows[index][0].request.sample_id: layer for index, layer in bad.items()}
         for state, sample in rows:
@@ -243,7 +201,7 @@ class Engine:
                     finished.add(sample.request.sample_id)
         return [(state, sample) for state, sample in rows if state.request.sample_id not in spoiled]
 
-    def _finish(self, state: _Row, sample: _Sample, finished: set[str]) -> None:
+    def _finish(self, state: Row, sample: Sample, finished: set[str]) -> None:
         """Records a finished row, and hands out the sample's outcomes once all its rows are over."""
         if state.meter is not None:
             sample.fidelity = state.meter.report()

@@ -32,7 +32,7 @@ from kvbench.declare import ALL_QUERIES, ALLOWED_BITS, Budget, Residual, ScoreSp
 
 __all__ = [
     "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView", "Extreme", "Policy", "PrefillPlan",
-    "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier", "rank_descending",
+    "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier", "largest_remainder", "rank_descending",
 ]  # fmt: skip
 
 EVICT = -1  # in a PrefillPlan: the token is not stored; in a DecodePlan: the displaced token is dropped
@@ -232,8 +232,53 @@ class Policy:
         """Says what is wrong when a journal record shows that the method did not do its work, else None."""
         return None
 
+    def budget_complaint(
+        self, record: dict, budget: Budget, *, at_least: int = 1, mean: bool = False, at_end: int | None = None
+    ) -> str | None:
+        """What is wrong when a record holds more prompt tokens than a budget allows, or far fewer; None when it was met.
+
+        Args:
+            record: A journal record.
+            budget: What was asked.
+            at_least: Tokens per list that the method keeps whatever the budget says.
+            mean: The budget is a mean over lists; otherwise every list has to keep to it.
+            at_end: When not None, the sequence's last state must keep to the budget too, with this many tokens per list to spare.
+        """
+        kept = record.get("kept", {})
+        if not kept:
+            return None
+        lists, prompt = kept["lists"], kept["prompt_tokens"]
+        allowed = min(prompt, max(at_least, budget.tokens(prompt, lists, kept["slot_bytes"])))
+        average, page = kept["prompt_slots"] / lists, kept["page_tokens"]
+        most = average if mean else kept["prompt_slots_max"]
+        if most > allowed or average < allowed - page:
+            return (
+                f"{most:g} of {prompt} prompt tokens per head were kept ({average:g} on average), but the budget "
+                f"{budget.value:g} {budget.unit} allows {allowed}"
+            )
+        held = sum(kept["slots_per_tier"]) / lists
+        limit = max(at_least, budget.tokens(prompt, lists, kept["slot_bytes"]))
+        if at_end is not None and held > limit + at_end:
+            return f"{held:g} tokens per head were held at the end, but the budget {budget.value:g} {budget.unit} allows {limit}"
+        return None
+
 
 def rank_descending(score: Tensor) -> Tensor:
     """Rank of each element along the last axis: score descending, then position ascending (stable); same shape, int64."""
     order = torch.argsort(score, dim=-1, descending=True, stable=True)
     return torch.empty_like(order).scatter_(-1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order))
+
+
+def largest_remainder(parts: list, denominator: object, total: int) -> list[int]:
+    """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending, index ascending.
+
+    Args:
+        parts: Whole numbers or fractions, so that ties are ties (0.2 is not exact in binary).
+        denominator: Common denominator.
+        total: Wanted sum; at least the sum of the floors, at most one more per part.
+    """
+    floors = [int(part // denominator) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (-(parts[i] - floors[i] * denominator), i))
+    for index in by_remainder[: total - sum(floors)]:
+        floors[index] += 1
+    return floors

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvbench import ledger, store_step
+from kvbench import ledger, store_prompt, store_step
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable
 from kvbench.kernels.torch_attention import Ring, TierPages, rotate
 from kvbench.layout import ModelShape, StoreOptions, compile_formats
-from kvbench.policy import Policy, PrefillPlan, PrefillView
+from kvbench.policy import Policy
 from kvbench.residual import ResidualBuffer
 
 __all__ = ["CompressedStore", "PoolExhausted"]
@@ -66,7 +66,7 @@ class CompressedStore:
         self.prompt_tokens = torch.zeros(rows, dtype=torch.int64, device=shape.device)
         self.meters = [ledger.RowMeter() for _ in range(rows)]
         self._free_rows = list(range(rows))
-        self._stash: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+        self.stash: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         self._step: store_step.Step | None = None
 
     @property
@@ -109,7 +109,7 @@ class CompressedStore:
         if self.residual is not None:
             for counter in (self.residual.num_k, self.residual.num_v, self.residual.num_tokens):
                 counter[lists] = 0
-        self._stash.pop(row, None)
+        self.stash.pop(row, None)
         self._free_rows.append(row)
 
     def fork_row(self, source: int) -> int:
@@ -145,95 +145,7 @@ class CompressedStore:
             q: [Hq, N, D] post-RoPE queries; k, v: [H, N, D] post-RoPE keys and values, uncompressed.
             scale: Factor on the attention logits.
         """
-        spec = self.policy.score
-        k, v = self._repeat(k), self._repeat(v)
-        score = None
-        if spec.prefill_queries:
-            score = self.backend.prompt_scores(
-                q, k, scale, queries=spec.prefill_queries, skip_near=spec.skip_near, power=spec.power, pool=spec.pool,
-                pool_kernel=spec.pool_kernel, pool_stage=spec.pool_stage, pool_region=spec.pool_region, group=spec.group_reduce,
-            )  # fmt: skip
-        if self.policy.scope == "model":
-            stash = self._stash.setdefault(row, [])
-            stash.append((k, v, score))
-            if layer + 1 < self.shape.num_layers:
-                return
-            layers = torch.arange(self.shape.num_layers, device=k.device)
-            scores = None if score is None else torch.stack([s for _, _, s in stash])
-            plan = self._plan_prefill(layers, scores, k.shape[1])
-            staging = sum(x.nbytes + y.nbytes for x, y, _ in stash)
-            for index, (keys, values, _) in enumerate(self._stash.pop(row)):
-                self._write_prompt(row, index, keys, values, plan, scores, index)
-        else:
-            plan = self._plan_prefill(torch.tensor([layer], device=k.device), None if score is None else score[None], k.shape[1])
-            staging = k.nbytes + v.nbytes
-            self._write_prompt(row, layer, k, v, plan, None if score is None else score[None], 0)
-        meter = self.meters[row]
-        meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging)
-        meter.peak_bytes = max(meter.peak_bytes, staging + self._row_bytes(row))
-        if layer + 1 == self.shape.num_layers:
-            self.tokens_seen[row] = self.prompt_tokens[row] = k.shape[1]
-            counts = sum(self.slots_per_tier(self.lists_of(torch.tensor([row], device=k.device))))
-            meter.prompt_slots = {
-                "prompt_tokens": k.shape[1], "prompt_slots_min": int(counts.min()), "prompt_slots_max": int(counts.max()),
-                "prompt_slots": int(counts.sum()), "lists": len(counts), "page_tokens": self.formats[0].tokens_per_page,
-                "slot_bytes": self.formats[0].slot.slot_bytes,
-            }  # fmt: skip
-
-    def _plan_prefill(self, layers: Tensor, score: Tensor | None, num_tokens: int) -> PrefillPlan:
-        view = PrefillView(
-            num_tokens=num_tokens, num_layers=self.shape.num_layers, num_kv_heads=self.num_heads, layers=layers, score=score,
-            token_bytes=tuple(fmt.slot.slot_bytes for fmt in self.formats),
-        )  # fmt: skip
-        plan = self.policy.plan_prefill(view)
-        expected = (len(layers), self.num_heads, num_tokens)
-        if tuple(plan.tier_of.shape) != expected:
-            raise AssertionError(f"{type(self.policy).__name__}.plan_prefill returned {tuple(plan.tier_of.shape)}, not {expected}")
-        return plan
-
-    def _write_prompt(
-        self, row: int, layer: int, k: Tensor, v: Tensor, plan: PrefillPlan, score: Tensor | None, index: int
-    ) -> None:
-        """Writes the kept tokens of one layer, per tier in position order."""
-        tier_of = plan.tier_of[index]
-        stored = plan.score[index] if plan.score is not None else score[index] if score is not None else None
-        k = self._unrotate(k, torch.arange(k.shape[1], device=k.device))
-        lists = self._layer_lists(torch.tensor([row], device=k.device), layer).flatten()
-        for tier, fmt in enumerate(self.formats):
-            chosen = tier_of == tier
-            count = chosen.sum(1)
-            head, token = chosen.nonzero(as_tuple=True)
-            ordinal = torch.arange(len(head), device=k.device) - (count.cumsum(0) - count)[head]
-            if self.residual is not None:
-                self._write_prompt_ring(row, layer, lists, k, v, head, token, ordinal, count)
-                continue
-            self.table.reserve(lists, tier, count)
-            page, slot = self.table.lookup(lists[head], tier, ordinal)
-            self.backend.write_keys(self.pool.pages, fmt, page, slot, k[head, token])
-            self.backend.write_values(self.pool.pages, fmt, page, slot, v[head, token])
-            if fmt.slot.track:
-                value = stored[head, token] if stored is not None else torch.zeros(len(head), device=k.device)
-                self.backend.write_tracked(self.pool.pages, fmt, page, slot, value, token)
-
-    def _write_prompt_ring(
-        self, row: int, layer: int, lists: Tensor, k: Tensor, v: Tensor, head: Tensor, token: Tensor, ordinal: Tensor, count: Tensor
-    ) -> None:
-        """Prompt tokens behind a residual buffer: the oldest go to pages, the rest to the rings."""
-        ring, fmt = self.residual, self.formats[0]
-        num_k, num_v = ring.split_prompt(count)
-        self.table.reserve(lists, 0, torch.maximum(num_k, num_v))
-        for limit, source, buffer, write in (
-            (num_k, k, ring.k, self.backend.write_keys),
-            (num_v, v, ring.v, self.backend.write_values),
-        ):
-            paged = ordinal < limit[head]
-            page, slot = self.table.lookup(lists[head[paged]], 0, ordinal[paged])
-            write(self.pool.pages, fmt, page, slot, source[head[paged], token[paged]])
-            rest = ~paged
-            where = ordinal[rest] % buffer.shape[3]
-            buffer[row, layer, head[rest], where] = source[head[rest], token[rest]].to(buffer.dtype)
-        ring.num_k[lists], ring.num_v[lists] = num_k.to(torch.int32), num_v.to(torch.int32)
-        ring.num_tokens[lists] = count.to(torch.int32)
+        store_prompt.prefill_layer(self, row, layer, q, k, v, scale)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only for policies that do not act in decode.
@@ -244,24 +156,7 @@ class CompressedStore:
         Returns:
             fp32 [Hq, n, D].
         """
-        k, v = self._repeat(k), self._repeat(v)
-        rows, fmt = torch.tensor([row], device=k.device), self.formats[0]
-        tiers, ring = self.layer_pages(rows, layer)
-        history = tuple(x[0] for x in self.backend.gather_dense(self.pool.pages, tiers, ring))
-        out = self.backend.chunk_attention(q, k, v, history, scale)
-        lists, chunk = self._layer_lists(rows, layer).flatten(), k.shape[1]
-        first = self.table.reserve(lists, 0, torch.full_like(lists, chunk))
-        slots = (first[:, None] + torch.arange(chunk, device=k.device)).flatten()
-        page, slot = self.table.lookup(lists.repeat_interleave(chunk), 0, slots)
-        self.backend.write_keys(self.pool.pages, fmt, page, slot, k.flatten(0, 1))
-        self.backend.write_values(self.pool.pages, fmt, page, slot, v.flatten(0, 1))
-        if fmt.slot.track:
-            position = int(self.tokens_seen[row]) + torch.arange(chunk, device=k.device)
-            self.backend.write_tracked(self.pool.pages, fmt, page, slot, 0.0, position.repeat(self.num_heads))
-        if layer + 1 == self.shape.num_layers:
-            self.tokens_seen[row] += chunk
-            self.meters[row].peak_bytes = max(self.meters[row].peak_bytes, self._row_bytes(row))
-        return out
+        return store_prompt.append_chunk(self, row, layer, q, k, v, scale)
 
     # Decode steps -------------------------------------------------------------------------------------------------------------------
 
@@ -284,7 +179,7 @@ class CompressedStore:
         """
         if self.num_heads != self.shape.num_kv_heads:
             k, v = (x.repeat_interleave(self.num_heads // self.shape.num_kv_heads, 1) for x in (k, v))
-        k = self._unrotate(k, self.tokens_seen[self._step.rows][:, None])
+        k = self.unrotate(k, self.tokens_seen[self._step.rows][:, None])
         return store_step.attend(self, self._step, layer, q, k, v, scale)
 
     def end_step(self) -> None:
@@ -294,7 +189,7 @@ class CompressedStore:
 
     def layer_pages(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of the given rows; `width` is the pages to read per tier, found when absent."""
-        lists, tiers = self._layer_lists(rows, layer), []
+        lists, tiers = self.layer_lists(rows, layer), []
         for tier, fmt in enumerate(self.formats):
             held = self.table.num_slots[tier, lists].long()
             pages = width[tier] if width is not None else int(-(-held.max() // fmt.tokens_per_page))
@@ -310,21 +205,21 @@ class CompressedStore:
 
     # Small things -------------------------------------------------------------------------------------------------------------------
 
-    def _layer_lists(self, rows: Tensor, layer: int) -> Tensor:
+    def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
         """int64 [S, H] list numbers of one layer."""
         base = rows * self.lists_per_row + layer * self.num_heads
         return base[:, None] + torch.arange(self.num_heads, device=rows.device)
 
-    def _repeat(self, x: Tensor) -> Tensor:
+    def at_granularity(self, x: Tensor) -> Tensor:
         """[H, N, D] to the store's granularity."""
         return x if x.shape[0] == self.num_heads else x.repeat_interleave(self.num_heads // x.shape[0], 0)
 
-    def _unrotate(self, k: Tensor, position: Tensor) -> Tensor:
+    def unrotate(self, k: Tensor, position: Tensor) -> Tensor:
         """Keys without their rotary position when the policy re-rotates them, else unchanged; `position` broadcasts against k[..., 0]."""
         if self.policy.position_mode == "absolute":
             return k
         angle = -position[..., None].float() * self.shape.inv_freq
         return rotate(k.float(), angle)
 
-    def _row_bytes(self, row: int) -> int:
+    def row_bytes(self, row: int) -> int:
         return int(ledger.resident_bytes(self, torch.tensor([row], device=self.shape.device))[0])
