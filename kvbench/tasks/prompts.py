@@ -90,14 +90,14 @@ class PromptBuilder:
         available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
             raise ValueError(
-                f"model {model.name} holds {model.max_tokens} tokens, which leaves none for a prompt beside an "
-                f"answer of {self.max_new_tokens}; lower protocol.max_new_tokens or choose a model with a longer context"
+                f"model {model.name} holds {model.max_tokens} tokens, which leaves none for a prompt beside an answer "
+                f"of {self.max_new_tokens}; lower protocol.max_new_tokens or choose a model with a longer context"
             )
         if max_prompt_tokens is not None and not 2 <= max_prompt_tokens <= self.room_tokens - overhead:
             raise ValueError(
-                f"task.max_prompt_tokens={max_prompt_tokens} must lie between 2 and {self.room_tokens - overhead}: model "
-                f"{model.name} holds {model.max_tokens} tokens, the answer takes {self.max_new_tokens} and the chat "
-                f"template {overhead}; leave it out to use what the model allows"
+                f"task.max_prompt_tokens={max_prompt_tokens} must lie between 2 and {self.room_tokens - overhead}: "
+                f"model {model.name} holds {model.max_tokens} tokens, the answer takes {self.max_new_tokens} and the "
+                f"chat template {overhead}; leave it out to use what the model allows"
             )
         self.max_prompt_tokens = max_prompt_tokens or available
         self._stop_token_ids = tuple(

@@ -103,7 +103,7 @@ def _parse(line: bytes) -> object:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
-        cut = " (the line may have been cut off)" if error.pos >= len(error.doc.rstrip()) - 1 else ""
+        cut = "" if error.doc.rstrip().endswith("}") else " (the line seems to be cut off)"
         raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}{cut}") from error
     except RecursionError as error:
         raise ValueError("not JSON that can be read: nested too deeply") from error

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from kvbench.tasks.longbench.metrics import REFERENCE
 from kvbench.tasks.source import MissingDataError, Rows, in_datasets_cache, in_folder, in_hub_cache, on_hub, read_rows
 
 # The data set moved from the first id to the second; the hub and local caches may know it by either.
@@ -81,7 +82,7 @@ def check_row(row: object, subset: str) -> dict:
             raise ValueError("field all_classes must be the list of class names")
     else:
         classes = None
-    if base == "passage_retrieval_en" and not all("Paragraph " in answer for answer in answers):
+    if base == "passage_retrieval_en" and not all(REFERENCE.search(answer) for answer in answers):
         raise ValueError(f"field answers must name a paragraph ('Paragraph 1'), it is {answers!r}")
     return {"context": row["context"], "input": question, "answers": answers, "all_classes": classes, "length": length}
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 
 from kvbench.tasks.longbench.rouge import rouge_l
 
+# The form of passage_retrieval_en's references.
+REFERENCE = re.compile(r"Paragraph (\d+)")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -59,7 +61,7 @@ def retrieval(prediction: str, reference: str, all_classes: Sequence[str] | None
     Raises:
         ValueError: the reference does not name a paragraph.
     """
-    wanted = re.search(r"Paragraph (\d+)", reference)
+    wanted = REFERENCE.search(reference)
     if wanted is None:
         raise ValueError(f"the reference {reference!r} is not of the form 'Paragraph 1'")
     return _share_of_numbers(prediction, wanted[1])

@@ -17,18 +17,18 @@ RECALL_PREFIX_WORDS = 10
 LENGTH_SLACK_TOKENS = 4
 
 _CITIES = (
-    "Lisbon Oslo Cairo Lima Quito Delhi Tokyo Paris Rome Madrid Vienna Athens Dublin Prague Warsaw Berlin Havana Ottawa Seoul "
-    "Hanoi Nairobi Accra Tunis Dakar Sofia Riga Bern Boston Denver Chicago Sydney Manila"
+    "Lisbon Oslo Cairo Lima Quito Delhi Tokyo Paris Rome Madrid Vienna Athens Dublin Prague Warsaw Berlin Havana "
+    "Ottawa Seoul Hanoi Nairobi Accra Tunis Dakar Sofia Riga Bern Boston Denver Chicago Sydney Manila"
 ).split()
 _ADJECTIVES = (
     "amber brave calm clever crisp deep early empty fair fancy final fresh gentle giant golden grand green happy "
-    "heavy hidden icy jolly kind large late light little lucky mild modern narrow noble old pale plain proud quick quiet rapid "
-    "royal rusty sharp shy silent silver small soft warm wild young"
+    "heavy hidden icy jolly kind large late light little lucky mild modern narrow noble old pale plain proud quick "
+    "quiet rapid royal rusty sharp shy silent silver small soft warm wild young"
 ).split()
 _NOUNS = (
-    "anchor apple arrow basket bell bird boat book bottle bridge bucket button candle castle chair cloud coin door drum "
-    "engine farmer feather field flag forest garden glass hammer harbor island kettle ladder lamp leaf lion market "
-    "mirror mountain needle ocean orange paper pencil pillow river rocket saddle spoon table tower"
+    "anchor apple arrow basket bell bird boat book bottle bridge bucket button candle castle chair cloud coin door "
+    "drum engine farmer feather field flag forest garden glass hammer harbor island kettle ladder lamp leaf lion "
+    "market mirror mountain needle ocean orange paper pencil pillow river rocket saddle spoon table tower"
 ).split()
 
 

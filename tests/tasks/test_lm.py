@@ -1,0 +1,111 @@
+"""kvbench as a model of lm-eval: our tasks through its evaluator give what our own run gives."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from longbench_rows import row, write
+
+from kvbench.lm import KvbenchLM
+from kvbench.tasks.lmeval import TASKS_FOLDER
+
+TINY = {
+    "model": "random",
+    "model.preset": "tiny",
+    "model.num_layers": 2,
+    "model.dtype": "float32",
+    "model.device": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def lm() -> KvbenchLM:
+    """Gives a tiny random model with the full cache."""
+    return KvbenchLM(method="full", batch_size=2, **TINY)
+
+
+def evaluate(lm: KvbenchLM, task: str, metadata: dict, **more: object) -> dict:
+    """lm-eval's own evaluator on one of our tasks."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_defaults=False, include_path=str(TASKS_FOLDER), metadata=metadata)
+    return lm_eval.simple_evaluate(
+        model=lm, tasks=[task], task_manager=manager, bootstrap_iters=0, log_samples=True, **more
+    )
+
+
+def test_lmeval_runs_our_tasks(lm: KvbenchLM, tmp_path: Path) -> None:
+    """Prompts, answers and scores of lm-eval's evaluator are those of load_task and the engine."""
+    from kvbench.tasks import load_task
+
+    write(tmp_path / "samsum.jsonl", *(row(input=f"Dialogue {n}\nSummary: ") for n in range(3)))
+    result = evaluate(lm, "kvbench_longbench_samsum", {"data_dir": str(tmp_path)}, limit=2)
+    samples = result["samples"]["kvbench_longbench_samsum"]
+    assert len(samples) == 2
+    settings = {"name": "longbench", "subsets": "samsum", "data_dir": str(tmp_path)}
+    task = load_task(settings, lm.model, limit=2, seed=0, protocol=dict(lm.cfg.protocol))
+    outcomes = lm._run(task.requests, fidelity_max_tokens=0)
+    for sample, request in zip(samples, task.requests, strict=True):
+        assert sample["resps"][0][0] == outcomes[request.sample_id].text
+        assert sample["score"] == task.score(request, outcomes[request.sample_id].text)["score"]
+
+
+def test_the_generated_task_takes_its_tokenizer_from_metadata(lm: KvbenchLM) -> None:
+    """Length, items and seed come with the metadata; without a tokenizer the error says so."""
+    metadata = {"tokenizer": lm.model.tokenizer, "length": 1200, "items": 1, "seed": 3}
+    result = evaluate(lm, "kvbench_longctx_passkey", metadata)
+    assert set(result["results"]["kvbench_longctx_passkey"]) >= {"score,none", "exact,none"}
+    with pytest.raises(ValueError, match="pass a tokenizer in the task metadata"):
+        evaluate(lm, "kvbench_longctx_passkey", {})
+
+
+def test_a_rendered_chat_is_refused_for_our_tasks(tmp_path: Path) -> None:
+    """lm-eval's one switch for all prompts would break the benchmark's rule."""
+    write(tmp_path / "trec.jsonl", row(all_classes=["Food"], answers=["Food"]))
+    lm = KvbenchLM(method="full", **TINY)
+    lm.model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    try:
+        with pytest.raises(ValueError, match="decides itself which prompts get a chat template"):
+            evaluate(lm, "kvbench_longbench_trec", {"data_dir": str(tmp_path)}, apply_chat_template=True)
+    finally:
+        lm.model.tokenizer.chat_template = None
+
+
+def test_loglikelihood_against_a_plain_forward(lm: KvbenchLM) -> None:
+    """Sums of log-probabilities and the greedy flag are those of the model's own forward pass on the same tokens."""
+    from lm_eval.api.instance import Instance
+
+    from kvbench.models import load_model
+
+    plain = load_model({**dict(lm.cfg.model)}).model
+    tokenizer = lm.model.tokenizer
+    pairs = [("The cat sat on the", " mat and slept"), ("Numbers: one two ", "three"), ("a", "b")]
+    instances = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+    for (context, continuation), (total, greedy) in zip(pairs, lm.loglikelihood(instances), strict=True):
+        ids = tokenizer.encode(context + continuation)
+        num_gold = len(ids) - len(tokenizer.encode(context.rstrip()))
+        with torch.no_grad():
+            logp = plain(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        steps = range(len(ids) - num_gold, len(ids))
+        assert total == pytest.approx(sum(float(logp[at - 1, ids[at]]) for at in steps), abs=1e-2)
+        assert greedy is all(int(logp[at - 1].argmax()) == ids[at] for at in steps)
+
+
+def test_what_is_not_supported_says_so(lm: KvbenchLM) -> None:
+    """Whole-text scores have no prompt to compress; an empty continuation has nothing to score."""
+    from lm_eval.api.instance import Instance
+
+    with pytest.raises(ValueError, match="loglikelihood_rolling"):
+        lm.loglikelihood_rolling([])
+    with pytest.raises(ValueError, match="continuation of 0 tokens"):
+        lm.loglikelihood([Instance("loglikelihood", {}, ("a", ""), 0)])
+
+
+def test_settings_go_through_the_configuration() -> None:
+    """Unknown names are refused as on the command line, and Hydra names reach the protocol."""
+    lm = KvbenchLM(method="full", **TINY, **{"protocol.query_aware": False, "protocol.max_new_tokens": 5})
+    assert lm.protocol.query_aware is False
+    assert lm.protocol.max_new_tokens == 5
+    with pytest.raises(ValueError, match="query_aware"):
+        KvbenchLM(method="full", **TINY, **{"+protocol.query_awre": False})

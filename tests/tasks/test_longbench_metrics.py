@@ -1,0 +1,154 @@
+"""LongBench's scores against hand-computed values and against the official code's quirks."""
+
+import pytest
+
+from kvbench.tasks.longbench import metrics
+from kvbench.tasks.longbench.rouge import rouge_l
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        ("Bob Dylan", "bob dylan", 1.0),  # case does not count
+        ("the Bob, Dylan!", "Bob Dylan", 1.0),  # nor articles and punctuation
+        ("Bob", "Bob Dylan", 2 / 3),  # P 1, R 1/2
+        ("Bob Bob", "Bob Dylan", 1 / 2),  # the second Bob finds no partner: P 1/2, R 1/2
+        ("Bob Bob Dylan", "Bob Dylan Bob", 1.0),  # order does not count
+        ("x y z", "Bob Dylan", 0.0),
+        ("", "Bob", 0.0),
+        ("the", "a", 0.0),  # both are empty after normalisation
+        ("can't", "cant", 1.0),  # punctuation goes before words are divided
+        ("well-known", "well known", 0.0),
+        ("theatre", "atre", 0.0),  # articles are whole words
+    ],
+)
+def test_qa_f1(prediction: str, reference: str, expected: float) -> None:
+    """F1 of bags of words, worked out by hand."""
+    assert metrics.qa_f1(prediction, reference) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "common", "num_predicted", "num_wanted"),
+    [
+        ("a b c", "a b c", 3, 3, 3),
+        ("a b c d", "a c", 2, 4, 2),
+        ("a a a b", "a b", 2, 2, 2),  # words are a set
+        ("c b a", "a b c", 1, 3, 3),  # order counts inside a sentence
+        ("a b. c d", "c d. a b", 4, 4, 4),  # but not between sentences
+        ("a x b. a y c", "a b c", 3, 5, 3),  # common words of several sentences are united
+        ("a b. ", "a b", 2, 3, 2),  # white space behind a full stop is an empty word, as in the package
+    ],
+)
+def test_rouge(prediction: str, reference: str, common: int, num_predicted: int, num_wanted: int) -> None:
+    """ROUGE-L of the `rouge` package from counts made by hand."""
+    precision, recall = common / num_predicted, common / num_wanted
+    assert rouge_l(prediction, reference) == pytest.approx(2 * precision * recall / (precision + recall + 1e-8))
+
+
+def test_rouge_takes_the_subsequence_that_the_package_takes() -> None:
+    """Of two longest common subsequences the words differ, and later sentences make that visible in the score."""
+    # "a" and "b" are both longest for reference "a b" and prediction "b a". On a tie the package drops the last word of
+    # the prediction first and so finds "b". A second sentence adds to that only if it holds the other word.
+    assert rouge_l("b a", "a b") == pytest.approx(2 * 0.25 / (1 + 1e-8))
+    assert rouge_l("b a.b", "a b") == pytest.approx(rouge_l("b a", "a b"))
+    assert rouge_l("b a.a", "a b") == pytest.approx(2 / (2 + 1e-8))
+
+
+@pytest.mark.parametrize("text", ["", "...", "."])
+def test_rouge_of_nothing_is_zero(text: str) -> None:
+    """The package raises there, and LongBench counts 0."""
+    assert rouge_l(text, "a b") == 0.0
+    assert rouge_l("a b", text) == 0.0
+
+
+def test_rouge_of_sentences_too_long_for_the_package() -> None:
+    """A sentence beyond Python's recursion limit is scored, not failed."""
+    text = " ".join(f"w{place}" for place in range(1500))
+    assert rouge_l(text, text) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "classes", "expected"),
+    [
+        ("Food", "Food", ["Food", "Date"], 1.0),
+        ("Food or Date", "Food", ["Food", "Date"], 0.5),
+        ("food", "Food", ["Food", "Date"], 0.0),
+        ("Other location", "Other location", ["location", "Other location"], 1.0),  # the part is taken out
+        ("Other location", "location", ["location", "Other location"], 0.5),  # the whole is not
+        # Both "a" and "b" are parts of "ab", but the loop skips "b" after it took "a" out: 1 of 2 names is right.
+        ("ab", "ab", ["a", "b", "ab"], 0.5),
+        ("", "Food", ["Food"], 0.0),
+    ],
+)
+def test_classification(prediction: str, reference: str, classes: list[str], expected: float) -> None:
+    """Share of the right class among the names found, with the official loop's skip."""
+    assert metrics.classification(prediction, reference, classes) == expected
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        ("Paragraph 3", "Paragraph 3", 1.0),
+        ("3 or 4", "Paragraph 3", 0.5),
+        ("Paragraph 33", "Paragraph 3", 0.0),
+        ("three", "Paragraph 3", 0.0),
+        ("3, 3 and 3", "Paragraph 3", 1.0),
+    ],
+)
+def test_retrieval(prediction: str, reference: str, expected: float) -> None:
+    """Share of the numbers that name the right paragraph."""
+    assert metrics.retrieval(prediction, reference) == expected
+
+
+def test_retrieval_needs_a_numbered_reference() -> None:
+    """A reference without a number is a fault of the data, not a score of 0."""
+    with pytest.raises(ValueError, match="Paragraph 1"):
+        metrics.retrieval("3", "the third")
+
+
+@pytest.mark.parametrize(("prediction", "expected"), [("7", 1.0), ("7 of 14", 0.5), ("07", 0.0), ("none", 0.0)])
+def test_count(prediction: str, expected: float) -> None:
+    """Share of the numbers that are the count, compared as text."""
+    assert metrics.count(prediction, "7") == expected
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        ("return x", "return x", 1.0),
+        ("\n\nreturn x\nreturn y", "return x", 1.0),  # leading line breaks go
+        ("  \n    return x\n", "    return x", 0.29),  # a blank line is a line: 2 * 2 / (2 + 12), rounded
+        ("# no\n```\n// no\nreturn x", "return x", 1.0),
+        ("abcd", "abxd", 0.75),  # indel: 3 common of 4 + 4
+        ("ab", "ba", 0.5),
+        ("# only a comment", "return x", 0.0),
+        ("", "", 1.0),
+        ("abc", "ab", 0.8),
+        ("abcdefg", "a", 0.25),
+        ("aabbb", "ab", 0.57),  # 4/7 in whole percent
+    ],
+)
+def test_code_similarity(prediction: str, reference: str, expected: float) -> None:
+    """Indel similarity of the first code line, in whole percent."""
+    assert metrics.code_similarity(prediction, reference) == expected
+
+
+def test_first_line_ignores_leading_line_breaks() -> None:
+    """The case where lm-eval's stop rule gives an empty answer and the official rule the right one."""
+    doc = {"answers": ["Bob Dylan"], "all_classes": None}
+    assert metrics.score_first_line_qa_f1(doc, ["\nBob Dylan\nQuestion"]) == {"score": 1.0}
+    assert metrics.score_qa_f1(doc, ["\nBob Dylan\nQuestion"])["score"] == pytest.approx(0.8)
+    assert metrics.score_first_line_qa_f1(doc, [" \nBob Dylan"])["score"] == 0.0
+
+
+def test_the_best_reference_counts() -> None:
+    """With several references the highest score is taken, whatever their order."""
+    doc = {"answers": ["x", "Bob Dylan", "Bob"], "all_classes": None}
+    assert metrics.score_qa_f1(doc, ["bob dylan"])["score"] == 1.0
+
+
+def test_code_predictions_keep_their_indentation() -> None:
+    """Answers are not stripped: indentation is part of a line of code."""
+    doc = {"answers": ["    x = 1"], "all_classes": None}
+    assert metrics.score_code_similarity(doc, ["    x = 1"])["score"] == 1.0
+    assert metrics.score_code_similarity(doc, ["x = 1"])["score"] == 0.71  # 2 * 5 / 14

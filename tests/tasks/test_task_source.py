@@ -1,0 +1,164 @@
+"""Reading rows: line breaks, broken rows, places to look."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from longbench_rows import row, write
+
+from kvbench.tasks import source
+from kvbench.tasks.longbench import dataset
+
+
+@pytest.fixture(autouse=True)
+def nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Points the caches at an empty folder and the hub at nothing."""
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
+    """Texts may hold other Unicode line separators, raw in the file."""
+    text = "one\u2028two\u0085three\x0bfour"
+    write(tmp_path / "qasper.jsonl", row(context=text), row(context="next"))
+    rows = dataset.load("qasper", str(tmp_path))["test"]
+    assert [item["context"] for item in rows] == [text, "next"]
+    assert rows.origin == "data_dir"
+
+
+def test_broken_rows_are_set_aside_by_file_and_line(tmp_path: Path) -> None:
+    """Every kind of broken row is named, and the good ones keep their position in the file."""
+    good = json.dumps(row()).encode()
+    path = write(
+        tmp_path / "qasper.jsonl",
+        row(),
+        b"",
+        b"not json",
+        row(answers=[]),
+        b"\xff\xfe{}",
+        b"[1, 2]",
+        row(context=7),
+        {"context": "x", "answers": ["y"]},
+        row(length="long"),
+        row(),
+        good[: len(good) // 2],
+    )
+    rows = dataset.load("qasper", str(tmp_path))["test"]
+    assert [item["index"] for item in rows] == [0, 9]
+    assert {item["file"] for item in rows.quarantined} == {str(path)}
+    reasons = {item["line"]: item["reason"] for item in rows.quarantined}
+    assert sorted(reasons) == [3, 4, 5, 6, 7, 8, 9, 11]
+    for line, words in {
+        3: "not JSON", 4: "answers", 5: "UTF-8", 6: "JSON object", 7: "context", 8: "input", 9: "length", 11: "cut off",
+    }.items():  # fmt: skip
+        assert words in reasons[line]
+
+
+def test_all_rows_broken_is_an_error(tmp_path: Path) -> None:
+    """A file without one good row fails and says which file, how many rows and why."""
+    write(tmp_path / "qasper.jsonl", b"{", b"{")
+    with pytest.raises(ValueError, match=r"all 2 rows of .*qasper\.jsonl are broken; the first, line 1: not JSON"):
+        dataset.load("qasper", str(tmp_path))
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    """A file without any row fails instead of giving an empty subset."""
+    write(tmp_path / "qasper.jsonl", b"", b" ")
+    with pytest.raises(ValueError, match="holds no rows"):
+        dataset.load("qasper", str(tmp_path))
+
+
+def test_the_hub_copys_field_name_is_accepted(tmp_path: Path) -> None:
+    """One copy of the data calls the question `question`."""
+    other = row()
+    other["question"] = other.pop("input") + "!"
+    write(tmp_path / "qasper.jsonl", other)
+    assert dataset.load("qasper", str(tmp_path))["test"][0]["input"] == "Where is it?!"
+
+
+def test_subsets_need_their_own_fields() -> None:
+    """trec needs its classes, LongBench-E its lengths, passage retrieval a numbered answer."""
+    with pytest.raises(ValueError, match="all_classes"):
+        dataset.check_row(row(), "trec")
+    with pytest.raises(ValueError, match="length is missing"):
+        dataset.check_row(row(length=None), "qasper_e")
+    with pytest.raises(ValueError, match="Paragraph 1"):
+        dataset.check_row(row(answers=["the Paragraph x"]), "passage_retrieval_en")
+    assert dataset.check_row(row(length=None), "qasper")["length"] is None
+
+
+def test_missing_data_says_where_and_how(tmp_path: Path) -> None:
+    """The error lists the places, the command that fetches, and a task that needs no data."""
+    with pytest.raises(source.MissingDataError) as caught:
+        dataset.load("trec", str(tmp_path))
+    text = str(caught.value)
+    for part in (
+        f"task.data_dir={tmp_path} (no trec.jsonl",
+        f"hub cache {tmp_path / 'hub'}",
+        f"datasets library {tmp_path / 'datasets'}",
+        "HF_HUB_OFFLINE is set",
+        "hf download THUDM/LongBench data.zip --repo-type dataset",
+        "python -m zipfile -e",
+        "task=longctx",
+    ):
+        assert part in text
+
+
+def test_a_wrong_data_dir_is_an_error(tmp_path: Path) -> None:
+    """A folder that does not exist is the user's mistake: nothing else is searched."""
+    with pytest.raises(ValueError, match=r"task\.data_dir=.*nowhere is not a folder"):
+        dataset.load("trec", str(tmp_path / "nowhere"))
+
+
+def test_rows_from_the_cached_archive(tmp_path: Path) -> None:
+    """The official archive in the hub cache is read where it lies, behind data_dir in order."""
+    snapshot = tmp_path / "hub" / "datasets--zai-org--LongBench" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    with zipfile.ZipFile(snapshot / "data.zip", "w") as archive:
+        archive.writestr("data/qasper.jsonl", json.dumps(row(context="from the archive")) + "\nbroken\n")
+    rows = dataset.load("qasper")["test"]
+    assert (rows[0]["context"], rows.origin) == ("from the archive", "cache")
+    assert rows.quarantined[0]["file"].endswith("data.zip:data/qasper.jsonl")
+    (tmp_path / "own").mkdir()
+    write(tmp_path / "own" / "qasper.jsonl", row(context="own"))
+    assert dataset.load("qasper", str(tmp_path / "own"))["test"][0]["context"] == "own"
+    with pytest.raises(source.MissingDataError):
+        dataset.load("lcc")
+
+
+def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
+    """A zip file that is none is named, with what to do."""
+    path = tmp_path / "data.zip"
+    path.write_bytes(b"PK nonsense")
+    with pytest.raises(ValueError, match="delete it and fetch it again"):
+        source.in_archive(path, "qasper", "cache")
+
+
+def test_rows_from_the_datasets_cache(tmp_path: Path) -> None:
+    """A copy that the datasets library prepared is found whatever its owner, by subset."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = tmp_path / "datasets" / "Someone___long_bench" / "qasper" / "1.0.0" / "hash"
+    folder.mkdir(parents=True)
+    features = datasets.Dataset.from_list([row()]).features
+    with ArrowWriter(features=features, path=str(folder / "long_bench-test.arrow")) as writer:
+        writer.write(row(context="from arrow"))
+        writer.finalize()
+    rows = dataset.load("qasper")["test"]
+    assert (rows[0]["context"], rows.origin) == ("from arrow", "cache")
+
+
+@pytest.mark.parametrize(
+    ("words", "bucket"), [(0, "0-4k"), (3999, "0-4k"), (4000, "4-8k"), (7999, "4-8k"), (8000, "8k+")]
+)
+def test_length_buckets(words: int, bucket: str) -> None:
+    """LongBench-E's borders are at 4,000 and 8,000 words."""
+    assert dataset.length_bucket(words) == bucket
