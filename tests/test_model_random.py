@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HEADS
 from omegaconf import OmegaConf
 
 from kvbench import model_random
 from kvbench.models import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
+# What the names of the `tiny_model` factory mean: query heads, KV heads.
+HEADS = {"mha": (4, 4), "gqa3": (6, 2), "gqa7": (14, 2)}
 TINY = {"kind": "random", "preset": "tiny", "device": "cpu"}
 
 
