@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvbench.run import Finished
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
+FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 
 # What the jobs of this process have done; Hydra has no way to hand it back from a sweep.
 _finished: "list[Finished]" = []
@@ -91,6 +93,20 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
     raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(listing.COMMANDS)}; settings are key=value.")
 
 
+def flags_first(arguments: list[str]) -> list[str]:
+    """Put flags and their values before the settings; Hydra does not take settings on both sides of a flag."""
+    flags, settings = [], []
+    rest = iter(arguments)
+    for word in rest:
+        if not word.startswith("-"):
+            settings.append(word)
+            continue
+        flags.append(word)
+        if word in FLAGS_WITH_VALUE:
+            flags += [value for value in [next(rest, None)] if value is not None]
+    return flags + settings
+
+
 def report(error: Exception) -> int:
     """Print an error the way its reader needs it.
 
@@ -143,7 +159,7 @@ def run_command(overrides: list[str]) -> int:
     _finished.clear()
     _codes.clear()
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["kvbench", *overrides]
+    sys.argv = ["kvbench", *flags_first(overrides)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving
     try:
         hydra.main(version_base="1.3", config_path=str(listing.conf_folder()), config_name="config")(_job)()

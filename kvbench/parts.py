@@ -34,8 +34,15 @@ def make_policy(cfg: DictConfig) -> object:
         ValueError: The class does not exist, a field is unknown, or a value is out of range.
     """
     from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
+    from hydra.utils import get_class, instantiate
 
+    try:
+        known = [item.name for item in fields(get_class(cfg._target_)) if item.init]
+    except (ImportError, ValueError, TypeError) as error:
+        raise ValueError(f"method._target_={cfg.get('_target_')} is no policy class: {error}") from error
+    for key in cfg:
+        if key not in known and not str(key).startswith("_"):
+            raise unknown_name("key", f"method.{key}", [f"method.{name}" for name in known])
     try:
         return instantiate(cfg, _convert_="all")
     except InstantiationException as error:
@@ -63,7 +70,7 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
     known = [item.name for item in fields(StoreOptions)]
     for key in options:
         if key not in known:
-            raise unknown_name("key", f"store.{key}", known)
+            raise unknown_name("key", f"store.{key}", [f"store.{name}" for name in known])
     return Engine(
         model,
         policy,

@@ -216,6 +216,16 @@ def test_help(fakes, capsys):
     assert max(map(len, texts[0].splitlines())) <= 120
 
 
+def test_flags_anywhere(fakes, capsys):
+    """A flag between two settings works, with its value; a folder of one's own adds to the choices."""
+    assert cli.main(["limit=4", "-m", "method=kivi,snapkv", "reference=none"]) == 0
+    assert sorted(runs(fakes)) == ["kivi 0", "snapkv 0"]
+    (fakes / "mine" / "method").mkdir(parents=True)
+    (fakes / "mine" / "method" / "new.yaml").write_text("_target_: fake.New\nratio: 0.3\n")
+    assert cli.main(["limit=4", "--config-dir", "mine", "method=new", "reference=none"]) == 0
+    assert "new 0" in runs(fakes)
+
+
 def test_config_can_be_shown(fakes, capsys):
     """Hydra's own flags work: --cfg job prints the configuration and runs nothing."""
     assert cli.main(["--cfg", "job", "method=kivi"]) == 0
