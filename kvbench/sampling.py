@@ -73,7 +73,7 @@ class Answer:
             self.finish = "eos"
             return
         self.token_ids.append(token)
-        if len(self.token_ids) > self.request.min_new_tokens and self._hits_stop(self.token_ids[-self._tail :]):
+        if self._find_stop(max(0, len(self.token_ids) - self._tail)) is not None:
             self.finish = "stop"
         elif len(self.token_ids) >= self.request.max_new_tokens:
             self.finish = "length"
@@ -81,13 +81,20 @@ class Answer:
     @property
     def text(self) -> str:
         """The decoded answer, cut before the first stop string."""
-        text = self._decode(self.token_ids)
-        cuts = [text.index(stop) for stop in self.request.stop if self.finish == "stop" and stop in text]
-        return text[: min(cuts)] if cuts else text
+        cut = self._find_stop(0) if self.finish == "stop" else None
+        return self._decode(self.token_ids)[:cut]
 
-    def _hits_stop(self, tail: list[int]) -> bool:
-        text = self._decode(tail) if self.request.stop else ""
-        return any(stop in text for stop in self.request.stop)
+    def _find_stop(self, first: int) -> int | None:
+        """Where the first stop string begins in the text of the tokens from `first` on.
+
+        Those complete within the first `min_new_tokens` tokens do not count, not even once the answer is longer.
+        """
+        if not self.request.stop or len(self.token_ids) <= self.request.min_new_tokens:
+            return None
+        text = self._decode(self.token_ids[first:])
+        ignored = len(self._decode(self.token_ids[first : self.request.min_new_tokens]))
+        found = [text.find(stop, max(0, ignored - len(stop) + 1)) for stop in self.request.stop]
+        return min((index for index in found if index >= 0), default=None)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,115 @@
+"""Small engines over small models, for the tests of generation."""
+
+from contextlib import contextmanager
+
+import torch
+
+from kvbench.engine import Engine
+from kvbench.layout import StoreOptions
+from kvbench.requests import Request
+from kvbench.store import CompressedStore
+
+
+def random_tokens(num_tokens: int, seed: int = 0, vocabulary: int = 320) -> tuple[int, ...]:
+    """Returns token ids of the tiny models, without their end token 0."""
+    generator = torch.Generator().manual_seed(1000 * seed + num_tokens)
+    return tuple(torch.randint(1, vocabulary, (num_tokens,), generator=generator).tolist())
+
+
+def request(name: str, *segments: tuple[int, ...], max_new_tokens: int = 24, **fields) -> Request:
+    """Returns a request that, unless told otherwise, gives exactly `max_new_tokens` tokens."""
+    fields = {"min_new_tokens": max_new_tokens} | fields
+    return Request(sample_id=name, subset="test", segments=segments, max_new_tokens=max_new_tokens, **fields)
+
+
+@contextmanager
+def engine(loaded, policy, *, batch_size=8, seed=0, fidelity_max_tokens=64, **store):
+    """Gives an Engine, and takes its attention out of the model again, which other tests share."""
+    try:
+        yield Engine(
+            loaded,
+            policy,
+            store=StoreOptions(**store),
+            batch_size=batch_size,
+            seed=seed,
+            fidelity_max_tokens=fidelity_max_tokens,
+        )
+    finally:
+        loaded.model.set_attn_implementation("sdpa")
+
+
+def answers(loaded, policy, requests, *, on_step=None, sizing=None, **settings) -> dict:
+    """Runs requests; returns (sample_id, repeat) -> Outcome, after checking that every page and row came back."""
+    outcomes = {}
+
+    def keep(outcome):
+        key = (outcome.sample_id, outcome.repeat)
+        assert key not in outcomes, f"{key} was answered twice"
+        outcomes[key] = outcome
+
+    with engine(loaded, policy, **settings) as running:
+        watch = (lambda step: on_step(running, step)) if on_step else None
+        running.run(requests, on_outcome=keep, on_step=watch, sizing=sizing)
+        store = running.store
+        assert store.pool.num_used == 0
+        assert sorted(store.pool.free_ids().tolist()) == list(range(store.pool.num_pages))
+        assert sorted(store._free_rows) == list(range(store.table.shape[0]))
+    assert set(outcomes) == {(r.sample_id, i) for r in requests for i in range(r.num_samples)}
+    return outcomes
+
+
+def comparable(outcome) -> dict:
+    """Returns everything of an outcome that two identical runs must agree on."""
+    fields = vars(outcome).copy()
+    del fields["timing"]
+    return fields
+
+
+def forced_logits(loaded, policy, prompts, continuations) -> list[torch.Tensor]:
+    """Feeds continuations of equal length through the store, one token of every row per step.
+
+    Returns:
+        Per row, logits fp32 [1 + continuation, vocabulary]: after the prompt and after each token.
+    """
+    steps = len(continuations[0])
+    with engine(loaded, policy) as running:
+        running._open = []
+        running.store = CompressedStore(
+            policy,
+            running.shape,
+            rows=len(prompts),
+            max_prompt_tokens=max(map(len, prompts)),
+            max_new_tokens=steps,
+            options=running.options,
+            backend=running.backend,
+        )
+        rows, logits = [], []
+        for index, prompt in enumerate(prompts):
+            rows.append(running._open_row())
+            logits.append([running._prefill(rows[-1], request(str(index), tuple(prompt)))[0]])
+        for step in range(steps):
+            out, bad = running._step(rows, [c[step] for c in continuations])
+            assert not bad
+            for kept, row in zip(logits, out, strict=True):
+                kept.append(row)
+        for row in rows:
+            running._close(row)
+        assert running.store.pool.num_used == 0
+    return [torch.stack(kept) for kept in logits]
+
+
+@torch.no_grad()
+def own_logits(loaded, tokens, first: int) -> torch.Tensor:
+    """Returns transformers' own logits fp32 [n, vocabulary] from position `first` on, without kvbench."""
+    assert loaded.model.config._attn_implementation == "sdpa"
+    return loaded.model(torch.tensor([tokens])).logits[0, first:].float()
+
+
+@torch.no_grad()
+def own_greedy(loaded, prompts, num_tokens: int) -> list[list[int]]:
+    """Returns what transformers' own generate() with its own cache continues prompts of one length with."""
+    assert loaded.model.config._attn_implementation == "sdpa"
+    ids = torch.tensor(prompts)
+    settings = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
+    out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return out[:, ids.shape[1] :].tolist()
