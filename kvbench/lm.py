@@ -7,7 +7,6 @@ you need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM
@@ -21,8 +20,6 @@ from kvbench.tasks.protocol import Protocol
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from omegaconf import DictConfig
-
-    from kvbench.models import LoadedModel
 
 # What lm-eval's own models generate when a task does not say.
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -38,14 +35,6 @@ def compose_config(overrides: Sequence[str]) -> "DictConfig":
 
     with initialize_config_dir(version_base=None, config_dir=str(sibling_folder("conf").resolve())):
         return compose("config", overrides=list(overrides))
-
-
-@cache
-def load_named_model(name: str) -> "LoadedModel":
-    """Load a model of conf/model by name, once per process."""
-    from kvbench.models import load_model
-
-    return load_model(compose_config([f"model={name}"]).model)
 
 
 @register_model("kvbench")

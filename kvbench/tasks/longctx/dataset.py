@@ -15,7 +15,6 @@ def load(
     length: int = DEFAULT_LENGTH,
     items: int = DEFAULT_ITEMS,
     seed: int = 0,
-    model: str | None = None,
     **_: object,
 ) -> dict[str, Rows]:
     """The documents of one kind; the function that the YAMLs name as `custom_dataset`.
@@ -26,8 +25,6 @@ def load(
         length: Most tokens of a prompt.
         items: Documents wanted, >= 1.
         seed: Decides their content.
-        model: Name of a `conf/model` file whose tokenizer is used when there is no `tokenizer` (as `lm_eval --model
-            kvbench --model_args model=...` passes it).
 
     Returns:
         `test`: the documents of `generate.make_doc`.
@@ -35,14 +32,10 @@ def load(
     Raises:
         ValueError: nothing to count tokens with, or a setting out of range.
     """
-    if tokenizer is None and model is not None:
-        from kvbench.lm import load_named_model
-
-        tokenizer = load_named_model(model).tokenizer
     if tokenizer is None:
         raise ValueError(
             "the longctx tasks are made to a length in tokens: pass a tokenizer in the task metadata, for example "
-            '`lm_eval --metadata \'{"tokenizer": "FOLDER OR HUB ID", "length": 1024}\'`'
+            'TaskManager(metadata={"tokenizer": "FOLDER OR HUB ID", "length": 1024}, ...)'
         )
     if isinstance(tokenizer, str):
         from transformers import AutoTokenizer
