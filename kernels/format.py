@@ -129,7 +129,7 @@ class SlotFormat:
 
     @property
     def quantum_bytes(self) -> int:
-        """Bytes of one quantum of slots; whole, although a slot's share of a channel scale may not be (80 channels over 24 slots)."""
+        """Bytes of one quantum of slots; whole, although a slot's share of a channel scale may not be."""
         return round(self.slot_bytes * self.token_quantum)
 
 

@@ -76,7 +76,8 @@ FORMATS = [
     {"k_bits": kb, "v_bits": vb, **extra}
     for kb, vb, extra in [
         (16, 16, {}), (16, 16, {"dtype": torch.bfloat16}), (32, 32, {"dtype": torch.float32}), (8, 8, {}), (8, 4, {}),
-        (4, 2, {}), (2, 1, {}), (1, 1, {}), (8, 8, {"fp8": True}), (16, 4, {}), (2, 16, {}), (8, 4, {"k_groups": 2, "v_groups": 4}),
+        (4, 2, {}), (2, 1, {}), (1, 1, {}), (8, 8, {"fp8": True}), (16, 4, {}), (2, 16, {}),
+        (8, 4, {"k_groups": 2, "v_groups": 4}), (4, 8, {"fp8": True}),
         (4, 4, {"symmetric": True}), (2, 2, {"k_channel_group": 16, "v_groups": 2}), (4, 2, {"k_channel_group": 24}),
         (2, 2, {"k_channel_group": 32, "symmetric": True}),
     ]

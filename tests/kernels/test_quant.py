@@ -63,7 +63,7 @@ def test_symmetric_codes_are_golden(bits: int):
     ("bits", "symmetric"), [(b, s) for b in (1, 2, 4, 8) for s in (False, True) if (b, s) != (1, True)]
 )
 def test_codes_equal_the_definition_and_the_error_is_bounded(bits: int, symmetric: bool, metadata_first: bool):
-    """On random vectors of wild scales, codes equal a scalar oracle and the error stays within half a step plus fp16 rounding."""
+    """On vectors of wild scales, codes equal a scalar oracle; the error is within half a step plus fp16 rounding."""
     x = torch.randn(40, 24, generator=torch.Generator().manual_seed(bits)) * torch.logspace(-6, 3, 40)[:, None]
     x[3], x[4], x[5, 0] = 0.7, 0.0, 100.0
     codes, scale, zero = quantize(x, bits, symmetric=symmetric, metadata_first=metadata_first)

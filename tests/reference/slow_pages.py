@@ -1,6 +1,6 @@
 """A slow oracle of the page layout: Python integers and numpy fp32 scalars, one slot and one byte at a time.
 
-It knows the layout only from its description (regions in order, planar packing, transposed keys), not from the code under test.
+It knows the layout only from its description (regions in order, planar packing, transposed keys).
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def slow_pack(codes: list[int], bits: int) -> bytes:
 
 @dataclass
 class Layout:
-    """A slot's format in plain words: bits per side, `fp16`, `bf16` or `fp32` elements, scales per vector or per channel group.
+    """A slot's format in plain words: bits per side, element type, scales per vector or per channel group.
 
     Args:
         dim: Channels.
