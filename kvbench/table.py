@@ -121,9 +121,9 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
             notes.append(f"{record.method} FAILED, do not use its numbers: {record.message}")
     first = records[-1].counts
     if first.truncated:
-        notes.append(f"{first.truncated} prompts were longer than the task or model allows and were shortened.")
+        notes.append(f"Prompts longer than the task or model allows, which were shortened: {first.truncated}.")
     if first.quarantined:
-        notes.append(f"{first.quarantined} rows of the data could not be read and were set aside (listed in run.json).")
+        notes.append(f"Rows of the data that could not be read (listed in run.json): {first.quarantined}.")
     return notes
 
 
