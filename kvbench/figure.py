@@ -46,7 +46,7 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
     axes.set_title("Quality against memory", fontsize=11)
     axes.grid(alpha=0.3)
     if axes.has_data():
-        axes.legend(loc="best", frameon=True, framealpha=0.9)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
 
 
 def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
