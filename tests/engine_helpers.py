@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvbench import ledger
 from kvbench.engine import Engine
 from kvbench.layout import StoreOptions
 from kvbench.requests import Request
@@ -65,8 +66,11 @@ def comparable(outcome) -> dict:
     return fields
 
 
-def forced_logits(loaded, policy, prompts, continuations) -> list[torch.Tensor]:
+def forced_logits(loaded, policy, prompts, continuations, reports=None) -> list[torch.Tensor]:
     """Feeds continuations of equal length through the store, one token of every row per step.
+
+    Args:
+        reports: A list to append each row's (ledger, kept) to.
 
     Returns:
         Per row, logits fp32 [1 + continuation, vocabulary]: after the prompt and after each token.
@@ -93,6 +97,8 @@ def forced_logits(loaded, policy, prompts, continuations) -> list[torch.Tensor]:
             for kept, row in zip(logits, out, strict=True):
                 kept.append(row)
         for row in rows:
+            if reports is not None:
+                reports.append(ledger.report(running.store, row))
             running._close(row)
         assert running.store.pool.num_used == 0
     return [torch.stack(kept) for kept in logits]
