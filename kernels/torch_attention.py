@@ -236,18 +236,20 @@ def column_scores(
     heads = k.shape[0]
     out = torch.zeros(heads, num_q_heads // heads, length, device=q.device)
     first = 0 if queries < 0 else max(0, length - queries)
-    grouped = q.float().view(heads, -1, length, head_dim)
+    grouped = (q.float() * scale).view(heads, -1, length, head_dim)
     keys = k.float().transpose(1, 2)
     for begin in range(first, length, block):
         end = min(length, begin + block)
-        logits = torch.matmul(grouped[:, :, begin:end].flatten(1, 2), keys[:, :, :end]) * scale
+        logits = torch.matmul(grouped[:, :, begin:end].flatten(1, 2), keys[:, :, :end])
         logits = logits.unflatten(1, (-1, end - begin))
-        distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(end, device=q.device)
-        prob = logits.masked_fill_(distance < 0, float("-inf")).softmax(-1)
+        near = max(0, begin - skip_near)  # only keys from here on can be ahead of a query or too near to it
+        distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(near, end, device=q.device)
+        logits[..., near:].masked_fill_(distance < 0, float("-inf"))
+        prob = logits.softmax(-1)
         if power == 2:
             prob = prob.square_()
         if skip_near:
-            prob = prob.masked_fill_(distance < skip_near, 0.0)
+            prob[..., near:].masked_fill_(distance < skip_near, 0.0)
         out[..., :end] += prob.sum(2)
     return out.flatten(0, 1)
 
