@@ -149,7 +149,7 @@ class Residual:
         num_tokens: Length R, a multiple of the tier's token group.
         v_flush: `all`: values leave together with the keys when R are held; `oldest`: one value leaves whenever more than R are held.
         when: Flush after the attention of the step that filled the buffer, or before it (then the newest token is read quantised).
-        hold_prompt: Prompt tokens stay in the buffer as KIVI does (keys N mod R, values the last R); otherwise only those that do not fill a group.
+        hold_prompt: Prompt tokens stay in the buffer as KIVI does (N mod R tokens; of the values the last R when `v_flush` is `oldest`); otherwise only those that do not fill a group.
     """
 
     num_tokens: int

@@ -113,6 +113,11 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
             )
     if policy.residual is not None and (len(tiers) > 1 or policy.score.decode_update):
         raise ValueError(f"{type(policy).__name__}: a residual buffer works with one tier and without decode_update")
+    if policy.residual is not None and track:
+        raise ValueError(
+            f"store.track={list(track)} cannot be kept behind a residual buffer, whose tokens have no such fields; "
+            "set store.track=[]"
+        )
     size = choose_page_bytes(slots) if options.page_bytes == "auto" else int(options.page_bytes)
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:

@@ -26,8 +26,8 @@ class ResidualBuffer:
     ) -> None:  # fmt: skip
         self.spec = spec
         self.group_tokens = group_tokens
-        # A value leaves one step after the ring holds R of them, so KIVI's value ring needs one entry more.
-        v_length = spec.num_tokens + (spec.v_flush == "oldest" and spec.when == "after_attention")
+        # The oldest value leaves when R + 1 are held, and the newest is written before it does: one entry more.
+        v_length = spec.num_tokens + (spec.v_flush == "oldest")
         self.k = torch.zeros(*lists_shape, spec.num_tokens, head_dim, dtype=dtype, device=device)
         self.v = torch.zeros(*lists_shape, v_length, head_dim, dtype=dtype, device=device)
         num_lists = lists_shape[0] * lists_shape[1] * lists_shape[2]
@@ -49,7 +49,8 @@ class ResidualBuffer:
         """How many of a prompt's `count` kept tokens (int64 [..]) go to the pages at once: keys, values."""
         size = self.spec.num_tokens
         if self.spec.hold_prompt:
-            return count - count % size, (count - size).clamp(min=0)
+            whole = count - count % size
+            return whole, whole if self.spec.v_flush == "all" else (count - size).clamp(min=0)
         whole = count - count % self.group_tokens
         return whole, whole
 
