@@ -164,8 +164,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
     """fp32 [D_rot / 2] when keys can be rotated by angles position x inv_freq, else None."""
     config = model.config.get_text_config()
-    if config.model_type not in PLAIN_ROPE_MODELS:
-        return None
+    if config.model_type not in PLAIN_ROPE_MODELS or 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return None  # SmolLM3 leaves every fourth layer without rotary positions
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "inv_freq"):
             if getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE:
