@@ -164,7 +164,7 @@ class CompressedStore:
         """Plans one decode step for all layers and heads of the rows, applies it, and fixes where each layer will write.
 
         Raises:
-            PoolExhausted: No page for a new slot; nothing was changed.
+            PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has taken place.
         """
         self._step = store_step.begin(self, rows)
 
