@@ -98,7 +98,7 @@ class ScoreSpec:
 
     Args:
         prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
-        skip_near: Query i does not count for key j when i - j < skip_near.
+        skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos` tracked.
         power: Probabilities are raised to this power (1 or 2) before they are summed over queries.
         pool: `none`, `avg` (zero padding counts) or `max`, along the keys, stride 1.
         pool_kernel: Odd width of the pool.
@@ -139,6 +139,8 @@ class ScoreSpec:
             raise ValueError(f"track={sorted(unknown)} is unknown; the store can keep 'score' and 'pos'")
         if self.decode_update and "score" not in self.track:
             raise ValueError("decode_update=True needs track to hold 'score'")
+        if self.decode_update and self.skip_near and "pos" not in self.track:
+            raise ValueError(f"skip_near={self.skip_near} with decode_update=True needs track to hold 'pos'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.allot import largest_remainder, pyramid_budgets, rank_descending
 from kvbench.declare import ALL_QUERIES, ALLOWED_BITS, Budget, Residual, ScoreSpec, Tier
 
 __all__ = [
     "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView", "Extreme", "Policy", "PrefillPlan",
-    "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier", "largest_remainder", "rank_descending",
+    "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier", "largest_remainder", "pyramid_budgets",
+    "rank_descending",
 ]  # fmt: skip
 
 EVICT = -1  # in a PrefillPlan: the token is not stored; in a DecodePlan: the displaced token is dropped
@@ -253,32 +255,13 @@ class Policy:
         most = average if mean else kept["prompt_slots_max"]
         if most > allowed or average < allowed - page:
             return (
-                f"{most:g} of {prompt} prompt tokens per head were kept ({average:g} on average), but the budget "
+                f"a head kept {most:g} of {prompt} prompt tokens ({average:g} on average), but the budget "
                 f"{budget.value:g} {budget.unit} allows {allowed}"
             )
+        if at_end is None:
+            return None
         held = sum(kept["slots_per_tier"]) / lists
-        limit = max(at_least, budget.tokens(prompt, lists, kept["slot_bytes"]))
-        if at_end is not None and held > limit + at_end:
-            return f"{held:g} tokens per head were held at the end, but the budget {budget.value:g} {budget.unit} allows {limit}"
+        limit = max(at_least, budget.tokens(prompt, lists, kept["slot_bytes"])) + at_end
+        if held > limit:
+            return f"{held:g} tokens per head held at the end, but the budget {budget.value:g} {budget.unit} allows {limit}"
         return None
-
-
-def rank_descending(score: Tensor) -> Tensor:
-    """Rank of each element along the last axis: score descending, then position ascending (stable); same shape, int64."""
-    order = torch.argsort(score, dim=-1, descending=True, stable=True)
-    return torch.empty_like(order).scatter_(-1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order))
-
-
-def largest_remainder(parts: list, denominator: object, total: int) -> list[int]:
-    """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending, index ascending.
-
-    Args:
-        parts: Whole numbers or fractions, so that ties are ties (0.2 is not exact in binary).
-        denominator: Common denominator.
-        total: Wanted sum; at least the sum of the floors, at most one more per part.
-    """
-    floors = [int(part // denominator) for part in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda i: (-(parts[i] - floors[i] * denominator), i))
-    for index in by_remainder[: total - sum(floors)]:
-        floors[index] += 1
-    return floors

@@ -71,6 +71,10 @@ def attend(store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tenso
         q, pool.pages, tiers, None, scale, power=spec.power, group=spec.group_reduce if spec.decode_update else None
     )
     for tier, score in zip(tiers, scores, strict=False):
+        if spec.skip_near:  # as in the prompt, a query does not count for the keys just before it
+            pos = store.backend.region(pool.pages, tier.fmt, "pos")[tier.ids].flatten(-2)
+            distance = store.tokens_seen[step.rows][:, None, None] - pos
+            score = score.masked_fill(distance < spec.skip_near, 0.0)
         store.backend.add_scores(pool.pages, tier, score)
     return out
 

@@ -56,10 +56,4 @@ class SnapKV(Policy):
         return PrefillPlan(tier_of=tier_of)
 
     def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if not kept:
-            return None
-        allowed = self._budget.tokens(kept["prompt_tokens"], kept["lists"], kept["slot_bytes"])
-        if kept["prompt_slots_max"] > allowed:
-            return f"a head kept {kept['prompt_slots_max']} of {kept['prompt_tokens']} prompt tokens, but budget={self.budget} allows {allowed}"
-        return None
+        return self.budget_complaint(record, self._budget)

@@ -61,14 +61,7 @@ class StreamingLLM(Policy):
         return torch.where((slot < self.sinks) | (turns < 0)[:, None], slot, age)
 
     def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if not kept:
-            return None
-        allowed = self._budget.tokens(kept["prompt_tokens"], kept["lists"], kept["slot_bytes"])
-        allowed, held = max(allowed, self.sinks + 1), sum(kept["slots_per_tier"]) / kept["lists"]
-        if held > allowed:
-            return f"{held:g} tokens per head held at the end, but budget={self.budget} allows {allowed}"
-        return None
+        return self.budget_complaint(record, self._budget, at_least=self.sinks + 1, at_end=0)
 
     def _ring(self, view: DecodeView) -> tuple[Tensor, Tensor]:
         """Recent tokens per sequence, and how many overwrites came before this step (negative: the cache is not full yet); int64 [S].

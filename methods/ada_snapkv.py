@@ -1,0 +1,100 @@
+"""Ada-SnapKV: SnapKV's scores ranked over all heads of a layer, so that heads share one budget."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from kvbench.policy import (
+    EVICT,
+    Budget,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Tier,
+    largest_remainder,
+    pyramid_budgets,
+    rank_descending,
+)
+
+
+@dataclass(kw_only=True)
+class AdaSnapKV(Policy):
+    """Gives every head of a layer a budget by how many of the layer's best tokens are its own, with a floor.
+
+    Args:
+        budget: Mean over heads of what stays of the prompt, window included: ratio, tokens per head, or bytes.
+        alpha: Share of a head's budget that does not depend on the ranking, in [0, 1].
+        pyramid: Give layers PyramidKV's budgets instead of equal ones (Ada-PyramidKV).
+        beta: Steepness of the pyramid; >= 1.
+        window: Observation window; >= 1.
+        pool: `max`, `avg` or `none`.
+        pool_kernel: Odd width of the pool.
+        official_rounding: Round each head's budget half to even as the released code does, which may lose or gain tokens.
+        tier: Precision of what is kept.
+
+    Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA); methods.md section 6.
+    Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; KV-head granularity with the group's mean.
+    """
+
+    budget: float | int | str = 0.25
+    alpha: float = 0.2
+    pyramid: bool = False
+    beta: int = 20
+    window: int = 32
+    pool: str = "max"
+    pool_kernel: int = 7
+    official_rounding: bool = False
+    tier: str = "fp16"
+    scope = "layer"
+
+    def __post_init__(self) -> None:
+        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha} must be in [0, 1]")
+        if self.beta < 1:
+            raise ValueError(f"beta={self.beta} must be >= 1")
+        if self.window < 1:
+            raise ValueError(f"window={self.window} must be >= 1: the window's queries are the score")
+        if self._budget.unit == "tokens" and self._budget.value <= self.window:
+            raise ValueError(f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window")
+        self._score = ScoreSpec(prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, group_reduce="mean")
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    @property
+    def score(self) -> ScoreSpec:
+        return self._score
+
+    def head_budgets(self, score: torch.Tensor, base: int) -> list[int]:
+        """Prefix tokens per head from pooled prefix scores fp32 [H, prefix]; the mean is `base`."""
+        heads = score.shape[0]
+        best = rank_descending(score.flatten()) < heads * base  # ties go to the lower head, then to the lower position
+        counts = best.view(heads, -1).sum(1).tolist()
+        if self.official_rounding:
+            return [round(count * (1 - self.alpha) + int(base * self.alpha)) for count in counts]
+        alpha = Fraction(str(self.alpha))
+        parts = [count * (alpha.denominator - alpha.numerator) + base * alpha.numerator for count in counts]
+        return largest_remainder(parts, alpha.denominator, heads * base)
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
+        window = min(self.window, budget)
+        if budget < view.num_tokens:
+            prefix = view.num_tokens - window
+            score = view.score[0, :, :prefix]
+            base = budget - window
+            if self.pyramid and base:
+                layers = pyramid_budgets(
+                    base, prefix, view.num_tokens, view.num_layers, beta=self.beta, official_rounding=self.official_rounding
+                )
+                base = layers[int(view.layers[0])]
+            own = torch.tensor(self.head_budgets(score, base), device=score.device)[:, None]
+            tier_of[0, :, :prefix] = torch.where(rank_descending(score) < own, 0, EVICT)
+        return PrefillPlan(tier_of=tier_of)
+
+    def check_outcome(self, record: dict) -> str | None:
+        return None if self.official_rounding else self.budget_complaint(record, self._budget, mean=True)

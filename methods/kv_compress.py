@@ -1,0 +1,144 @@
+"""KV-Compress: whole blocks evicted by one ranking over all layers and heads."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import (
+    ALL_QUERIES,
+    EVICT,
+    Budget,
+    CompactPlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Tier,
+)
+
+
+@dataclass(kw_only=True)
+class KVCompress(Policy):
+    """Evicts the blocks whose costliest token is cheapest, over all layers and KV heads of a sequence together.
+
+    Args:
+        budget: Mean over layers and heads of what stays: ratio of the prompt, tokens per head, or bytes; rounded up to blocks.
+        variant: `window`: squared attention of the last `window` queries, max-pooled. `full`: of all queries but those within `skip_near`.
+        power: 2 (squared attention, the paper's) or 1.
+        obs_window: Observation window of the `window` variant: its queries are the score; its cached tokens but one and the incoming
+            one are protected.
+        skip_near: Queries nearer than this do not count in the `full` variant, which protects the last `protected` tokens.
+        protected: Last tokens that are never evicted in the `full` variant, the incoming one counted.
+        block: Tokens per block.
+        continual: Also evict while decoding, whenever new blocks would exceed the budget.
+        tier: Precision of what is kept.
+
+    Source: KV-Compress sections 4.1-4.3; vllm-kvcompress at 5e2a6394; methods.md sections 0.9 and 9.
+    Differs: one sequence at a time, which avoids the released code's under-eviction in batches.
+    """
+
+    budget: float | int | str = 0.25
+    variant: Literal["window", "full"] = "window"
+    power: int = 2
+    obs_window: int = 8
+    skip_near: int = 10
+    protected: int = 32
+    block: int = 16
+    continual: bool = False
+    tier: str = "fp16"
+    scope = "model"
+
+    def __post_init__(self) -> None:
+        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        if self.variant not in ("window", "full"):
+            raise ValueError(f"variant={self.variant!r} must be 'window' or 'full'")
+        if self.block < 1 or self.obs_window < 1 or self.protected < 1:
+            raise ValueError(f"block={self.block}, obs_window={self.obs_window} and protected={self.protected} must be >= 1")
+        self.compact_every = self.block if self.continual else 0
+        shared = {"power": self.power, "group_reduce": "sum", "decode_update": self.continual, "track": ("score", "pos")}
+        if self.variant == "window":
+            self._score = ScoreSpec(
+                prefill_queries=self.obs_window,
+                pool="max",
+                pool_kernel=7,
+                pool_stage="per_query_head",
+                pool_region="all",
+                **shared,
+            )
+        else:
+            self._score = ScoreSpec(prefill_queries=ALL_QUERIES, skip_near=self.skip_near, **shared)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    @property
+    def score(self) -> ScoreSpec:
+        return self._score
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        length = view.num_tokens
+        position = torch.arange(length, device=view.score.device)
+        cost = view.score.masked_fill(position > length - self._protected, float("inf"))
+        lists = cost.flatten(0, 1)
+        held = torch.full((len(lists),), length, device=cost.device)
+        allowed = self._blocks(view.budget_tokens(self._budget), len(lists))
+        evict = choose_blocks(lists, held, self.block, _num_blocks(held, self.block).sum() - allowed)
+        return PrefillPlan(tier_of=torch.where(evict, EVICT, 0).to(torch.int8).view(view.score.shape))
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        slots, keep = view.slots(0), []
+        budget = view.budget_tokens(self._budget).tolist()
+        for row, allowed in enumerate(budget):  # one ranking per sequence
+            edge = view.tokens_seen[row] + 1 - self._protected
+            free = slots.valid[row] & (slots.pos[row] <= edge)
+            lists = slots.score[row].masked_fill(~free, float("inf")).flatten(0, 1)
+            held = slots.valid[row].sum(-1).flatten()
+            opening = (held % self.block == 0).sum()  # blocks that the incoming tokens will open count against the budget
+            surplus = _num_blocks(held, self.block).sum() + opening - self._blocks(allowed, len(lists))
+            keep.append(~choose_blocks(lists, held, self.block, surplus).view(slots.valid[row].shape))
+        return CompactPlan(keep=[torch.stack(keep)])
+
+    @property
+    def _protected(self) -> int:
+        return self.obs_window if self.variant == "window" else self.protected
+
+    def _blocks(self, tokens: int, lists: int) -> int:
+        """Blocks that the budget allows over all lists."""
+        rounded = -(-tokens // self.block) * self.block
+        return -(-rounded * lists // self.block)
+
+
+def _num_blocks(held: Tensor, block: int) -> Tensor:
+    return -(-held // block)
+
+
+def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
+    """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [M, n].
+
+    Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the first block is freed
+    once as many slots are gone as its last block holds.
+
+    Args:
+        cost: fp32 [M, n], +inf for slots that must stay and past a list's end.
+        held: int64 [M] slots per list.
+        surplus: Blocks to free; fewer are freed when all others hold protected slots.
+    """
+    order = cost.argsort(dim=-1, stable=True)
+    ranked = cost.gather(-1, order)
+    blocks = _num_blocks(held, block)
+    hanging = held - (blocks - 1) * block
+    step = torch.arange(int(blocks.max()), device=cost.device)
+    last = hanging[:, None] + step * block - 1
+    price = ranked.gather(-1, last.clamp(max=cost.shape[-1] - 1)).masked_fill(step >= blocks[:, None], float("inf"))
+    flat = price.flatten()
+    first = flat.argsort(dim=-1, stable=True)[: max(0, int(surplus))]
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[first] = torch.isfinite(flat[first])
+    count = chosen.view_as(price).sum(1)
+    num_evicted = torch.where(count > 0, hanging + (count - 1) * block, 0)
+    position = torch.empty_like(order).scatter_(-1, order, torch.arange(cost.shape[-1], device=cost.device).expand_as(order))
+    return position < num_evicted[:, None]

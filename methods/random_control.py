@@ -1,0 +1,56 @@
+"""The control: keeps tokens at random."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvbench.policy import EVICT, Budget, Policy, PrefillPlan, PrefillView, Tier, rank_descending
+
+
+@dataclass(kw_only=True)
+class RandomControl(Policy):
+    """Keeps sinks, a recent window, and a seeded random choice of the other prompt tokens per layer and head.
+
+    A method that chooses by attention has to beat this at the same bytes.
+
+    Args:
+        budget: What stays of the prompt: ratio, tokens per head, or bytes.
+        sinks: First tokens that always stay.
+        window: Last tokens that always stay, as in the methods it is compared with.
+        seed: Of the choice; the prompt's length is mixed in.
+        tier: Precision of what is kept.
+
+    Source: none (control).
+    Differs: none.
+    """
+
+    budget: float | int | str = 0.25
+    sinks: int = 4
+    window: int = 32
+    seed: int = 0
+    tier: str = "fp16"
+
+    def __post_init__(self) -> None:
+        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        if self.sinks < 0 or self.window < 0:
+            raise ValueError(f"sinks={self.sinks} and window={self.window} must be >= 0")
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
+        if budget < view.num_tokens:
+            draws = []
+            for layer in view.layers.tolist():
+                generator = torch.Generator().manual_seed(hash((self.seed, layer, view.num_tokens)))
+                draws.append(torch.rand(view.num_kv_heads, view.num_tokens, generator=generator))
+            score = torch.stack(draws).to(view.layers.device)
+            score[..., : self.sinks] = 3.0  # above every draw, and above the window when both do not fit
+            score[..., max(0, view.num_tokens - self.window) :] = 2.0
+            tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
+        return PrefillPlan(tier_of=tier_of)
+
+    def check_outcome(self, record: dict) -> str | None:
+        return self.budget_complaint(record, self._budget)

@@ -1,0 +1,84 @@
+"""Uniform quantisation and the random control."""
+
+import pytest
+import torch
+from store_helpers import held_positions, make_store, prefill_view
+
+from kvbench.kernels.torch_pages import read_slots
+from kvbench.methods.random_control import RandomControl
+from kvbench.methods.uniform import Uniform
+
+
+@pytest.mark.parametrize(
+    ("settings", "slot_bytes"),
+    [
+        ({"tier": "int8"}, 136),
+        ({"tier": "int4"}, 72),
+        ({"tier": "int4", "symmetric": True}, 68),
+        ({"tier": "int4", "splits": 2}, 80),
+        ({"tier": "fp8"}, 128),
+    ],
+)
+def test_bytes_per_token(settings, slot_bytes):
+    """A token of one KV head with 64 channels takes the bytes of the closed formula."""
+    assert make_store(Uniform(**settings), head_dim=64).formats[0].slot.slot_bytes == slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "bound"), [({"tier": "int8"}, 0.02), ({"tier": "int4"}, 0.3), ({"tier": "fp8"}, 0.13)]
+)
+def test_stored_values_are_rounded_and_no_worse(settings, bound):
+    """What comes back differs from what went in, by at most half a step (fp8: half of 2^-3 of the value)."""
+    torch.manual_seed(0)
+    store = make_store(Uniform(**settings), head_dim=64)
+    row = store.open_row()
+    k, v = torch.randn(2, 1, 30, 64).clamp(-2, 2)
+    store.prefill_layer(row, 0, torch.randn(1, 30, 64), k, v, 0.125)
+    page, slot = store.table.lookup(torch.zeros(30, dtype=torch.int64), 0, torch.arange(30))
+    for got, want in zip(read_slots(store.pool.pages, store.formats[0], page, slot), (k[0], v[0]), strict=True):
+        error = (got - want).abs().max()
+        assert 1e-4 < error < bound
+
+
+def test_random_keeps_sinks_window_and_budget():
+    """The control holds exactly its budget, with the sinks and the window, a different choice per layer and head."""
+    policy = RandomControl(budget=60, sinks=4, window=10)
+    plan = policy.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3))
+    kept = [(row >= 0).nonzero()[:, 0].tolist() for row in plan.tier_of[0]]
+    assert all(len(k) == 60 and k[:4] == [0, 1, 2, 3] and k[-10:] == list(range(190, 200)) for k in kept)
+    assert kept[0] != kept[1]
+    again = policy.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3))
+    assert torch.equal(plan.tier_of, again.tier_of)
+    other = RandomControl(budget=60, sinks=4, window=10, seed=1)
+    assert not torch.equal(plan.tier_of, other.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3)).tier_of)
+
+
+def test_random_is_spread_over_the_prompt():
+    """Over many heads every unprotected position is kept about equally often."""
+    plan = RandomControl(budget=60, sinks=0, window=0).plan_prefill(prefill_view(None, 200, num_heads=2000))
+    share = (plan.tier_of[0] >= 0).float().mean(0)
+    assert (share - 0.3).abs().max() < 0.05  # 0.3 +- 5 standard errors of sqrt(.21 / 2000)
+
+
+def test_random_appends():
+    """After the prompt the control only grows."""
+    store = make_store(RandomControl(budget=20, window=8), track=("pos",))
+    row = store.open_row()
+    store.prefill_layer(row, 0, torch.randn(1, 50, 8), *torch.randn(2, 1, 50, 8), 1.0)
+    store.begin_step(torch.tensor([row]))
+    held = held_positions(store, row)[0]
+    assert len(held) == 21 and held[-1] == 50
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Uniform(tier="k1v1", symmetric=True), "symmetric=true needs at least 2 bits"),
+        (lambda: Uniform(tier="int9"), "tier='int9' is not a tier"),
+        (lambda: RandomControl(window=-1), "window=-1"),
+    ],
+)
+def test_bad_settings(make, message):
+    """A bad setting is named with its rule."""
+    with pytest.raises(ValueError, match=message):
+        make()
