@@ -1,17 +1,18 @@
 """Page formats: how the slots of one precision tier lie in a page of bytes.
 
-A page is a run of `page_bytes` bytes that holds the slots of one (sequence, layer, KV head) and one tier. Its regions, in order:
+A page is a run of `page_bytes` bytes that holds the slots of one (sequence, layer, KV head) and one tier. Its regions,
+in order:
 
-    K codes  [D * k_bits / 8, T]   transposed, planar: byte w of a token holds channels w, w + W, w + 2W, ... (W bytes per token)
-    V codes  [T, D * v_bits / 8]   token-major, planar likewise
-    K scale, K zero                fp16; axis token: [groups, T]; axis channel: [T / group, D]
-    V scale, V zero                fp16; [groups, T]
-    score                          fp32 [T], when tracked
-    pos                            int32 [T], when tracked
+    K codes  [D * k_bits / 8, T]   transposed, planar: byte w of a token holds channels w, w + W, w + 2W, ... (W bytes
+    per token) V codes  [T, D * v_bits / 8]   token-major, planar likewise K scale, K zero                fp16; axis
+    token: [groups, T]; axis channel: [T / group, D] V scale, V zero                fp16; [groups, T] score
+    fp32 [T], when tracked pos                            int32 [T], when tracked
 
-16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so every region
-starts on a multiple of 16 bytes without padding. Scores and positions lie inside the page, behind everything that attention
-reads: side arrays sized for the largest tier's T would leave up to 40 % of their slots unused in the smaller tiers (kvbench's own choice;
+16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so
+every region starts on a multiple of 16 bytes without padding. Scores and positions lie inside the page, behind
+everything that attention
+reads: side arrays sized for the largest tier's T would leave up to 40 % of their slots unused in the smaller tiers
+    (kvbench's own choice;
 DiffKV's released code does the same, cache.h).
 """
 
@@ -57,13 +58,16 @@ class SlotFormat:
             if bits not in (1, 2, 4, 8, 16, 32):
                 raise ValueError(f"{side}={bits} is not one of 1, 2, 4, 8, 16, 32")
             if bits >= 16 and bits != self.dtype.itemsize * 8:
-                raise ValueError(f"{side}={bits} does not match dtype={self.dtype}, which has {self.dtype.itemsize * 8} bits")
+                raise ValueError(
+                    f"{side}={bits} does not match dtype={self.dtype}, which has {self.dtype.itemsize * 8} bits"
+                )
             if self.head_dim * bits % 8:
                 raise ValueError(f"head_dim={self.head_dim} x {side}={bits} is not a whole number of bytes")
         for name, groups in (("k_groups", self.k_groups), ("v_groups", self.v_groups)):
             if groups < 1 or self.head_dim % groups:
                 raise ValueError(
-                    f"{name}={groups} does not divide head_dim={self.head_dim}; choose a group size that divides the head dim"
+                    f"{name}={groups} does not divide head_dim={self.head_dim}; choose a group size that divides the "
+                    "head dim"
                 )
         if self.k_channel_group % TOKEN_QUANTUM:
             raise ValueError(f"k_channel_group={self.k_channel_group} must be a multiple of {TOKEN_QUANTUM} tokens")
@@ -201,8 +205,9 @@ class PageFormat:
 def choose_page_bytes(slots: list[SlotFormat]) -> int:
     """The page size that wastes least in the worst of the given formats; the smallest such size.
 
-    Pages between 64 and 132 bytes per channel are searched (4,096-8,448 B at D=64, 8,192-16,896 B at D=128): small enough that half
-    a page of slack per list stays cheap, large enough for long runs of contiguous bytes. DiffKV sizes its pages by the same search.
+    Pages between 64 and 132 bytes per channel are searched (4,096-8,448 B at D=64, 8,192-16,896 B at D=128): small
+    enough that half a page of slack per list stays cheap, large enough for long runs of contiguous bytes. DiffKV sizes
+    its pages by the same search.
 
     Args:
         slots: The formats of all tiers, one head dim.
@@ -210,7 +215,8 @@ def choose_page_bytes(slots: list[SlotFormat]) -> int:
     Returns:
         Page size in bytes, a multiple of 16.
 
-    Source: DiffKV artefact, config.py (search of 800-8000 B over its two formats); bounds from kvbench's own measurements.
+    Source: DiffKV artefact, config.py (search of 800-8000 B over its two formats); bounds from kvbench's own
+        measurements.
     """
     head_dim = slots[0].head_dim
     low, high = 64 * head_dim, 132 * head_dim

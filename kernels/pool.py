@@ -11,8 +11,8 @@ class PoolExhausted(RuntimeError):
 class PagePool:
     """Fixed-size pages, handed out and taken back for many lists at once.
 
-    The free list is a circular array of page ids between two counters that only rise, taken modulo its length. The number of
-    free pages is kept explicitly, because equal counters cannot tell full from empty.
+    The free list is a circular array of page ids between two counters that only rise, taken modulo its length. The
+    number of free pages is kept explicitly, because equal counters cannot tell full from empty.
 
     Args:
         page_bytes: Bytes per page.
@@ -24,7 +24,9 @@ class PagePool:
     Differs: explicit free count; the released code's two counters read "all free" when nothing is.
     """
 
-    def __init__(self, page_bytes: int, num_pages: int, device: torch.device | str = "cpu", *, growable: bool = True) -> None:
+    def __init__(
+        self, page_bytes: int, num_pages: int, device: torch.device | str = "cpu", *, growable: bool = True
+    ) -> None:
         self.page_bytes = page_bytes
         self.growable = growable
         self.pages = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
@@ -65,8 +67,8 @@ class PagePool:
         if total > self.num_free:
             if not self.growable:
                 raise PoolExhausted(
-                    f"{total} pages of {self.page_bytes} B are needed but {self.num_free} of {self.num_pages} are free; "
-                    "raise store.budget_bytes, lower batch_size, or choose a smaller method budget"
+                    f"{total} pages of {self.page_bytes} B are needed but {self.num_free} of {self.num_pages} are "
+                    "free; raise store.budget_bytes, lower batch_size, or choose a smaller method budget"
                 )
             self._grow(total - self.num_free)
         where = (self.start + torch.arange(total, device=need.device)) % self.num_pages
@@ -91,7 +93,8 @@ class PagePool:
         return self.free_list[where].long()
 
     def _grow(self, shortfall: int) -> None:
-        """Adds pages: at least the shortfall, at least half of what exists, so that copying stays linear in the total."""
+        """Adds pages: at least the shortfall, at least half of what exists, so that copying stays linear in the
+        total."""
         old = self.num_pages
         extra = max(shortfall, old // 2, 64)
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])

@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 
-def quantize(x: Tensor, bits: int, *, symmetric: bool = False, metadata_first: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    x: Tensor, bits: int, *, symmetric: bool = False, metadata_first: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises the last axis of `x` with one scale (and zero) per vector.
 
     Asymmetric: scale = (max - min) / (2^bits - 1), zero = min, code = round((x - zero) / scale).
-    Symmetric: scale = max|x| / (2^(bits-1) - 1), code = round(x / scale) clamped to [-2^(bits-1), 2^(bits-1) - 1], stored with offset 2^(bits-1).
+    Symmetric: scale = max|x| / (2^(bits-1) - 1), code = round(x / scale) clamped to [-2^(bits-1), 2^(bits-1) - 1],
+        stored with offset 2^(bits-1).
     Rounding is half to even. A scale that is 0 in fp16 gives codes 0 (asymmetric) or the code of 0 (symmetric).
 
     Args:
@@ -20,7 +23,8 @@ def quantize(x: Tensor, bits: int, *, symmetric: bool = False, metadata_first: b
     Returns:
         codes uint8 [..., n], scale fp16 [..., 1], zero fp16 [..., 1] (zero is 0 when symmetric).
 
-    Source: DiffKV artefact uint4_quant.cuh; KIVI new_pack.py; guard for constant vectors is kvbench's (KIVI divides by 0).
+    Source: DiffKV artefact uint4_quant.cuh; KIVI new_pack.py; guard for constant vectors is kvbench's (KIVI divides by
+        0).
     """
     x = x.float()
     top = 2**bits - 1

@@ -1,7 +1,7 @@
 """Page tables of all lists, and the bookkeeping of slots on them.
 
-A *list* is the cache of one (row, layer, KV head); its number is (row * layers + layer) * heads + head. Tier 0 grows from the left of
-the list's table row, tier 1 from the right; a third tier has a table of its own.
+A *list* is the cache of one (row, layer, KV head); its number is (row * layers + layer) * heads + head. Tier 0 grows
+from the left of the list's table row, tier 1 from the right; a third tier has a table of its own.
 """
 
 import torch
@@ -54,7 +54,8 @@ class PageTable:
         return self._table(tier)[lists, self._column(tier, index)].long(), slot % self.tokens_per_page[tier]
 
     def page_ids(self, lists: Tensor, tier: int, width: int) -> Tensor:
-        """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are some valid id."""
+        """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are
+        some valid id."""
         columns = self._column(tier, torch.arange(width, device=lists.device))
         return self._table(tier)[lists[..., None], columns].long()
 
@@ -101,14 +102,16 @@ class PageTable:
         self.num_slots[tier, lists] = count.to(torch.int32)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes first.
+        """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes
+        first.
 
         Args:
             lists: int64 [M].
             keep: bool [M, n] over slot numbers; slots past a list's end are ignored.
 
         Returns:
-            owner (index into `lists`), source slot, target slot of every move, int64 [moves]; and the new slot counts int64 [M].
+            owner (index into `lists`), source slot, target slot of every move, int64 [moves]; and the new slot counts
+            int64 [M].
 
         Source: KV-Compress kvcompress_eviction_kernels.cu (same moves: golden `kvc.moves_E2_head0`).
         """

@@ -1,6 +1,7 @@
 """Reference backend, part 2: attention over pages, prefill attention and column scores, in plain torch.
 
-Legend: S sequences, H KV heads, G query heads per KV head, Hq = H * G, D head dim, N prompt tokens, T slots per page, m pages per list.
+Legend: S sequences, H KV heads, G query heads per KV head, Hq = H * G, D head dim, N prompt tokens, T slots per page, m
+    pages per list.
 """
 
 from dataclasses import dataclass
@@ -73,7 +74,14 @@ def _ring_ordinals(num_tokens: Tensor, start: Tensor, length: int) -> tuple[Tens
 
 
 def paged_decode(
-    q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, *, power: int = 1, group: Reduce | None = None
+    q: Tensor,
+    pages: Tensor,
+    tiers: list[TierPages],
+    ring: Ring | None,
+    scale: float,
+    *,
+    power: int = 1,
+    group: Reduce | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Attention of one query token per sequence over all tiers and the residual buffer, exact softmax over all of them.
 
@@ -87,7 +95,8 @@ def paged_decode(
         group: How to reduce the query heads of a KV head into scores; None = no scores.
 
     Returns:
-        out fp32 [S, Hq, D]; lse fp32 [S, Hq]; scores per tier, fp32 [S, H, m * T] (0 past a list's end), empty without `group`.
+        out fp32 [S, Hq, D]; lse fp32 [S, Hq]; scores per tier, fp32 [S, H, m * T] (0 past a list's end), empty without
+        `group`.
     """
     num_seq, _, head_dim = q.shape
     num_heads = tiers[0].ids.shape[1]
@@ -126,7 +135,8 @@ def paged_decode(
 def _ring_output(
     p_pages: Tensor, p_ring: Tensor, v_pages: Tensor, ring: Ring, tier: TierPages, k_ordinal: Tensor, k_live: Tensor
 ) -> Tensor:
-    """Weighted values when keys and values leave the buffer at different times: probabilities are first put in token order."""
+    """Weighted values when keys and values leave the buffer at different times: probabilities are first put in token
+    order."""
     width = max(p_pages.shape[-1], int(ring.num_tokens.max()))
     by_token = F.pad(p_pages, (0, width - p_pages.shape[-1]))
     index = k_ordinal.clamp(min=0)[:, :, None].expand_as(p_ring)
@@ -141,7 +151,10 @@ def _ring_output(
 def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
     """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots."""
     tokens = tier.fmt.tokens_per_page
-    page_index, slot = torch.arange(tier.ids.shape[-1], device=scores.device), torch.arange(tokens, device=scores.device)
+    page_index, slot = (
+        torch.arange(tier.ids.shape[-1], device=scores.device),
+        torch.arange(tokens, device=scores.device),
+    )
     live = (page_index[:, None] * tokens + slot) < tier.num_k[..., None, None]
     view = region(pages, tier.fmt, "score")
     chosen = live.nonzero(as_tuple=True)
@@ -153,7 +166,8 @@ def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tu
     """Dequantises everything a layer holds, padded.
 
     Returns:
-        keys and values fp32 [S, H, n, D], and bool [S, H, n]: the entry is live. With a ring, entries are in token order.
+        keys and values fp32 [S, H, n, D], and bool [S, H, n]: the entry is live. With a ring, entries are in token
+        order.
     """
     keys, values, live = [], [], []
     for tier in tiers:
@@ -192,9 +206,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
 
 
-def chunk_attention(
-    q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
-) -> Tensor:
+def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
     """Attention of a chunk of tokens over a dequantised history and over itself, causally.
 
     Args:
@@ -210,8 +222,13 @@ def chunk_attention(
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     mask = torch.cat([live[:, None].expand(-1, chunk, -1), causal.expand(heads, -1, -1)], -1)
     grouped = q.float().view(heads, -1, chunk, q.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, keys[:, None].expand(-1, grouped.shape[1], -1, -1),
-                                         values[:, None].expand(-1, grouped.shape[1], -1, -1), attn_mask=mask[:, None], scale=scale)
+    out = F.scaled_dot_product_attention(
+        grouped,
+        keys[:, None].expand(-1, grouped.shape[1], -1, -1),
+        values[:, None].expand(-1, grouped.shape[1], -1, -1),
+        attn_mask=mask[:, None],
+        scale=scale,
+    )
     return out.flatten(0, 1)
 
 
@@ -220,7 +237,8 @@ def column_scores(
 ) -> Tensor:
     """How much attention each key of a prompt receives, summed over queries, in O(N) memory.
 
-    `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over keys 0..i.
+    `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over keys
+    0..i.
 
     Args:
         q: [Hq, N, D]; k: [H, N, D].
@@ -255,7 +273,8 @@ def column_scores(
 
 
 def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tensor:
-    """Centred pooling along the last axis, stride 1; `avg` counts padding as zeros, `max` ignores it. Any leading shape."""
+    """Centred pooling along the last axis, stride 1; `avg` counts padding as zeros, `max` ignores it. Any leading
+    shape."""
     rows = score.reshape(-1, 1, score.shape[-1])
     op = F.avg_pool1d if kind == "avg" else F.max_pool1d
     return op(rows, kernel, stride=1, padding=kernel // 2).view(score.shape)
@@ -275,12 +294,21 @@ def prompt_scores(
     """
     return reduce_scores(
         column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power),
-        k.shape[0], queries=queries, pool=pool, pool_kernel=pool_kernel, pool_stage=pool_stage, pool_region=pool_region, group=group,
+        k.shape[0], queries=queries, pool=pool, pool_kernel=pool_kernel, pool_stage=pool_stage, pool_region=pool_region,
+        group=group,
     )  # fmt: skip
 
 
 def reduce_scores(
-    columns: Tensor, heads: int, *, queries: int, pool: str, pool_kernel: int, pool_stage: str, pool_region: str, group: Reduce
+    columns: Tensor,
+    heads: int,
+    *,
+    queries: int,
+    pool: str,
+    pool_kernel: int,
+    pool_stage: str,
+    pool_region: str,
+    group: Reduce,
 ) -> Tensor:
     """Pools and group-reduces column sums fp32 [Hq, N] to [H, N]."""
     columns = columns.view(heads, -1, columns.shape[-1])

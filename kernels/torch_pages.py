@@ -17,8 +17,9 @@ def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
         name: A region of `PageFormat.regions`.
 
     Returns:
-        k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P, groups, T] or
-        [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, score [P, T] fp32, pos [P, T] int32.
+        k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P,
+        groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, score [P, T] fp32, pos [P, T]
+        int32.
     """
     offset, length = fmt.regions[name]
     raw = pages[:, offset : offset + length]
@@ -62,7 +63,8 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
 
     Args:
         page: int64 [M] page ids.
-        slot: int64 [M] slots within the page. With per-channel keys, runs of `group_tokens` consecutive slots, aligned, in order.
+        slot: int64 [M] slots within the page. With per-channel keys, runs of `group_tokens` consecutive slots, aligned,
+            in order.
         k: [M, D], any float dtype.
     """
     form = fmt.slot
@@ -109,7 +111,8 @@ def write_tracked(
 
 
 def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
-    """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group, D])."""
+    """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group,
+    D])."""
     form = fmt.slot
     if form.k_bits >= 16:
         return codes.float()
@@ -147,7 +150,8 @@ def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Ten
         ids: int64 [X] page ids.
 
     Returns:
-        keys fp32 [X, D, T] (transposed, as they lie in the page) and values fp32 [X, T, D]. Slots never written hold anything, also NaN.
+        keys fp32 [X, D, T] (transposed, as they lie in the page) and values fp32 [X, T, D]. Slots never written hold
+        anything, also NaN.
     """
     k_meta = [region(pages, fmt, n)[ids] if fmt.regions[n][1] else None for n in ("k_scale", "k_zero")]
     v_meta = [region(pages, fmt, n)[ids] if fmt.regions[n][1] else None for n in ("v_scale", "v_zero")]
@@ -161,8 +165,12 @@ def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tu
         keys, values = read_pages(pages, fmt, page)
         row = torch.arange(len(page), device=page.device)
         return keys[row, :, slot], values[row, slot]
-    k_meta = [region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("k_scale", "k_zero")]
-    v_meta = [region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("v_scale", "v_zero")]
+    k_meta = [
+        region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("k_scale", "k_zero")
+    ]
+    v_meta = [
+        region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("v_scale", "v_zero")
+    ]
     keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[page, :, slot][..., None], *k_meta)
     values = _decode_values(fmt, region(pages, fmt, "v_codes")[page, slot][:, None], *v_meta)
     return keys[..., 0], values[:, 0]

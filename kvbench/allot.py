@@ -5,13 +5,17 @@ from torch import Tensor
 
 
 def rank_descending(score: Tensor) -> Tensor:
-    """Rank of each element along the last axis: score descending, then position ascending (stable); same shape, int64."""
+    """Rank of each element along the last axis: score descending, then position ascending (stable); same shape,
+    int64."""
     order = torch.argsort(score, dim=-1, descending=True, stable=True)
-    return torch.empty_like(order).scatter_(-1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order))
+    return torch.empty_like(order).scatter_(
+        -1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    )
 
 
 def largest_remainder(parts: list, denominator: object, total: int) -> list[int]:
-    """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending, index ascending.
+    """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending,
+    index ascending.
 
     Args:
         parts: Whole numbers or fractions, so that ties are ties (0.2 is not exact in binary).
@@ -52,4 +56,6 @@ def pyramid_budgets(
     steps = num_layers - 1
     if official_rounding:
         return [high - layer * ((high - low) // steps) for layer in range(num_layers)]
-    return largest_remainder([high * steps - layer * (high - low) for layer in range(num_layers)], steps, base * num_layers)
+    return largest_remainder(
+        [high * steps - layer * (high - low) for layer in range(num_layers)], steps, base * num_layers
+    )

@@ -1,4 +1,5 @@
-"""What a method declares: precision tiers, attention statistics, residual buffer, budget. Methods import these from `kvbench.policy`."""
+"""What a method declares: precision tiers, attention statistics, residual buffer, budget. Methods import these from
+`kvbench.policy`."""
 
 import re
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ class Tier:
     Args:
         k_bits: Bits per key element: 1, 2, 4, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
         v_bits: Bits per value element, likewise.
-        k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group` consecutive
-            slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
+        k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group`
+            consecutive slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
         k_group: Axis `token`: channels per scale, 0 = the whole vector. Axis `channel`: tokens per scale, > 0.
         v_group: Channels per value scale, 0 = the whole vector.
         k_splits: Number of equal groups a key vector is cut into when `k_group` is 0.
@@ -88,7 +89,9 @@ class Tier:
             return known[lowered]
         match = re.fullmatch(r"k(\d+)v(\d+)", lowered)
         if match is None:
-            raise ValueError(f"tier={text!r} is not a tier; write k<bits>v<bits> (for example k8v4) or one of {', '.join(known)}")
+            raise ValueError(
+                f"tier={text!r} is not a tier; write k<bits>v<bits> (for example k8v4) or one of {', '.join(known)}"
+            )
         return Tier(k_bits=int(match[1]), v_bits=int(match[2]))
 
 
@@ -98,13 +101,15 @@ class ScoreSpec:
 
     Args:
         prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
-        skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos` tracked.
+        skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
+            tracked.
         power: Probabilities are raised to this power (1 or 2) before they are summed over queries.
         pool: `none`, `avg` (zero padding counts) or `max`, along the keys, stride 1.
         pool_kernel: Odd width of the pool.
         pool_stage: Pool each query head before the group is reduced, or the reduced score.
         pool_region: `prefix` pools only keys before the last `prefill_queries` tokens, `all` pools every key.
-        group_reduce: How the query heads of a KV head are reduced, after summing over queries in prefill, per step in decode.
+        group_reduce: How the query heads of a KV head are reduced, after summing over queries in prefill, per step in
+            decode.
         decode_update: Every decode step adds its reduced probabilities to the slots' scores.
         track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
     """
@@ -149,9 +154,12 @@ class Residual:
 
     Args:
         num_tokens: Length R, a multiple of the tier's token group.
-        v_flush: `all`: values leave together with the keys when R are held; `oldest`: one value leaves whenever more than R are held.
-        when: Flush after the attention of the step that filled the buffer, or before it (then the newest token is read quantised).
-        hold_prompt: Prompt tokens stay in the buffer as KIVI does (N mod R tokens; of the values the last R when `v_flush` is `oldest`); otherwise only those that do not fill a group.
+        v_flush: `all`: values leave together with the keys when R are held; `oldest`: one value leaves whenever more
+            than R are held.
+        when: Flush after the attention of the step that filled the buffer, or before it (then the newest token is read
+            quantised).
+        hold_prompt: Prompt tokens stay in the buffer as KIVI does (N mod R tokens; of the values the last R when
+            `v_flush` is `oldest`); otherwise only those that do not fill a group.
     """
 
     num_tokens: int
@@ -216,6 +224,7 @@ class Budget:
         tokens = int(self.value / (lists * token_bytes))
         if tokens < 1:
             raise ValueError(
-                f"budget={int(self.value)}B holds less than one token per KV head ({lists} lists x {token_bytes:g} B); raise it"
+                f"budget={int(self.value)}B holds less than one token per KV head ({lists} lists x {token_bytes:g} B); "
+                "raise it"
             )
         return tokens

@@ -39,8 +39,8 @@ class Engine:
     """
 
     def __init__(
-        self, model: "LoadedModel", policy: Policy, *, store: StoreOptions, batch_size: int, seed: int, backend: str = "auto",
-        fidelity_max_tokens: int = 64,
+        self, model: "LoadedModel", policy: Policy, *, store: StoreOptions, batch_size: int, seed: int,
+        backend: str = "auto", fidelity_max_tokens: int = 64,
     ) -> None:  # fmt: skip
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
@@ -55,8 +55,8 @@ class Engine:
         self.end_ids = tuple(sorted({e for e in (*ends, model.tokenizer.eos_token_id) if e is not None}))
 
     def run(
-        self, requests: Sequence[Request], *, on_outcome: Callable[[Outcome], None], on_step: Callable[[dict], None] | None = None,
-        sizing: Sequence[Request] | None = None,
+        self, requests: Sequence[Request], *, on_outcome: Callable[[Outcome], None],
+        on_step: Callable[[dict], None] | None = None, sizing: Sequence[Request] | None = None,
     ) -> None:  # fmt: skip
         """Answers requests in groups of `batch_size`, in order.
 
@@ -64,8 +64,8 @@ class Engine:
             requests: What to answer.
             on_outcome: Called once per (sample, repeat), as soon as the sample is finished.
             on_step: Called after every decode step with `decode_tokens_per_s`, `cache_bytes`, `live_rows`.
-            sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run must
-                count the same bytes as an uninterrupted one.
+            sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run
+                must count the same bytes as an uninterrupted one.
 
         Raises:
             ValueError: A prompt is empty or longer than the model.
@@ -74,8 +74,9 @@ class Engine:
         for request in everything:
             if not 0 < request.num_prompt_tokens < self.loaded.max_tokens or not all(request.segments):
                 raise ValueError(
-                    f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments {[len(s) for s in request.segments]}) "
-                    f"must be > 0 and < the model's {self.loaded.max_tokens}; truncate it in the task"
+                    f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "
+                    f"{[len(s) for s in request.segments]}) must be > 0 and < the model's {self.loaded.max_tokens}; "
+                    "truncate it in the task"
                 )
         if not everything:
             return
@@ -89,10 +90,11 @@ class Engine:
         for begin in range(0, len(requests), self.batch_size):
             self._run_group(list(requests[begin : begin + self.batch_size]))
 
-    # Groups and rows ----------------------------------------------------------------------------------------------------------------
+    # Groups and rows ----
 
     def _run_group(self, group: list[Request]) -> None:
-        """Runs a group; when memory runs out, its unfinished requests run again in halves, and a single one is recorded as `oom`."""
+        """Runs a group; when memory runs out, its unfinished requests run again in halves, and a single one is recorded
+        as `oom`."""
         finished: set[str] = set()
         self._open: list[int] = []
         try:
@@ -125,7 +127,11 @@ class Engine:
             for repeat in range(request.num_samples):
                 own = row if repeat == 0 else self._open_row(row)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids)
-                generator = row_generator(self.seed, request.sample_id, repeat, self.device) if request.temperature > 0 else None
+                generator = (
+                    row_generator(self.seed, request.sample_id, repeat, self.device)
+                    if request.temperature > 0
+                    else None
+                )
                 rows.append((Row(own, request, repeat, logits, answer, generator=generator), sample))
             if reference is not None:
                 meter = FidelityMeter(self._gold(request), reference)
@@ -133,10 +139,12 @@ class Engine:
         return rows
 
     def _prefill(self, row: int, request: Request) -> tuple[Tensor, Tensor | None]:
-        """Fills a row with a prompt; returns next-token logits [vocabulary] and the full cache's log-probabilities of the gold tokens."""
+        """Fills a row with a prompt; returns next-token logits [vocabulary] and the full cache's log-probabilities of
+        the gold tokens."""
         gold, head, *rest = self._gold(request), *request.segments
         ahead = gold[:-1] if not rest else ()
-        # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the full-cache reference.
+        # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
+        # full-cache reference.
         session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(head), bad_layers=[])
         logits = self._forward(session, [[*head, *ahead]], [0], num_logits=len(ahead) + 1)[0]
         reference = logits if gold and not rest else None
@@ -148,7 +156,9 @@ class Engine:
             dense = hf.Session(self.store, "dense", bad_layers=[])
             reference = self._forward(dense, [everything], [0], num_logits=len(gold))[0]
         meter = self.store.meters[row]
-        meter.sum_bytes = meter.sum_ratio = meter.steps = 0  # averages are over the answer, not over a question fed token by token
+        meter.sum_bytes = meter.sum_ratio = meter.steps = (
+            0  # averages are over the answer, not over a question fed token by token
+        )
         return logits, None if reference is None else torch.log_softmax(reference, -1)
 
     def _append(self, row: int, segment: tuple[int, ...]) -> Tensor:
@@ -187,9 +197,13 @@ class Engine:
                 rows = self._drop_bad(rows, bad, finished)
             if self._on_step:
                 used = self.store.pool.num_used * self.store.pool.page_bytes
-                self._on_step({"decode_tokens_per_s": len(tokens) / elapsed, "cache_bytes": used, "live_rows": len(tokens)})
+                self._on_step(
+                    {"decode_tokens_per_s": len(tokens) / elapsed, "cache_bytes": used, "live_rows": len(tokens)}
+                )
 
-    def _drop_bad(self, rows: list[tuple[Row, Sample]], bad: dict[int, int], finished: set[str]) -> list[tuple[Row, Sample]]:
+    def _drop_bad(
+        self, rows: list[tuple[Row, Sample]], bad: dict[int, int], finished: set[str]
+    ) -> list[tuple[Row, Sample]]:
         """Ends every sample that has a row with non-finite logits; `bad` maps row index to layer."""
         spoiled = {rows[index][0].request.sample_id: layer for index, layer in bad.items()}
         for state, sample in rows:
@@ -210,8 +224,9 @@ class Engine:
             state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
             held, kept = ledger.report(self.store, state.row)
             sample.outcomes[state.repeat] = Outcome(
-                sample_id=state.request.sample_id, repeat=state.repeat, text=state.answer.text, token_ids=state.answer.token_ids,
-                finish=state.answer.finish, num_prompt_tokens=state.request.num_prompt_tokens, ledger=held, kept=kept,
+                sample_id=state.request.sample_id, repeat=state.repeat, text=state.answer.text,
+                token_ids=state.answer.token_ids, finish=state.answer.finish,
+                num_prompt_tokens=state.request.num_prompt_tokens, ledger=held, kept=kept,
                 timing={"prefill_s": sample.prefill_s, **state.timing},
             )  # fmt: skip
         self._close(state.row)
@@ -222,7 +237,7 @@ class Engine:
                 outcome.fidelity = sample.fidelity
                 self._on_outcome(outcome)
 
-    # One forward pass ---------------------------------------------------------------------------------------------------------------
+    # One forward pass ----
 
     def _step(self, rows: list[int], tokens: list[int], raise_nan: bool = False) -> tuple[Tensor, dict[int, int]]:
         """One decode step; logits fp32 [S, vocabulary] and, for rows that are not finite, index -> first bad layer."""
@@ -240,7 +255,9 @@ class Engine:
             raise NotFinite(min(bad.values()))
         return logits, bad
 
-    def _forward(self, session: hf.Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True) -> Tensor:
+    def _forward(
+        self, session: hf.Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True
+    ) -> Tensor:
         """Runs the model; `first` is each row's first position. Raises NotFinite when `check`."""
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(first, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
@@ -249,7 +266,7 @@ class Engine:
             raise NotFinite(_first_bad_layer(session, 0))
         return logits
 
-    # Small things -------------------------------------------------------------------------------------------------------------------
+    # Small things ----
 
     def _gold(self, request: Request) -> tuple[int, ...]:
         """The gold tokens that are forced; never beyond the model's context."""

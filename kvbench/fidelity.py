@@ -40,12 +40,13 @@ class FidelityMeter:
     def report(self) -> dict:
         """The journal's `fidelity` record.
 
-        The first gold token is predicted by the prompt's own forward pass, which is exact for every method; it counts in the NLL and the
-        gold match, but KL and agreement are over the tokens after it, which were read from the compressed cache.
+        The first gold token is predicted by the prompt's own forward pass, which is exact for every method; it counts
+        in the NLL and the gold match, but KL and agreement are over the tokens after it, which were read from the
+        compressed cache.
 
         Returns:
-            `nll`, `nll_full` (mean per token, nats), `kl_mean`, `kl_max` (nats; None with a single token), `top1_agreement`,
-            `gold_argmax_share`, `gold_exact` (0 or 1), `num_tokens`.
+            `nll`, `nll_full` (mean per token, nats), `kl_mean`, `kl_max` (nats; None with a single token),
+            `top1_agreement`, `gold_argmax_share`, `gold_exact` (0 or 1), `num_tokens`.
         """
         count = len(self.nll)
         full = -self.reference[torch.arange(count), torch.tensor(self.gold[:count], device=self.reference.device)]

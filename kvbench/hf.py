@@ -1,7 +1,8 @@
 """The only file that touches the cache, attention and mask classes of transformers.
 
-The adapter registers an attention function and a mask function under the name `kvbench`, and a Cache whose layers hand the new keys on
-without concatenating anything. `update()` hangs its layer object on the key tensor; the attention function finds it there. Nothing is patched.
+The adapter registers an attention function and a mask function under the name `kvbench`, and a Cache whose layers hand
+the new keys on without concatenating anything. `update()` hangs its layer object on the key tensor; the attention
+function finds it there. Nothing is patched.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from kvbench.layout import ModelShape
 from kvbench.store import CompressedStore
 
 NAME = "kvbench"
-# Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the length.
+# Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
+# length.
 PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "phi3"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -32,10 +34,11 @@ class Session:
 
     Args:
         store: Where keys and values go.
-        mode: `prefill` (one row, empty), `chunk` (one row with history), `decode` (one token for many rows), or `dense` (nothing is
-            stored: the full-cache reference of a prompt).
+        mode: `prefill` (one row, empty), `chunk` (one row with history), `decode` (one token for many rows), or `dense`
+            (nothing is stored: the full-cache reference of a prompt).
         row: The row of `prefill` and `chunk`.
-        num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed prompt.
+        num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
+            prompt.
         bad_layers: Per layer, a bool tensor [batch] that is true where its attention output was not finite.
     """
 
@@ -86,14 +89,18 @@ def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq, D].
+    """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq,
+    D].
 
     Raises:
         UnsupportedModel: The layer uses a sliding window, soft-capped logits or attention sinks.
     """
     layer = getattr(key, "_kvbench_layer", None)
     if layer is None:
-        raise RuntimeError("the kvbench attention runs only with a kvbench cache; call the model through kvbench.engine, or set attn back to sdpa")
+        raise RuntimeError(
+            "the kvbench attention runs only with a kvbench cache; call the model through kvbench.engine, or set attn "
+            "back to sdpa"
+        )
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
@@ -133,13 +140,21 @@ def check_supported(model: PreTrainedModel) -> None:
     remedy = "use a model with full attention in every layer (Llama, Mistral without window, Qwen2, Qwen3, ...)"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise UnsupportedModel(f"{name}: layers of type {sorted(kinds - {'full_attention'})} are not supported; {remedy}")
+        raise UnsupportedModel(
+            f"{name}: layers of type {sorted(kinds - {'full_attention'})} are not supported; {remedy}"
+        )
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True):
-        raise UnsupportedModel(f"{name}: sliding_window={window} means that layers forget on their own; {remedy}, or set sliding_window: null")
+        raise UnsupportedModel(
+            f"{name}: sliding_window={window} means that layers forget on their own; {remedy}, or set sliding_window: "
+            "null"
+        )
     for field in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
         if getattr(config, field, None):
-            raise UnsupportedModel(f"{name}: {field}={getattr(config, field)} changes attention in a way the store does not reproduce; {remedy}")
+            raise UnsupportedModel(
+                f"{name}: {field}={getattr(config, field)} changes attention in a way the store does not reproduce; "
+                f"{remedy}"
+            )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {remedy}")
     if not getattr(model, "_supports_attention_backend", False):
@@ -185,7 +200,9 @@ def attach(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def forward(model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int) -> Tensor:
+def forward(
+    model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
+) -> Tensor:
     """One forward pass through a session.
 
     Args:
@@ -199,6 +216,11 @@ def forward(model: PreTrainedModel, session: Session, token_ids: Tensor, positio
     """
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     out = model(
-        input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=num_logits, return_dict=True
+        input_ids=token_ids,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=num_logits,
+        return_dict=True,
     )
     return out.logits[:, -num_logits:].float()

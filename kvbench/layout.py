@@ -87,7 +87,9 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
 
 def _num_groups(name: str, size: int, splits: int, head_dim: int) -> int:
     if size and head_dim % size:
-        raise ValueError(f"{name}={size} does not divide the head dim {head_dim}; choose a divisor, or 0 for the whole vector")
+        raise ValueError(
+            f"{name}={size} does not divide the head dim {head_dim}; choose a divisor, or 0 for the whole vector"
+        )
     return head_dim // size if size else splits
 
 
@@ -95,7 +97,8 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     """Page formats of all tiers, sharing one page size.
 
     Raises:
-        ValueError: Too many tiers, a bad group, per-channel keys without a residual buffer, or a page too small for a format.
+        ValueError: Too many tiers, a bad group, per-channel keys without a residual buffer, or a page too small for a
+            format.
     """
     tiers = policy.tiers
     if not 1 <= len(tiers) <= 3:
@@ -105,7 +108,10 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     slots = [compile_tier(tier, shape, track) for tier in tiers]
     if any(s.channel_keys for s in slots):
         if policy.residual is None:
-            raise ValueError(f"{type(policy).__name__}: keys with per-channel scales are written in groups and need a residual buffer")
+            raise ValueError(
+                f"{type(policy).__name__}: keys with per-channel scales are written in groups and need a residual "
+                "buffer"
+            )
         if policy.residual.num_tokens % slots[0].group_tokens:
             raise ValueError(
                 f"residual={policy.residual.num_tokens} must be a multiple of the key group {slots[0].group_tokens}, "
@@ -121,5 +127,7 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     size = choose_page_bytes(slots) if options.page_bytes == "auto" else int(options.page_bytes)
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:
-        raise ValueError(f"store.budget_bytes={options.budget_bytes} is below one page ({size} B); raise it or set store.page_bytes")
+        raise ValueError(
+            f"store.budget_bytes={options.budget_bytes} is below one page ({size} B); raise it or set store.page_bytes"
+        )
     return formats

@@ -68,9 +68,10 @@ def itemise(store: "CompressedStore", row: int) -> dict[str, int]:
     """The ledger of one row; the items sum to `resident_bytes`.
 
     Returns:
-        `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes` scores and positions;
-        `slack_bytes` unused bytes of the row's pages; `residual_bytes` tokens in the rings; `residual_slack_bytes` empty ring
-        entries; `table_bytes` page tables and counters; `free_list_bytes` one free-list entry per page; `resident_bytes` their sum.
+        `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes` scores
+        and positions; `slack_bytes` unused bytes of the row's pages; `residual_bytes` tokens in the rings;
+        `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters; `free_list_bytes` one
+        free-list entry per page; `resident_bytes` their sum.
     """
     lists = store.lists_of(torch.tensor([row], device=store.tokens_seen.device))
     total = dict.fromkeys(ITEMS, 0)
@@ -102,9 +103,11 @@ def report(store: "CompressedStore", row: int) -> tuple[dict, dict]:
     """The ledger and the kept-token summary of a finished row, as they go into the journal.
 
     Returns:
-        ledger: items, `average_bytes` and `average_ratio` over decode steps, `peak_bytes`, `staging_peak_bytes`, `fp16_bytes` of the
+        ledger: items, `average_bytes` and `average_ratio` over decode steps, `peak_bytes`, `staging_peak_bytes`,
+            `fp16_bytes` of the
         same tokens, `ratio` = resident / fp16, `payload_ratio` = payload / fp16.
-        kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), and the prompt's slots.
+        kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), and the prompt's
+            slots.
     """
     items, meter = itemise(store, row), store.meters[row]
     seen = int(store.tokens_seen[row])

@@ -1,9 +1,11 @@
 """The contract between the methods, which decide, and the store, which executes.
 
-A method is a `Policy`: it names the precision tiers it uses, the attention statistics it needs (`ScoreSpec`), how much of the cache
-it must see at once (`scope`), and answers two questions with tensors: which tier does each prompt token go to (`plan_prefill`), and where
-does the next token go, who makes room for it and what becomes of the one who does (`plan_decode`). A third, optional answer evicts in
-bulk (`plan_compact`). A policy never sees keys or values, never counts bytes, never knows a backend.
+A method is a `Policy`: it names the precision tiers it uses, the attention statistics it needs (`ScoreSpec`), how much
+    of the cache
+it must see at once (`scope`), and answers two questions with tensors: which tier does each prompt token go to
+(`plan_prefill`), and where does the next token go, who makes room for it and what becomes of the one who does
+(`plan_decode`). A third, optional answer evicts in bulk (`plan_compact`). A policy never sees keys or values, never
+counts bytes, never knows a backend.
 
 How the methods of the field map onto it (issue A builds those marked *, the others need no change here):
 
@@ -11,15 +13,15 @@ How the methods of the field map onto it (issue A builds those marked *, the oth
 |---|---|---|---|---|---|
 | full*, int8, int4, fp8 | one | none | head | all tokens to tier 0 | append |
 | streaming_llm* | k16v16 | none | head | sinks + recent | overwrite the oldest non-sink; `cache_relative` positions |
-| h2o | k16v16 | all queries, sum, decode update | head | top heavy + recent | overwrite `view.argmin(by="score")` outside recent |
-| snapkv*, pyramidkv | any token tier | last w, max-pool 7, group mean | head | top (C_l - w) + window | append |
-| ada_snapkv | any token tier | as snapkv | layer | `view.score` of all heads of the layer ranked together | append |
-| kivi* | channel keys | none | head | all | `Residual` (oldest value, all keys), after attention |
-| minikv | channel keys | all queries, sum | head, model | heavy + recent | `Residual` (flush all), before attention |
-| kv_compress | k16v16 | last 8 or all but near, squared, pooled | model | blocks ranked over all layers and heads | `plan_compact` every n steps |
-| diffkv* | k8v4, k4v2 | all queries, mean, group max, decode update | head | thresholds alpha / N | demote, prune or append: `DecodePlan` |
-| random | any | none | head | seeded choice | append |
-| duo_attention | k16v16 | none | head | a table per layer and head | as streaming_llm for some heads |
+| h2o | k16v16 | all queries, sum, decode update | head | top heavy + recent | overwrite `view.argmin(by="score")`
+outside recent | | snapkv*, pyramidkv | any token tier | last w, max-pool 7, group mean | head | top (C_l - w) + window
+| append | | ada_snapkv | any token tier | as snapkv | layer | `view.score` of all heads of the layer ranked together |
+append | | kivi* | channel keys | none | head | all | `Residual` (oldest value, all keys), after attention | | minikv |
+channel keys | all queries, sum | head, model | heavy + recent | `Residual` (flush all), before attention | |
+kv_compress | k16v16 | last 8 or all but near, squared, pooled | model | blocks ranked over all layers and heads |
+`plan_compact` every n steps | | diffkv* | k8v4, k4v2 | all queries, mean, group max, decode update | head | thresholds
+alpha / N | demote, prune or append: `DecodePlan` | | random | any | none | head | seeded choice | append | |
+duo_attention | k16v16 | none | head | a table per layer and head | as streaming_llm for some heads |
 """
 
 from dataclasses import dataclass
@@ -32,9 +34,9 @@ from kvbench.allot import largest_remainder, pyramid_budgets, rank_descending
 from kvbench.declare import ALL_QUERIES, ALLOWED_BITS, Budget, Residual, ScoreSpec, Tier
 
 __all__ = [
-    "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView", "Extreme", "Policy", "PrefillPlan",
-    "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier", "largest_remainder", "pyramid_budgets",
-    "rank_descending",
+    "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView",
+    "Extreme", "Policy", "PrefillPlan", "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier",
+    "largest_remainder", "pyramid_budgets", "rank_descending",
 ]  # fmt: skip
 
 EVICT = -1  # in a PrefillPlan: the token is not stored; in a DecodePlan: the displaced token is dropped
@@ -87,7 +89,8 @@ class PrefillPlan:
 
 @dataclass(kw_only=True)
 class Extreme:
-    """Per list, the slot that a reduction picked: `value` fp32, `slot` int64 (-1 when no slot was eligible), `pos` int64; all [S, L, H]."""
+    """Per list, the slot that a reduction picked: `value` fp32, `slot` int64 (-1 when no slot was eligible), `pos`
+    int64; all [S, L, H]."""
 
     value: Tensor
     slot: Tensor
@@ -158,7 +161,8 @@ class DecodePlan:
     """What happens in one decode step; every field is int64 [S, L, H] (or None for its default everywhere).
 
     Args:
-        slot: Slot of tier `tier` that the incoming token takes, or `APPEND`. A token already there makes room: it is evicted, or demoted.
+        slot: Slot of tier `tier` that the incoming token takes, or `APPEND`. A token already there makes room: it is
+            evicted, or demoted.
         demote_to: Tier that the displaced token is re-quantised to, or `EVICT`.
         demote_slot: Slot of that tier which the demoted token takes (its holder is evicted), or `APPEND`.
         tier: The incoming token's tier, the same for all lists.
@@ -172,7 +176,8 @@ class DecodePlan:
 
 @dataclass(kw_only=True)
 class CompactPlan:
-    """Bulk eviction: `keep[tier]` is bool [S, L, H, n] over the slots of `DecodeView.slots(tier)`, or None to keep all of a tier."""
+    """Bulk eviction: `keep[tier]` is bool [S, L, H, n] over the slots of `DecodeView.slots(tier)`, or None to keep all
+    of a tier."""
 
     keep: list[Tensor | None]
 
@@ -181,13 +186,18 @@ class CompactPlan:
 class Policy:
     """A cache compression method. Subclasses are dataclasses whose fields are the hyper-parameters.
 
-    Class attributes to override: `scope`, `position_mode`, `granularity`, `acts_in_decode`, `compact_every`. Override `tiers`, `score` and `residual` as properties.
+    Class attributes to override: `scope`, `position_mode`, `granularity`, `acts_in_decode`, `compact_every`. Override
+        `tiers`, `score` and `residual` as properties.
     """
 
     scope: ClassVar[Literal["head", "layer", "model"]] = "head"
     position_mode: ClassVar[Literal["absolute", "cache_relative"]] = "absolute"
-    granularity: ClassVar[Literal["kv_head", "q_head"]] = "kv_head"  # q_head stores every query head's copy and is billed for it
-    acts_in_decode: ClassVar[bool] = False  # plan_decode may displace a token: question segments are then fed token by token
+    granularity: ClassVar[Literal["kv_head", "q_head"]] = (
+        "kv_head"  # q_head stores every query head's copy and is billed for it
+    )
+    acts_in_decode: ClassVar[bool] = (
+        False  # plan_decode may displace a token: question segments are then fed token by token
+    )
     compact_every: ClassVar[int] = 0  # > 0: plan_compact is called before every n-th decode step of a sequence
 
     @property
@@ -222,7 +232,8 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} sets compact_every but does not define plan_compact")
 
     def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:
-        """int64 [S, num_slots]: each slot's index in the cache by age, the incoming token included; only for `cache_relative` methods.
+        """int64 [S, num_slots]: each slot's index in the cache by age, the incoming token included; only for
+        `cache_relative` methods.
 
         Args:
             view: The view that the step was planned from.
@@ -237,14 +248,16 @@ class Policy:
     def budget_complaint(
         self, record: dict, budget: Budget, *, at_least: int = 1, mean: bool = False, at_end: int | None = None
     ) -> str | None:
-        """What is wrong when a record holds more prompt tokens than a budget allows, or far fewer; None when it was met.
+        """What is wrong when a record holds more prompt tokens than a budget allows, or far fewer; None when it was
+        met.
 
         Args:
             record: A journal record.
             budget: What was asked.
             at_least: Tokens per list that the method keeps whatever the budget says.
             mean: The budget is a mean over lists; otherwise every list has to keep to it.
-            at_end: When not None, the sequence's last state must keep to the budget too, with this many tokens per list to spare.
+            at_end: When not None, the sequence's last state must keep to the budget too, with this many tokens per list
+                to spare.
         """
         kept = record.get("kept", {})
         if not kept:
@@ -263,5 +276,6 @@ class Policy:
         held = sum(kept["slots_per_tier"]) / lists
         limit = max(at_least, budget.tokens(prompt, lists, kept["slot_bytes"])) + at_end
         if held > limit:
-            return f"{held:g} tokens per head held at the end, but the budget {budget.value:g} {budget.unit} allows {limit}"
+            asked = f"{budget.value:g} {budget.unit}"
+            return f"{held:g} tokens per head held at the end, but the budget {asked} allows {limit}"
         return None

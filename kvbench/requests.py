@@ -10,8 +10,9 @@ class Request:
     Args:
         sample_id: Unique and stable within a task, for example `trec/17`.
         subset: Name of the group that scores are averaged over.
-        segments: Token ids of the prompt, split where compression may happen in between. One segment means that the whole prompt is
-            seen before anything is compressed; `(context, question)` compresses the context before the question is seen.
+        segments: Token ids of the prompt, split where compression may happen in between. One segment means that the
+            whole prompt is seen before anything is compressed; `(context, question)` compresses the context before the
+            question is seen.
         gold: Token ids of the reference answer for teacher forcing; empty when the sample has none.
         max_new_tokens: Length limit of the answer, >= 1.
         min_new_tokens: Stop rules are ignored before this many tokens.
@@ -63,11 +64,13 @@ class Outcome:
         num_prompt_tokens: Prompt length as run.
         nan_layer: First layer whose attention output was not finite; -1 means the logits only.
         message: Human-readable reason when the status is not ok.
-        fidelity: Teacher-forced comparison with the full cache on the gold tokens, or None: `nll`, `nll_full`, `kl_mean`, `kl_max`,
-            `top1_agreement`, `gold_argmax_share`, `gold_exact`, `num_tokens`.
-        ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the items of the ledger at the end.
+        fidelity: Teacher-forced comparison with the full cache on the gold tokens, or None: `nll`, `nll_full`,
+            `kl_mean`, `kl_max`, `top1_agreement`, `gold_argmax_share`, `gold_exact`, `num_tokens`.
+        ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the
+            items of the ledger at the end.
         kept: What the method did: tokens seen, slots held per tier, ratio.
-        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`; the only fields that differ between identical runs.
+        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`; the only fields that differ between identical
+            runs.
     """
 
     sample_id: str

@@ -9,7 +9,8 @@ from kvbench.policy import Residual
 class ResidualBuffer:
     """Rings of keys and values for all lists, with the counts that say which tokens are still in them.
 
-    Token i of a list is in the key ring while `i >= num_k`, in the value ring while `i >= num_v`; it lies at i modulo the ring's length.
+    Token i of a list is in the key ring while `i >= num_k`, in the value ring while `i >= num_v`; it lies at i modulo
+    the ring's length.
 
     Args:
         spec: The policy's residual.

@@ -11,7 +11,8 @@ from kvbench.sampling import Answer, choose_token
 
 
 class NotFinite(ArithmeticError):
-    """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none was."""
+    """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none
+    was."""
 
     def __init__(self, layer: int) -> None:
         super().__init__(f"logits are not finite (first bad attention layer: {layer if layer >= 0 else 'none'})")
@@ -29,7 +30,9 @@ class Row:
     answer: Answer | None = None
     meter: FidelityMeter | None = None
     generator: torch.Generator | None = None
-    timing: dict = field(default_factory=lambda: {"decode_s": 0.0, "decode_share_s": 0.0, "decode_tokens": 0, "row_steps": 0})
+    timing: dict = field(
+        default_factory=lambda: {"decode_s": 0.0, "decode_share_s": 0.0, "decode_tokens": 0, "row_steps": 0}
+    )
 
     def next_token(self) -> int | None:
         """Consumes the logits; the token to feed, or None when the row is over."""

@@ -1,7 +1,8 @@
 """The compressed store: executes what a policy decides, on real pages.
 
-A *row* is one sequence. `prefill_layer` and `append_chunk` write prompts; `begin_step`, `attend` and `end_step` do one decode step for many
-rows. Legend: S live rows, L layers, H KV heads, Hq query heads, D head dim, N prompt tokens, M = S * L * H lists.
+A *row* is one sequence. `prefill_layer` and `append_chunk` write prompts; `begin_step`, `attend` and `end_step` do one
+decode step for many rows. Legend: S live rows, L layers, H KV heads, Hq query heads, D head dim, N prompt tokens, M = S
+* L * H lists.
 """
 
 from types import SimpleNamespace
@@ -45,8 +46,9 @@ class CompressedStore:
         self.num_heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
         if policy.position_mode == "cache_relative" and shape.inv_freq is None:
             raise ValueError(
-                f"{type(policy).__name__} re-rotates keys to their place in the cache, but this model's rotary embedding is not of the "
-                "plain kind that allows it; set method.position_mode=absolute where the method has that option"
+                f"{type(policy).__name__} re-rotates keys to their place in the cache, but this model's rotary "
+                "embedding is not of the plain kind that allows it; set method.position_mode=absolute where the "
+                "method has that option"
             )
         size = self.formats[0].page_bytes
         limit = options.budget_bytes // size if options.budget_bytes is not None else None
@@ -92,7 +94,7 @@ class CompressedStore:
         held = self.residual.num_k[lists].long()
         return [held, self.residual.num_tokens[lists].long() - held]
 
-    # Rows ---------------------------------------------------------------------------------------------------------------------------
+    # Rows ----
 
     def open_row(self) -> int:
         """Takes an empty row."""
@@ -133,10 +135,12 @@ class CompressedStore:
             self.residual.k[row], self.residual.v[row] = self.residual.k[source], self.residual.v[source]
         self.tokens_seen[row], self.prompt_tokens[row] = self.tokens_seen[source], self.prompt_tokens[source]
         meter = self.meters[source]
-        self.meters[row] = ledger.RowMeter(meter.peak_bytes, meter.staging_peak_bytes, prompt_slots=dict(meter.prompt_slots))
+        self.meters[row] = ledger.RowMeter(
+            meter.peak_bytes, meter.staging_peak_bytes, prompt_slots=dict(meter.prompt_slots)
+        )
         return row
 
-    # Prompts ------------------------------------------------------------------------------------------------------------------------
+    # Prompts ----
 
     def prefill_layer(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         """Plans and writes one layer of a prompt (for scope `model`, all layers once the last one arrives).
@@ -158,13 +162,15 @@ class CompressedStore:
         """
         return store_prompt.append_chunk(self, row, layer, q, k, v, scale)
 
-    # Decode steps -------------------------------------------------------------------------------------------------------------------
+    # Decode steps ----
 
     def begin_step(self, rows: Tensor) -> None:
-        """Plans one decode step for all layers and heads of the rows, applies it, and fixes where each layer will write.
+        """Plans one decode step for all layers and heads of the rows, applies it, and fixes where each layer will
+        write.
 
         Raises:
-            PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has taken place.
+            PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
+                taken place.
         """
         self._step = store_step.begin(self, rows)
 
@@ -187,8 +193,11 @@ class CompressedStore:
         store_step.end(self, self._step)
         self._step = None
 
-    def layer_pages(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
-        """The kernels' description of one layer of the given rows; `width` is the pages to read per tier, found when absent."""
+    def layer_pages(
+        self, rows: Tensor, layer: int, width: list[int] | None = None
+    ) -> tuple[list[TierPages], Ring | None]:
+        """The kernels' description of one layer of the given rows; `width` is the pages to read per tier, found when
+        absent."""
         lists, tiers = self.layer_lists(rows, layer), []
         for tier, fmt in enumerate(self.formats):
             held = self.table.num_slots[tier, lists].long()
@@ -203,7 +212,7 @@ class CompressedStore:
         ring = Ring(self.residual.k[rows, layer], self.residual.v[rows, layer], self.residual.num_tokens[lists].long())
         return tiers, ring
 
-    # Small things -------------------------------------------------------------------------------------------------------------------
+    # Small things ----
 
     def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
         """int64 [S, H] list numbers of one layer."""
@@ -215,7 +224,8 @@ class CompressedStore:
         return x if x.shape[0] == self.num_heads else x.repeat_interleave(self.num_heads // x.shape[0], 0)
 
     def unrotate(self, k: Tensor, position: Tensor) -> Tensor:
-        """Keys without their rotary position when the policy re-rotates them, else unchanged; `position` broadcasts against k[..., 0]."""
+        """Keys without their rotary position when the policy re-rotates them, else unchanged; `position` broadcasts
+        against k[..., 0]."""
         if self.policy.position_mode == "absolute":
             return k
         angle = -position[..., None].float() * self.shape.inv_freq

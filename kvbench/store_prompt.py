@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from kvbench.store import CompressedStore
 
 
-def prefill_layer(store: "CompressedStore", row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def prefill_layer(
+    store: "CompressedStore", row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> None:
     """Plans and writes one layer of a prompt; see `CompressedStore.prefill_layer`."""
     spec = store.policy.score
     k, v = store.at_granularity(k), store.at_granularity(v)
@@ -19,7 +21,8 @@ def prefill_layer(store: "CompressedStore", row: int, layer: int, q: Tensor, k: 
     if spec.prefill_queries:
         score = store.backend.prompt_scores(
             q, k, scale, queries=spec.prefill_queries, skip_near=spec.skip_near, power=spec.power, pool=spec.pool,
-            pool_kernel=spec.pool_kernel, pool_stage=spec.pool_stage, pool_region=spec.pool_region, group=spec.group_reduce,
+            pool_kernel=spec.pool_kernel, pool_stage=spec.pool_stage, pool_region=spec.pool_region,
+            group=spec.group_reduce,
         )  # fmt: skip
     if store.policy.scope == "model":
         stash = store.stash.setdefault(row, [])
@@ -51,18 +54,27 @@ def prefill_layer(store: "CompressedStore", row: int, layer: int, q: Tensor, k: 
 
 def _plan(store: "CompressedStore", layers: Tensor, score: Tensor | None, num_tokens: int) -> PrefillPlan:
     view = PrefillView(
-        num_tokens=num_tokens, num_layers=store.shape.num_layers, num_kv_heads=store.num_heads, layers=layers, score=score,
-        token_bytes=tuple(fmt.slot.slot_bytes for fmt in store.formats),
+        num_tokens=num_tokens, num_layers=store.shape.num_layers, num_kv_heads=store.num_heads, layers=layers,
+        score=score, token_bytes=tuple(fmt.slot.slot_bytes for fmt in store.formats),
     )  # fmt: skip
     plan = store.policy.plan_prefill(view)
     expected = (len(layers), store.num_heads, num_tokens)
     if tuple(plan.tier_of.shape) != expected:
-        raise AssertionError(f"{type(store.policy).__name__}.plan_prefill returned {tuple(plan.tier_of.shape)}, not {expected}")
+        raise AssertionError(
+            f"{type(store.policy).__name__}.plan_prefill returned {tuple(plan.tier_of.shape)}, not {expected}"
+        )
     return plan
 
 
 def _write(
-    store: "CompressedStore", row: int, layer: int, k: Tensor, v: Tensor, plan: PrefillPlan, score: Tensor | None, index: int
+    store: "CompressedStore",
+    row: int,
+    layer: int,
+    k: Tensor,
+    v: Tensor,
+    plan: PrefillPlan,
+    score: Tensor | None,
+    index: int,
 ) -> None:
     """Writes the kept tokens of one layer, per tier in position order."""
     tier_of = plan.tier_of[index]
@@ -87,7 +99,16 @@ def _write(
 
 
 def _write_ring(
-    store: "CompressedStore", row: int, layer: int, lists: Tensor, k: Tensor, v: Tensor, head: Tensor, token: Tensor, ordinal: Tensor, count: Tensor
+    store: "CompressedStore",
+    row: int,
+    layer: int,
+    lists: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head: Tensor,
+    token: Tensor,
+    ordinal: Tensor,
+    count: Tensor,
 ) -> None:
     """Prompt tokens behind a residual buffer: the oldest go to pages, the rest to the rings."""
     ring, fmt = store.residual, store.formats[0]
@@ -107,7 +128,9 @@ def _write_ring(
     ring.num_tokens[lists] = count.to(torch.int32)
 
 
-def append_chunk(store: "CompressedStore", row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def append_chunk(
+    store: "CompressedStore", row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Tensor:
     """Appends a segment; see `CompressedStore.append_chunk`."""
     k, v = store.at_granularity(k), store.at_granularity(v)
     rows, fmt = torch.tensor([row], device=k.device), store.formats[0]

@@ -50,7 +50,10 @@ def begin(store: "CompressedStore", rows: Tensor) -> Step:
         _compact(store, rows)
         step.view = StoreDecodeView(store, rows)
         _apply(store, step, store.policy.plan_decode(step.view))
-    pages = [store.table.num_pages(tier)[step.lists].view(len(rows), store.shape.num_layers, -1) for tier in range(len(store.formats))]
+    pages = [
+        store.table.num_pages(tier)[step.lists].view(len(rows), store.shape.num_layers, -1)
+        for tier in range(len(store.formats))
+    ]
     step.width = torch.stack([p.amax((0, 2)) for p in pages], 1).tolist()
     return step
 
@@ -83,7 +86,10 @@ def end(store: "CompressedStore", step: Step) -> None:
     """Counts the token and meters the bytes; see `CompressedStore.end_step`."""
     if step.flush is not None:
         _, _, new_k, new_v = step.flush
-        store.residual.num_k[step.lists], store.residual.num_v[step.lists] = new_k.to(torch.int32), new_v.to(torch.int32)
+        store.residual.num_k[step.lists], store.residual.num_v[step.lists] = (
+            new_k.to(torch.int32),
+            new_v.to(torch.int32),
+        )
     store.tokens_seen[step.rows] += 1
     held = ledger.resident_bytes(store, step.rows).tolist()
     for row, seen, resident in zip(step.rows.tolist(), store.tokens_seen[step.rows].tolist(), held, strict=True):
@@ -106,7 +112,9 @@ def _apply(store: "CompressedStore", step: Step, plan: DecodePlan) -> None:
     fresh = (~displaced).nonzero()[:, 0]
     moving = (displaced & (demote_to != EVICT)).nonzero()[:, 0]
     if moving.numel() and not store.policy.tiers[plan.tier].evictable:
-        raise AssertionError(f"tier {store.policy.tiers[plan.tier].name} holds immutable groups; its slots cannot be demoted")
+        raise AssertionError(
+            f"tier {store.policy.tiers[plan.tier].name} holds immutable groups; its slots cannot be demoted"
+        )
     target_slots = _reserve(store, lists, plan.tier, fresh, moving, demote_to, demote_slot, slot)
     if moving.numel():
         _demote(store, lists, plan.tier, moving, slot, demote_to, target_slots)
@@ -119,9 +127,17 @@ def _apply(store: "CompressedStore", step: Step, plan: DecodePlan) -> None:
 
 
 def _reserve(
-    store: "CompressedStore", lists: Tensor, tier: int, fresh: Tensor, moving: Tensor, demote_to: Tensor, demote_slot: Tensor, slot: Tensor
+    store: "CompressedStore",
+    lists: Tensor,
+    tier: int,
+    fresh: Tensor,
+    moving: Tensor,
+    demote_to: Tensor,
+    demote_slot: Tensor,
+    slot: Tensor,
 ) -> Tensor:
-    """Takes all new slots of the step, or none: fills `slot` for appended tokens and returns the slots of demoted ones, int64 [moving]."""
+    """Takes all new slots of the step, or none: fills `slot` for appended tokens and returns the slots of demoted ones,
+    int64 [moving]."""
     done: list[tuple[Tensor, int, Tensor]] = []
     targets = demote_slot[moving].clone()
     try:
@@ -142,9 +158,16 @@ def _reserve(
 
 
 def _demote(
-    store: "CompressedStore", lists: Tensor, tier: int, moving: Tensor, slot: Tensor, demote_to: Tensor, target_slots: Tensor
+    store: "CompressedStore",
+    lists: Tensor,
+    tier: int,
+    moving: Tensor,
+    slot: Tensor,
+    demote_to: Tensor,
+    target_slots: Tensor,
 ) -> None:
-    """Re-quantises displaced tokens into their new tier, score and position included; every read happens before any write."""
+    """Re-quantises displaced tokens into their new tier, score and position included; every read happens before any
+    write."""
     pages, source = store.pool.pages, store.formats[tier]
     page, index = store.table.lookup(lists[moving], tier, slot[moving])
     keys, values = store.backend.read_slots(pages, source, page, index)
@@ -187,11 +210,13 @@ def _rotate_to_cache_positions(store: "CompressedStore", step: Step, tiers: list
         raise AssertionError("cache-relative positions are defined for one tier")
     width = tiers[0].ids.shape[-1] * tiers[0].fmt.tokens_per_page
     age = store.policy.cache_positions(step.view, width)
-    shift = step.view.tokens_seen - (tiers[0].num_k[:, 0] - 1)  # the query keeps its true position; keys move so that the distances are those in the cache
+    shift = step.view.tokens_seen - (
+        tiers[0].num_k[:, 0] - 1
+    )  # the query keeps its true position; keys move so that the distances are those in the cache
     tiers[0].rotation = (age + shift[:, None])[..., None].float() * store.shape.inv_freq
 
 
-# Behind a residual buffer ---------------------------------------------------------------------------------------------------------------
+# Behind a residual buffer ----
 
 
 def _begin_residual(store: "CompressedStore", step: Step) -> None:
@@ -204,7 +229,9 @@ def _begin_residual(store: "CompressedStore", step: Step) -> None:
     step.flush = (old_k, old_v, new_k, new_v)
 
 
-def _attend_residual(store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_residual(
+    store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Tensor:
     """Appends to the rings, then attends and flushes in the order the residual asks for."""
     ring, rows = store.residual, step.rows
     heads = torch.arange(store.num_heads, device=rows.device)

@@ -59,8 +59,8 @@ class StoreDecodeView(DecodeView):
         return self._cache[tier]
 
     def mean_score(self, tier: int) -> Tensor:
-        """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of the ScoreSpec
-        from itself on, then one per decode step."""
+        """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
+        the ScoreSpec from itself on, then one per decode step."""
         arrays = self.slots(tier)
         window = self._store.policy.score.prefill_queries
         origin = arrays.pos
@@ -74,7 +74,11 @@ class StoreDecodeView(DecodeView):
     ) -> Extreme:
         arrays = self.slots(tier)
         self._require(tier, "pos" if by == "pos" or before is not None or first else "score")
-        value = {"mean": lambda: self.mean_score(tier), "score": lambda: arrays.score, "pos": lambda: arrays.pos.float()}[by]()
+        value = {
+            "mean": lambda: self.mean_score(tier),
+            "score": lambda: arrays.score,
+            "pos": lambda: arrays.pos.float(),
+        }[by]()
         eligible = arrays.valid & (arrays.pos >= first) if first else arrays.valid
         if before is not None:
             eligible = eligible & (arrays.pos < before[:, None, None, None])

@@ -31,11 +31,13 @@ class AdaSnapKV(Policy):
         window: Observation window; >= 1.
         pool: `max`, `avg` or `none`.
         pool_kernel: Odd width of the pool.
-        official_rounding: Round each head's budget half to even as the released code does, which may lose or gain tokens.
+        official_rounding: Round each head's budget half to even as the released code does, which may lose or gain
+            tokens.
         tier: Precision of what is kept.
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA); methods.md section 6.
-    Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; KV-head granularity with the group's mean.
+    Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; KV-head granularity
+        with the group's mean.
     """
 
     budget: float | int | str = 0.25
@@ -58,8 +60,12 @@ class AdaSnapKV(Policy):
         if self.window < 1:
             raise ValueError(f"window={self.window} must be >= 1: the window's queries are the score")
         if self._budget.unit == "tokens" and self._budget.value <= self.window:
-            raise ValueError(f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window")
-        self._score = ScoreSpec(prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, group_reduce="mean")
+            raise ValueError(
+                f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window"
+            )
+        self._score = ScoreSpec(
+            prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, group_reduce="mean"
+        )
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -89,7 +95,12 @@ class AdaSnapKV(Policy):
             base = budget - window
             if self.pyramid and base:
                 layers = pyramid_budgets(
-                    base, prefix, view.num_tokens, view.num_layers, beta=self.beta, official_rounding=self.official_rounding
+                    base,
+                    prefix,
+                    view.num_tokens,
+                    view.num_layers,
+                    beta=self.beta,
+                    official_rounding=self.official_rounding,
                 )
                 base = layers[int(view.layers[0])]
             own = torch.tensor(self.head_budgets(score, base), device=score.device)[:, None]

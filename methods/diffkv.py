@@ -7,8 +7,17 @@ import torch
 from torch import Tensor
 
 from kvbench.policy import (
-    ALL_QUERIES, APPEND, EVICT, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, ScoreSpec, Tier,
-)  # fmt: skip
+    ALL_QUERIES,
+    APPEND,
+    EVICT,
+    DecodePlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Tier,
+)
 
 HIGH, LOW = 0, 1
 
@@ -17,9 +26,10 @@ HIGH, LOW = 0, 1
 class DiffKV(Policy):
     """Keeps significant tokens in a high tier, less significant ones in a low tier, and prunes the rest.
 
-    A token's significance is the mean attention it got from the queries after it, the maximum over the query heads of its KV head.
-    Against N tokens it is high from alpha_h / N on, low from alpha_l / N on, pruned below. The last `window` tokens stay high. In each decode step the token that
-    leaves the window is classified; if it stays (high or low), the least significant token of the tier it entered may be demoted or pruned.
+    A token's significance is the mean attention it got from the queries after it, the maximum over the query heads of
+    its KV head. Against N tokens it is high from alpha_h / N on, low from alpha_l / N on, pruned below. The last
+    `window` tokens stay high. In each decode step the token that leaves the window is classified; if it stays (high or
+    low), the least significant token of the tier it entered may be demoted or pruned.
 
     Args:
         alpha_h: Threshold of the high tier, >= alpha_l.
@@ -27,7 +37,8 @@ class DiffKV(Policy):
         window: Last tokens that stay high, the incoming one included; >= 1.
         high: Tier of significant tokens.
         low: Tier of less significant ones.
-        threshold: `N`: thresholds alpha / prompt length, as the calibration section and Algorithm 1 say. `i`: alpha / (1-based position), as section 4 says.
+        threshold: `N`: thresholds alpha / prompt length, as the calibration section and Algorithm 1 say. `i`: alpha /
+            (1-based position), as section 4 says.
         cot: Metadata groups of the released chain-of-thought mode: 4-bit sides in 2 groups, 2-bit sides in 4.
 
     Source: DiffKV (SOSP'25) section 4 and Algorithm 1; thresholds of Llama3-8B; methods.md sections 10.1 and 10.6.
@@ -53,8 +64,12 @@ class DiffKV(Policy):
         self._tiers = (self._tier(self.high), self._tier(self.low))
         for tier in self._tiers:
             if not tier.evictable:
-                raise ValueError(f"tier {tier.name} cannot be demoted token by token; choose a token-axis tier such as k8v4")
-        self._score = ScoreSpec(prefill_queries=ALL_QUERIES, group_reduce="max", decode_update=True, track=("score", "pos"))
+                raise ValueError(
+                    f"tier {tier.name} cannot be demoted token by token; choose a token-axis tier such as k8v4"
+                )
+        self._score = ScoreSpec(
+            prefill_queries=ALL_QUERIES, group_reduce="max", decode_update=True, track=("score", "pos")
+        )
 
     def _tier(self, text: str) -> Tier:
         tier = Tier.parse(text)
@@ -62,7 +77,10 @@ class DiffKV(Policy):
             return tier
         splits = {4: 2, 2: 4}
         return Tier(
-            k_bits=tier.k_bits, v_bits=tier.v_bits, k_splits=splits.get(tier.k_bits, 1), v_splits=splits.get(tier.v_bits, 1)
+            k_bits=tier.k_bits,
+            v_bits=tier.v_bits,
+            k_splits=splits.get(tier.k_bits, 1),
+            v_splits=splits.get(tier.v_bits, 1),
         )
 
     @property

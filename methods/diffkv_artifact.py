@@ -12,7 +12,8 @@ HIGH, LOW = 0, 1
 
 @dataclass(kw_only=True)
 class DiffKVArtifact(Policy):
-    """Two precision tiers and pruning by attention from the last 64 prompt queries; one least significant token per decode step is demoted or pruned.
+    """Two precision tiers and pruning by attention from the last 64 prompt queries; one least significant token per
+    decode step is demoted or pruned.
 
     Args:
         alpha_h: Threshold of the high tier against 1 / N, >= alpha_l.
@@ -22,10 +23,12 @@ class DiffKVArtifact(Policy):
         high: Tier of significant tokens.
         low: Tier of less significant ones.
         cot: Chain-of-thought metadata groups: 4-bit sides in 2 groups, 2-bit sides in 4.
-        emulate_score_bug: Reproduce the released short-prompt kernel, which stores each slot's score under another token's rank.
+        emulate_score_bug: Reproduce the released short-prompt kernel, which stores each slot's score under another
+            token's rank.
 
     Source: DiffKV artefact at 6cf5d20; methods.md sections 10.2, 10.3 and 10.6.
-    Differs: the score bug is off by default; slots keep their true position beside the count that the code packs into it.
+    Differs: the score bug is off by default; slots keep their true position beside the count that the code packs into
+        it.
     """
 
     alpha_h: float = 1.0
@@ -77,7 +80,8 @@ class DiffKVArtifact(Policy):
         return PrefillPlan(tier_of=tier_of.to(torch.int8), score=stored)
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
-        """The released four-way rule: prune the lightest high token, demote it over the lightest low one, demote it to a new slot, or append."""
+        """The released four-way rule: prune the lightest high token, demote it over the lightest low one, demote it to
+        a new slot, or append."""
         seen = view.tokens_seen
         at_high, at_low = (alpha / seen[:, None, None] for alpha in (self.alpha_h, self.alpha_l))
         high, low = (view.argmin(tier, by="mean", before=self._counted_before(view)) for tier in (HIGH, LOW))
@@ -94,6 +98,7 @@ class DiffKVArtifact(Policy):
     def _counted_before(self, view: DecodeView) -> Tensor:
         """Positions below this have been scored by at least `window` queries, which makes them eligible; int64 [S]."""
         edge = view.tokens_seen - self.window + 1
-        # Prompt tokens count from the first scored query on: with window > queries none is eligible until enough steps have passed.
+        # Prompt tokens count from the first scored query on: with window > queries none is eligible until enough steps
+        # have passed.
         none_yet = view.tokens_seen - (view.prompt_tokens - self.queries) < self.window
         return torch.where(none_yet, torch.zeros_like(edge), edge)

@@ -21,7 +21,8 @@ from kvbench.policy import (
 
 @dataclass(kw_only=True)
 class H2O(Policy):
-    """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent ones.
+    """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
+    ones.
 
     In every decode step the new token takes the slot of the lightest token outside the recent window.
 
@@ -29,12 +30,15 @@ class H2O(Policy):
         budget: Heavy and recent tokens together: ratio of the prompt, tokens, or bytes.
         recent_share: Share of the budget that is the recent window, in [0, 1].
         group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
-        one_shot: Never evict after the prompt, and do not update scores (the variant that several comparison papers ran).
+        one_shot: Never evict after the prompt, and do not update scores (the variant that several comparison papers
+            ran).
         window: Recent tokens of the one-shot variant instead of `recent_share`; 0 = use the share.
         tier: Precision of what is kept.
 
-    Source: FMInference/H2O utils_real_drop (H2OKVCache_LayerWise); methods.md sections 0.9 and 3. `one_shot` with window 8: KVCache-Factory H2OKVCluster.
-    Differs: KV-head granularity with the group's sum (the original keeps query heads); the two budgets are one budget and a share.
+    Source: FMInference/H2O utils_real_drop (H2OKVCache_LayerWise); methods.md sections 0.9 and 3. `one_shot` with
+        window 8: KVCache-Factory H2OKVCluster.
+    Differs: KV-head granularity with the group's sum (the original keeps query heads); the two budgets are one budget
+        and a share.
     """
 
     budget: float | int | str = 0.2

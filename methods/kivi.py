@@ -7,7 +7,8 @@ from kvbench.policy import Policy, Residual, Tier
 
 @dataclass(kw_only=True)
 class Kivi(Policy):
-    """Quantises every token but the newest: keys in groups of consecutive tokens per channel, values per token in groups of channels.
+    """Quantises every token but the newest: keys in groups of consecutive tokens per channel, values per token in
+    groups of channels.
 
     Args:
         bits: 1, 2, 4 or 8 for keys and values; 16 stores them unquantised (for tests).
@@ -28,12 +29,18 @@ class Kivi(Policy):
         if self.group < 8 or self.group % 8:
             raise ValueError(f"group={self.group} must be a multiple of 8 and >= 8; KIVI uses 32")
         if self.residual_tokens < 1 or self.residual_tokens % self.group:
-            raise ValueError(f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}")
+            raise ValueError(
+                f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}"
+            )
         if self.native:
             self._tier = Tier(native=True)
         else:
-            self._tier = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
-        self._residual = Residual(num_tokens=self.residual_tokens, v_flush="oldest", when="after_attention", hold_prompt=True)
+            self._tier = Tier(
+                k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group
+            )
+        self._residual = Residual(
+            num_tokens=self.residual_tokens, v_flush="oldest", when="after_attention", hold_prompt=True
+        )
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

@@ -25,12 +25,15 @@ class KVCompress(Policy):
     """Evicts the blocks whose costliest token is cheapest, over all layers and KV heads of a sequence together.
 
     Args:
-        budget: Mean over layers and heads of what stays: ratio of the prompt, tokens per head, or bytes; rounded up to blocks.
-        variant: `window`: squared attention of the last `window` queries, max-pooled. `full`: of all queries but those within `skip_near`.
+        budget: Mean over layers and heads of what stays: ratio of the prompt, tokens per head, or bytes; rounded up to
+            blocks.
+        variant: `window`: squared attention of the last `window` queries, max-pooled. `full`: of all queries but those
+            within `skip_near`.
         power: 2 (squared attention, the paper's) or 1.
-        obs_window: Observation window of the `window` variant: its queries are the score; its cached tokens but one and the incoming
-            one are protected.
-        skip_near: Queries nearer than this do not count in the `full` variant, which protects the last `protected` tokens.
+        obs_window: Observation window of the `window` variant: its queries are the score; its cached tokens but one and
+            the incoming one are protected.
+        skip_near: Queries nearer than this do not count in the `full` variant, which protects the last `protected`
+            tokens.
         protected: Last tokens that are never evicted in the `full` variant, the incoming one counted.
         block: Tokens per block.
         continual: Also evict while decoding, whenever new blocks would exceed the budget.
@@ -56,9 +59,16 @@ class KVCompress(Policy):
         if self.variant not in ("window", "full"):
             raise ValueError(f"variant={self.variant!r} must be 'window' or 'full'")
         if self.block < 1 or self.obs_window < 1 or self.protected < 1:
-            raise ValueError(f"block={self.block}, obs_window={self.obs_window} and protected={self.protected} must be >= 1")
+            raise ValueError(
+                f"block={self.block}, obs_window={self.obs_window} and protected={self.protected} must be >= 1"
+            )
         self.compact_every = self.block if self.continual else 0
-        shared = {"power": self.power, "group_reduce": "sum", "decode_update": self.continual, "track": ("score", "pos")}
+        shared = {
+            "power": self.power,
+            "group_reduce": "sum",
+            "decode_update": self.continual,
+            "track": ("score", "pos"),
+        }
         if self.variant == "window":
             self._score = ScoreSpec(
                 prefill_queries=self.obs_window,
@@ -97,7 +107,9 @@ class KVCompress(Policy):
             free = slots.valid[row] & (slots.pos[row] <= edge)
             lists = slots.score[row].masked_fill(~free, float("inf")).flatten(0, 1)
             held = slots.valid[row].sum(-1).flatten()
-            opening = (held % self.block == 0).sum()  # blocks that the incoming tokens will open count against the budget
+            opening = (
+                held % self.block == 0
+            ).sum()  # blocks that the incoming tokens will open count against the budget
             surplus = _num_blocks(held, self.block).sum() + opening - self._blocks(allowed, len(lists))
             keep.append(~choose_blocks(lists, held, self.block, surplus).view(slots.valid[row].shape))
         return CompactPlan(keep=[torch.stack(keep)])
@@ -119,8 +131,8 @@ def _num_blocks(held: Tensor, block: int) -> Tensor:
 def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
     """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [M, n].
 
-    Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the first block is freed
-    once as many slots are gone as its last block holds.
+    Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
+    first block is freed once as many slots are gone as its last block holds.
 
     Args:
         cost: fp32 [M, n], +inf for slots that must stay and past a list's end.
@@ -140,5 +152,7 @@ def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int)
     chosen[first] = torch.isfinite(flat[first])
     count = chosen.view_as(price).sum(1)
     num_evicted = torch.where(count > 0, hanging + (count - 1) * block, 0)
-    position = torch.empty_like(order).scatter_(-1, order, torch.arange(cost.shape[-1], device=cost.device).expand_as(order))
+    position = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(cost.shape[-1], device=cost.device).expand_as(order)
+    )
     return position < num_evicted[:, None]

@@ -23,13 +23,14 @@ from kvbench.policy import (
 
 @dataclass(kw_only=True)
 class MiniKV(Policy):
-    """Keeps heavy hitters and a recent window of the prompt, all at `bits`; generated tokens pass a 16-bit buffer and are never evicted.
+    """Keeps heavy hitters and a recent window of the prompt, all at `bits`; generated tokens pass a 16-bit buffer and
+    are never evicted.
 
     Args:
         heavy: Mean over layers of the heavy hitters' share of the prompt, in (0, 1].
         recent: The recent window's share of the prompt, in (0, 1].
-        allocation: Heavy hitters per layer: `uniform`; `pyramid`: linear from 2x - x/depth to x/depth; `var_prop`, `var_inv`:
-            proportional or inversely proportional to the variance of the layer's accumulated attention.
+        allocation: Heavy hitters per layer: `uniform`; `pyramid`: linear from 2x - x/depth to x/depth; `var_prop`,
+            `var_inv`: proportional or inversely proportional to the variance of the layer's accumulated attention.
         depth: Depth of the pyramid, >= 1.
         bits: Bits per element of keys and values.
         group: Tokens per key scale and channels per value scale.
@@ -37,7 +38,8 @@ class MiniKV(Policy):
         native: Store the model's own dtype instead (lossless; for tests).
 
     Source: MiniKV sections 4.2 and 4.3, Algorithm 1; MiniKV-Dev at 486a1ca, cache_impl.py; methods.md section 8.
-    Differs: exact attention sums (the selective kernel leaves out a normalisation); KV-head granularity with the group's sum; at least one heavy and one recent token.
+    Differs: exact attention sums (the selective kernel leaves out a normalisation); KV-head granularity with the
+        group's sum; at least one heavy and one recent token.
     """
 
     heavy: float = 0.25
@@ -58,7 +60,10 @@ class MiniKV(Policy):
         if self.depth < 1:
             raise ValueError(f"depth={self.depth} must be >= 1")
         if self.group < 8 or self.group % 8 or self.residual_tokens < 1 or self.residual_tokens % self.group:
-            raise ValueError(f"group={self.group} must be a multiple of 8 and residual_tokens={self.residual_tokens} a multiple of group")
+            raise ValueError(
+                f"group={self.group} must be a multiple of 8 and residual_tokens={self.residual_tokens} a multiple of "
+                "group"
+            )
         self.scope = "model" if self.allocation.startswith("var") else "head"
         coded = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
         self._tier = Tier(native=True) if self.native else coded
@@ -83,7 +88,9 @@ class MiniKV(Policy):
         if self.allocation == "pyramid":
             last = self.heavy / self.depth
             first = 2 * self.heavy - last
-            return [max(1, int(length * (first + (last - first) / (total - 1) * layer))) for layer in view.layers.tolist()]
+            return [
+                max(1, int(length * (first + (last - first) / (total - 1) * layer))) for layer in view.layers.tolist()
+            ]
         variance = view.score.var(-1, unbiased=False).mean(-1).double()
         weight = variance if self.allocation == "var_prop" else 1.0 / variance.clamp(min=1e-30)
         return share_with_cap(weight, int(length * self.heavy) * total, length - self._recent(length))
@@ -101,7 +108,8 @@ class MiniKV(Policy):
 
 
 def share_with_cap(weight: Tensor, total: int, cap: int) -> list[int]:
-    """Whole shares proportional to `weight` [L], none above `cap`; what a cap cuts off is shared again among the others; at least one each."""
+    """Whole shares proportional to `weight` [L], none above `cap`; what a cap cuts off is shared again among the
+    others; at least one each."""
     shares, open_layers, left = [0] * len(weight), list(range(len(weight))), min(total, cap * len(weight))
     while open_layers:
         parts = [Fraction(float(weight[layer])) for layer in open_layers]

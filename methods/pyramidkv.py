@@ -19,7 +19,8 @@ from kvbench.policy import (
 
 @dataclass(kw_only=True)
 class PyramidKV(Policy):
-    """Keeps the observation window and the tokens its queries attend to most; lower layers keep more, and the mean over layers is the budget.
+    """Keeps the observation window and the tokens its queries attend to most; lower layers keep more, and the mean over
+    layers is the budget.
 
     Args:
         budget: Mean over layers of what stays of the prompt, window included: ratio, tokens per head, or bytes.
@@ -27,11 +28,13 @@ class PyramidKV(Policy):
         beta: Steepness: the last layer keeps base / beta prefix tokens; >= 1.
         pool: `max`, `avg` or `none`.
         pool_kernel: Odd width of the pool.
-        official_rounding: Round the step between layers down as the released code does, which spends more than the budget.
+        official_rounding: Round the step between layers down as the released code does, which spends more than the
+            budget.
         tier: Precision of what is kept.
 
     Source: Zefan-Cai/KVCache-Factory at c97f9d7, PyramidKVCluster; methods.md section 5.
-    Differs: the budget is met exactly (largest remainder) unless `official_rounding`; budgets are computed for every prompt; one layer works.
+    Differs: the budget is met exactly (largest remainder) unless `official_rounding`; budgets are computed for every
+        prompt; one layer works.
     """
 
     budget: float | int | str = 0.25
@@ -49,8 +52,12 @@ class PyramidKV(Policy):
         if self.window < 1:
             raise ValueError(f"window={self.window} must be >= 1: the window's queries are the score")
         if self._budget.unit == "tokens" and self._budget.value <= self.window:
-            raise ValueError(f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window")
-        self._score = ScoreSpec(prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, group_reduce="mean")
+            raise ValueError(
+                f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window"
+            )
+        self._score = ScoreSpec(
+            prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, group_reduce="mean"
+        )
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -68,7 +75,12 @@ class PyramidKV(Policy):
             keep = [0] * view.num_layers
             if budget > window:
                 keep = pyramid_budgets(
-                    budget - window, prefix, view.num_tokens, view.num_layers, beta=self.beta, official_rounding=self.official_rounding
+                    budget - window,
+                    prefix,
+                    view.num_tokens,
+                    view.num_layers,
+                    beta=self.beta,
+                    official_rounding=self.official_rounding,
                 )
             own = torch.tensor(keep, device=view.layers.device)[view.layers][:, None, None]
             tier_of[..., :prefix] = torch.where(rank_descending(view.score[..., :prefix]) < own, 0, EVICT)

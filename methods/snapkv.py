@@ -9,7 +9,8 @@ from kvbench.policy import EVICT, Budget, Policy, PrefillPlan, PrefillView, Scor
 
 @dataclass(kw_only=True)
 class SnapKV(Policy):
-    """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most, pooled along the prompt.
+    """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most, pooled along
+    the prompt.
 
     Args:
         budget: What stays of the prompt, window included: ratio, tokens per head, or bytes.
@@ -18,9 +19,10 @@ class SnapKV(Policy):
         pool_kernel: Odd width of the pool.
         tier: Precision of what is kept.
 
-    Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max); methods.md section 4.
-    Differs: one kept set per KV head with the group's mean score before pooling (the original repeats KV heads); kept tokens are stored in
-        position order; scores are summed in fp32; a prompt of exactly the budget is left alone.
+    Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max); methods.md section
+        4.
+    Differs: one kept set per KV head with the group's mean score before pooling (the original repeats KV heads); kept
+        tokens are stored in position order; scores are summed in fp32; a prompt of exactly the budget is left alone.
     """
 
     budget: float | int | str = 0.25
@@ -34,9 +36,15 @@ class SnapKV(Policy):
         if self.window < 1:
             raise ValueError(f"window={self.window} must be >= 1: the window's queries are the score")
         if self._budget.unit == "tokens" and self._budget.value <= self.window:
-            raise ValueError(f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window")
+            raise ValueError(
+                f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window"
+            )
         self._score = ScoreSpec(
-            prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, pool_region="prefix", group_reduce="mean"
+            prefill_queries=self.window,
+            pool=self.pool,
+            pool_kernel=self.pool_kernel,
+            pool_region="prefix",
+            group_reduce="mean",
         )
 
     @property

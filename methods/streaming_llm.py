@@ -16,8 +16,8 @@ class StreamingLLM(Policy):
     Args:
         sinks: First tokens that always stay, >= 0.
         budget: Sinks and recent tokens together: ratio of the prompt, tokens, or bytes.
-        position_mode: `cache_relative`: keys are stored without rotary position and rotated to their index in the cache, as the paper does.
-            `absolute`: keys keep their true positions, as most comparison papers do.
+        position_mode: `cache_relative`: keys are stored without rotary position and rotated to their index in the
+            cache, as the paper does. `absolute`: keys keep their true positions, as most comparison papers do.
         tier: Precision of what is kept.
 
     Source: mit-han-lab/streaming-llm (start_size 4, recent_size 512); methods.md section 2.
@@ -35,7 +35,9 @@ class StreamingLLM(Policy):
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks} must be >= 0")
         if self._budget.unit == "tokens" and self._budget.value <= self.sinks:
-            raise ValueError(f"budget={self.budget} tokens leaves no recent token beside sinks={self.sinks}; raise the budget")
+            raise ValueError(
+                f"budget={self.budget} tokens leaves no recent token beside sinks={self.sinks}; raise the budget"
+            )
         if self.position_mode not in ("cache_relative", "absolute"):
             raise ValueError(f"position_mode={self.position_mode!r} must be 'cache_relative' or 'absolute'")
 
@@ -64,9 +66,11 @@ class StreamingLLM(Policy):
         return self.budget_complaint(record, self._budget, at_least=self.sinks + 1, at_end=0)
 
     def _ring(self, view: DecodeView) -> tuple[Tensor, Tensor]:
-        """Recent tokens per sequence, and how many overwrites came before this step (negative: the cache is not full yet); int64 [S].
+        """Recent tokens per sequence, and how many overwrites came before this step (negative: the cache is not full
+        yet); int64 [S].
 
-        The recent slots form a ring: overwrite number t takes slot sinks + t mod recent, so no positions need to be stored.
+        The recent slots form a ring: overwrite number t takes slot sinks + t mod recent, so no positions need to be
+            stored.
         """
         recent = (view.budget_tokens(self._budget) - self.sinks).clamp(min=1)
         return recent, view.tokens_seen - torch.maximum(view.prompt_tokens, recent + self.sinks)

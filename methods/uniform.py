@@ -14,7 +14,8 @@ class Uniform(Policy):
         symmetric: Codes centred on zero, without zero points (integer tiers).
         splits: Equal groups that a vector is cut into, each with its own scale.
 
-    Source: Atom/QServe style KV quantisation as DiffKV section 2.2 describes it; DiffKV's INT4 baseline (K4V4, thresholds 0); methods.md section 11.
+    Source: Atom/QServe style KV quantisation as DiffKV section 2.2 describes it; DiffKV's INT4 baseline (K4V4,
+        thresholds 0); methods.md section 11.
     Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured.
     """
 
@@ -25,12 +26,18 @@ class Uniform(Policy):
     def __post_init__(self) -> None:
         named = Tier.parse(self.tier)
         if self.symmetric and min(named.k_bits, named.v_bits) < 2:
-            raise ValueError(f"symmetric=true needs at least 2 bits, but tier={self.tier} has {min(named.k_bits, named.v_bits)}")
+            raise ValueError(
+                f"symmetric=true needs at least 2 bits, but tier={self.tier} has {min(named.k_bits, named.v_bits)}"
+            )
         if named.native or named.fp8:
             self._tier = named
         else:
             self._tier = Tier(
-                k_bits=named.k_bits, v_bits=named.v_bits, k_splits=self.splits, v_splits=self.splits, symmetric=self.symmetric
+                k_bits=named.k_bits,
+                v_bits=named.v_bits,
+                k_splits=self.splits,
+                v_splits=self.splits,
+                symmetric=self.symmetric,
             )
 
     @property

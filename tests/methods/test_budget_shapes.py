@@ -37,7 +37,8 @@ def layer_budgets(policy, num_tokens: int, num_layers: int) -> list[int]:
     ],
 )
 def test_golden_pyramid(case, capacity, layers, tokens):
-    """With the released rounding every layer keeps the golden number, window included; without it the total is the budget."""
+    """With the released rounding every layer keeps the golden number, window included; without it the total is the
+    budget."""
     want = golden("pyramid")[case]
     got = layer_budgets(PyramidKV(budget=capacity, window=8, official_rounding=True), tokens, layers)
     assert sum(got) == want["total"]
@@ -54,7 +55,8 @@ def test_one_layer():
 
 @given(st.integers(1, 400), st.integers(1, 60), st.integers(2, 2000), st.integers(1, 40))
 def test_pyramid_total_is_exact(base, layers, room, beta):
-    """The sum over layers is the budget for any shape, no layer gets more than there is, and lower layers never get less."""
+    """The sum over layers is the budget for any shape, no layer gets more than there is, and lower layers never get
+    less."""
     got = pyramid_budgets(base, room, room + 8, layers, beta=beta)
     assert sum(got) == min(base, room) * layers
     assert all(0 <= x <= room for x in got) and sorted(got, reverse=True) == got

@@ -39,7 +39,8 @@ def test_golden_prompt():
 
 @pytest.mark.parametrize("step", ["step_a", "step_b"])
 def test_golden_step(step):
-    """The first step appends and adds its probabilities; the next one evicts the golden token, whose slot the new one takes."""
+    """The first step appends and adds its probabilities; the next one evicts the golden token, whose slot the new one
+    takes."""
     case = golden("h2o")[step]
     store, row = golden_store(H2O(budget=4))
     rows, kept = torch.tensor([row]), [*golden("h2o")["kept"], 6]

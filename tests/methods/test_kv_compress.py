@@ -107,7 +107,8 @@ def test_prompt_keeps_whole_blocks_and_the_window():
 
 
 def test_continual_eviction_keeps_the_budget():
-    """With `continual`, blocks never exceed the budget for longer than a block's worth of steps; without it the cache grows."""
+    """With `continual`, blocks never exceed the budget for longer than a block's worth of steps; without it the cache
+    grows."""
     store, row = run_store(KVCompress(budget=64, continual=True), 200, 100)
     blocks = sum(-(-len(positions) // 16) for positions in held_positions(store, row))
     assert blocks <= 64 * 4 // 16 + 4
@@ -123,13 +124,17 @@ def test_near_queries_do_not_count_in_decode():
     store.prefill_layer(row, 0, torch.randn(1, 12, 8), *torch.randn(2, 1, 12, 8), 1.0)
     before = held_scores(store, row)[0]
     store.begin_step(torch.tensor([row]))
-    store.attend(0, torch.zeros(1, 1, 8), *torch.zeros(2, 1, 1, 8), 1.0)  # a zero query spreads evenly: 1/13 squared each
+    store.attend(
+        0, torch.zeros(1, 1, 8), *torch.zeros(2, 1, 1, 8), 1.0
+    )  # a zero query spreads evenly: 1/13 squared each
     after = held_scores(store, row)[0]
     grown = {pos: after[pos] - before.get(pos, 0.0) for pos in after}
     assert grown == pytest.approx({pos: (1 / 13) ** 2 if pos <= 8 else 0.0 for pos in range(13)}, abs=1e-6)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"variant": "both"}, "variant='both' must be"), ({"block": 0}, "block=0")])
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"variant": "both"}, "variant='both' must be"), ({"block": 0}, "block=0")]
+)
 def test_bad_settings(settings, message):
     """A bad setting is named with its rule."""
     with pytest.raises(ValueError, match=message):

@@ -34,7 +34,8 @@ def test_golden_pyramid_ratios():
 
 
 def test_golden_buffer_states():
-    """Ten kept tokens, groups of 8 scaled from the golden 4: the state after every step, whole groups quantised, the rest in the buffer.
+    """Ten kept tokens, groups of 8 scaled from the golden 4: the state after every step, whole groups quantised, the
+    rest in the buffer.
 
     The golden case has groups of 4 and a buffer of 8; pages hold multiples of 8 slots, so all numbers are doubled here.
     """
@@ -71,7 +72,8 @@ def test_three_tokens_keep_at_least_two():
 
 @pytest.mark.parametrize(("allocation", "order"), [("var_prop", [0, 1, 2]), ("var_inv", [2, 1, 0])])
 def test_variance_allocations(allocation, order):
-    """Layers are ranked by the variance of their accumulated attention, and the mean heavy share is the one asked for."""
+    """Layers are ranked by the variance of their accumulated attention, and the mean heavy share is the one asked
+    for."""
     torch.manual_seed(1)
     score = torch.rand(3, 1, 400) * torch.tensor([3.0, 2.0, 1.0])[:, None, None]
     policy = MiniKV(allocation=allocation, heavy=0.2, recent=0.1)

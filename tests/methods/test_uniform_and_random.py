@@ -50,7 +50,9 @@ def test_random_keeps_sinks_window_and_budget():
     again = policy.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3))
     assert torch.equal(plan.tier_of, again.tier_of)
     other = RandomControl(budget=60, sinks=4, window=10, seed=1)
-    assert not torch.equal(plan.tier_of, other.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3)).tier_of)
+    assert not torch.equal(
+        plan.tier_of, other.plan_prefill(prefill_view(torch.zeros(3, 200), 200, num_heads=3)).tier_of
+    )
 
 
 def test_random_is_spread_over_the_prompt():
