@@ -1,0 +1,160 @@
+"""The program that runs inside the cage: tighten the limits, load the solution, call it, report what came out.
+
+It is started as text behind `cage_wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once namespaces
+and user are set. Nothing here is trusted by the parent: a solution shares this process and may change or bypass all of it.
+What it can reach that way is the list of inputs and a pipe for outputs; what the outputs should be is not on this side.
+"""
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import time
+import types
+
+# Syscall numbers that may fail without harm to an honest solution. Namespaces and mounts would be new ground to stand on;
+# shared memory, message queues and memory files would be memory that the address-space limit does not see.
+_DENIED = {
+    # unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev bpf perf_event_open add_key
+    # request_key keyctl userfaultfd shmget semget msgget memfd_create init_module finit_module kexec_load open_by_handle_at
+    "x86_64": (
+        (0xC000003E, 56),
+        (272, 308, 165, 166, 155, 161, 101, 310, 311, 321, 298, 248)
+        + (249, 250, 323, 29, 64, 68, 319, 175, 313, 246, 304),
+    ),
+    "aarch64": (
+        (0xC00000B7, 220),
+        (97, 268, 40, 39, 41, 51, 117, 270, 271, 280, 241, 217)
+        + (218, 219, 282, 194, 190, 186, 279, 105, 273, 104, 265),
+    ),
+}
+# io_uring_setup open_tree move_mount fsopen fsmount mount_setattr memfd_secret: one number on every architecture.
+_DENIED_EVERYWHERE = (425, 428, 429, 430, 432, 442, 447)
+_CLONE3 = 435
+_NEW_NAMESPACES = 0x7E020000
+
+
+class _CallTimeout(BaseException):
+    """The time for one call is over."""
+
+
+def _filter_syscalls() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    if platform.machine() not in _DENIED:
+        return  # the parent's probe finds out whether new namespaces can be had, and refuses to run if so
+    (arch, clone), denied = _DENIED[platform.machine()]
+    load, equal, greater, both, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    fail, allow = 0x00050000 | 1, 0x7FFF0000
+    code = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, fail)]
+    # Numbers from 2**30 are another way into the same calls on x86.
+    code += [(load, 0, 0, 0), (greater, 0, 1, 0x40000000), (give, 0, 0, fail)]
+    for number in denied + _DENIED_EVERYWHERE:
+        code += [(equal, 0, 1, number), (give, 0, 0, fail)]
+    code += [(equal, 0, 1, _CLONE3), (give, 0, 0, 0x00050000 | 38)]  # ENOSYS: the C library falls back to clone
+    code += [
+        (equal, 0, 3, clone),
+        (load, 0, 0, 16),
+        (both, 0, 1, _NEW_NAMESPACES),
+        (give, 0, 0, fail),
+        (give, 0, 0, allow),
+    ]
+    text = b"".join(struct.pack("HBBI", *line) for line in code)
+    buffer = ctypes.create_string_buffer(text, len(text))
+    program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    if libc.prctl(22, 2, ctypes.create_string_buffer(program, len(program)), 0, 0):  # PR_SET_SECCOMP, by filter
+        raise OSError(ctypes.get_errno(), "the syscall filter was refused")
+
+
+def _become_nobody(*, own_count: bool) -> None:
+    """Where the cage was built by root: give that up, for good."""
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+    libc = ctypes.CDLL(None, use_errno=True)
+    # In a user namespace of its own the process limit counts this cage alone, not every process of the user.
+    if own_count and libc.unshare(0x10000000):
+        raise OSError(ctypes.get_errno(), "a user namespace was refused")
+    # The new namespace came with capabilities over itself.
+    if libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), "the capabilities cannot be dropped")
+
+
+def _limit(settings: dict) -> None:
+    if os.geteuid() == 0:
+        _become_nobody(own_count=settings["own_count"])
+    for name, value in settings["rlimits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    _filter_syscalls()
+
+
+def _alarm(signum: int, frame: object) -> None:
+    raise _CallTimeout
+
+
+def _send(pipe: int, index: int, kind: str, elapsed_s: float, payload: bytes = b"") -> None:
+    data = b"%d %s %d %d\n" % (index, kind.encode(), int(elapsed_s * 1e6), len(payload)) + payload
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def _guarded(pipe: int, index: int, limit_s: float, max_bytes: int, work: object) -> bool:
+    """Run one piece of untrusted work under its own time limit and report how it ended."""
+    start = time.perf_counter()
+    kind, payload = "v", b""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        value = work()
+        start, elapsed_s = 0.0, time.perf_counter() - start
+        try:
+            payload = encode(value, max_bytes=max_bytes)  # noqa: F821 (from cage_wire.py, in front of this text)
+        except WireError as error:  # noqa: F821
+            kind, payload = "u", str(error).encode("utf-8", "replace")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except _CallTimeout:
+        kind, payload, elapsed_s = "t", b"", limit_s
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are as much a failure as any other
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        kind, elapsed_s = "e", time.perf_counter() - start
+        try:
+            payload = f"{type(error).__name__}: {error}"[:300].encode("utf-8", "replace")
+        except BaseException:
+            payload = b"an exception that cannot be shown"
+    _send(pipe, index, kind, elapsed_s, payload)
+    return kind == "v"
+
+
+def _main() -> None:
+    with open(0, "rb", closefd=False) as stream:
+        job = decode(stream.read())  # noqa: F821
+    pipe = os.dup(1)
+    null = os.open("/dev/null", os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    os.close(null)
+    os.environ.clear()
+    signal.signal(signal.SIGALRM, _alarm)
+    _limit(job)
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+
+    def load() -> None:
+        exec(compile(job["program"], "solution.py", "exec"), module.__dict__)
+        if job["entry_point"] not in module.__dict__:
+            raise NameError(f"the program does not define {job['entry_point']}")
+
+    if _guarded(pipe, -1, job["load_s"], job["max_bytes"], load):
+        function = module.__dict__[job["entry_point"]]
+        for index, (arguments, limit_s) in enumerate(zip(job["calls"], job["call_s"])):  # noqa: B905
+            # Decoded for each call: what one call does to its arguments must not reach the next.
+            call = decode(arguments)  # noqa: F821
+            _guarded(pipe, index, limit_s, job["max_bytes"], lambda call=call: function(*call))
+    # Threads and exit handlers of the solution get no time: everything in the namespace dies with this process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,217 @@
+"""Starts one caged process, feeds it its job, reads its outputs under deadlines, and ends everything it started."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+_STARTUP_S = 10.0
+# A call that has used up its time is stopped inside the cage; where it resists, the parent waits this much longer.
+_GRACE_S = 0.5
+_MAX_HEADER_BYTES = 80
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one call gave, as the cage says; `payload` comes from code nobody trusts.
+
+    Args:
+        index: Number of the call; -1 is the loading of the program.
+        kind: `v` a value, `e` an exception, `t` out of time, `u` a value that cannot be sent.
+        elapsed_s: Time of the call as measured inside the cage.
+        payload: For `v` the value for `cage_wire.decode`; otherwise text for people.
+    """
+
+    index: int
+    kind: str
+    elapsed_s: float
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class CageReport:
+    """How a caged run ended.
+
+    Args:
+        status: `done` all calls reported; `stopped` by the caller; `timeout`; `died` before its last call; `flood` too much
+            output; `forged` bytes that are no report; `jail` the cage itself did not come up.
+        outputs: What was reported, in order, without gaps.
+        wall_s: From start to the end of every process.
+        message: For people; empty when done.
+    """
+
+    status: str
+    outputs: tuple[Output, ...]
+    wall_s: float
+    message: str = ""
+
+
+class Frames:
+    """Cuts the bytes from the cage into outputs and holds them to the order in which calls were asked."""
+
+    def __init__(self, num_calls: int, max_payload_bytes: int) -> None:
+        self.outputs: list[Output] = []
+        self.num_calls, self.max_payload_bytes = num_calls, max_payload_bytes
+        self.data = bytearray()
+
+    @property
+    def complete(self) -> bool:
+        """All calls reported, or the program did not load, after which none will."""
+        if self.outputs and self.outputs[0].kind != "v":
+            return True
+        return len(self.outputs) == self.num_calls + 1
+
+    def feed(self, data: bytes) -> list[Output]:
+        """Take more bytes.
+
+        Args:
+            data: What the pipe gave.
+
+        Returns:
+            The outputs these bytes completed.
+
+        Raises:
+            ValueError: The bytes are not a report of the next call.
+        """
+        self.data += data
+        new = []
+        while not self.complete:
+            end = self.data.find(b"\n", 0, _MAX_HEADER_BYTES)
+            if end < 0:
+                if len(self.data) >= _MAX_HEADER_BYTES:
+                    raise ValueError("no header where one must be")
+                break
+            index, kind, elapsed_us, size = self._header(bytes(self.data[:end]))
+            if len(self.data) < end + 1 + size:
+                break
+            output = Output(index, kind, elapsed_us / 1e6, bytes(self.data[end + 1 : end + 1 + size]))
+            del self.data[: end + 1 + size]
+            self.outputs.append(output)
+            new.append(output)
+        return new
+
+    def _header(self, line: bytes) -> tuple[int, str, int, int]:
+        fields = line.split(b" ")
+        if len(fields) != 4 or fields[1] not in (b"v", b"e", b"t", b"u"):
+            raise ValueError("a header that no report has")
+        index, elapsed_us, size = (int(fields[place]) for place in (0, 2, 3))
+        if index != len(self.outputs) - 1 or not 0 <= size <= self.max_payload_bytes or elapsed_us < 0:
+            raise ValueError("a report out of order or size")
+        return index, fields[1].decode(), elapsed_us, size
+
+
+def run_process(
+    argv: Sequence[str],
+    popen: Mapping[str, object],
+    job: bytes,
+    *,
+    call_s: Sequence[float],
+    load_s: float,
+    wall_s: float,
+    value_bytes: int,
+    output_bytes: int,
+    on_output: Callable[[Output], bool] | None = None,
+) -> CageReport:
+    """Run one job in a cage and wait until nothing of it is left.
+
+    Args:
+        argv: Command line of the cage.
+        popen: Further arguments of `subprocess.Popen`, for example the user.
+        job: What the process reads on its standard input, to the end.
+        call_s: Time limit of each call, in seconds.
+        load_s: Time limit for loading the program, in seconds.
+        wall_s: Time limit of everything after the start, in seconds.
+        value_bytes: Largest payload.
+        output_bytes: Most bytes the process may send in all.
+        on_output: Sees each output as it comes, the loading included; a false answer ends the run.
+
+    Returns:
+        The report.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env={},
+        start_new_session=True,
+        **popen,
+    )
+    frames = Frames(len(call_s), value_bytes)
+    try:
+        limits = [_STARTUP_S + load_s, *call_s]
+        status, message = _converse(process, frames, job, limits, start + wall_s, output_bytes, on_output)
+        if status == "died" and not frames.outputs:
+            os.set_blocking(process.stderr.fileno(), False)
+            said = (process.stderr.read(2000) or b"").decode("utf-8", "replace").strip()
+            status, message = ("jail", said) if said else (status, message)
+    finally:
+        _end(process)
+    return CageReport(status, tuple(frames.outputs), time.monotonic() - start, message)
+
+
+def _converse(
+    process: subprocess.Popen,
+    frames: Frames,
+    job: bytes,
+    limits: list[float],
+    end: float,
+    output_bytes: int,
+    on_output: Callable[[Output], bool] | None,
+) -> tuple[str, str]:
+    pending, received = memoryview(job), 0
+    deadline = min(end, time.monotonic() + limits[0] + _GRACE_S)
+    with selectors.DefaultSelector() as selector:
+        for stream, event in ((process.stdin, selectors.EVENT_WRITE), (process.stdout, selectors.EVENT_READ)):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, event)
+        while not frames.complete:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "timeout", "the time limit was reached"
+            for key, _ in selector.select(left):
+                if key.fileobj is process.stdin:
+                    pending = _write_some(process, pending)
+                    if not pending:
+                        selector.unregister(process.stdin)
+                        with contextlib.suppress(BrokenPipeError):
+                            process.stdin.close()
+                    continue
+                data = os.read(process.stdout.fileno(), 1 << 16)
+                received += len(data)
+                if not data:
+                    return "died", "the process ended before its last call"
+                if received > output_bytes:
+                    return "flood", f"more than {output_bytes} bytes of output"
+                try:
+                    new = frames.feed(data)
+                except ValueError as error:
+                    return "forged", str(error)
+                if on_output is not None and not all(on_output(output) for output in new):
+                    return "stopped", ""
+                if new and not frames.complete:
+                    deadline = min(end, time.monotonic() + limits[len(frames.outputs)] + _GRACE_S)
+    return "done", ""
+
+
+def _write_some(process: subprocess.Popen, pending: memoryview) -> memoryview:
+    try:
+        return pending[os.write(process.stdin.fileno(), pending[: 1 << 16]) :]
+    except BrokenPipeError:
+        return pending[:0]  # it ended without reading; the reading side finds out
+
+
+def _end(process: subprocess.Popen) -> None:
+    # The group holds the jail and the first process of its namespace, with which the kernel ends all others.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
