@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style test smoke clean
+.PHONY: setup model format style docs test smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -16,6 +16,9 @@ format: ## rewrite the code to the house format
 style: ## check the format and the rules without changing anything
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+docs: ## write the documents that are generated from the code
+	$(PYTHON) -m kvbench.method_table > docs/methods.md
 
 test: setup model ## install, fetch the embedded model, run every test
 	$(PYTHON) -m pytest -q

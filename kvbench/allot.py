@@ -42,7 +42,7 @@ def pyramid_budgets(
         beta: The last layer keeps base / beta.
         official_rounding: Round the step between layers down, which may spend more than the sum.
 
-    Source: KVCache-Factory at c97f9d7, PyramidKVCluster; methods.md section 5.
+    Source: KVCache-Factory at c97f9d7, PyramidKVCluster.
     Differs: largest remainder instead of a floored step; one layer works.
     """
     if base >= room:

@@ -35,7 +35,7 @@ class AdaSnapKV(Policy):
             tokens.
         tier: Precision of what is kept.
 
-    Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA); methods.md section 6.
+    Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA).
     Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; KV-head granularity
         with the group's mean.
     """

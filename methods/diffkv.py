@@ -41,7 +41,7 @@ class DiffKV(Policy):
             (1-based position), as section 4 says.
         cot: Metadata groups of the released chain-of-thought mode: 4-bit sides in 2 groups, 2-bit sides in 4.
 
-    Source: DiffKV (SOSP'25) section 4 and Algorithm 1; thresholds of Llama3-8B; methods.md sections 10.1 and 10.6.
+    Source: DiffKV (SOSP'25) section 4 and Algorithm 1; thresholds of Llama3-8B.
     Differs: none from the paper as read there; `diffkv_artifact` is the released code.
     """
 

@@ -26,7 +26,7 @@ class DiffKVArtifact(Policy):
         emulate_score_bug: Reproduce the released short-prompt kernel, which stores each slot's score under another
             token's rank.
 
-    Source: DiffKV artefact at 6cf5d20; methods.md sections 10.2, 10.3 and 10.6.
+    Source: DiffKV artefact at 6cf5d20.
     Differs: the score bug is off by default; slots keep their true position beside the count that the code packs into
         it.
     """

@@ -12,7 +12,7 @@ class Full(Policy):
     Args:
         tier: `fp16`, or `native` for the model's own dtype (exactness tests), or any token-axis tier.
 
-    Source: methods.md section 1.
+    Source: the papers' FP16 baseline.
     Differs: none.
     """
 

@@ -35,7 +35,7 @@ class H2O(Policy):
         window: Recent tokens of the one-shot variant instead of `recent_share`; 0 = use the share.
         tier: Precision of what is kept.
 
-    Source: FMInference/H2O utils_real_drop (H2OKVCache_LayerWise); methods.md sections 0.9 and 3. `one_shot` with
+    Source: FMInference/H2O utils_real_drop (H2OKVCache_LayerWise). `one_shot` with
         window 8: KVCache-Factory H2OKVCluster.
     Differs: KV-head granularity with the group's sum (the original keeps query heads); the two budgets are one budget
         and a share.

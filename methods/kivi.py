@@ -16,7 +16,7 @@ class Kivi(Policy):
         residual_tokens: Newest tokens kept in 16 bits, a multiple of `group`.
         native: Store the model's own dtype instead (lossless; for tests).
 
-    Source: jy-yuan/KIVI at 876b4d2, new_pack.py and llama_kivi.py (g=32, R=128); methods.md section 7.
+    Source: jy-yuan/KIVI at 876b4d2, new_pack.py and llama_kivi.py (g=32, R=128).
     Differs: a constant group gets codes 0 (the original divides by zero); GQA heads are handled in every path.
     """
 

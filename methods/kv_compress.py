@@ -39,7 +39,7 @@ class KVCompress(Policy):
         continual: Also evict while decoding, whenever new blocks would exceed the budget.
         tier: Precision of what is kept.
 
-    Source: KV-Compress sections 4.1-4.3; vllm-kvcompress at 5e2a6394; methods.md sections 0.9 and 9.
+    Source: KV-Compress sections 4.1-4.3; vllm-kvcompress at 5e2a6394.
     Differs: one sequence at a time, which avoids the released code's under-eviction in batches.
     """
 

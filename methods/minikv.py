@@ -37,7 +37,7 @@ class MiniKV(Policy):
         residual_tokens: Length of the 16-bit buffer, a multiple of `group`.
         native: Store the model's own dtype instead (lossless; for tests).
 
-    Source: MiniKV sections 4.2 and 4.3, Algorithm 1; MiniKV-Dev at 486a1ca, cache_impl.py; methods.md section 8.
+    Source: MiniKV sections 4.2 and 4.3, Algorithm 1; MiniKV-Dev at 486a1ca, cache_impl.py.
     Differs: exact attention sums (the selective kernel leaves out a normalisation); KV-head granularity with the
         group's sum; at least one heavy and one recent token.
     """

@@ -32,7 +32,7 @@ class PyramidKV(Policy):
             budget.
         tier: Precision of what is kept.
 
-    Source: Zefan-Cai/KVCache-Factory at c97f9d7, PyramidKVCluster; methods.md section 5.
+    Source: Zefan-Cai/KVCache-Factory at c97f9d7, PyramidKVCluster.
     Differs: the budget is met exactly (largest remainder) unless `official_rounding`; budgets are computed for every
         prompt; one layer works.
     """

@@ -19,8 +19,7 @@ class SnapKV(Policy):
         pool_kernel: Odd width of the pool.
         tier: Precision of what is kept.
 
-    Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max); methods.md section
-        4.
+    Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max).
     Differs: one kept set per KV head with the group's mean score before pooling (the original repeats KV heads); kept
         tokens are stored in position order; scores are summed in fp32; a prompt of exactly the budget is left alone.
     """

@@ -20,7 +20,7 @@ class StreamingLLM(Policy):
             cache, as the paper does. `absolute`: keys keep their true positions, as most comparison papers do.
         tier: Precision of what is kept.
 
-    Source: mit-han-lab/streaming-llm (start_size 4, recent_size 512); methods.md section 2.
+    Source: mit-han-lab/streaming-llm (start_size 4, recent_size 512).
     Differs: the prompt's own output is exact (the original evicts while it reads a prompt longer than the cache).
     """
 

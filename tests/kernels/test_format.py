@@ -42,7 +42,7 @@ def test_bytes_per_token_are_those_of_the_ledger_table(head_dim: int):
         )
 
 
-# methods.md section 10.4, raw bytes with score and position: (k bits, v bits, k splits, v splits) -> d=128.
+# DiffKV artefact, raw bytes with score and position: (k bits, v bits, k splits, v splits) -> d=128.
 DIFFKV_RAW = {
     (8, 8, 1, 1): 272, (8, 4, 1, 2): 212, (8, 4, 1, 1): 208, (8, 2, 1, 1): 176,
     (4, 4, 1, 1): 144, (4, 2, 2, 4): 128, (4, 2, 1, 1): 112, (4, 1, 1, 1): 96,

@@ -111,8 +111,9 @@ def after_step(policy, states, tokens_seen):
     return [(sorted(h), sorted(x)) for h, x in zip(high, low, strict=True)]
 
 
-# The golden decode states, with the action that Algorithm 1 as settled in methods.md 0.9 takes. Its candidate is token
-# 4 (position 6 - window 2). The golden `action` is the released code's, which has no candidate; where the two differ:
+# The golden decode states, with the action that Algorithm 1 as kvbench settles its open points takes. Its candidate is
+# token 4 (position 6 - window 2). The golden `action` is the released code's, which has no candidate; where the two
+# differ:
 GOLDEN_ACTIONS = {
     "ah1_al.2": ("append", "append"),  # candidate .3 stays; argmin token 3 (.2) >= 1/6
     "ah1.5_al.2": ("demote 3 new slot", "demote 3 new slot"),  # candidate .3 >= .25 stays; token 3: .0333 <= .2 < .25
@@ -232,7 +233,7 @@ def test_demoted_tokens_keep_their_key_value_score_and_position():
 
 
 def algorithm_1(high, low, seen, window, alpha_h, alpha_l):
-    """Algorithm 1 in plain Python, read from methods.md 10.1 and 0.9; returns the new (high, low) positions."""
+    """Algorithm 1 in plain Python, as the policy docstring states it; returns the new (high, low) positions."""
     t_high, t_low = alpha_h / seen, alpha_l / seen
     high, low, leaving = dict(high), dict(low), seen - window
     old = {t: m for t, m in high.items() if t <= leaving}
