@@ -2,7 +2,10 @@
 
 from types import SimpleNamespace
 
-from kvbench.kernels import torch_attention, torch_pages
+import torch
+
+from kvbench.kernels import cpu, torch_attention, torch_pages
+from kvbench.kernels.build import BuildError
 
 _TORCH = SimpleNamespace(
     name="torch",
@@ -22,20 +25,32 @@ _TORCH = SimpleNamespace(
     prompt_scores=torch_attention.prompt_scores,
 )
 
-BACKENDS = {"torch": _TORCH}
+# Name -> what gives the operations, or raises BuildError where they cannot be had.
+BACKENDS = {"torch": lambda: _TORCH, "cpu": lambda: cpu.backend(_TORCH)}
 
 
-def get_backend(name: str = "auto") -> SimpleNamespace:
+def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> SimpleNamespace:
     """The operations of a backend.
 
     Args:
-        name: `auto` (the fastest one present) or a key of `BACKENDS`.
+        name: `auto` (the fastest one present: `cpu` on a CPU with a compiler, else `torch`, with a warning that says why) or a key of
+            `BACKENDS`.
+        device: Where the cache lies.
 
     Raises:
-        ValueError: No such backend.
+        ValueError: No such backend, or it cannot run here; with the reason and a remedy.
     """
+    on_cpu = torch.device(device).type == "cpu"
     if name == "auto":
-        return _TORCH
+        if not on_cpu:
+            return _TORCH
+        try:
+            return BACKENDS["cpu"]()
+        except BuildError as error:
+            cpu.warn_absent(str(error))
+            return _TORCH
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} does not exist; choose auto or one of {', '.join(sorted(BACKENDS))}")
-    return BACKENDS[name]
+    if name == "cpu" and not on_cpu:
+        raise ValueError(f"backend=cpu works on a cache in main memory, but this model is on {device}; choose backend=torch or model.device=cpu")
+    return BACKENDS[name]()

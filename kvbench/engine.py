@@ -46,10 +46,10 @@ class Engine:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
         self.loaded, self.policy, self.options = model, policy, store
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
-        self.backend = get_backend(backend)
         hf.attach(model.model)
         self.shape = hf.model_shape(model.model)
         self.device = self.shape.device
+        self.backend = get_backend(backend, self.device)
         ends = model.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self.end_ids = tuple(sorted({e for e in (*ends, model.tokenizer.eos_token_id) if e is not None}))

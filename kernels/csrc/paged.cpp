@@ -1,0 +1,492 @@
+// Attention of one query token per sequence over compressed pages, without ever writing a dense key or value: dequantisation is folded
+// into the two products, logit = s * (q . code) + z * sum(q) and out = sum (p * s) * code + sum p * z. kernels/torch_attention.py says what it
+// means, kernels/format.py how a page lies, kernels/cpu.py fills in the structs below.
+//
+// A list (one sequence, one KV head) is cut into chunks of a fixed number of pages. Each chunk is worked on by one thread, alone, and the
+// chunks of a list are merged in their order, so a result depends neither on the number of threads nor on the other lists of the batch.
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "sides.h"
+
+namespace kvb {
+
+constexpr float kLowest = -1e30f;
+constexpr long kChunkSlots = 512;
+
+struct Tier {
+  int32_t slots_per_page, num_columns, k_kind, v_kind, k_channel_group, k_groups, v_groups, symmetric;
+  int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero;  // byte offsets in a page
+  const int64_t *ids, *num_k, *num_v;                          // [S, H, columns], [S, H], [S, H]
+  float* scores;                                               // [S, H, columns * slots], or null
+};
+
+struct Ring {
+  const uint8_t *k, *v;
+  const int64_t* num_tokens;                                               // [S, H]
+  int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;         // bytes
+  int32_t k_length, v_length, kind;
+};
+
+struct Call {
+  const float* q;  // [S, H * G, D]
+  const uint8_t* pages;
+  const Tier* tiers;
+  const Ring* ring;  // or null
+  float *out, *lse;
+  int64_t page_bytes, num_pages;
+  int32_t num_seq, num_heads, group_size, head_dim, num_tiers, power, reduce, num_threads;
+  float scale;
+};
+
+enum Reduce { kNone, kSum, kMean, kMax };
+
+struct TierPlan {
+  long slots, chunk_slots, num_chunks, first_chunk;  // of the longest list
+  long k_width, v_width, v_padded, score_begin;
+  bool v_direct;  // a register of values never spans two groups of channels
+};
+
+struct Plan {
+  std::vector<TierPlan> tiers;
+  long num_lists, chunks_per_list, G, D, score_slots;
+  std::vector<float> max, sum;                    // [list][chunk][G]
+  std::unique_ptr<float[]> acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]; written before they are read
+};
+
+struct Scratch {
+  std::vector<float> q, scaled_q, q_sum, dots, logit, weight, k_meta, v_meta, sum, loose, z_sum, row, factor;
+  std::vector<uint8_t> keys;
+};
+
+static bool coded(int kind) { return kind <= kCode8; }
+
+static long list_slots(const Call& call, const Tier& tier, long list) {
+  return call.ring ? call.ring->num_tokens[list] : tier.num_k[list];
+}
+
+static Plan make_plan(const Call& call) {
+  Plan plan;
+  plan.num_lists = (long)call.num_seq * call.num_heads;
+  plan.G = call.group_size;
+  plan.D = call.head_dim;
+  plan.chunks_per_list = plan.score_slots = 0;
+  for (int i = 0; i < call.num_tiers; i++) {
+    const Tier& tier = call.tiers[i];
+    TierPlan p;
+    p.slots = tier.slots_per_page;
+    p.chunk_slots = p.slots * std::max<long>(1, kChunkSlots / p.slots);
+    long longest = 0;
+    for (long list = 0; list < plan.num_lists; list++) longest = std::max(longest, list_slots(call, tier, list));
+    p.num_chunks = (longest + p.chunk_slots - 1) / p.chunk_slots;
+    p.first_chunk = plan.chunks_per_list;
+    plan.chunks_per_list += p.num_chunks;
+    p.score_begin = plan.score_slots;
+    plan.score_slots += p.num_chunks * p.chunk_slots;
+    p.k_width = plan.D / planes_of(tier.k_kind);
+    p.v_width = plan.D / planes_of(tier.v_kind);
+    p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
+    p.v_direct = true;
+    if (coded(tier.v_kind) && tier.v_groups > 1) {
+      const long channels = plan.D / tier.v_groups;
+      for (long plane = 0; plane < plan.D; plane += p.v_width)
+        for (long w = 0; w < p.v_width; w += kLanes) {
+          const long last = plane + std::min(w + kLanes, p.v_width) - 1;
+          p.v_direct &= (plane + w) / channels == last / channels;
+        }
+    }
+    plan.tiers.push_back(p);
+  }
+  const long parts = plan.num_lists * plan.chunks_per_list * plan.G;
+  plan.max.assign(parts, kLowest);
+  plan.sum.assign(parts, 0.0f);
+  plan.acc.reset(new float[parts * plan.D]);
+  if (call.reduce != kNone) plan.probability.reset(new float[plan.num_lists * plan.G * plan.score_slots]);
+  return plan;
+}
+
+// Queries as the key loops want them: [G][P][kQueryStride], channels outside [first, last) zero; and the sums over those channels.
+static void arrange_queries(const float* q, long G, long D, int num_planes, long first, long last, float* out, float* sum) {
+  const long width = D / num_planes;
+  for (long g = 0; g < G; g++) {
+    sum[g] = 0.0f;
+    for (long d = 0; d < D; d++) {
+      const float x = d >= first && d < last ? q[g * D + d] : 0.0f;
+      out[(g * num_planes + d / width) * kQueryStride + d % width] = x;
+      sum[g] += x;
+    }
+  }
+}
+
+// Dots of slots [begin, end) of one page's K region with all G queries, four at a time.
+static void all_dots(int kind, const uint8_t* codes, long T, long begin, long end, const float* q, long G, int first, int last, float* out,
+                     long stride) {
+  for (long g = 0; g < G; g += kMaxGroup) {
+    const long count = std::min<long>(kMaxGroup, G - g);
+    kKeyDots[count - 1][kind](codes, T, begin, end, q + g * planes_of(kind) * kQueryStride, first, last, out + g * stride, stride);
+  }
+}
+
+// Logits of the first n slots of a page: out[g * stride + t].
+static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, Scratch& s, float* out,
+                        long stride) {
+  const int kind = tier.k_kind, P = planes_of(kind);
+  const long G = call.group_size, D = call.head_dim, T = p.slots, unit = unit_bytes_of(kind);
+  const uint8_t* codes = page + tier.k_codes;
+  long row = T;
+  if (T < kLanes) {  // short pages: give every row the length of a register
+    row = kLanes;
+    s.keys.assign(p.k_width * row * unit, 0);
+    for (long w = 0; w < p.k_width; w++) std::memcpy(s.keys.data() + w * row * unit, codes + w * T * unit, T * unit);
+    codes = s.keys.data();
+  }
+  const Vec scale = splat(call.scale);
+  if (!coded(kind)) {
+    all_dots(kind, codes, row, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
+    for (long g = 0; g < G; g++)
+      for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
+    return;
+  }
+  const float half = float(1 << (bits_of(kind) - 1));
+  if (tier.k_channel_group) {
+    const long group = tier.k_channel_group;
+    s.k_meta.resize(2 * D);
+    s.scaled_q.resize(s.q.size());
+    for (long begin = 0; begin < n; begin += group) {
+      const long end = std::min(begin + group, n), index = begin / group;
+      float *by = s.k_meta.data(), *zero = by + D;
+      widen<kF16>(page + tier.k_scale + index * D * 2, D, by);
+      if (!tier.symmetric) widen<kF16>(page + tier.k_zero + index * D * 2, D, zero);
+      else for (long d = 0; d < D; d++) zero[d] = -half * by[d];
+      for (long g = 0; g < G; g++) {
+        float constant = 0.0f;
+        for (int plane = 0; plane < P; plane++) {
+          const long at = (g * P + plane) * kQueryStride, d0 = plane * p.k_width;
+          Vec partial = splat(0.0f);
+          long w = 0;
+          for (; w + kLanes <= p.k_width; w += kLanes) {
+            const Vec x = load(s.q.data() + at + w);
+            store(s.scaled_q.data() + at + w, mul(x, load(by + d0 + w)));
+            partial = fma(x, load(zero + d0 + w), partial);
+          }
+          constant += sum_of(partial);
+          for (; w < p.k_width; w++) {
+            s.scaled_q[at + w] = s.q[at + w] * by[d0 + w];
+            constant += s.q[at + w] * zero[d0 + w];
+          }
+        }
+        s.q_sum[g] = constant;
+      }
+      all_dots(kind, codes, row, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
+      for (long g = 0; g < G; g++)
+        for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * call.scale;
+    }
+    return;
+  }
+  const long groups = tier.k_groups, channels = D / groups, padded = (T + kLanes - 1) / kLanes * kLanes;
+  s.k_meta.resize(2 * padded);
+  if (groups > 1) s.dots.resize(G * padded);
+  for (long r = 0; r < groups; r++) {
+    float *by = s.k_meta.data(), *zero = by + padded, *dots = groups > 1 ? s.dots.data() : out;
+    widen<kF16>(page + tier.k_scale + r * T * 2, n, by);
+    if (!tier.symmetric) widen<kF16>(page + tier.k_zero + r * T * 2, n, zero);
+    else for (long t = 0; t < n; t++) zero[t] = -half * by[t];
+    int first = 0, last = p.k_width;
+    if (p.k_width % channels == 0) first = r * channels % p.k_width, last = first + channels;
+    const long dots_stride = groups > 1 ? padded : stride;
+    all_dots(kind, codes, row, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
+    for (long g = 0; g < G; g++) {
+      const Vec total = splat(s.q_sum[r * G + g]);
+      long t = 0;
+      for (; t + kLanes <= n; t += kLanes) {
+        Vec x = mul(scale, fma(load(by + t), load(dots + g * dots_stride + t), mul(load(zero + t), total)));
+        if (r) x = add(x, load(out + g * stride + t));
+        store(out + g * stride + t, x);
+      }
+      for (; t < n; t++) {
+        const float x = call.scale * (by[t] * dots[g * dots_stride + t] + zero[t] * s.q_sum[r * G + g]);
+        out[g * stride + t] = r ? out[g * stride + t] + x : x;
+      }
+    }
+  }
+}
+
+static void widen_any(int kind, const uint8_t* p, long n, float* out) {
+  if (kind == kF16) widen<kF16>(p, n, out);
+  else if (kind == kBF16) widen<kBF16>(p, n, out);
+  else widen<kF32>(p, n, out);
+}
+
+static float dot(const float* a, const float* b, long n) {
+  Vec sum = splat(0.0f);
+  long i = 0;
+  for (; i + kLanes <= n; i += kLanes) sum = fma(load(a + i), load(b + i), sum);
+  float total = sum_of(sum);
+  for (; i < n; i++) total += a[i] * b[i];
+  return total;
+}
+
+static void add_scaled(float weight, const float* x, long n, float* sum) {
+  const Vec factor = splat(weight);
+  long i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(sum + i, fma(factor, load(x + i), load(sum + i)));
+  for (; i < n; i++) sum[i] += weight * x[i];
+}
+
+// Adds the first n values of a page, weighted by p[g * stride + t].
+static void page_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* page, long n, const float* p, long stride,
+                        Scratch& s) {
+  const int kind = tier.v_kind, P = planes_of(kind);
+  const long G = call.group_size, D = call.head_dim, T = plan.slots, groups = coded(kind) ? tier.v_groups : 1;
+  const long padded = (T + kLanes - 1) / kLanes * kLanes;
+  const uint8_t* codes = page + tier.v_codes;
+  Weights weights = {p, 0, stride, int(D / groups)};
+  if (coded(kind)) {
+    const float half = float(1 << (bits_of(kind) - 1));
+    s.v_meta.resize(2 * padded);
+    s.weight.resize(groups * G * padded);
+    weights = {s.weight.data(), G * padded, padded, int(D / groups)};
+    for (long r = 0; r < groups; r++) {
+      float *by = s.v_meta.data(), *zero = by + padded;
+      widen<kF16>(page + tier.v_scale + r * T * 2, n, by);
+      if (!tier.symmetric) widen<kF16>(page + tier.v_zero + r * T * 2, n, zero);
+      for (long g = 0; g < G; g++) {
+        float* w = s.weight.data() + (r * G + g) * padded;
+        const float* source = p + g * stride;
+        Vec sum = splat(0.0f);
+        float rest = 0.0f;
+        long t = 0;
+        for (; t + kLanes <= n; t += kLanes) {
+          const Vec x = load(source + t), scaled = mul(x, load(by + t));
+          store(w + t, scaled);
+          sum = tier.symmetric ? fma(splat(-half), scaled, sum) : fma(x, load(zero + t), sum);
+        }
+        for (; t < n; t++) {
+          w[t] = source[t] * by[t];
+          rest += tier.symmetric ? -half * w[t] : source[t] * zero[t];
+        }
+        s.z_sum[g * groups + r] += sum_of(sum) + rest;
+      }
+    }
+  }
+  if (plan.v_direct) {
+    for (long g = 0; g < G; g += kMaxGroup) {
+      const long count = std::min<long>(kMaxGroup, G - g);
+      Weights part = weights;
+      part.at += g * weights.head_stride;
+      kAddValues[groups > 1][count - 1][kind](codes, plan.v_width, T, n, part, plan.v_padded, s.sum.data() + g * P * plan.v_padded);
+    }
+    return;
+  }
+  for (long t = 0; t < n; t++)  // groups narrower than a register: rare, and worth no code of its own
+    for (long d = 0; d < D; d++) {
+      const float code = scalar_element(kind, codes + t * plan.v_width, plan.v_width, d);
+      const long at = d / weights.group_channels * weights.group_stride + t;
+      for (long g = 0; g < G; g++) s.loose[g * D + d] += weights.at[at + g * weights.head_stride] * code;
+    }
+}
+
+// One chunk of one list: its maximum, its sum of exponentials and its unnormalised output. Returns false on a page id out of range.
+static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, long chunk, Scratch& s) {
+  const Tier& tier = call.tiers[tier_index];
+  const TierPlan& p = plan.tiers[tier_index];
+  const Ring* ring = call.ring;
+  const long G = plan.G, D = plan.D, T = p.slots;
+  const long total = list_slots(call, tier, list), begin = chunk * p.chunk_slots, end = std::min(total, begin + p.chunk_slots);
+  if (begin >= end) return true;
+  const long num_k = std::min<long>(tier.num_k[list], total), num_v = std::min<long>(tier.num_v[list], total);
+  const long seq = list / call.num_heads, head = list % call.num_heads, first_page = begin / T;
+  auto page_at = [&](long index) -> const uint8_t* {
+    const int64_t id = index < tier.num_columns ? tier.ids[list * tier.num_columns + index] : -1;
+    return id >= 0 && id < call.num_pages ? call.pages + id * call.page_bytes : nullptr;
+  };
+  const float* q = call.q + list * G * D;
+  const int P = planes_of(tier.k_kind);
+  const long k_groups = coded(tier.k_kind) && !tier.k_channel_group ? tier.k_groups : 1;
+  s.q.resize(k_groups * G * P * kQueryStride);
+  s.q_sum.resize(k_groups * G);
+  for (long r = 0; r < k_groups; r++)
+    arrange_queries(q, G, D, P, r * (D / k_groups), (r + 1) * (D / k_groups), s.q.data() + r * G * P * kQueryStride, &s.q_sum[r * G]);
+  float* p_chunk;
+  long stride;
+  if (call.reduce != kNone) {
+    stride = plan.score_slots;
+    p_chunk = plan.probability.get() + list * G * stride + p.score_begin + begin;
+  } else {
+    stride = p.chunk_slots;
+    s.logit.resize(G * stride);
+    p_chunk = s.logit.data();
+  }
+  s.loose.assign(G * D, 0.0f);
+  if (ring) s.row.resize(D);
+  const long ring_unit = ring ? unit_bytes_of(ring->kind) : 0;
+  const long k_alive = ring ? std::max(num_k, total - ring->k_length) : 0, v_alive = ring ? std::max(num_v, total - ring->v_length) : 0;
+  for (long at = begin; at < end; at += T) {
+    const long block = std::min(T, end - at), held = std::max<long>(0, std::min(block, num_k - at));
+    float* out = p_chunk + at - begin;
+    if (held) {
+      const uint8_t *page = page_at(at / T), *next = at + T < std::min(end, num_k) ? page_at(at / T + 1) : page_at(first_page);
+      if (!page) return false;
+      if (next) prefetch(next + (at + T < end ? tier.k_codes : tier.v_codes), at + T < end ? tier.v_codes - tier.k_codes : 1024);
+      page_logits(call, tier, p, page, held, s, out, stride);
+    }
+    for (long t = held; t < block; t++) {
+      if (at + t < k_alive) {
+        for (long g = 0; g < G; g++) out[g * stride + t] = kLowest;
+        continue;
+      }
+      const long entry = (at + t) % ring->k_length;
+      widen_any(ring->kind, ring->k + seq * ring->k_row_stride + head * ring->k_head_stride + entry * D * ring_unit, D, s.row.data());
+      for (long g = 0; g < G; g++) out[g * stride + t] = call.scale * dot(q + g * D, s.row.data(), D);
+    }
+  }
+  const long n = end - begin, part = (list * plan.chunks_per_list + p.first_chunk + chunk) * G;
+  for (long g = 0; g < G; g++) {
+    float* x = p_chunk + g * stride;
+    float top = kLowest;
+    Vec tops = splat(kLowest);
+    long t = 0;
+    for (; t + kLanes <= n; t += kLanes) tops = max_of(load(x + t), tops);  // a NaN is passed over here and met by the sum
+    float lanes[kLanes];
+    store(lanes, tops);
+    for (float lane : lanes) top = std::max(top, lane);
+    for (; t < n; t++) top = std::max(top, x[t]);
+    Vec sum = splat(0.0f);
+    const Vec shift = splat(top);
+    for (t = 0; t + kLanes <= n; t += kLanes) {
+      const Vec e = exp_of(sub(load(x + t), shift));
+      store(x + t, e);
+      sum = add(sum, e);
+    }
+    float rest = 0.0f;
+    if (t < n) {
+      float tail[kLanes] = {0};
+      std::memcpy(tail, x + t, (n - t) * sizeof(float));
+      store(tail, exp_of(sub(load(tail), shift)));
+      for (long i = 0; i < n - t; i++) rest += tail[i];
+      std::memcpy(x + t, tail, (n - t) * sizeof(float));
+    }
+    plan.max[part + g] = top;
+    plan.sum[part + g] = sum_of(sum) + rest;
+  }
+  const int VP = planes_of(tier.v_kind);
+  const long v_groups = coded(tier.v_kind) ? tier.v_groups : 1;
+  s.sum.assign(G * VP * p.v_padded, 0.0f);
+  s.z_sum.assign(G * v_groups, 0.0f);
+  for (long at = begin; at < end; at += T) {
+    const long block = std::min(T, end - at), held = std::max<long>(0, std::min(block, num_v - at));
+    const float* weight = p_chunk + at - begin;
+    if (held) {
+      const uint8_t *page = page_at(at / T), *next = at + T < std::min(end, num_v) ? page_at(at / T + 1) : nullptr;
+      if (!page) return false;
+      if (next) prefetch(next + tier.v_codes, T * p.v_width * unit_bytes_of(tier.v_kind));
+      page_values(call, tier, p, page, held, weight, stride, s);
+    }
+    if (!ring) continue;  // values past num_v count as zero
+    for (long t = held; t < block; t++) {
+      if (at + t < v_alive) continue;
+      const long entry = (at + t) % ring->v_length;
+      widen_any(ring->kind, ring->v + seq * ring->v_row_stride + head * ring->v_head_stride + entry * D * ring_unit, D, s.row.data());
+      for (long g = 0; g < G; g++) add_scaled(weight[g * stride + t], s.row.data(), D, &s.loose[g * D]);
+    }
+  }
+  for (long g = 0; g < G; g++)
+    for (long d = 0; d < D; d++)
+      plan.acc[(part + g) * D + d] = s.sum[(g * VP + d / p.v_width) * p.v_padded + d % p.v_width] + s.loose[g * D + d] +
+                                     s.z_sum[g * v_groups + d / (D / v_groups)];
+  return true;
+}
+
+// Merges the chunks of a list in their order, and writes output, log-sum-exp and scores.
+static void merge_list(const Call& call, Plan& plan, long list, Scratch& s) {
+  const long G = plan.G, D = plan.D, chunks = plan.chunks_per_list;
+  s.factor.assign(chunks * G, 0.0f);  // what each chunk's exponentials are multiplied by to become probabilities
+  for (long g = 0; g < G; g++) {
+    const float* top = plan.max.data() + list * chunks * G + g;
+    const float* sum = plan.sum.data() + list * chunks * G + g;
+    float most = kLowest, total = 0.0f;
+    for (long c = 0; c < chunks; c++) most = std::max(most, top[c * G]);
+    for (long c = 0; c < chunks; c++)
+      if (sum[c * G] != 0.0f) total += (s.factor[c * G + g] = std::exp(top[c * G] - most)) * sum[c * G];
+    float* out = call.out + (list * G + g) * D;
+    std::fill(out, out + D, total == 0.0f ? NAN : 0.0f);  // attention over nothing has no value
+    for (long c = 0; c < chunks; c++) {
+      if (sum[c * G] == 0.0f) continue;
+      s.factor[c * G + g] /= total;
+      add_scaled(s.factor[c * G + g], plan.acc.get() + ((list * chunks + c) * G + g) * D, D, out);
+    }
+    call.lse[list * G + g] = most + std::log(total);
+  }
+  if (call.reduce == kNone) return;
+  for (int i = 0; i < call.num_tiers; i++) {
+    const Tier& tier = call.tiers[i];
+    const TierPlan& p = plan.tiers[i];
+    const long width = (long)tier.num_columns * p.slots, held = std::min<long>(width, tier.num_k[list]);
+    float* scores = tier.scores + list * width;
+    std::fill(scores + held, scores + width, 0.0f);
+    for (long begin = 0; begin < held; begin += p.chunk_slots) {
+      const long n = std::min(held - begin, p.chunk_slots);
+      const float* factor = s.factor.data() + (p.first_chunk + begin / p.chunk_slots) * G;
+      const float* e = plan.probability.get() + list * G * plan.score_slots + p.score_begin + begin;
+      for (long g = 0; g < G; g++) {
+        const float by = factor[g], *from = e + g * plan.score_slots;
+        float* to = scores + begin;
+        for (long t = 0; t < n; t++) {
+          float x = from[t] * by;
+          if (call.power == 2) x *= x;
+          to[t] = g == 0 ? x : call.reduce == kMax ? (to[t] > x ? to[t] : x) : to[t] + x;
+        }
+      }
+      if (call.reduce == kMean)
+        for (long t = 0; t < n; t++) scores[begin + t] /= float(G);
+    }
+  }
+}
+
+}  // namespace kvb
+
+extern "C" {
+
+const char* kvb_path() { return KVB_PATH; }
+
+int kvb_max_channels() { return kvb::kMaxChannels; }
+
+// 0 done; 1 out of memory; 2 a page id out of range.
+int kvb_paged_decode(const kvb::Call* call) {
+  using namespace kvb;
+  try {
+    Plan plan = make_plan(*call);
+    const long work = plan.num_lists * plan.chunks_per_list;
+    std::atomic<int> status{0};
+#pragma omp parallel num_threads(call->num_threads)
+    {
+      static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+      for (long i = 0; i < work; i++) {
+        const long list = i / plan.chunks_per_list, chunk = i % plan.chunks_per_list;
+        int tier = call->num_tiers - 1;
+        while (chunk < plan.tiers[tier].first_chunk) tier--;
+        try {
+          if (!run_chunk(*call, plan, list, tier, chunk - plan.tiers[tier].first_chunk, scratch)) status = 2;
+        } catch (const std::bad_alloc&) {
+          status = 1;
+        }
+      }
+#pragma omp for schedule(static)
+      for (long list = 0; list < plan.num_lists; list++) {
+        try {
+          merge_list(*call, plan, list, scratch);
+        } catch (const std::bad_alloc&) {
+          status = 1;
+        }
+      }
+    }
+    return status;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+}

@@ -1,0 +1,202 @@
+// One vocabulary of vector operations for three kinds of machine: AVX-512, AVX2 with FMA and F16C, and everything else (NEON included)
+// through the compilers' portable vectors. The kernels are written once, over `kLanes` floats at a time.
+//
+// Rule for NaN: `max_of(a, b)` returns b when either is NaN, so callers put the data second and NaN survives.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define KVB_INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__) && !defined(KVBENCH_PORTABLE)
+#define KVB_PATH "avx512"
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVBENCH_PORTABLE)
+#define KVB_PATH "avx2"
+#include <immintrin.h>
+#else
+#define KVB_PATH "portable"
+#define KVB_GENERIC 1
+#endif
+
+namespace kvb {
+
+// fp16 and bf16 of single numbers, by their bits: no compiler or CPU support is assumed.
+KVB_INLINE float scalar_of_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+KVB_INLINE float scalar_f16(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, mantissa = half & 0x3ffu;
+  if (exponent == 31) return scalar_of_bits(sign | 0x7f800000u | (mantissa << 13));
+  if (exponent) return scalar_of_bits(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+  const float small = float(mantissa) * 5.9604644775390625e-8f;  // 2^-24
+  return sign ? -small : small;
+}
+
+KVB_INLINE float scalar_bf16(uint16_t half) { return scalar_of_bits(uint32_t(half) << 16); }
+
+struct Fp8Table {
+  float value[256];
+  Fp8Table() {
+    for (int byte = 0; byte < 256; byte++) {
+      const int exponent = (byte >> 3) & 15, mantissa = byte & 7;
+      float x = exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
+      if ((byte & 127) == 127) x = scalar_of_bits(0x7fc00000u);
+      value[byte] = byte & 128 ? -x : x;
+    }
+  }
+};
+static const Fp8Table kFp8Values;  // e4m3, no infinities
+
+#if defined(__AVX512F__) && !defined(KVB_GENERIC)
+
+constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
+typedef __m512 Vec;
+typedef __m512i Ints;
+
+KVB_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+KVB_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+KVB_INLINE Vec splat(float x) { return _mm512_set1_ps(x); }
+KVB_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+KVB_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+KVB_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+KVB_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+KVB_INLINE Vec max_of(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+KVB_INLINE float sum_of(Vec a) { return _mm512_reduce_add_ps(a); }
+KVB_INLINE Ints load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
+  if (kShift) x = _mm512_srli_epi32(x, kShift);
+  if (kShift + kBits < 8) x = _mm512_and_si512(x, _mm512_set1_epi32((1 << kBits) - 1));
+  return _mm512_cvtepi32_ps(x);
+}
+KVB_INLINE Vec load_f16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+KVB_INLINE Vec load_bf16(const uint8_t* p) {
+  const Ints wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+KVB_INLINE Vec load_fp8(const uint8_t* p) { return _mm512_i32gather_ps(load_u8(p), kFp8Values.value, 4); }
+KVB_INLINE Vec round_of(Vec x) { return _mm512_roundscale_ps(x, 8); }
+KVB_INLINE Vec times_power_of_two(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+
+#elif !defined(KVB_GENERIC)
+
+constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
+typedef __m256 Vec;
+typedef __m256i Ints;
+
+KVB_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+KVB_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+KVB_INLINE Vec splat(float x) { return _mm256_set1_ps(x); }
+KVB_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+KVB_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+KVB_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+KVB_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+KVB_INLINE Vec max_of(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+KVB_INLINE float sum_of(Vec a) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+KVB_INLINE Ints load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
+  if (kShift) x = _mm256_srli_epi32(x, kShift);
+  if (kShift + kBits < 8) x = _mm256_and_si256(x, _mm256_set1_epi32((1 << kBits) - 1));
+  return _mm256_cvtepi32_ps(x);
+}
+KVB_INLINE Vec load_f16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+KVB_INLINE Vec load_bf16(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+KVB_INLINE Vec load_fp8(const uint8_t* p) { return _mm256_i32gather_ps(kFp8Values.value, load_u8(p), 4); }
+KVB_INLINE Vec round_of(Vec x) { return _mm256_round_ps(x, 8); }
+KVB_INLINE Vec times_power_of_two(Vec x, Vec n) {
+  const Ints exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+}
+
+#else
+
+constexpr int kLanes = 4;  // one NEON or SSE register
+constexpr int kRegisters = 16;
+typedef float Vec __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+
+KVB_INLINE Vec load(const float* p) {
+  Vec x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+KVB_INLINE void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+KVB_INLINE Vec splat(float x) { return Vec{x, x, x, x}; }
+KVB_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+KVB_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+KVB_INLINE Vec add(Vec a, Vec b) { return a + b; }
+KVB_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+KVB_INLINE Vec max_of(Vec a, Vec b) {
+  Vec x;
+  for (int i = 0; i < kLanes; i++) x[i] = a[i] > b[i] ? a[i] : b[i];
+  return x;
+}
+KVB_INLINE float sum_of(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+KVB_INLINE Ints load_u8(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
+template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
+  return __builtin_convertvector((x >> kShift) & ((1 << kBits) - 1), Vec);
+}
+template <class Convert> KVB_INLINE Vec load_halves(const uint8_t* p, Convert convert) {
+  uint16_t half[kLanes];
+  std::memcpy(half, p, sizeof half);
+  return Vec{convert(half[0]), convert(half[1]), convert(half[2]), convert(half[3])};
+}
+KVB_INLINE Vec load_f16(const uint8_t* p) {
+#if defined(__aarch64__)
+  typedef __fp16 Halves __attribute__((vector_size(8)));
+  Halves x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, Vec);
+#else
+  return load_halves(p, [](uint16_t half) { return scalar_f16(half); });
+#endif
+}
+KVB_INLINE Vec load_bf16(const uint8_t* p) {
+  return load_halves(p, [](uint16_t half) { return scalar_bf16(half); });
+}
+KVB_INLINE Vec load_fp8(const uint8_t* p) { return Vec{kFp8Values.value[p[0]], kFp8Values.value[p[1]], kFp8Values.value[p[2]], kFp8Values.value[p[3]]}; }
+KVB_INLINE Vec round_of(Vec x) {
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits for a fraction
+  return (x + shift) - shift;
+}
+KVB_INLINE Vec times_power_of_two(Vec x, Vec n) {
+  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  Vec power;
+  std::memcpy(&power, &exponent, sizeof power);
+  return x * power;
+}
+
+#endif
+
+// e^x for x <= 0, to about 2 units in the last place; below -87 it stays at e^-87, and NaN stays NaN.
+// Taylor coefficients of e^r on |r| <= ln(2) / 2, after taking out the nearest power of two with ln(2) in two parts.
+KVB_INLINE Vec exp_of(Vec x) {
+  x = max_of(splat(-87.0f), x);
+  const Vec n = round_of(mul(x, splat(1.44269504f)));
+  Vec r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Vec p = splat(1.0f / 5040);
+  p = fma(p, r, splat(1.0f / 720));
+  p = fma(p, r, splat(1.0f / 120));
+  p = fma(p, r, splat(1.0f / 24));
+  p = fma(p, r, splat(1.0f / 6));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+  return times_power_of_two(p, n);
+}
+
+}  // namespace kvb
