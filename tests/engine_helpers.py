@@ -24,7 +24,7 @@ def request(name: str, *segments: tuple[int, ...], max_new_tokens: int = 24, **f
 
 
 @contextmanager
-def engine(loaded, policy, *, batch_size=8, seed=0, fidelity_max_tokens=64, **store):
+def engine(loaded, policy, *, batch_size=8, seed=0, backend="auto", fidelity_max_tokens=64, **store):
     """Gives an Engine, and takes its attention out of the model again, which other tests share."""
     try:
         yield Engine(
@@ -33,6 +33,7 @@ def engine(loaded, policy, *, batch_size=8, seed=0, fidelity_max_tokens=64, **st
             store=StoreOptions(**store),
             batch_size=batch_size,
             seed=seed,
+            backend=backend,
             fidelity_max_tokens=fidelity_max_tokens,
         )
     finally:

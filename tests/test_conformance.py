@@ -121,7 +121,7 @@ def test_a_ragged_batch_equals_single_rows(loaded, name):
     """
     policy = policy_of(name)
     prompts = [random_tokens(n) for n in (1, 10, 70, 300)]
-    forced = [random_tokens(20, seed=i) for i in range(len(prompts))]
+    forced = [random_tokens(16, seed=i) for i in range(len(prompts))]
     reports = []
     together = forced_logits(loaded, policy, prompts, forced, reports)
     for prompt, tokens, logits, (_, kept) in zip(prompts, forced, together, reports, strict=True):
@@ -160,7 +160,7 @@ def protected(policy, num_prompt_tokens, tokens_seen) -> set[int]:
 def test_protected_tokens_are_never_evicted(loaded, name, num_tokens):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
     policy, steps = policy_of(name), [0]
-    asked = request("a", random_tokens(num_tokens), max_new_tokens=61)
+    asked = request("a", random_tokens(num_tokens), max_new_tokens=41)
 
     def check(running, step):
         steps[0] += 1
@@ -183,7 +183,7 @@ def test_protected_tokens_are_never_evicted(loaded, name, num_tokens):
                 assert must <= set(held)
 
     answers(loaded, policy, [asked], on_step=check, track=("pos",) if policy.residual is None else ())
-    assert steps[0] == 60
+    assert steps[0] == 40
 
 
 @pytest.mark.parametrize("name", METHODS)
