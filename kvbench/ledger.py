@@ -44,7 +44,9 @@ class RowMeter:
 def fixed_row_bytes(store: "CompressedStore") -> tuple[int, int]:
     """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings)."""
     rows = store.table.shape[0]
-    table = store.table.allocated_bytes // rows + 2 * store.tokens_seen.element_size()
+    table = (
+        store.table.allocated_bytes // rows + 2 * store.tokens_seen.element_size() + store.prompt_slots.nbytes // rows
+    )
     ring = 0
     if store.residual is not None:
         counters = 3 * store.residual.num_k.element_size() * store.lists_per_row

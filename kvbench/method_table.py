@@ -13,7 +13,7 @@ from kvbench.policy import ALL_QUERIES, Policy
 
 HEAD = """# Methods
 
-Generated from the code by `make docs`; a test keeps it true. Bytes are per token and KV head: codes, metadata and tracked
+Generated from the code by `make docs`; a test keeps it so. Bytes are per token and KV head: codes, metadata and tracked
 fields, at head dims 64 / 128 (an FP16 token takes 256 / 512); pages, tables and buffers come on top and are itemised in
 every result. Every setting can be changed from the command line: `method.<setting>=<value>`.
 """

@@ -32,15 +32,13 @@ from torch import Tensor
 
 from kvbench.allot import largest_remainder, pyramid_budgets, rank_descending
 from kvbench.declare import ALL_QUERIES, ALLOWED_BITS, Budget, Residual, ScoreSpec, Tier
+from kvbench.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 
 __all__ = [
     "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView",
     "Extreme", "Policy", "PrefillPlan", "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier",
-    "largest_remainder", "pyramid_budgets", "rank_descending",
+    "largest_remainder", "pyramid_budgets", "shrink_to_share", "rank_descending",
 ]  # fmt: skip
-
-EVICT = -1  # in a PrefillPlan: the token is not stored; in a DecodePlan: the displaced token is dropped
-APPEND = -1  # in a DecodePlan: a new slot at the end of the tier
 
 
 @dataclass(kw_only=True)
@@ -74,34 +72,6 @@ class PrefillView:
         return torch.full(shape, tier, dtype=torch.int8, device=self.layers.device)
 
 
-@dataclass(kw_only=True)
-class PrefillPlan:
-    """Where each prompt token goes.
-
-    Args:
-        tier_of: int8 [V, H, N]: the tier of each token, or `EVICT`.
-        score: fp32 [V, H, N] to store with the slots instead of `view.score`, or None.
-    """
-
-    tier_of: Tensor
-    score: Tensor | None = None
-
-
-@dataclass(kw_only=True)
-class Extreme:
-    """Per list, the slot that a reduction picked: `value` fp32, `slot` int64 (-1 when no slot was eligible), `pos`
-    int64; all [S, L, H]."""
-
-    value: Tensor
-    slot: Tensor
-    pos: Tensor
-
-    @property
-    def found(self) -> Tensor:
-        """bool [S, L, H]: an eligible slot existed."""
-        return self.slot >= 0
-
-
 class DecodeView:
     """What a policy sees before a decode step, for all live sequences (S), layers (L) and KV heads (H) together.
 
@@ -110,11 +80,13 @@ class DecodeView:
     Attributes:
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
         prompt_tokens: int64 [S]: prompt length.
+        prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only where `compact_every` > 0.
         shape: (S, L, H).
     """
 
     tokens_seen: Tensor
     prompt_tokens: Tensor
+    prompt_slots: Tensor
     shape: tuple[int, int, int]
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
@@ -142,44 +114,9 @@ class DecodeView:
         """The slot that holds a position (int64 [S]); its `value` is the mean score."""
         raise NotImplementedError
 
-    def slots(self, tier: int) -> "SlotArrays":
+    def slots(self, tier: int) -> SlotArrays:
         """All slots of a tier at once. For planning in bulk (`plan_compact`), not for every step."""
         raise NotImplementedError
-
-
-@dataclass(kw_only=True)
-class SlotArrays:
-    """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n]."""
-
-    score: Tensor
-    pos: Tensor
-    valid: Tensor
-
-
-@dataclass(kw_only=True)
-class DecodePlan:
-    """What happens in one decode step; every field is int64 [S, L, H] (or None for its default everywhere).
-
-    Args:
-        slot: Slot of tier `tier` that the incoming token takes, or `APPEND`. A token already there makes room: it is
-            evicted, or demoted.
-        demote_to: Tier that the displaced token is re-quantised to, or `EVICT`.
-        demote_slot: Slot of that tier which the demoted token takes (its holder is evicted), or `APPEND`.
-        tier: The incoming token's tier, the same for all lists.
-    """
-
-    slot: Tensor | None = None
-    demote_to: Tensor | None = None
-    demote_slot: Tensor | None = None
-    tier: int = 0
-
-
-@dataclass(kw_only=True)
-class CompactPlan:
-    """Bulk eviction: `keep[tier]` is bool [S, L, H, n] over the slots of `DecodeView.slots(tier)`, or None to keep all
-    of a tier."""
-
-    keep: list[Tensor | None]
 
 
 @dataclass(kw_only=True)
@@ -279,3 +216,30 @@ class Policy:
             asked = f"{budget.value:g} {budget.unit}"
             return f"{held:g} tokens per head held at the end, but the budget {asked} allows {limit}"
         return None
+
+
+def shrink_to_share(view: DecodeView, budget: Budget, window: int, score: Tensor | None = None) -> CompactPlan:
+    """Brings every list back to what the prompt's plan gave it: how prompt-only methods compress while decoding.
+
+    With a ratio budget a list's share grows with the sequence; otherwise it stays, and a prompt that fitted the budget
+    grows up to it first. The lightest slots go, the last `window` tokens stay.
+
+    Args:
+        view: The view.
+        budget: The method's budget.
+        window: Last tokens that stay.
+        score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
+
+    Source: none; the papers compress only the prompt.
+    """
+    slots = view.slots(0)
+    seen, prompt = view.tokens_seen[:, None, None], view.prompt_tokens[:, None, None]
+    if budget.unit == "ratio":
+        target = view.prompt_slots * seen // prompt
+    else:
+        allowed = view.budget_tokens(budget)[:, None, None]
+        target = torch.where(prompt <= allowed, allowed, view.prompt_slots)
+    ranked = slots.score if score is None else score
+    ranked = ranked.masked_fill(slots.pos >= (seen - window)[..., None], float("inf"))
+    ranked = ranked.masked_fill(~slots.valid, float("-inf"))
+    return CompactPlan(keep=[rank_descending(ranked) < target.clamp(min=window)[..., None]])

@@ -66,6 +66,10 @@ class CompressedStore:
             )
         self.tokens_seen = torch.zeros(rows, dtype=torch.int64, device=shape.device)
         self.prompt_tokens = torch.zeros(rows, dtype=torch.int64, device=shape.device)
+        # Only bulk eviction asks how much the prompt's plan gave each list.
+        self.prompt_slots = torch.zeros(
+            self.table.num_lists if policy.compact_every else 0, dtype=torch.int32, device=shape.device
+        )
         self.meters = [ledger.RowMeter() for _ in range(rows)]
         self._free_rows = list(range(rows))
         self.stash: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
@@ -80,7 +84,7 @@ class CompressedStore:
     def allocated_bytes(self) -> int:
         """Everything the allocator holds for the cache: pool, tables, counters, rings."""
         ring = self.residual.allocated_bytes if self.residual is not None else 0
-        seen = self.tokens_seen.nbytes + self.prompt_tokens.nbytes
+        seen = self.tokens_seen.nbytes + self.prompt_tokens.nbytes + self.prompt_slots.nbytes
         return self.pool.allocated_bytes + self.table.allocated_bytes + seen + ring
 
     def lists_of(self, rows: Tensor) -> Tensor:
@@ -134,6 +138,8 @@ class CompressedStore:
                 counter[new] = counter[old]
             self.residual.k[row], self.residual.v[row] = self.residual.k[source], self.residual.v[source]
         self.tokens_seen[row], self.prompt_tokens[row] = self.tokens_seen[source], self.prompt_tokens[source]
+        if self.prompt_slots.numel():
+            self.prompt_slots[new] = self.prompt_slots[old]
         meter = self.meters[source]
         self.meters[row] = ledger.RowMeter(
             meter.peak_bytes, meter.staging_peak_bytes, prompt_slots=dict(meter.prompt_slots)

@@ -44,7 +44,10 @@ def prefill_layer(
     meter.peak_bytes = max(meter.peak_bytes, staging + store.row_bytes(row))
     if layer + 1 == store.shape.num_layers:
         store.tokens_seen[row] = store.prompt_tokens[row] = k.shape[1]
-        counts = sum(store.slots_per_tier(store.lists_of(torch.tensor([row], device=k.device))))
+        lists = store.lists_of(torch.tensor([row], device=k.device))
+        counts = sum(store.slots_per_tier(lists))
+        if store.prompt_slots.numel():
+            store.prompt_slots[lists] = counts.to(torch.int32)
         meter.prompt_slots = {
             "prompt_tokens": k.shape[1], "prompt_slots_min": int(counts.min()), "prompt_slots_max": int(counts.max()),
             "prompt_slots": int(counts.sum()), "lists": len(counts), "page_tokens": store.formats[0].tokens_per_page,

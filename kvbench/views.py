@@ -27,6 +27,8 @@ class StoreDecodeView(DecodeView):
         self.tokens_seen = store.tokens_seen[rows]
         self.prompt_tokens = store.prompt_tokens[rows]
         self._lists = store.lists_of(rows)
+        if store.prompt_slots.numel():
+            self.prompt_slots = store.prompt_slots[self._lists].long().view(self.shape)
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
         token_bytes, lists = self._store.formats[tier].slot.slot_bytes, self._store.lists_per_row

@@ -8,6 +8,8 @@ import torch
 from kvbench.policy import (
     EVICT,
     Budget,
+    CompactPlan,
+    DecodeView,
     Policy,
     PrefillPlan,
     PrefillView,
@@ -16,6 +18,7 @@ from kvbench.policy import (
     largest_remainder,
     pyramid_budgets,
     rank_descending,
+    shrink_to_share,
 )
 
 
@@ -33,6 +36,8 @@ class AdaSnapKV(Policy):
         pool_kernel: Odd width of the pool.
         official_rounding: Round each head's budget half to even as the released code does, which may lose or gain
             tokens.
+        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
+            0 = never, as the papers have it.
         tier: Precision of what is kept.
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA).
@@ -48,6 +53,7 @@ class AdaSnapKV(Policy):
     pool: str = "max"
     pool_kernel: int = 7
     official_rounding: bool = False
+    decode_every: int = 0
     tier: str = "fp16"
     scope = "layer"
 
@@ -63,8 +69,16 @@ class AdaSnapKV(Policy):
             raise ValueError(
                 f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window"
             )
+        if self.decode_every < 0:
+            raise ValueError(f"decode_every={self.decode_every} must be >= 0 steps; 0 = never")
+        self.compact_every = self.decode_every
         self._score = ScoreSpec(
-            prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, group_reduce="mean"
+            prefill_queries=self.window,
+            pool=self.pool,
+            pool_kernel=self.pool_kernel,
+            group_reduce="mean",
+            decode_update=self.decode_every > 0,
+            track=("score", "pos") if self.decode_every else (),
         )
 
     @property
@@ -106,6 +120,9 @@ class AdaSnapKV(Policy):
             own = torch.tensor(self.head_budgets(score, base), device=score.device)[:, None]
             tier_of[0, :, :prefix] = torch.where(rank_descending(score) < own, 0, EVICT)
         return PrefillPlan(tier_of=tier_of)
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        return shrink_to_share(view, self._budget, self.window)
 
     def check_outcome(self, record: dict) -> str | None:
         return None if self.official_rounding else self.budget_complaint(record, self._budget, mean=True)

@@ -7,6 +7,8 @@ import torch
 from kvbench.policy import (
     EVICT,
     Budget,
+    CompactPlan,
+    DecodeView,
     Policy,
     PrefillPlan,
     PrefillView,
@@ -14,6 +16,7 @@ from kvbench.policy import (
     Tier,
     pyramid_budgets,
     rank_descending,
+    shrink_to_share,
 )
 
 
@@ -30,6 +33,8 @@ class PyramidKV(Policy):
         pool_kernel: Odd width of the pool.
         official_rounding: Round the step between layers down as the released code does, which spends more than the
             budget.
+        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
+            0 = never, as the papers have it.
         tier: Precision of what is kept.
 
     Source: Zefan-Cai/KVCache-Factory at c97f9d7, PyramidKVCluster.
@@ -43,6 +48,7 @@ class PyramidKV(Policy):
     pool: str = "max"
     pool_kernel: int = 7
     official_rounding: bool = False
+    decode_every: int = 0
     tier: str = "fp16"
 
     def __post_init__(self) -> None:
@@ -55,8 +61,16 @@ class PyramidKV(Policy):
             raise ValueError(
                 f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window"
             )
+        if self.decode_every < 0:
+            raise ValueError(f"decode_every={self.decode_every} must be >= 0 steps; 0 = never")
+        self.compact_every = self.decode_every
         self._score = ScoreSpec(
-            prefill_queries=self.window, pool=self.pool, pool_kernel=self.pool_kernel, group_reduce="mean"
+            prefill_queries=self.window,
+            pool=self.pool,
+            pool_kernel=self.pool_kernel,
+            group_reduce="mean",
+            decode_update=self.decode_every > 0,
+            track=("score", "pos") if self.decode_every else (),
         )
 
     @property
@@ -85,6 +99,9 @@ class PyramidKV(Policy):
             own = torch.tensor(keep, device=view.layers.device)[view.layers][:, None, None]
             tier_of[..., :prefix] = torch.where(rank_descending(view.score[..., :prefix]) < own, 0, EVICT)
         return PrefillPlan(tier_of=tier_of)
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        return shrink_to_share(view, self._budget, self.window)
 
     def check_outcome(self, record: dict) -> str | None:
         return None if self.official_rounding else self.budget_complaint(record, self._budget, mean=True)

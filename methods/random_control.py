@@ -4,7 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.policy import EVICT, Budget, Policy, PrefillPlan, PrefillView, Tier, rank_descending
+from kvbench.policy import (
+    EVICT,
+    Budget,
+    CompactPlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Tier,
+    rank_descending,
+    shrink_to_share,
+)
 
 
 @dataclass(kw_only=True)
@@ -18,6 +30,8 @@ class RandomControl(Policy):
         sinks: First tokens that always stay.
         window: Last tokens that always stay, as in the methods it is compared with.
         seed: Of the choice; the prompt's length is mixed in.
+        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
+            0 = never, as the papers have it.
         tier: Precision of what is kept.
 
     Source: none (control).
@@ -28,12 +42,21 @@ class RandomControl(Policy):
     sinks: int = 4
     window: int = 32
     seed: int = 0
+    decode_every: int = 0
     tier: str = "fp16"
 
     def __post_init__(self) -> None:
         self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
         if self.sinks < 0 or self.window < 0:
             raise ValueError(f"sinks={self.sinks} and window={self.window} must be >= 0")
+
+        if self.decode_every < 0:
+            raise ValueError(f"decode_every={self.decode_every} must be >= 0 steps; 0 = never")
+        self.compact_every = self.decode_every
+
+    @property
+    def score(self) -> ScoreSpec:
+        return ScoreSpec(track=("pos",) if self.decode_every else ())
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -51,6 +74,15 @@ class RandomControl(Policy):
             score[..., max(0, view.num_tokens - self.window) :] = 2.0
             tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
         return PrefillPlan(tier_of=tier_of)
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        pos = view.slots(0).pos
+        draws = []
+        for seen, own in zip(view.tokens_seen.tolist(), pos, strict=True):
+            generator = torch.Generator().manual_seed(hash((self.seed, seen)))
+            draws.append(torch.rand(own.shape, generator=generator).to(pos.device))
+        score = torch.stack(draws).masked_fill((pos >= 0) & (pos < self.sinks), 3.0)
+        return shrink_to_share(view, self._budget, self.window, score)
 
     def check_outcome(self, record: dict) -> str | None:
         return self.budget_complaint(record, self._budget)

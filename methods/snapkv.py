@@ -4,7 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.policy import EVICT, Budget, Policy, PrefillPlan, PrefillView, ScoreSpec, Tier, rank_descending
+from kvbench.policy import (
+    EVICT,
+    Budget,
+    CompactPlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Tier,
+    rank_descending,
+    shrink_to_share,
+)
 
 
 @dataclass(kw_only=True)
@@ -17,6 +29,8 @@ class SnapKV(Policy):
         window: Observation window, the last prompt queries; >= 1.
         pool: `max`, `avg` or `none`, over the prompt before the window.
         pool_kernel: Odd width of the pool.
+        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
+            0 = never, as the papers have it.
         tier: Precision of what is kept.
 
     Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max).
@@ -28,6 +42,7 @@ class SnapKV(Policy):
     window: int = 32
     pool: str = "max"
     pool_kernel: int = 7
+    decode_every: int = 0
     tier: str = "fp16"
 
     def __post_init__(self) -> None:
@@ -38,12 +53,17 @@ class SnapKV(Policy):
             raise ValueError(
                 f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window"
             )
+        if self.decode_every < 0:
+            raise ValueError(f"decode_every={self.decode_every} must be >= 0 steps; 0 = never")
+        self.compact_every = self.decode_every
         self._score = ScoreSpec(
             prefill_queries=self.window,
             pool=self.pool,
             pool_kernel=self.pool_kernel,
             pool_region="prefix",
             group_reduce="mean",
+            decode_update=self.decode_every > 0,
+            track=("score", "pos") if self.decode_every else (),
         )
 
     @property
@@ -61,6 +81,9 @@ class SnapKV(Policy):
             rank = rank_descending(view.score[..., :prefix])
             tier_of[..., :prefix] = torch.where(rank < budget - (view.num_tokens - prefix), 0, EVICT)
         return PrefillPlan(tier_of=tier_of)
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        return shrink_to_share(view, self._budget, self.window)
 
     def check_outcome(self, record: dict) -> str | None:
         return self.budget_complaint(record, self._budget)

@@ -1,0 +1,71 @@
+"""What a policy answers with, as tensors over lists. Methods import these from `kvbench.policy`."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+EVICT = -1  # in a PrefillPlan: the token is not stored; in a DecodePlan: the displaced token is dropped
+APPEND = -1  # in a DecodePlan: a new slot at the end of the tier
+
+
+@dataclass(kw_only=True)
+class PrefillPlan:
+    """Where each prompt token goes.
+
+    Args:
+        tier_of: int8 [V, H, N]: the tier of each token, or `EVICT`.
+        score: fp32 [V, H, N] to store with the slots instead of `view.score`, or None.
+    """
+
+    tier_of: Tensor
+    score: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class Extreme:
+    """Per list, the slot that a reduction picked: `value` fp32, `slot` int64 (-1 when no slot was eligible), `pos`
+    int64; all [S, L, H]."""
+
+    value: Tensor
+    slot: Tensor
+    pos: Tensor
+
+    @property
+    def found(self) -> Tensor:
+        """bool [S, L, H]: an eligible slot existed."""
+        return self.slot >= 0
+
+
+@dataclass(kw_only=True)
+class SlotArrays:
+    """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n]."""
+
+    score: Tensor
+    pos: Tensor
+    valid: Tensor
+
+
+@dataclass(kw_only=True)
+class DecodePlan:
+    """What happens in one decode step; every field is int64 [S, L, H] (or None for its default everywhere).
+
+    Args:
+        slot: Slot of tier `tier` that the incoming token takes, or `APPEND`. A token already there makes room: it is
+            evicted, or demoted.
+        demote_to: Tier that the displaced token is re-quantised to, or `EVICT`.
+        demote_slot: Slot of that tier which the demoted token takes (its holder is evicted), or `APPEND`.
+        tier: The incoming token's tier, the same for all lists.
+    """
+
+    slot: Tensor | None = None
+    demote_to: Tensor | None = None
+    demote_slot: Tensor | None = None
+    tier: int = 0
+
+
+@dataclass(kw_only=True)
+class CompactPlan:
+    """Bulk eviction: `keep[tier]` is bool [S, L, H, n] over the slots of `DecodeView.slots(tier)`, or None to keep all
+    of a tier."""
+
+    keep: list[Tensor | None]
