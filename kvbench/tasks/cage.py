@@ -54,7 +54,7 @@ def run(
         on_output: Sees each output as it comes, the loading (index -1) included; a false answer ends the run.
 
     Returns:
-        How it ended, with the outputs reported until then.
+        How it ended, with the outputs reported until then (unless `on_output` saw them).
 
     Raises:
         CageRefused: Not allowed, or no isolation here.

@@ -108,12 +108,12 @@ def _guarded(pipe: int, index: int, limit_s: float, max_bytes: int, work: object
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         value = work()
-        start, elapsed_s = 0.0, time.perf_counter() - start
         try:
             payload = encode(value, max_bytes=max_bytes)  # noqa: F821 (from cage_wire.py, in front of this text)
         except WireError as error:  # noqa: F821
             kind, payload = "u", str(error).encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_REAL, 0)
+        elapsed_s = time.perf_counter() - start
     except _CallTimeout:
         kind, payload, elapsed_s = "t", b"", limit_s
     except BaseException as error:  # SystemExit and KeyboardInterrupt are as much a failure as any other
@@ -132,12 +132,12 @@ def _main() -> None:
         job = decode(stream.read())  # noqa: F821
     pipe = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
+    os.environ.clear()
+    signal.signal(signal.SIGALRM, _alarm)
+    _limit(job)  # what goes wrong in there is still told on standard error
     for number in (0, 1, 2):
         os.dup2(null, number)
     os.close(null)
-    os.environ.clear()
-    signal.signal(signal.SIGALRM, _alarm)
-    _limit(job)
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
 

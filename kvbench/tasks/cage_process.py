@@ -22,7 +22,7 @@ class Output:
     Args:
         index: Number of the call; -1 is the loading of the program.
         kind: `v` a value, `e` an exception, `t` out of time, `u` a value that cannot be sent.
-        elapsed_s: Time of the call as measured inside the cage.
+        elapsed_s: Time of the call and of writing its value, as measured inside the cage.
         payload: For `v` the value for `cage_wire.decode`; otherwise text for people.
     """
 
@@ -39,7 +39,7 @@ class CageReport:
     Args:
         status: `done` all calls reported; `stopped` by the caller; `timeout`; `died` before its last call; `flood` too much
             output; `forged` bytes that are no report; `jail` the cage itself did not come up.
-        outputs: What was reported, in order, without gaps.
+        outputs: What was reported, in order, without gaps; empty where a callback saw it.
         wall_s: From start to the end of every process.
         message: For people; empty when done.
     """
@@ -53,17 +53,16 @@ class CageReport:
 class Frames:
     """Cuts the bytes from the cage into outputs and holds them to the order in which calls were asked."""
 
-    def __init__(self, num_calls: int, max_payload_bytes: int) -> None:
+    def __init__(self, num_calls: int, max_payload_bytes: int, *, keep: bool = True) -> None:
         self.outputs: list[Output] = []
+        self.num_outputs, self.loaded, self.keep = 0, True, keep
         self.num_calls, self.max_payload_bytes = num_calls, max_payload_bytes
         self.data = bytearray()
 
     @property
     def complete(self) -> bool:
         """All calls reported, or the program did not load, after which none will."""
-        if self.outputs and self.outputs[0].kind != "v":
-            return True
-        return len(self.outputs) == self.num_calls + 1
+        return not self.loaded or self.num_outputs == self.num_calls + 1
 
     def feed(self, data: bytes) -> list[Output]:
         """Take more bytes.
@@ -90,7 +89,10 @@ class Frames:
                 break
             output = Output(index, kind, elapsed_us / 1e6, bytes(self.data[end + 1 : end + 1 + size]))
             del self.data[: end + 1 + size]
-            self.outputs.append(output)
+            self.num_outputs += 1
+            self.loaded = self.loaded and (index >= 0 or output.kind == "v")
+            if self.keep:
+                self.outputs.append(output)
             new.append(output)
         return new
 
@@ -99,7 +101,7 @@ class Frames:
         if len(fields) != 4 or fields[1] not in (b"v", b"e", b"t", b"u"):
             raise ValueError("a header that no report has")
         index, elapsed_us, size = (int(fields[place]) for place in (0, 2, 3))
-        if index != len(self.outputs) - 1 or not 0 <= size <= self.max_payload_bytes or elapsed_us < 0:
+        if index != self.num_outputs - 1 or not 0 <= size <= self.max_payload_bytes or elapsed_us < 0:
             raise ValueError("a report out of order or size")
         return index, fields[1].decode(), elapsed_us, size
 
@@ -143,11 +145,11 @@ def run_process(
         start_new_session=True,
         **popen,
     )
-    frames = Frames(len(call_s), value_bytes)
+    frames = Frames(len(call_s), value_bytes, keep=on_output is None)
     try:
         limits = [_STARTUP_S + load_s, *call_s]
         status, message = _converse(process, frames, job, limits, start + wall_s, output_bytes, on_output)
-        if status == "died" and not frames.outputs:
+        if status == "died" and not frames.num_outputs:
             os.set_blocking(process.stderr.fileno(), False)
             said = (process.stderr.read(2000) or b"").decode("utf-8", "replace").strip()
             status, message = ("jail", said) if said else (status, message)
@@ -196,7 +198,7 @@ def _converse(
                 if on_output is not None and not all(on_output(output) for output in new):
                     return "stopped", ""
                 if new and not frames.complete:
-                    deadline = min(end, time.monotonic() + limits[len(frames.outputs)] + _GRACE_S)
+                    deadline = min(end, time.monotonic() + limits[frames.num_outputs] + _GRACE_S)
     return "done", ""
 
 

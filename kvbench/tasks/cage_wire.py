@@ -50,6 +50,9 @@ def _write(value: object, parts: list, room: list, depth: int) -> None:
         raise WireError(f"the value is nested deeper than {MAX_DEPTH} levels")
     if value is None or value is True or value is False:
         return _put(parts, room, {None: b"N", True: b"T", False: b"F"}[value])
+    if type(value) is int:  # the most frequent, written without asking further
+        content = b"%x" % value
+        return _put(parts, room, b"i%d:%s" % (len(content), content))
     # The type itself is asked, not the value: `__class__` can lie, the type's base classes cannot.
     bases = _bases(type(value))
     for base, tag, items in _CONTAINERS:

@@ -1,0 +1,127 @@
+"""Whether one output of a solution is right: comparison with the reference, and the tasks where equality is the wrong question.
+
+Everything here runs in the trusted process, on builtin values that `cage_wire.decode` made.
+
+Source: EvalPlus 0.3.1, `evalplus/eval/__init__.py` and `_special_oracle.py` (read, not copied).
+Differs: there, the first float among the expected outputs of a task loosens the comparison of all that follow it; here each
+output is judged alone. There, a tolerance goes through numpy, which would also stretch one shape over another.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+_FLOAT_TOLERANCE = 1e-6
+_RELATIVE_TOLERANCE = 1e-7
+# The order of these results is not part of the task.
+_SET_TASKS = frozenset(
+    "similar_elements find_char_long common_in_nested_lists extract_singly larg_nnum intersection_array find_dissimilar"
+    " Diff".split()
+)
+# These return a match object or None, or a bool: only whether they found something counts.
+FOUND_TASKS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
+
+
+def is_right(dataset: str, entry_point: str, inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+    """Judge one output.
+
+    Args:
+        dataset: `humaneval` or `mbpp`; the special cases belong to one of them.
+        entry_point: Name of the function, which names the task.
+        inputs: Arguments of the call.
+        output: What the solution returned; builtin types.
+        expected: What the reference returned; for the tasks in `FOUND_TASKS` whether it was not None.
+        atol: Absolute tolerance of the task; 0 means exact, but 1e-6 where the expected output is made of floats.
+
+    Returns:
+        True when the benchmark counts it as right.
+    """
+    try:
+        if dataset == "humaneval" and entry_point == "find_zero":
+            return _is_root(inputs, output, atol)
+        if dataset == "mbpp" and entry_point in _MBPP:
+            return _MBPP[entry_point](inputs, output, expected, atol)
+        return _matches(output, expected, atol)
+    except (TypeError, ValueError, OverflowError, RecursionError, ZeroDivisionError):
+        return False  # an output of a kind for which the question makes no sense
+
+
+def _matches(output: object, expected: object, atol: float) -> bool:
+    if output == expected:
+        return True
+    if atol == 0 and _made_of_floats(expected):
+        atol = _FLOAT_TOLERANCE
+    return atol != 0 and type(output) is type(expected) and _close(output, expected, atol)
+
+
+def _made_of_floats(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(entry, float) for entry in value)
+    return isinstance(value, float)
+
+
+def _close(output: object, expected: object, atol: float) -> bool:
+    if isinstance(expected, list | tuple):
+        if not isinstance(output, list | tuple) or len(output) != len(expected):
+            return False
+        return all(_close(*pair, atol) for pair in zip(output, expected, strict=True))
+    if not (_is_number(output) and _is_number(expected)):
+        return False
+    if output == expected:
+        return True  # infinities, whose difference is no number
+    return abs(output - expected) <= atol + _RELATIVE_TOLERANCE * abs(expected)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | complex)
+
+
+def _is_root(inputs: Sequence[object], output: object, atol: float) -> bool:
+    """HumanEval/32: any root of the polynomial is right, not only the reference's."""
+    if not isinstance(output, int | float):
+        return False
+    (coefficients,) = inputs
+    return abs(sum(factor * math.pow(output, power) for power, factor in enumerate(coefficients))) <= atol
+
+
+def _as_set(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+    return set(output) == set(expected)
+
+
+def _found(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+    return expected == (output if isinstance(output, bool) else output is not None)
+
+
+def _any_answer(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+    """Mbpp/164: the benchmark takes every answer, since the statement does not say what makes two numbers equivalent."""
+    return True
+
+
+def _sum_or_zero(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+    """Mbpp/295: 0 is the other reading of a task about divisors."""
+    return _matches(output, expected, atol) or output == 0
+
+
+def _pyramid_surface(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+    """Mbpp/581: the height may be the slant height (the reference) or the distance of the tip from the base."""
+    base, height = inputs
+    upright = round(base**2 + 2 * base * math.sqrt((base / 2) ** 2 + height**2))
+    return _matches(output, expected, atol) or abs(output - upright) <= atol
+
+
+def _digit_distance(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+    """Mbpp/558: digit by digit with zeros in front of the shorter number, or the digits of the difference (the reference)."""
+    texts = [str(number) for number in inputs]
+    width = max(map(len, texts))
+    aligned = sum(abs(int(one) - int(other)) for one, other in zip(*(text.zfill(width) for text in texts), strict=True))
+    return _matches(output, expected, atol) or output == aligned
+
+
+_Judge = Callable[[Sequence[object], object, object, float], bool]
+_MBPP: dict[str, _Judge] = {
+    **dict.fromkeys(_SET_TASKS, _as_set),
+    **dict.fromkeys(FOUND_TASKS, _found),
+    "are_equivalent": _any_answer,
+    "sum_div": _sum_or_zero,
+    "surface_Area": _pyramid_surface,
+    "digit_distance_nums": _digit_distance,
+}
