@@ -395,7 +395,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert items["resident_bytes"] == int(ledger.resident_bytes(store, torch.tensor([row]))[0])
             total += items["resident_bytes"]
         tensors = [pool.pages, pool.free_list, store.table.entries, store.table.third, store.table.num_slots]
-        tensors += [store.tokens_seen, store.prompt_tokens]
+        tensors += [store.tokens_seen, store.prompt_tokens, store.prompt_slots]
         assert total == store.allocated_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
