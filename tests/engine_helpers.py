@@ -7,8 +7,24 @@ import torch
 from kvbench import ledger
 from kvbench.engine import Engine
 from kvbench.layout import StoreOptions
+from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.full import Full
+from kvbench.methods.kivi import Kivi
+from kvbench.methods.snapkv import SnapKV
+from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.requests import Request
 from kvbench.store import CompressedStore
+
+# Every way of holding tokens, in the model's own dtype, at settings that drop or move tokens of short prompts. They are
+# for tests that compare runs whose batches differ: there the model's matrix products differ in the last bit, which a
+# quantiser's rounding may turn into another token.
+NATIVE_METHODS = {
+    "full": Full(tier="native"),
+    "snapkv": SnapKV(budget=0.5, window=8, tier="native"),
+    "kivi": Kivi(group=8, residual_tokens=16, native=True),
+    "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16, high="native", low="native"),
+    "streaming_llm": StreamingLLM(budget=40, tier="native"),
+}
 
 
 def random_tokens(num_tokens: int, seed: int = 0, vocabulary: int = 320) -> tuple[int, ...]:

@@ -2,23 +2,25 @@
 
 import pytest
 import torch
-from engine_helpers import answers, comparable, engine, forced_logits, own_greedy, own_logits, random_tokens, request
+from engine_helpers import (
+    NATIVE_METHODS,
+    answers,
+    comparable,
+    engine,
+    forced_logits,
+    own_greedy,
+    own_logits,
+    random_tokens,
+    request,
+)
 
 from kvbench.methods.diffkv import DiffKV
-from kvbench.methods.full import Full
-from kvbench.methods.kivi import Kivi
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.views import StoreDecodeView
 
-NATIVE = Full(tier="native")
-METHODS = {
-    "full": NATIVE,
-    "snapkv": SnapKV(budget=0.5, window=8, tier="native"),
-    "kivi": Kivi(group=8, residual_tokens=16, native=True),
-    "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16, high="native", low="native"),
-    "streaming_llm": StreamingLLM(budget=40, tier="native"),
-}
+METHODS = NATIVE_METHODS
+NATIVE = METHODS["full"]
 LOSSLESS = {
     "full": NATIVE,
     "snapkv": SnapKV(budget=1.0, tier="native"),

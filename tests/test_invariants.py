@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import answers, comparable, forced_logits, own_greedy, own_logits, random_tokens, request
+from engine_helpers import (
+    NATIVE_METHODS,
+    answers,
+    comparable,
+    forced_logits,
+    own_greedy,
+    own_logits,
+    random_tokens,
+    request,
+)
 
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
@@ -37,12 +46,7 @@ LOSSLESS = {
 }
 
 # Settings at which every method drops or moves tokens on prompts of these lengths, in the model's own dtype ...
-EXACT = {
-    "full": Full(tier="native"),
-    "snapkv": SnapKV(budget=0.5, window=8, tier="native"),
-    "kivi": Kivi(group=8, residual_tokens=16, native=True),
-    "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16, high="native", low="native"),
-    "streaming_llm": StreamingLLM(budget=40, tier="native"),
+EXACT = NATIVE_METHODS | {
     "streaming_llm_absolute": StreamingLLM(budget=0.5, position_mode="absolute", tier="native"),
 }
 # ... and with the tiers that round.
