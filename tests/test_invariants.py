@@ -154,7 +154,7 @@ def test_ragged_batches_equal_single_rows_up_to_rounding(tiny_model, name):
     """The same with tiers that round, fed the same tokens: equal bytes, and logits that only rounding tells apart.
 
     The model's matrix products differ in the last bit between batch sizes; where that crosses a rounding boundary, one
-    stored element differs by a whole step. Tolerance: a quarter of the logits' standard deviation at the worst of
+    stored element differs by a whole step. Tolerance: a tenth of the logits' standard deviation at the worst of
     320 x 21 x 5 logits; another row's cache would change them by whole standard deviations.
     """
     loaded = tiny_model("llama", "gqa3", 64)
@@ -165,7 +165,7 @@ def test_ragged_batches_equal_single_rows_up_to_rounding(tiny_model, name):
     for prompt, tokens, logits, (held, kept) in zip(prompts, forced, together, reports, strict=True):
         own = []
         alone = forced_logits(loaded, ROUNDED[name], [prompt], [tokens], own)[0]
-        assert (logits - alone).abs().max() < 0.25 * alone.std()
+        assert (logits - alone).abs().max() < 0.1 * alone.std()
         assert kept["prompt_slots"] == own[0][1]["prompt_slots"]
         if name == "diffkv":  # its thresholds meet scores that rounding has moved
             assert kept["slots_per_tier"] == pytest.approx(own[0][1]["slots_per_tier"], abs=4)
