@@ -1,8 +1,8 @@
 """The cage for generated code: the one door to run it.
 
-A solution runs in a fresh interpreter without network, without the file system of the machine, as a user that owns nothing,
-under limits on time, memory, processes, files and output. It gets inputs and gives outputs; what the outputs should be stays
-with the caller. Where a part of that cannot be had, `run` refuses.
+A solution runs in a fresh interpreter without network, without the file system of the machine, as a user that owns
+nothing, under limits on time, memory, processes, files and output. It gets inputs and gives outputs; what the outputs
+should be stays with the caller. Where a part of that cannot be had, `run` refuses.
 """
 
 import os
@@ -29,7 +29,7 @@ _Item, _Result = TypeVar("_Item"), TypeVar("_Result")
 
 
 class CageRefused(ValueError):
-    """Generated code was not run: it was not allowed, or this machine cannot isolate it; the message says what to do."""
+    """Generated code was not run: not allowed, or not to be isolated on this machine; the message says what to do."""
 
 
 def run(
@@ -66,8 +66,8 @@ def run(
         raise CageRefused(
             "Generated code is not run on this machine because it cannot be isolated: "
             + "; ".join(isolation.missing)
-            + ". Install bubblewrap (for example `apt-get install bubblewrap`), or run where user namespaces are permitted"
-            " or as root in a container that may create namespaces (CAP_SYS_ADMIN)."
+            + ". Install bubblewrap (for example `apt-get install bubblewrap`), or run where user namespaces are"
+            " permitted or as root in a container that may create namespaces (CAP_SYS_ADMIN)."
         )
     limits = limits or Limits()
     seconds = [float(call_s)] * len(calls) if isinstance(call_s, int | float) else [float(value) for value in call_s]
@@ -85,8 +85,8 @@ def require_consent(allow_code_execution: bool) -> None:
     """
     if allow_code_execution is not True:
         raise CageRefused(
-            f"task.allow_code_execution={allow_code_execution}: this task runs code that the model wrote, in a cage, and only"
-            " when you agree. Set task.allow_code_execution=true."
+            f"task.allow_code_execution={allow_code_execution}: this task runs code that the model wrote, in a cage,"
+            " and only when you agree. Set task.allow_code_execution=true."
         )
 
 

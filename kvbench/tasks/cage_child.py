@@ -1,8 +1,9 @@
 """The program that runs inside the cage: tighten the limits, load the solution, call it, report what came out.
 
-It is started as text behind `cage_wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once namespaces
-and user are set. Nothing here is trusted by the parent: a solution shares this process and may change or bypass all of it.
-What it can reach that way is the list of inputs and a pipe for outputs; what the outputs should be is not on this side.
+It is started as text behind `cage_wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
+namespaces and user are set. Nothing here is trusted by the parent: a solution shares this process and may change or
+bypass all of it. What it can reach that way is the list of inputs and a pipe for outputs; what the outputs should be
+is not on this side.
 """
 
 import ctypes
@@ -15,11 +16,12 @@ import sys
 import time
 import types
 
-# Syscall numbers that may fail without harm to an honest solution. Namespaces and mounts would be new ground to stand on;
-# shared memory, message queues and memory files would be memory that the address-space limit does not see.
+# Syscall numbers that may fail without harm to an honest solution. Namespaces and mounts would be new ground to stand
+# on; shared memory, message queues and memory files would be memory that the address-space limit does not see.
 _DENIED = {
-    # unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev bpf perf_event_open add_key
-    # request_key keyctl userfaultfd shmget semget msgget memfd_create init_module finit_module kexec_load open_by_handle_at
+    # unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev bpf perf_event_open
+    # add_key request_key keyctl userfaultfd shmget semget msgget memfd_create init_module finit_module kexec_load
+    # open_by_handle_at
     "x86_64": (
         (0xC000003E, 56),
         (272, 308, 165, 166, 155, 161, 101, 310, 311, 321, 298, 248)

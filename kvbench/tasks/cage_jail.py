@@ -1,8 +1,9 @@
 """The cage without bubblewrap: namespaces, a root of its own and another user, made with the calls Linux has for that.
 
-Started as text by a fresh `python -I -S` with one JSON argument, so it needs the standard library only. It becomes three
-processes: this one waits; the first of a new process namespace reaps, and the kernel kills the whole namespace when it ends;
-its child is the interpreter that runs the solution. Needs Linux 5.12 (read-only mounts with everything below them).
+Started as text by a fresh `python -I -S` with one JSON argument, so it needs the standard library only. It becomes
+three processes: this one waits; the first of a new process namespace reaps, and the kernel kills the whole namespace
+when it ends; its child is the interpreter that runs the solution. Needs Linux 5.12 (read-only mounts with everything
+below them).
 """
 
 import ctypes

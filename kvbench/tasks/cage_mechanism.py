@@ -191,6 +191,7 @@ def _bubblewrap_argv(limits: Limits, *, user_namespace: bool) -> list[str]:
         for above in list(Path(path).parents)[-2::-1]:
             argv += ["--perms", "755", "--dir", str(above)]
         argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    argv += ["--perms", "755", "--dir", "/dev"]
     for name in ("null", "zero", "random", "urandom"):
         argv += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     argv += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
@@ -201,8 +202,8 @@ def _bubblewrap_argv(limits: Limits, *, user_namespace: bool) -> list[str]:
 def mechanisms() -> dict[str, Mechanism]:
     """All mechanisms that could work for this user, the best kept first; whether one does, `cage_probe` finds out."""
     root = os.geteuid() == 0
-    # A root mapped into a user namespace still owns root's files. So a namespace for root starts as somebody else, which
-    # fails where the interpreter is in root's home, or is built by root, who becomes somebody else inside.
+    # A root mapped into a user namespace still owns root's files. So a namespace for root starts as somebody else,
+    # which fails where the interpreter is in root's home, or is built by root, who becomes somebody else inside.
     nobody = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if root else {}
     mapped, unmapped = {"user_namespace": True}, {"user_namespace": False}
     jail = {"user namespaces": Mechanism(partial(_jail_argv, **mapped), nobody)}

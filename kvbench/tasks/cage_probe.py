@@ -1,4 +1,4 @@
-"""Whether a cage holds on this machine, found out by breaking out: every attempt must fail before other code may run."""
+"""Whether a cage holds on this machine, found out by trying to break out: every attempt must fail."""
 
 import os
 import shutil
@@ -83,6 +83,7 @@ def probe(port, abstract, folder, parent, outside):
     facts["became_root"] = tried(lambda: os.setuid(0) or True)
     facts["file"] = tried(lambda: write("/tmp/large", 2 << 20))
     stats = os.statvfs("/tmp")
+    facts["devices"] = tried(lambda: open("/dev/null", "wb").close() or True)
     facts["scratch"] = stats.f_blocks * stats.f_frsize
     facts["memory"] = tried(lambda: len(bytearray(512 << 20)))
     facts["files"] = many_files()
@@ -109,7 +110,7 @@ _checking = threading.Lock()
 
 
 def check_isolation() -> Isolation:
-    """Find a way to isolate code that works on this machine, by trying: connecting, writing, signalling, forking, and so on.
+    """Find a way to isolate code that works on this machine, by trying to get out of each.
 
     Returns:
         The first mechanism under which every attempt failed. The answer is kept for the life of the process.
@@ -170,6 +171,7 @@ def _judge(facts: dict, left_behind: list[str]) -> list[str]:
         "no limit on open files": facts["files"],
         "new namespaces can be made inside": facts["unshared"],
         "the environment is visible": facts["environment"],
+        "no /dev/null": not facts["devices"],
         "no temporary directory": facts["cwd"] != "/tmp",
     }
     return [name for name, value in found.items() if value]

@@ -37,8 +37,8 @@ class CageReport:
     """How a caged run ended.
 
     Args:
-        status: `done` all calls reported; `stopped` by the caller; `timeout`; `died` before its last call; `flood` too much
-            output; `forged` bytes that are no report; `jail` the cage itself did not come up.
+        status: `done` all calls reported; `stopped` by the caller; `timeout`; `died` before its last call; `flood` too
+            much output; `forged` bytes that are no report; `jail` the cage itself did not come up.
         outputs: What was reported, in order, without gaps; empty where a callback saw it.
         wall_s: From start to the end of every process.
         message: For people; empty when done.

@@ -1,9 +1,9 @@
 """Python literals as bytes, between the cage and the process that trusts nothing in it; never pickle.
 
-Both sides use this file: the parent imports it, the child gets its text. So it needs the standard library only. One value is
-a tag and, after a length or count in ASCII digits and a colon, its content: `N`, `T`, `F` (None, True, False); `i`, `f`, `c`,
-`s`, `b` (int in hexadecimal, float and complex as `float.hex`, UTF-8 text, bytes), each with a length in bytes; `l`, `t`,
-`e`, `z`, `d` (list, tuple, set, frozenset, dict), each with a count of entries.
+Both sides use this file: the parent imports it, the child gets its text. So it needs the standard library only. One
+value is a tag and, after a length or count in ASCII digits and a colon, its content: `N`, `T`, `F` (None, True,
+False); `i`, `f`, `c`, `s`, `b` (int in hexadecimal, float and complex as `float.hex`, UTF-8 text, bytes), each with a
+length in bytes; `l`, `t`, `e`, `z`, `d` (list, tuple, set, frozenset, dict), each with a count of entries.
 """
 
 MAX_DEPTH = 60
@@ -18,8 +18,8 @@ def encode(value: object, *, max_bytes: int) -> bytes:
     """Write a value.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, nested. Subclasses are written
-            as the builtin they hold: what they say of themselves, `__eq__` for one, is neither asked nor sent.
+        value: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, nested. Subclasses are
+            written as the builtin they hold: what they say of themselves, `__eq__` for one, is neither asked nor sent.
         max_bytes: Upper limit of the result.
 
     Returns:

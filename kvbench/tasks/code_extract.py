@@ -10,20 +10,21 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
 def build_program(prompt: str, entry_point: str, completion: str) -> str:
     """Put the program together that an answer stands for.
 
-    A fenced block that defines the function (or the last block, when none does) is taken out of a chat reply; text up to
-    `</think>` is dropped. A definition of the function replaces the prompt's, behind the imports and helpers of the prompt;
-    anything else continues the prompt and ends at the first stop word.
+    A fenced block that defines the function (or the last block, when none does) is taken out of a chat reply; text up
+    to `</think>` is dropped. A definition of the function replaces the prompt's, behind the imports and helpers of the
+    prompt; anything else continues the prompt and ends at the first stop word.
 
     Args:
-        prompt: What the model was given to continue: imports, helpers, signature and docstring; or a docstring alone (MBPP+).
+        prompt: What the model was given to continue: imports, helpers, signature and docstring; or a docstring alone
+            (MBPP+).
         entry_point: Name of the function.
         completion: The answer.
 
     Returns:
         Python source, not checked in any way.
 
-    Differs: EvalPlus takes the code of a chat reply without the prompt's imports; a reply that leaves `from typing import
-        List` to the prompt fails there and runs here.
+    Differs: EvalPlus takes the code of a chat reply without the prompt's imports; a reply that leaves `from typing
+        import List` to the prompt fails there and runs here.
     """
     answer = completion.replace("\r\n", "\n").rpartition("</think>")[2]
     defines = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)

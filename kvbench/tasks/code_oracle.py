@@ -1,10 +1,10 @@
-"""Whether one output of a solution is right: comparison with the reference, and the tasks where equality is the wrong question.
+"""Whether one output of a solution is right, also in tasks where equality with the reference is the wrong question.
 
 Everything here runs in the trusted process, on builtin values that `cage_wire.decode` made.
 
 Source: EvalPlus 0.3.1, `evalplus/eval/__init__.py` and `_special_oracle.py` (read, not copied).
-Differs: there, the first float among the expected outputs of a task loosens the comparison of all that follow it; here each
-output is judged alone. There, a tolerance goes through numpy, which would also stretch one shape over another.
+Differs: there, the first float among the expected outputs of a task loosens the comparison of all that follow it; here
+each output is judged alone. There, a tolerance goes through numpy, which would also stretch one shape over another.
 """
 
 import math
@@ -21,7 +21,9 @@ _SET_TASKS = frozenset(
 FOUND_TASKS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
 
 
-def is_right(dataset: str, entry_point: str, inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+def is_right(
+    dataset: str, entry_point: str, inputs: Sequence[object], output: object, expected: object, atol: float
+) -> bool:
     """Judge one output.
 
     Args:
@@ -92,7 +94,7 @@ def _found(inputs: Sequence[object], output: object, expected: object, atol: flo
 
 
 def _any_answer(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
-    """Mbpp/164: the benchmark takes every answer, since the statement does not say what makes two numbers equivalent."""
+    """Mbpp/164: the benchmark takes every answer; the statement does not say what makes numbers equivalent."""
     return True
 
 
@@ -109,7 +111,7 @@ def _pyramid_surface(inputs: Sequence[object], output: object, expected: object,
 
 
 def _digit_distance(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
-    """Mbpp/558: digit by digit with zeros in front of the shorter number, or the digits of the difference (the reference)."""
+    """Mbpp/558: digit by digit behind leading zeros, or the digits of the difference (the reference)."""
     texts = [str(number) for number in inputs]
     width = max(map(len, texts))
     aligned = sum(abs(int(one) - int(other)) for one, other in zip(*(text.zfill(width) for text in texts), strict=True))

@@ -1,7 +1,7 @@
 """Grades answers to HumanEval+ and MBPP+: every call in the cage, every comparison here.
 
-The reference solution runs in a cage of its own; what it returned never enters the cage of an answer. An answer can send back
-what it likes, but it is judged by value against numbers it cannot see.
+The reference solution runs in a cage of its own; what it returned never enters the cage of an answer. An answer can
+send back what it likes, but it is judged by value against numbers it cannot see.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from kvbench.tasks.code_extract import build_program
 from kvbench.tasks.code_oracle import FOUND_TASKS, is_right
 from kvbench.tasks.mbpp_inputs import restore_inputs
 
-# Source: EvalPlus 0.3.1, config.py and eval/__init__.py: four times the reference's time but at least 1 s for a call, and
-# 60 s for all calls.
+# Source: EvalPlus 0.3.1, config.py and eval/__init__.py: four times the reference's time but at least 1 s for a call,
+# and 60 s for all calls.
 _CALL_FACTOR, _MIN_CALL_S, _MAX_CALLS_S = 4.0, 1.0, 60.0
 _START_S = 5.0
 _REFERENCE_CALL_S, _REFERENCE_WALL_S, _REFERENCE_BYTES = 30.0, 120.0, 1 << 30
@@ -30,8 +30,9 @@ class GradeResult:
     """The verdict on one answer.
 
     Args:
-        status: `pass` on all inputs; `fail` a wrong output; `timeout`; `error` an exception, a program that does not load or
-            ends itself; `unsupported` an output of a type that cannot be compared. All but the first count as wrong.
+        status: `pass` on all inputs; `fail` a wrong output; `timeout`; `error` an exception, a program that does not
+            load or ends itself; `unsupported` an output of a type that cannot be compared. All but the first count as
+            wrong.
         base_passed: All inputs of the original benchmark were answered right.
         plus_passed: Those and all added ones were.
         message: What went wrong first, for people; empty on a pass.
@@ -108,8 +109,8 @@ def _grade(
     absent = [name for name in _FIELDS if name not in row]
     if absent:
         raise ValueError(
-            f"Row {row.get('task_id', '?')} has no {', '.join(absent)}. Use the release file of EvalPlus (HumanEvalPlus.jsonl"
-            " or MbppPlus.jsonl); the files in the original format lack the inputs."
+            f"Row {row.get('task_id', '?')} has no {', '.join(absent)}. Use the release file of EvalPlus"
+            " (HumanEvalPlus.jsonl or MbppPlus.jsonl); the files in the original format lack the inputs."
         )
     program = build_program(row["prompt"], row["entry_point"], completion)
     passed = []
@@ -232,8 +233,8 @@ def _run_reference(
     if report.status != "done" or wrong:
         said = wrong[0].payload[:300].decode("utf-8", "replace") if wrong else report.message
         raise ValueError(
-            f"The reference solution of {row['task_id']} does not run in the cage ({report.status}: {said}), so nothing can be"
-            " graded against it. Check the file against its release, or leave the row out."
+            f"The reference solution of {row['task_id']} does not run in the cage ({report.status}: {said}), so nothing"
+            " can be graded against it. Check the file against its release, or leave the row out."
         )
     values = [None if output.kind == "u" else decode(output.payload) for output in outputs]
     if found:

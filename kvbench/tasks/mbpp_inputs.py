@@ -1,22 +1,22 @@
-"""Arguments of MBPP+ as its tasks expect them: the release stores tuples, sets and complex numbers as JSON lists and text."""
+"""Arguments of MBPP+ as its tasks expect them: the release stores tuples, sets and complex numbers as JSON."""
 
 from collections.abc import Callable, Sequence
 
-# One name per argument: how it is turned. A row with fewer names than arguments leaves the rest, or repeats the last name
-# where it ends in `*`.
+# One name per argument: how it is turned. A row with fewer names than arguments leaves the rest, or repeats the last
+# name where it ends in `*`.
 _SHAPES = {
-    "rows*": (2, 116, 132, 143, 222, 261, 273, 394, 399, 421, 424, 429, 470, 560, 579, 596, 616, 630, 726, 740, 744, 809),
-    "rows_of*": (63, 64, 70, 94, 120, 237, 272, 299, 400, 409, 417, 438, 473, 614, 780),
-    "rows_of": (75, 413, 444, 753),
-    "same rows": (106, 750),
-    "sets": (115,),
-    "float complex": (124,),
-    "rows": (250, 405, 446, 617, 720, 763, 808, 307),
-    "rows_of_rows*": (259, 401, 445),
-    "mixed_rows": (278,),
-    "values": (722,),
-    "complex": (252,),
-    "deep*": (580, 615, 791),
+    "rows*": "2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809",
+    "rows_of*": "63 64 70 94 120 237 272 299 400 409 417 438 473 614 780",
+    "rows_of": "75 413 444 753",
+    "same rows": "106 750",
+    "sets": "115",
+    "float complex": "124",
+    "rows": "250 405 446 617 720 763 808 307",
+    "rows_of_rows*": "259 401 445",
+    "mixed_rows": "278",
+    "values": "722",
+    "complex": "252",
+    "deep*": "580 615 791",
 }
 
 
@@ -36,7 +36,7 @@ _TURNS: dict[str, Callable] = {
     "complex": complex,
     "deep": _deep,
 }
-_BY_TASK = {number: names for names, numbers in _SHAPES.items() for number in numbers}
+_BY_TASK = {int(number): names for names, numbers in _SHAPES.items() for number in numbers.split()}
 
 
 def restore_inputs(task_id: str, inputs: Sequence[Sequence[object]]) -> list[list[object]]:
