@@ -51,7 +51,7 @@ def build_library(name: str, sources: tuple[str, ...], source_dir: Path = SOURCE
         The library's path.
 
     Raises:
-        BuildError: No compiler, the compiler failed (with the end of its output), or the cache folder cannot be written.
+        BuildError: No compiler, it failed (with the end of its output), or the cache folder cannot be written.
     """
     compiler = find_compiler()
     parts = [(source_dir / source).read_text() for source in sources]
@@ -67,7 +67,9 @@ def build_library(name: str, sources: tuple[str, ...], source_dir: Path = SOURCE
             _compile(compiler, source_dir / sources[0], built)
             os.replace(built, target)  # another process may have been as quick: both files are the same
     except OSError as error:
-        raise BuildError(f"the compiled kernels cannot be stored: {error}; set KVBENCH_CACHE to a folder that can be written") from error
+        raise BuildError(
+            f"the compiled kernels cannot be stored: {error}; set KVBENCH_CACHE to a folder that can be written"
+        ) from error
     return target
 
 

@@ -1,7 +1,7 @@
-"""CPU backend: the fused C++ attention of csrc/, compiled on first use by the system's compiler and called through ctypes.
+"""CPU backend: the C++ of csrc/, compiled on first use by the system's compiler and called through ctypes.
 
-No torch headers, no Python headers, no build system: one plain C function that takes pointers. Everything that is not attention over
-pages is the torch reference's.
+No torch headers, no Python headers, no build system: plain C functions that take pointers. Operations that are not
+here are the torch reference's.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvbench.kernels import torch_attention, torch_pages
-from kvbench.kernels.build import BuildError, build_library
+from kvbench.kernels import torch_attention
+from kvbench.kernels.build import build_library
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.torch_attention import Reduce, Ring, TierPages
 
-SOURCES = ("paged.cpp", "sides.h", "simd.h")
+SOURCES = ("paged.cpp", "plan.h", "sides.h", "simd.h")
 
 _REDUCE = {None: 0, "sum": 1, "mean": 2, "max": 3}
 _CODE_KINDS = {1: 0, 2: 1, 4: 2, 8: 3}
@@ -37,13 +37,15 @@ def _struct(name: str, fields: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": table})
 
 
-# These three mirror the structs of the same names in csrc/paged.cpp.
+# These three mirror the structs of the same names in csrc/plan.h.
 _Tier = _struct(
     "Tier",
     "i slots_per_page num_columns k_kind v_kind k_channel_group k_groups v_groups symmetric "
     "l k_codes v_codes k_scale k_zero v_scale v_zero p ids num_k num_v scores",
 )
-_Ring = _struct("Ring", "p k v num_tokens l k_row_stride k_head_stride v_row_stride v_head_stride i k_length v_length kind")
+_Ring = _struct(
+    "Ring", "p k v num_tokens l k_row_stride k_head_stride v_row_stride v_head_stride i k_length v_length kind"
+)
 _Call = _struct(
     "Call",
     "p q pages tiers ring out lse l page_bytes num_pages "
@@ -60,6 +62,9 @@ def load() -> ctypes.CDLL:
     """
     library = ctypes.CDLL(str(build_library("paged", SOURCES)))
     library.kvb_paged_decode.argtypes = [ctypes.c_void_p]
+    library.kvb_add_scores.argtypes = [
+        ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long,
+    ]  # fmt: skip
     library.kvb_path.restype = ctypes.c_char_p
     return library
 
@@ -98,12 +103,14 @@ def _takes(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
 
 
 def paged_decode(
-    q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, *, power: int = 1, group: Reduce | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, *, power: int = 1,
+    group: Reduce | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Attention of one query token per sequence over all tiers and the residual buffer, dequantising as it goes.
 
-    Arguments and results are those of `torch_attention.paged_decode`, which it calls for keys that must be rotated. Results do not depend on
-    the number of threads (torch.get_num_threads() are used) nor on the other sequences of the call.
+    Arguments and results are those of `torch_attention.paged_decode`, which it calls for keys that must be rotated.
+    Results do not depend on the number of threads (torch.get_num_threads() are used) nor on the other sequences of
+    the call.
 
     Raises:
         MemoryError: No room for the partial results.
@@ -118,32 +125,58 @@ def paged_decode(
     pages = pages.contiguous()
     out = torch.empty_like(q)
     lse = torch.empty(num_seq, num_q_heads)
-    keep, scores = [], []  # `keep` holds the tensors whose addresses the structs carry
+    keep, scores = [], []
     table = (_Tier * len(tiers))()
     for entry, tier in zip(table, tiers, strict=True):
-        held = [x.long().contiguous() for x in (tier.ids, tier.num_k, tier.num_v)]
-        keep += held
-        for name, value in _format_fields(tier.fmt).items():
-            setattr(entry, name, value)
-        entry.num_columns = tier.ids.shape[-1]
-        entry.ids, entry.num_k, entry.num_v = (x.data_ptr() for x in held)
         if group:
-            scores.append(torch.empty(num_seq, heads, entry.num_columns * entry.slots_per_page))
-            entry.scores = scores[-1].data_ptr()
+            scores.append(torch.empty(num_seq, heads, tier.ids.shape[-1] * tier.fmt.tokens_per_page))
+        _fill_tier(entry, tier, scores[-1] if group else None, keep)
     call = _Call(
         q=q.data_ptr(), pages=pages.data_ptr(), tiers=ctypes.addressof(table), out=out.data_ptr(), lse=lse.data_ptr(),
-        page_bytes=pages.shape[1], num_pages=pages.shape[0], num_seq=num_seq, num_heads=heads, group_size=num_q_heads // heads,
-        head_dim=head_dim, num_tiers=len(tiers), power=power, reduce=_REDUCE[group], num_threads=torch.get_num_threads(), scale=scale,
+        page_bytes=pages.shape[1], num_pages=pages.shape[0], num_seq=num_seq, num_heads=heads,
+        group_size=num_q_heads // heads, head_dim=head_dim, num_tiers=len(tiers), power=power, reduce=_REDUCE[group],
+        num_threads=torch.get_num_threads(), scale=scale,
     )  # fmt: skip
     if ring is not None:
         entry = _ring_entry(ring, keep)
         call.ring = ctypes.addressof(entry)
     status = load().kvb_paged_decode(ctypes.addressof(call))
+    _check(status)
+    return out, lse, scores
+
+
+def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
+    """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots, in place."""
+    if not pages.is_contiguous():  # a copy would take the sums and be thrown away
+        torch_attention.add_scores(pages, tier, scores)
+        return
+    keep: list[Tensor] = []
+    entry = _Tier()
+    _fill_tier(entry, tier, scores.float().contiguous(), keep)
+    address, offset = ctypes.addressof(entry), tier.fmt.regions["score"][0]
+    lists = tier.num_k.numel()
+    _check(load().kvb_add_scores(pages.data_ptr(), pages.shape[1], pages.shape[0], address, offset, lists))
+
+
+def _check(status: int) -> None:
+    """Turns the status of a C++ call into an exception."""
     if status == 1:
-        raise MemoryError(f"no memory for the partial results of attention over {num_seq} sequences")
+        raise MemoryError("no memory for the partial results of attention")
     if status:
         raise AssertionError("a page table names a page that the pool does not have")
-    return out, lse, scores
+
+
+def _fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, keep: list[Tensor]) -> None:
+    """Fills a struct; `keep` takes the tensors whose addresses it carries, and must outlive it."""
+    held = [x.long().contiguous() for x in (tier.ids, tier.num_k, tier.num_v)]
+    keep += held
+    for name, value in _format_fields(tier.fmt).items():
+        setattr(entry, name, value)
+    entry.num_columns = tier.ids.shape[-1]
+    entry.ids, entry.num_k, entry.num_v = (x.data_ptr() for x in held)
+    if scores is not None:
+        keep.append(scores)
+        entry.scores = scores.data_ptr()
 
 
 def _ring_entry(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
@@ -153,9 +186,9 @@ def _ring_entry(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
     keep += [k, v, num_tokens]
     unit = k.element_size()
     return _Ring(
-        k=k.data_ptr(), v=v.data_ptr(), num_tokens=num_tokens.data_ptr(), k_row_stride=k.stride(0) * unit, k_head_stride=k.stride(1) * unit,
-        v_row_stride=v.stride(0) * unit, v_head_stride=v.stride(1) * unit, k_length=k.shape[2], v_length=v.shape[2],
-        kind=_ELEMENT_KINDS[k.dtype],
+        k=k.data_ptr(), v=v.data_ptr(), num_tokens=num_tokens.data_ptr(), k_row_stride=k.stride(0) * unit,
+        k_head_stride=k.stride(1) * unit, v_row_stride=v.stride(0) * unit, v_head_stride=v.stride(1) * unit,
+        k_length=k.shape[2], v_length=v.shape[2], kind=_ELEMENT_KINDS[k.dtype],
     )  # fmt: skip
 
 
@@ -166,12 +199,14 @@ def backend(reference: SimpleNamespace) -> SimpleNamespace:
         BuildError: See `load`.
     """
     load()
-    return SimpleNamespace(**{**vars(reference), "name": "cpu", "is_reference": False, "paged_decode": paged_decode})
+    own = {"name": "cpu", "is_reference": False, "paged_decode": paged_decode, "add_scores": add_scores}
+    return SimpleNamespace(**{**vars(reference), **own})
 
 
 @cache
 def warn_absent(reason: str) -> None:
     """Says once per reason that the reference stands in."""
     warnings.warn(
-        f"no compiled CPU kernels: {reason}; going on with backend=torch, the plain reference, which is much slower", stacklevel=3
+        f"no compiled CPU kernels: {reason}; going on with backend=torch, the plain reference, which is much slower",
+        stacklevel=3,
     )

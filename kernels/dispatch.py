@@ -33,8 +33,8 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Simpl
     """The operations of a backend.
 
     Args:
-        name: `auto` (the fastest one present: `cpu` on a CPU with a compiler, else `torch`, with a warning that says why) or a key of
-            `BACKENDS`.
+        name: A key of `BACKENDS`, or `auto`, the fastest one present: `cpu` on a CPU with a compiler, else `torch`,
+            with a warning that says why.
         device: Where the cache lies.
 
     Raises:
@@ -52,5 +52,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Simpl
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} does not exist; choose auto or one of {', '.join(sorted(BACKENDS))}")
     if name == "cpu" and not on_cpu:
-        raise ValueError(f"backend=cpu works on a cache in main memory, but this model is on {device}; choose backend=torch or model.device=cpu")
+        raise ValueError(
+            f"backend=cpu works in main memory, but this model is on {device}; choose backend=torch or model.device=cpu"
+        )
     return BACKENDS[name]()

@@ -1,0 +1,101 @@
+// What the Python side hands over (kernels/cpu.py mirrors these structs), and how a call is cut into pieces of work.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "sides.h"
+
+namespace kvb {
+
+constexpr float kLowest = -1e30f;
+constexpr long kChunkSlots = 512;
+
+struct Tier {
+  int32_t slots_per_page, num_columns, k_kind, v_kind, k_channel_group, k_groups, v_groups, symmetric;
+  int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero;  // byte offsets in a page
+  const int64_t *ids, *num_k, *num_v;                          // [S, H, columns], [S, H], [S, H]
+  float* scores;                                               // [S, H, columns * slots], or null
+};
+
+struct Ring {
+  const uint8_t *k, *v;
+  const int64_t* num_tokens;                                               // [S, H]
+  int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;         // bytes
+  int32_t k_length, v_length, kind;
+};
+
+struct Call {
+  const float* q;  // [S, H * G, D]
+  const uint8_t* pages;
+  const Tier* tiers;
+  const Ring* ring;  // or null
+  float *out, *lse;
+  int64_t page_bytes, num_pages;
+  int32_t num_seq, num_heads, group_size, head_dim, num_tiers, power, reduce, num_threads;
+  float scale;
+};
+
+enum Reduce { kNone, kSum, kMean, kMax };
+
+struct TierPlan {
+  long slots, chunk_slots, num_chunks, first_chunk;  // of the longest list
+  long k_width, v_width, v_padded, score_begin;
+  bool v_direct;  // a register of values never spans two groups of channels
+};
+
+struct Plan {
+  std::vector<TierPlan> tiers;
+  long num_lists, chunks_per_list, G, D, score_slots;
+  std::vector<float> max, sum;                    // [list][chunk][G]
+  std::unique_ptr<float[]> acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]; written before they are read
+};
+
+static bool coded(int kind) { return kind <= kCode8; }
+
+static long list_slots(const Call& call, const Tier& tier, long list) {
+  return call.ring ? call.ring->num_tokens[list] : tier.num_k[list];
+}
+
+static Plan make_plan(const Call& call) {
+  Plan plan;
+  plan.num_lists = (long)call.num_seq * call.num_heads;
+  plan.G = call.group_size;
+  plan.D = call.head_dim;
+  plan.chunks_per_list = plan.score_slots = 0;
+  for (int i = 0; i < call.num_tiers; i++) {
+    const Tier& tier = call.tiers[i];
+    TierPlan p;
+    p.slots = tier.slots_per_page;
+    p.chunk_slots = p.slots * std::max<long>(1, kChunkSlots / p.slots);
+    long longest = 0;
+    for (long list = 0; list < plan.num_lists; list++) longest = std::max(longest, list_slots(call, tier, list));
+    p.num_chunks = (longest + p.chunk_slots - 1) / p.chunk_slots;
+    p.first_chunk = plan.chunks_per_list;
+    plan.chunks_per_list += p.num_chunks;
+    p.score_begin = plan.score_slots;
+    plan.score_slots += p.num_chunks * p.chunk_slots;
+    p.k_width = plan.D / planes_of(tier.k_kind);
+    p.v_width = plan.D / planes_of(tier.v_kind);
+    p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
+    p.v_direct = true;
+    if (coded(tier.v_kind) && tier.v_groups > 1) {
+      const long channels = plan.D / tier.v_groups;
+      for (long plane = 0; plane < plan.D; plane += p.v_width)
+        for (long w = 0; w < p.v_width; w += kLanes) {
+          const long last = plane + std::min(w + kLanes, p.v_width) - 1;
+          p.v_direct &= (plane + w) / channels == last / channels;
+        }
+    }
+    plan.tiers.push_back(p);
+  }
+  const long parts = plan.num_lists * plan.chunks_per_list * plan.G;
+  plan.max.assign(parts, kLowest);
+  plan.sum.assign(parts, 0.0f);
+  plan.acc.reset(new float[parts * plan.D]);
+  if (call.reduce != kNone) plan.probability.reset(new float[plan.num_lists * plan.G * plan.score_slots]);
+  return plan;
+}
+
+}  // namespace kvb
