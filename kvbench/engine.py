@@ -50,9 +50,7 @@ class Engine:
         self.shape = hf.model_shape(model.model)
         self.device = self.shape.device
         self.backend = get_backend(backend, self.device)
-        ends = model.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        self.end_ids = tuple(sorted({e for e in (*ends, model.tokenizer.eos_token_id) if e is not None}))
+        self.end_ids = tuple(model.eos_token_ids)
 
     def run(
         self, requests: Sequence[Request], *, on_outcome: Callable[[Outcome], None],
@@ -126,7 +124,7 @@ class Engine:
             sample = Sample(request, time.perf_counter() - begin, request.num_samples + (reference is not None))
             for repeat in range(request.num_samples):
                 own = row if repeat == 0 else self._open_row(row)
-                answer = Answer(request, self.loaded.tokenizer, self.end_ids)
+                answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._room(request))
                 generator = (
                     row_generator(self.seed, request.sample_id, repeat, self.device)
                     if request.temperature > 0
@@ -270,8 +268,11 @@ class Engine:
 
     def _gold(self, request: Request) -> tuple[int, ...]:
         """The gold tokens that are forced; never beyond the model's context."""
-        room = self.loaded.max_tokens - request.num_prompt_tokens
-        return tuple(request.gold[: min(self.fidelity_max_tokens, room)])
+        return tuple(request.gold[: min(self.fidelity_max_tokens, self._room(request))])
+
+    def _room(self, request: Request) -> int:
+        """Tokens that fit behind the prompt; the last one is only predicted, never read."""
+        return self.loaded.max_tokens - request.num_prompt_tokens + 1
 
     def _open_row(self, source: int | None = None) -> int:
         row = self.store.open_row() if source is None else self.store.fork_row(source)

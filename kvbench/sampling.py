@@ -45,11 +45,13 @@ class Answer:
         request: Limits and stop rules.
         tokenizer: Decodes tokens to text.
         end_ids: End-of-sequence tokens of the model.
+        room: Tokens that the model's context still holds behind the prompt; the answer ends there at the latest.
     """
 
     request: Request
     tokenizer: object
     end_ids: tuple[int, ...]
+    room: int = 1 << 62
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
 
@@ -75,7 +77,7 @@ class Answer:
         self.token_ids.append(token)
         if self._find_stop(max(0, len(self.token_ids) - self._tail)) is not None:
             self.finish = "stop"
-        elif len(self.token_ids) >= self.request.max_new_tokens:
+        elif len(self.token_ids) >= min(self.request.max_new_tokens, self.room):
             self.finish = "length"
 
     @property

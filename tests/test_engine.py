@@ -251,3 +251,12 @@ def test_forced_logits_of_the_helper_are_the_engines_own(loaded):
     prompt, tokens = random_tokens(20), random_tokens(10, seed=1)
     logits = forced_logits(loaded, NATIVE, [prompt], [tokens])[0]
     assert (logits - own_logits(loaded, [*prompt, *tokens], 19)).abs().max() < 1e-4
+
+
+def test_answers_end_where_the_context_does(loaded):
+    """An answer that would run past the last position ends there, as `length`; gold tokens are cut there too."""
+    small = dataclasses.replace(loaded, max_tokens=50)
+    asked = request("a", random_tokens(40), max_new_tokens=30, gold=random_tokens(30, seed=1))
+    outcome = answers(small, Full(), [asked])["a", 0]
+    assert (outcome.finish, len(outcome.token_ids), outcome.kept["tokens_seen"]) == ("length", 11, 50)
+    assert outcome.fidelity["num_tokens"] == 11
