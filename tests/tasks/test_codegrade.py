@@ -85,7 +85,7 @@ def test_mbpp_row():
         "entry_point": "similar_elements",
     }
     row |= {
-        "canonical_solution": "def similar_elements(a, b):\n    assert type(a) is tuple\n    return (*set(a) & set(b),)\n",
+        "canonical_solution": "def similar_elements(a, b):\n    assert a == tuple(a)\n    return (*set(a) & set(b),)\n",
     }
     row |= {"base_input": [[[3, 4, 5], [5, 4]]], "plus_input": [[[1], [2]]]}
     one = "```python\ndef similar_elements(a, b):\n    return [x for x in reversed(a) if x in b]\n```"
