@@ -1,7 +1,6 @@
 """Random histories of a compressed store against a slow oracle that keeps every slot by itself."""
 
 import random
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -17,79 +16,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from reference import slow_attention
-from reference.slow_store import APPEND, EVICT, SlowStore
+from reference.dice import POSITIONS, SCORED, TIERS, WINDOWED, Dice
+from reference.slow_store import SlowStore
 
 from kvbench import ledger
 from kvbench.kernels.dispatch import get_backend
 from kvbench.layout import ModelShape, StoreOptions
-from kvbench.policy import CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, ScoreSpec, Tier
+from kvbench.policy import ScoreSpec, Tier
 from kvbench.store import CompressedStore, PoolExhausted
 
 LAYERS, HEADS, GROUP, DIM, ROWS = 2, 2, 3, 16, 4
 SCALE = 0.4
 SEEDS = st.integers(0, 2**31)
-
-
-@dataclass(kw_only=True)
-class Dice(Policy):
-    """A policy that throws dice, remembers what it decided, and checks what its views say."""
-
-    own_tiers: tuple = (Tier(),)
-    spec: ScoreSpec = ScoreSpec()
-    own_scores: bool = False
-    acts_in_decode: ClassVar[bool] = True
-    compact_every: ClassVar[int] = 2
-    machine = None
-    random = random.Random(0)
-
-    @property
-    def tiers(self) -> tuple:
-        """As given."""
-        return self.own_tiers
-
-    @property
-    def score(self) -> ScoreSpec:
-        """As given."""
-        return self.spec
-
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        """Random tiers and evictions; the last token always stays."""
-        make = torch.Generator().manual_seed(self.random.randrange(2**31))
-        shape = (len(view.layers), view.num_kv_heads, view.num_tokens)
-        tier_of = torch.randint(-1, len(self.tiers), shape, generator=make).to(torch.int8)
-        tier_of[..., -1] = 0
-        score = torch.rand(shape, generator=make) if self.own_scores else None
-        self.prefilled = {int(n): (tier_of[i], None if score is None else score[i]) for i, n in enumerate(view.layers)}
-        self.machine.prefill_plans.update(self.prefilled)
-        return PrefillPlan(tier_of=tier_of, score=score)
-
-    def plan_compact(self, view: DecodeView) -> CompactPlan:
-        """Keeps random slots, at least one per list; sometimes a whole tier."""
-        return self.machine.draw_compaction(view)
-
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
-        """Appends, overwrites, or demotes, list by list."""
-        self.machine.check_view(view)
-        return self.machine.draw_plan(view)
-
-
-TIERS = {
-    "diffkv": (Tier(k_bits=8, v_bits=4), Tier(k_bits=4, v_bits=2)),
-    "fp16": (Tier(),),
-    "three": (Tier(k_bits=8, v_bits=4, v_splits=2), Tier(k_bits=4, v_bits=2, k_splits=2, v_splits=4), Tier()),
-    "odd": (Tier(k_bits=4, v_bits=4, symmetric=True), Tier(k_bits=1, v_bits=2)),
-}
-SCORED = ScoreSpec(prefill_queries=-1, group_reduce="max", decode_update=True, track=("score", "pos"))
-WINDOWED = ScoreSpec(
-    prefill_queries=4,
-    power=2,
-    group_reduce="sum",
-    decode_update=True,
-    track=("score", "pos"),
-    pool="max",
-    pool_kernel=3,
-)
-POSITIONS = ScoreSpec(track=("pos",))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -111,7 +49,6 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> None:
         """A store of 4 rows x 2 layers x 2 heads (6 at query-head granularity) in small pages."""
         self.policy = Dice(own_tiers=TIERS[tiers], spec=spec, own_scores=own_scores)
-        self.policy.machine, self.policy.random = self, random.Random(seed)
         self.policy.scope, self.policy.granularity = scope, granularity
         self.heads = HEADS * GROUP if granularity == "q_head" else HEADS
         shape = ModelShape(
@@ -125,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         )  # fmt: skip
         group = spec.group_reduce if spec.decode_update else None
         self.slow = SlowStore(TIERS[tiers], LAYERS, self.heads, group, spec.power)
-        self.prefill_plans: dict = {}
+        self.policy.slow = self.slow
         self.make = torch.Generator().manual_seed(seed)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -157,12 +94,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     def prefill(self, length: int, seed: int) -> None:
         """A prompt in a new row; without room the row is closed again."""
-        self.policy.random = random.Random(seed)
+        self.policy.dice = random.Random(seed)
         row = self.store.open_row()
         assert row not in self.slow.rows
         self.slow.open(row)
         inputs = [[self.randn(n, length, DIM) for n in (HEADS * GROUP, HEADS, HEADS)] for _ in range(LAYERS)]
-        self.prefill_plans = {}
+        self.policy.prefill_plans = {}
         try:
             for layer, (q, k, v) in enumerate(inputs):
                 self.store.prefill_layer(row, layer, q, k, v, SCALE)
@@ -175,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
         spec = self.policy.spec
         for layer, (q, k, v) in enumerate(inputs):
             k, v = self.at_granularity(k), self.at_granularity(v)
-            tier_of, score = self.prefill_plans[layer]
+            tier_of, score = self.policy.prefill_plans[layer]
             if score is None and spec.prefill_queries:
                 score = slow_attention.prompt_scores(
                     q, k, SCALE, queries=spec.prefill_queries, skip_near=0, power=spec.power, kind=spec.pool,
@@ -186,26 +123,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     def decode(self, seed: int) -> None:
         """One step of some rows in some order; without a page for it nothing changes but a compaction that was due."""
-        self.policy.random = random.Random(seed)
-        rows = self.policy.random.sample(sorted(self.slow.rows), self.policy.random.randint(1, len(self.slow.rows)))
-        self.stepping = rows
+        self.policy.dice = random.Random(seed)
+        rows = self.policy.dice.sample(sorted(self.slow.rows), self.policy.dice.randint(1, len(self.slow.rows)))
+        self.policy.stepping = rows
         held = {"tables": self.store.table.num_slots.clone(), "free": self.store.pool.num_free}
-        compactions = StoreMachine.counts.get("compaction", 0)
+        compactions = self.policy.compactions
         try:
             self.store.begin_step(torch.tensor(rows))
         except PoolExhausted:
             self.count("decode exhausted")
-            if compactions == StoreMachine.counts.get("compaction", 0):
+            if compactions == self.policy.compactions:
                 assert torch.equal(self.store.table.num_slots, held["tables"])
                 assert self.store.pool.num_free == held["free"]
             return
         self.count("decode")
+        self.count("step after compaction" if self.policy.compactions > compactions else "plain step")
+        plan = self.policy.plan
         for i, row in enumerate(rows):
-            self.slow.apply(
-                row,
-                self.plan.tier,
-                *(x[i].flatten() for x in (self.plan.slot, self.plan.demote_to, self.plan.demote_slot)),
-            )
+            fields = (x[i].flatten() for x in (plan.slot, plan.demote_to, plan.demote_slot))
+            self.slow.apply(row, plan.tier, *fields)
         for layer in range(LAYERS):
             q, k, v = (self.randn(len(rows), n, DIM) for n in (HEADS * GROUP, HEADS, HEADS))
             out = self.store.attend(layer, q, k, v, SCALE)
@@ -249,91 +185,6 @@ class StoreMachine(RuleBasedStateMachine):
         row = random.Random(seed).choice(sorted(self.slow.rows))
         self.store.close_row(row)
         del self.slow.rows[row]
-
-    # What the policy asks -------------------------------------------------------------------------------------------
-
-    def draw_compaction(self, view: DecodeView) -> CompactPlan:
-        """A random keep mask for the rows whose turn it is, applied to the oracle at once."""
-        self.count("compaction")
-        due = [
-            r
-            for r in self.stepping
-            if (n := self.slow.rows[r].tokens_seen - self.slow.rows[r].prompt_tokens) and n % 2 == 0
-        ]
-        assert view.shape == (len(due), LAYERS, self.heads)
-        share, keep = self.policy.random.random(), []
-        for tier in range(len(self.policy.tiers)):
-            valid = view.slots(tier).valid
-            mask = torch.rand(valid.shape, generator=self.make) < share
-            mask[..., :1] = True
-            keep.append(None if self.policy.random.random() < 0.3 else mask)
-        for i, row in enumerate(due):
-            self.slow.compact(row, [None if mask is None else mask[i].flatten(0, 1) for mask in keep])
-        return CompactPlan(keep=keep)
-
-    def draw_plan(self, view: DecodeView) -> DecodePlan:
-        """Per list: append, evict, demote to a new slot, or demote over a slot."""
-        dice = self.policy.random
-        num_tiers = len(self.policy.tiers)
-        tier = dice.choice([0, 0, dice.randrange(num_tiers)])
-        held = [view.num_slots(t) for t in range(num_tiers)]
-        plan = {name: torch.full(view.shape, -1) for name in ("slot", "demote_to", "demote_slot")}
-        for where in np.ndindex(*view.shape):
-            action = dice.choice(["append", "evict", "demote", "demote over"])
-            if action == "append" or not held[tier][where]:
-                continue
-            plan["slot"][where] = dice.randrange(int(held[tier][where]))
-            others = [t for t in range(num_tiers) if t != tier]
-            if action == "evict" or not others:
-                continue
-            to = dice.choice(others)
-            plan["demote_to"][where] = to
-            if action == "demote over" and held[to][where]:
-                plan["demote_slot"][where] = dice.randrange(int(held[to][where]))
-        assert (EVICT, APPEND) == (-1, -1)
-        self.plan = DecodePlan(tier=tier, **plan)
-        if not (plan["demote_to"] != EVICT).any() and dice.random() < 0.5:  # fields may be left out
-            return DecodePlan(tier=tier, slot=plan["slot"])
-        return self.plan
-
-    def check_view(self, view: DecodeView) -> None:
-        """Counts and reductions of the view equal a search through the oracle's slots."""
-        owners = [self.slow.rows[r] for r in self.stepping]
-        assert view.tokens_seen.tolist() == [o.tokens_seen for o in owners]
-        assert view.prompt_tokens.tolist() == [o.prompt_tokens for o in owners]
-        dice, window = self.policy.random, self.policy.spec.prefill_queries
-        scored = "score" in self.policy.spec.track
-        tier, first = dice.randrange(len(self.policy.tiers)), dice.choice([0, 3])
-        before = torch.tensor([dice.randint(0, o.tokens_seen) for o in owners]) if dice.random() < 0.7 else None
-        by = dice.choice(["mean", "score", "pos"] if scored else ["pos"])
-        got, position = (
-            view.argmin(tier, by=by, before=before, first=first),
-            torch.tensor([dice.randint(0, o.tokens_seen) for o in owners]),
-        )
-        found = view.find(tier, position)
-        for i, row in enumerate(self.stepping):
-            for n, tiers in enumerate(owners[i].each()):
-                where = (i, n // self.heads, n % self.heads)
-                slots = tiers[tier]
-                assert int(view.num_slots(tier)[where]) == len(slots)
-                limit = 10**9 if before is None else int(before[i])
-                value = {
-                    "mean": lambda s, r=row: self.slow.mean(r, s, window),
-                    "score": lambda s: s.score,
-                    "pos": lambda s: s.pos,
-                }[by]
-                options = [(value(s), s.pos, j) for j, s in enumerate(slots) if first <= s.pos < limit]
-                want = min(options, default=(np.inf, -1, -1))
-                assert (float(got.value[where]), int(got.pos[where]), int(got.slot[where])) == (
-                    float(want[0]),
-                    want[1],
-                    want[2],
-                )
-                assert bool(got.found[where]) == bool(options)
-                match = [j for j, s in enumerate(slots) if s.pos == int(position[i])]
-                assert int(found.slot[where]) == (match[0] if match else -1)
-                if match and scored:
-                    assert float(found.value[where]) == float(self.slow.mean(row, slots[match[0]], window))
 
     # What always holds ----------------------------------------------------------------------------------------------
 
@@ -415,7 +266,7 @@ def test_random_histories_agree_with_the_oracle():
     )
     counts = StoreMachine.counts
     assert counts["decode"] > 100, counts
-    for name in ("prefill", "compaction", "chunk", "fork", "decode exhausted", "prefill exhausted"):
+    for name in ("prefill", "step after compaction", "chunk", "fork", "decode exhausted", "prefill exhausted"):
         assert counts.get(name, 0) > 3, counts
 
 
