@@ -77,20 +77,20 @@ def _kind(fmt: PageFormat, side: str) -> int:
 
 
 @cache
-def _format_fields(fmt: PageFormat) -> dict[str, int]:
-    """What the C++ side must know of a format."""
+def _format_fields(fmt: PageFormat) -> ctypes.Structure:
+    """A struct with what the C++ side must know of a format, to be copied: filling one field by field takes longer."""
     slot = fmt.slot
     offsets = {name: fmt.regions[name][0] for name in ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero")}
-    return {
-        "slots_per_page": fmt.tokens_per_page,
-        "k_kind": _kind(fmt, "k"),
-        "v_kind": _kind(fmt, "v"),
-        "k_channel_group": slot.k_channel_group if slot.channel_keys else 0,
-        "k_groups": slot.k_groups,
-        "v_groups": slot.v_groups,
-        "symmetric": int(slot.symmetric),
+    return _Tier(
+        slots_per_page=fmt.tokens_per_page,
+        k_kind=_kind(fmt, "k"),
+        v_kind=_kind(fmt, "v"),
+        k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
+        k_groups=slot.k_groups,
+        v_groups=slot.v_groups,
+        symmetric=int(slot.symmetric),
         **offsets,
-    }
+    )
 
 
 def _takes(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
@@ -170,8 +170,7 @@ def _fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, 
     """Fills a struct; `keep` takes the tensors whose addresses it carries, and must outlive it."""
     held = [x.long().contiguous() for x in (tier.ids, tier.num_k, tier.num_v)]
     keep += held
-    for name, value in _format_fields(tier.fmt).items():
-        setattr(entry, name, value)
+    ctypes.memmove(ctypes.addressof(entry), ctypes.addressof(_format_fields(tier.fmt)), ctypes.sizeof(_Tier))
     entry.num_columns = tier.ids.shape[-1]
     entry.ids, entry.num_k, entry.num_v = (x.data_ptr() for x in held)
     if scores is not None:

@@ -44,16 +44,15 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
   const int kind = tier.k_kind, P = planes_of(kind);
   const long G = call.group_size, D = call.head_dim, T = p.slots, unit = unit_bytes_of(kind);
   const uint8_t* codes = page + tier.k_codes;
-  long row = T;
-  if (T < kLanes) {  // short pages: give every row the length of a register
-    row = kLanes;
-    s.keys.assign(p.k_width * row * unit, 0);
-    for (long w = 0; w < p.k_width; w++) std::memcpy(s.keys.data() + w * row * unit, codes + w * T * unit, T * unit);
+  const long region = p.k_width * T * unit, after = call.page_bytes - tier.k_codes - region;
+  if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
+    s.keys.assign(region + kLanes * unit, 0);
+    std::memcpy(s.keys.data(), codes, region);
     codes = s.keys.data();
   }
   const Vec scale = splat(call.scale);
   if (!coded(kind)) {
-    all_dots(kind, codes, row, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
+    all_dots(kind, codes, T, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
     for (long g = 0; g < G; g++)
       for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
     return;
@@ -88,7 +87,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
         }
         s.q_sum[g] = constant;
       }
-      all_dots(kind, codes, row, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
+      all_dots(kind, codes, T, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
       for (long g = 0; g < G; g++)
         for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * call.scale;
     }
@@ -105,7 +104,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     int first = 0, last = p.k_width;
     if (p.k_width % channels == 0) first = r * channels % p.k_width, last = first + channels;
     const long dots_stride = groups > 1 ? padded : stride;
-    all_dots(kind, codes, row, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
+    all_dots(kind, codes, T, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
     for (long g = 0; g < G; g++) {
       const Vec total = splat(s.q_sum[r * G + g]);
       long t = 0;

@@ -105,7 +105,8 @@ KVB_INLINE void dot_tile(const uint8_t* codes, long T, long slot, const float* q
     for (int g = 0; g < G; g++) store(out + g * out_stride + u * kLanes, sum[u][g]);
 }
 
-// Raw dots of G queries [G][P][kQueryStride] with slots [begin, end) of a page's K region; T >= kLanes.
+// Raw dots of G queries [G][P][kQueryStride] with slots [begin, end) of a page's K region. Where T < kLanes, up to kLanes - T
+// elements after the region are read, and come to nothing.
 // out[g * out_stride + slot - begin].
 template <int kKind, int G>
 void key_dots(const uint8_t* codes, long T, long begin, long end, const float* q, int first, int last, float* out, long out_stride) {
@@ -116,7 +117,7 @@ void key_dots(const uint8_t* codes, long T, long begin, long end, const float* q
   for (; end - slot >= kLanes; slot += kLanes)
     dot_tile<kKind, G, 1>(codes, T, slot, q, first, last, out + slot - begin, out_stride);
   if (slot < end) {  // the rest: a whole register that begins early enough to stay inside the page
-    const long early = slot + kLanes <= T ? slot : T - kLanes;
+    const long early = slot + kLanes <= T ? slot : T > kLanes ? T - kLanes : 0;
     float spare[G * kLanes];
     dot_tile<kKind, G, 1>(codes, T, early, q, first, last, spare, kLanes);
     for (int g = 0; g < G; g++)
