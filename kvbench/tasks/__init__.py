@@ -13,8 +13,18 @@ if TYPE_CHECKING:
 
 __all__ = ["MetricInfo", "TaskSet", "load_task"]
 
-# Each is a package of this folder with a function `load`.
-BENCHMARKS = ("longbench", "longctx")
+# Task -> the package of this folder whose function `load` loads it.
+BENCHMARKS = {
+    "longbench": "longbench",
+    "longctx": "longctx",
+    "gsm8k": "gsm8k",
+    "math500": "mathematics",
+    "math": "mathematics",
+    "aime24": "aime",
+    "aime25": "aime",
+    "humaneval_plus": "humaneval_plus",
+    "mbpp_plus": "humaneval_plus",
+}
 
 
 def load_task(
@@ -47,5 +57,5 @@ def load_task(
         raise ValueError(f"limit={limit!r} must be a whole number of at least 1, or null for all samples")
     if model.tokenizer is None:
         raise ValueError(f"task={name} needs a tokenizer and model {model.name} has none; choose another model")
-    load = import_module(f"kvbench.tasks.{name}").load
+    load = import_module(f"kvbench.tasks.{BENCHMARKS[name]}").load
     return load(task_cfg, model, limit=limit, seed=seed, protocol=Protocol.from_mapping(protocol))

@@ -48,3 +48,19 @@ def name_list(
     if not names:
         raise ValueError(f"{key}={list(value)} names nothing; known: {', '.join((*groups, *known))}")
     return list(names)
+
+
+def one_of(key: str, value: object, known: Sequence[str]) -> str:
+    """Read a setting that names one of several choices.
+
+    Args:
+        key: The setting, for messages.
+        value: What was given.
+        known: The choices.
+
+    Raises:
+        ValueError: Names the value, the choices and the nearest.
+    """
+    if value not in known:
+        raise unknown_name(key, value, known)
+    return str(value)

@@ -175,12 +175,13 @@ def in_hub_cache(repos: Sequence[str], filename: str, subset: str) -> tuple[Sour
     return None, f"the hub cache {constants.HF_HUB_CACHE} (no {filename} of {' or '.join(repos)} with that subset)"
 
 
-def in_datasets_cache(name: str, subset: str) -> tuple[Source | None, str]:
+def in_datasets_cache(name: str, subset: str, split: str = "test") -> tuple[Source | None, str]:
     """Look for a prepared copy in the cache of the `datasets` library, whoever prepared it.
 
     Args:
         name: Name of the data set without its owner, compared without case, dashes and underscores.
         subset: Name of its configuration.
+        split: Name of the split.
 
     Returns:
         The source or None, and a phrase that says where was looked.
@@ -192,7 +193,7 @@ def in_datasets_cache(name: str, subset: str) -> tuple[Source | None, str]:
     for folder in sorted(root.glob("*")):
         if _bare(folder.name.rpartition("___")[2]) != wanted or not (folder / subset).is_dir():
             continue
-        shards = sorted((folder / subset).rglob("*-test*.arrow"))
+        shards = sorted((folder / subset).rglob(f"*-{split}*.arrow"))
         if shards:
             # Other versions of the same data may lie beside it: all shards of one folder belong together.
             shards = [path for path in shards if path.parent == shards[0].parent]

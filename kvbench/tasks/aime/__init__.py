@@ -1,0 +1,49 @@
+"""`task=aime24` and `task=aime25`: competition problems with answers from 0 to 999, asked for a boxed answer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.tasks.problem_set import load_problems
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import check_keys
+from kvbench.tasks.taskset import MetricInfo, TaskSet
+
+if TYPE_CHECKING:
+    from kvbench.models import LoadedModel
+
+METRICS = {
+    "correct": MetricInfo(True, "the whole number in the last box (or behind 'the answer is') is right"),
+    "parsed": MetricInfo(True, "the answer ends in a whole number to grade; a wrong one is not a parse failure"),
+}
+_FOLDER = Path(__file__).resolve().parent
+
+
+def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+    """Load the problems of one year.
+
+    Args:
+        cfg: `name` (`aime24` or `aime25`), `data_dir`.
+        model: Tokenizes the prompts; its context must hold the answer, 32,768 tokens unless `protocol.max_new_tokens`
+            says otherwise.
+        limit: Problems, from the start of the file; None for all.
+        seed: Not used: the engine derives what it needs for sampled answers.
+        protocol: How the problems are asked; `num_samples` answers to each.
+
+    Raises:
+        ValueError: An unknown key, a model that is too short, or data that is missing or broken.
+    """
+    check_keys(cfg, ("data_dir",))
+    return load_problems(
+        name=cfg["name"],
+        folder=_FOLDER,
+        yaml_names=[f"kvbench_{cfg['name']}"],
+        metadata={"data_dir": cfg.get("data_dir")},
+        model=model,
+        limit=limit,
+        protocol=protocol,
+        metrics=METRICS,
+        primary="correct",
+        describe={"form": "boxed"},
+        meta_keys=("answer",),
+    )

@@ -1,0 +1,65 @@
+"""Grades GSM8K: the number behind `####`, behind "The answer is", or the last one."""
+
+import re
+from decimal import Decimal
+
+from kvbench.tasks.answers import NUMBER, after_thinking, last_boxed, to_number
+
+_HASHES = re.compile(rf"####\s*(?:\*\*)?({NUMBER})")
+# What chat models put between the phrase and the number: a colon, bold, mathematics.
+_PHRASE = re.compile(
+    rf"\banswer\s*(?:is|=|:)[\s:*]*(?:approximately|about)?[\s:*]*(?:\\[(\[]|\\boxed\{{|\$|\s)*({NUMBER})",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(NUMBER)
+
+
+def find_answer(text: str, last: bool = False) -> Decimal | None:
+    """The number an answer stands for.
+
+    Args:
+        text: The answer, thoughts removed.
+        last: Take the last marked number where there are several; False takes the first, as is usual for few-shot
+            prompts, where a base model goes on with other problems.
+
+    Returns:
+        The number behind `####`; else the one behind "the answer is"; else the one in the last box; else the last in
+        the text; None without any.
+
+    Source: lm-eval 0.4.13 gsm8k (strict and flexible filters) and gsm8k_cot, joined; the original's `####`.
+    Differs: one rule for all forms; currency signs, thousands commas and trailing dots do not matter; 18.00 is 18.
+    """
+    for pattern in (_HASHES, _PHRASE):
+        found = pattern.findall(text)
+        if found:
+            return to_number(found[-1 if last else 0])
+    boxed = last_boxed(text)
+    found = _NUMBER.findall(boxed if boxed is not None else text) or _NUMBER.findall(text)
+    return to_number(found[-1]) if found else None
+
+
+def grade(reference: str, text: str, *, last: bool, opened: bool = False) -> dict[str, float]:
+    """Score one answer.
+
+    Args:
+        reference: The right number.
+        text: The answer as generated.
+        last: See `find_answer`.
+        opened: The prompt opened the thoughts.
+
+    Returns:
+        `correct` and `parsed`, each 0 or 1.
+    """
+    answer = after_thinking(text, opened)
+    value = None if answer is None else find_answer(answer, last)
+    return {"correct": float(value is not None and value == to_number(reference)), "parsed": float(value is not None)}
+
+
+def process_few_shot(doc: dict, results: list[str]) -> dict[str, float]:
+    """What lm-eval calls for the few-shot forms."""
+    return grade(doc["answer"], results[0], last=False, opened=doc.get("thinking_opened", False))
+
+
+def process_chat(doc: dict, results: list[str]) -> dict[str, float]:
+    """What lm-eval calls for the zero-shot form."""
+    return grade(doc["answer"], results[0], last=True, opened=doc.get("thinking_opened", False))

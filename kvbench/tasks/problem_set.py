@@ -1,0 +1,133 @@
+"""From the problems of a benchmark to a task: requests, graders, and what their records are put together to."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.requests import Request
+from kvbench.tasks.lmeval import load_lmeval_tasks
+from kvbench.tasks.prompts import PromptBuilder, PromptRules
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.sampling_stats import answer_statistics, sampling_statistics
+from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
+    from kvbench.models import LoadedModel
+
+THINK = "<think>"
+
+
+@dataclass(kw_only=True)
+class ProblemSet(TaskSet):
+    """A task whose answers are right or wrong.
+
+    Args:
+        group_by: Key of the records' `meta` whose groups are also reported; None for none.
+    """
+
+    group_by: str | None = None
+
+    def aggregate(self, records: Iterable[dict]) -> dict:
+        """As `TaskSet.aggregate`, and further `answers` (length, share cut, parse failures), `sampling` (avg@n, pass@k;
+        only with several answers per problem) and `groups` (the means by `group_by`)."""
+        records = list(records)
+        result = super().aggregate(records) | {"answers": answer_statistics(records)}
+        if sampling := sampling_statistics(records, self.primary):
+            result["sampling"] = sampling
+        if self.group_by:
+            groups: dict[str, list[dict]] = {}
+            for record in records:
+                groups.setdefault(str((record.get("meta") or {}).get(self.group_by)), []).append(record)
+            result["groups"] = {name: self._mean(group) for name, group in sorted(groups.items())}
+        return result
+
+
+def load_problems(
+    *,
+    name: str,
+    folder: Path,
+    yaml_names: Sequence[str],
+    metadata: Mapping[str, Any],
+    model: "LoadedModel",
+    limit: int | None,
+    protocol: Protocol,
+    metrics: Mapping[str, MetricInfo],
+    primary: str,
+    describe: Mapping[str, Any],
+    meta_keys: Sequence[str] = (),
+    group_by: str | None = None,
+    reference: Callable[[dict], object] = lambda doc: doc["answer"],
+) -> ProblemSet:
+    """Build a task from lm-eval YAMLs whose documents have `context`, `gold`, `index` and the fields of their prompt.
+
+    Args:
+        name: Name of the task, and of its one subset.
+        folder: Folder of the YAMLs.
+        yaml_names: Tasks in it; one group of problems each.
+        metadata: Passed to the function that reads the data.
+        model: Tokenizes the prompts.
+        limit: Problems per YAML, the first ones; None for all.
+        protocol: How the problems are asked.
+        metrics: Name -> meaning of the scores.
+        primary: The one that stands for the task; its values are 0 and 1.
+        describe: Choices of this task that go into each result row.
+        meta_keys: Fields of a document that its records keep.
+        group_by: See `ProblemSet`.
+        reference: What an answer is scored against, for the fingerprint.
+
+    Raises:
+        ValueError: Data is missing or broken, or the protocol wants a context where a problem has none.
+    """
+    tasks = load_lmeval_tasks(folder, yaml_names, metadata)
+    requests: list[Request] = []
+    scored: dict[str, tuple[Task, dict]] = {}
+    quarantined: list[dict] = []
+    builder = None
+    for yaml_name, task in tasks.items():
+        quarantined += task.dataset["test"].quarantined
+        builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config))
+        for _, doc in task.doc_iterator(limit=limit):
+            request = _request(name, task, builder, doc, meta_keys, yaml_name if len(tasks) > 1 else "")
+            # Some templates open the thoughts themselves: an answer without `</think>` then is all thoughts.
+            tail = model.tokenizer.decode(request.segments[-1][-8:]).rstrip()
+            requests.append(request)
+            scored[request.sample_id] = (task, doc | {"thinking_opened": tail.endswith(THINK)})
+    references = {key: reference(doc) for key, (_, doc) in scored.items()}
+    rules = {"chat_template": builder.chat, "max_new_tokens": builder.max_new_tokens, "truncation": "middle"}
+    return ProblemSet(
+        name=name,
+        protocol=protocol.to_dict() | dict(describe) | rules,
+        fingerprint=fingerprint(requests, references, folder),
+        requests=requests,
+        metrics=dict(metrics),
+        primary=primary,
+        scorer=lambda key, text: scored[key][0].process_results(scored[key][1], [text]),
+        quarantined=quarantined,
+        group_by=group_by,
+    )
+
+
+def _request(
+    name: str, task: "Task", builder: PromptBuilder, doc: dict, meta_keys: Sequence[str], part: str
+) -> Request:
+    prompt, border = task.doc_to_text(doc), len(doc["context"])
+    if not border:
+        if not builder.protocol.query_aware:
+            raise ValueError(
+                f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
+                f"task={name} have none in this form; set protocol.query_aware=true, or take a few-shot "
+                "form where the task has one"
+            )
+        border = len(prompt)
+    meta = {"index": doc["index"]} | {key: doc[key] for key in meta_keys}
+    return builder.build(
+        sample_id="/".join([name, *([part] if part else []), str(doc["index"])]),
+        subset=name,
+        context=prompt[:border],
+        question=prompt[border:],
+        gold=doc["gold"],
+        meta=meta,
+    )

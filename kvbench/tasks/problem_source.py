@@ -1,0 +1,159 @@
+"""Where the rows of a benchmark of one or few files come from: a folder, the local caches, the hub."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvbench.tasks.source import MissingDataError, Rows, Source, file_lines, in_datasets_cache, in_folder, read_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one file of a benchmark can be found.
+
+    Args:
+        task: Name of the task, for messages.
+        what: Which part of it, for messages, for example `the train file`.
+        stems: Names of the file without `.jsonl`, best first, for `task.data_dir`.
+        hub: (repository, file) pairs on the hub, best first; `.jsonl` or `.parquet`.
+        prepared: (name, configuration, split) in the cache of the `datasets` library.
+        local: Further files that other tools leave on a machine, best first.
+        fetch: How to get it, one sentence or two.
+    """
+
+    task: str
+    what: str
+    stems: tuple[str, ...]
+    hub: tuple[tuple[str, str], ...] = ()
+    prepared: tuple[tuple[str, str, str], ...] = ()
+    local: tuple[Path, ...] = ()
+    fetch: str
+
+
+def find_rows(place: Place, data_dir: str | None, check: Callable[[object], dict]) -> Rows:
+    """Read the rows from the first place that has them.
+
+    Args:
+        place: Where to look.
+        data_dir: The setting `task.data_dir`; a folder without the file goes on to the local caches and the hub.
+        check: Takes a parsed line; returns the row, or raises ValueError with the reason why it is no row.
+
+    Returns:
+        The rows, each with its `index`.
+
+    Raises:
+        MissingDataError: No place has them; the message says where was looked and how to get them.
+        ValueError: data_dir is no folder, or all rows are broken.
+    """
+    looked = []
+    for find in (_in_data_dir, _in_local_files, _in_hub_cache, _prepared, _on_hub):
+        source, where = find(place, data_dir)
+        if source:
+            return read_rows(source, check)
+        looked += [where] if where else []
+    raise MissingDataError(
+        f"task={place.task} has no data for {place.what}. Looked in: {'; '.join(looked)}. {place.fetch}"
+    )
+
+
+def _in_data_dir(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
+    if not data_dir:
+        return None, "task.data_dir (not set)"
+    where = ""
+    for stem in place.stems:
+        source, where = in_folder(data_dir, stem)
+        if source:
+            return source, where
+    names = " or ".join(f"{stem}.jsonl" for stem in place.stems)
+    return None, f"task.data_dir={data_dir} (no {names} there or in its data/)"
+
+
+def _in_local_files(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
+    for path in place.local:
+        if path.is_file():
+            return Source("cache", str(path), partial(file_lines, path)), str(path)
+    return None, " or ".join(map(str, place.local))
+
+
+def _in_hub_cache(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    for repo, name in place.hub:
+        path = try_to_load_from_cache(repo, name, repo_type="dataset")
+        if isinstance(path, str):
+            return _hub_file(Path(path), "cache"), path
+    names = " or ".join(f"{name} of {repo}" for repo, name in place.hub)
+    return None, f"the hub cache {constants.HF_HUB_CACHE} (no {names})" if names else ""
+
+
+def _prepared(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
+    phrases = []
+    for name, subset, split in place.prepared:
+        source, where = in_datasets_cache(name, subset, split)
+        if source:
+            return source, where
+        phrases.append(where)
+    return None, "; ".join(phrases)
+
+
+def _on_hub(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
+    from huggingface_hub import constants, hf_hub_download
+
+    from kvbench.model_files import hub_reachable
+
+    if not place.hub:
+        return None, ""
+    if constants.HF_HUB_OFFLINE:
+        return None, "the hub (not tried: HF_HUB_OFFLINE is set)"
+    # The hub's own client retries for half a minute on a machine without a network.
+    if not hub_reachable():
+        return None, "the hub (it cannot be reached from here)"
+    failures = []
+    for repo, name in place.hub:
+        try:
+            path = hf_hub_download(repo, name, repo_type="dataset")
+        except (OSError, ValueError) as error:
+            text = str(error).strip()
+            failures.append(f"{repo}: {text.splitlines()[0] if text else type(error).__name__}")
+            continue
+        return _hub_file(Path(path), "hub"), path
+    return None, f"the hub ({'; '.join(failures)})"
+
+
+def _hub_file(path: Path, origin: str) -> Source:
+    lines = partial(parquet_lines if path.suffix == ".parquet" else file_lines, path)
+    return Source(origin, str(path), lines)
+
+
+def parquet_lines(path: Path) -> Iterator[bytes]:
+    """The rows of a Parquet file as lines of JSON."""
+    import json
+
+    import pyarrow.parquet
+
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+        for row in batch.to_pylist():
+            yield json.dumps(row).encode()
+
+
+def text_field(row: object, *names: str, required: bool = True) -> str:
+    """Read a text from a row that may call it by several names.
+
+    Args:
+        row: What a line held.
+        names: Names of the field, best first.
+        required: False gives an empty text when the field is missing or null.
+
+    Raises:
+        ValueError: The row is no object, or the field is missing, empty or no text.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
+    value = next((row[name] for name in names if row.get(name) is not None), None)
+    if value is None and not required:
+        return ""
+    if not isinstance(value, str) or (required and not value.strip()):
+        kind = "missing" if value is None else "empty" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"field {names[0]} must be a text, it is {kind}")
+    return value

@@ -1,0 +1,92 @@
+"""What several answers to one problem say: avg@n and pass@k with intervals, and how the answers ended."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from math import comb
+from statistics import fmean
+
+from kvbench.intervals import estimate
+
+BOUNDS = (0.0, 1.0)
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that at least one of k answers, drawn from those at hand without putting back, is right.
+
+    Args:
+        num_samples: Answers at hand, >= k.
+        num_right: Right ones among them.
+        k: Answers drawn, >= 1.
+
+    Raises:
+        ValueError: k is not between 1 and num_samples, or there are more right answers than answers.
+
+    Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
+        raise ValueError(
+            f"pass@{k} cannot be computed from {num_right} right answers of {num_samples}; k must lie in "
+            f"1..{num_samples}"
+        )
+    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def sampling_statistics(records: Iterable[dict], metric: str) -> dict:
+    """avg@n and pass@k of a yes-or-no metric over problems that were answered several times.
+
+    Args:
+        records: Journal records.
+        metric: A metric of the values 0 and 1.
+
+    Returns:
+        `num_samples` (answers per problem, n), `num_problems`, `num_incomplete` (problems that lack an answer because
+        one failed; they are left out), `avg@n` and `pass@k` for k = 1, 2, 4, ... and n, each as an estimate with its
+        95 % interval over problems. Empty when every problem has one answer.
+    """
+    right: dict[str, list[float]] = {}
+    subset_of: dict[str, str] = {}
+    asked: dict[str, int] = {}
+    for record in records:
+        key = record["sample_id"]
+        subset_of[key] = record["subset"]
+        asked[key] = max(asked.get(key, 0), record.get("repeat", 0) + 1)
+        right.setdefault(key, [])
+        if record.get("status", "ok") == "ok":
+            right[key].append(record["scores"][metric])
+    n = max(asked.values(), default=0)
+    if n < 2:
+        return {}
+    whole = {key: values for key, values in right.items() if len(values) == n}
+    result: dict = {"num_samples": n, "num_problems": len(whole), "num_incomplete": len(right) - len(whole)}
+
+    def over_problems(values: dict[str, float]) -> dict:
+        strata: dict[str, list[float]] = {}
+        for key, value in values.items():
+            strata.setdefault(subset_of[key], []).append(value)
+        return asdict(estimate(strata, bounds=BOUNDS))
+
+    result[f"avg@{n}"] = over_problems({key: fmean(values) for key, values in whole.items()})
+    for k in sorted({1 << power for power in range(n.bit_length()) if 1 << power <= n} | {n}):
+        result[f"pass@{k}"] = over_problems({key: pass_at_k(n, round(sum(v)), k) for key, v in whole.items()})
+    return result
+
+
+def answer_statistics(records: Iterable[dict]) -> dict:
+    """How the answers ended.
+
+    Args:
+        records: Journal records; those without a `finish` are left out.
+
+    Returns:
+        `num_answers`, `mean_tokens` (None without answers), `cut_share` (share that the length limit ended) and
+        `num_unparsed` (answers in which the grader found nothing to grade; only for tasks that count them).
+    """
+    rows = [record for record in records if record.get("status", "ok") == "ok" and record.get("finish")]
+    result: dict = {
+        "num_answers": len(rows),
+        "mean_tokens": fmean(len(row.get("token_ids") or ()) for row in rows) if rows else None,
+        "cut_share": fmean(row["finish"] == "length" for row in rows) if rows else None,
+    }
+    if any("parsed" in row["scores"] for row in rows):
+        result["num_unparsed"] = sum(row["scores"].get("parsed") == 0 for row in rows)
+    return result

@@ -1,0 +1,167 @@
+"""Finding final answers: thoughts, boxes, numbers; avg@n and pass@k."""
+
+from decimal import Decimal
+from itertools import combinations
+
+import pytest
+
+from kvbench.tasks.aime import metrics as aime
+from kvbench.tasks.answers import after_thinking, last_boxed, to_number
+from kvbench.tasks.gsm8k import metrics as gsm8k
+from kvbench.tasks.sampling_stats import answer_statistics, pass_at_k, sampling_statistics
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("plain", False, "plain"),
+        ("<think>a \\boxed{1}</think>b", False, "b"),
+        ("a</think>b</think>c", True, "c"),
+        ("<think>cut off \\boxed{1}", False, None),
+        ("cut off \\boxed{1}", True, None),
+        ("", False, ""),
+    ],
+)
+def test_only_what_follows_the_thoughts_counts(text: str, opened: bool, expected: str | None) -> None:
+    """Thoughts without an end leave no answer, whoever opened them."""
+    assert after_thinking(text, opened) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{1} then \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\left\\{1,2\\right\\}}", "\\left\\{1,2\\right\\}"),
+        ("\\framebox{204}", "204"),
+        ("\\fbox{9}", "9"),
+        ("\\boxed 7$.", "7"),
+        ("\\boxed{1} and \\boxed{2", "1"),
+        ("\\boxed{\\{", None),
+        ("no box", None),
+        ("\\boxed", None),
+        ("\\boxed{}", ""),
+    ],
+)
+def test_last_box(text: str, expected: str | None) -> None:
+    """The last complete box, nested and escaped braces included."""
+    assert last_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1,234.50", "1234.5"), ("$ 18.", "18"), ("\\$5", "5"), ("- 3", "-3"), ("0042", "42"), ("x", None), ("", None)],
+)
+def test_numbers(text: str, expected: str | None) -> None:
+    """Currency, commas, spaces and trailing dots do not matter; text that is no number is none, nor is Infinity."""
+    assert to_number(text) == (None if expected is None else Decimal(expected))
+    assert to_number("Infinity") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last"),
+    [
+        ("so\n#### 72", 72, 72),
+        ("#### 1,072", 1072, 1072),
+        ("#### $5.00\n#### 6", 5, 6),
+        ("The answer is 8. The answer is 9.", 8, 9),
+        ("The answer is: **$1,000**.", 1000, 1000),
+        ("the final answer is \\(\\boxed{12}\\).", 12, 12),
+        ("Answer: -5", -5, -5),
+        ("It costs 10-5 dollars, 5.", 5, 5),
+        ("$\\boxed{3}$ of 4", 3, 3),
+        ("3 apples and 4 pears", 4, 4),
+        ("a total of 12.", 12, 12),
+        ("minus -7", -7, -7),
+        ("The answer is unknown", None, None),
+        ("", None, None),
+    ],
+)
+def test_gsm8k_answers(text: str, first: int | None, last: int | None) -> None:
+    """Marked numbers go before others; few-shot forms take the first marked one, chats the last."""
+    assert gsm8k.find_answer(text) == first
+    assert gsm8k.find_answer(text, last=True) == last
+
+
+def test_gsm8k_tells_wrong_from_unparsed() -> None:
+    """A wrong number is parsed; no number, and thoughts without an end, are not."""
+    assert gsm8k.grade("72", "#### 72.0", last=False) == {"correct": 1.0, "parsed": 1.0}
+    assert gsm8k.grade("72", "#### 73", last=False) == {"correct": 0.0, "parsed": 1.0}
+    assert gsm8k.grade("72", "I do not know", last=False) == {"correct": 0.0, "parsed": 0.0}
+    assert gsm8k.grade("72", "<think>it is 72", last=True) == {"correct": 0.0, "parsed": 0.0}
+    assert gsm8k.grade("72", "it is 72", last=True, opened=True) == {"correct": 0.0, "parsed": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{042}", 42),
+        ("\\boxed{42}", 42),
+        ("\\boxed{\\textbf{(113) }}", 113),
+        ("\\boxed{m+n = 113}", 113),
+        ("\\boxed{70.0}", 70),
+        ("\\boxed{1{,}000}", 1000),
+        ("\\boxed{\\frac{1}{2}}", None),
+        ("\\boxed{42.5}", None),
+        ("\\boxed{4 2x}", None),
+        ("first \\boxed{1}, no: \\boxed{2}", 2),
+        ("The answer is 042.", 42),
+        ("The answer is $42$.", 42),
+        ("The answer is 4/2", None),
+        ("42", None),
+        ("", None),
+    ],
+)
+def test_aime_answers(text: str, expected: int | None) -> None:
+    """Whole numbers with leading zeros; a bare number is no final answer."""
+    assert aime.find_answer(text) == expected
+
+
+def test_aime_thinking_traces() -> None:
+    """A box inside the thoughts is no answer."""
+    assert aime.grade("42", "<think>\\boxed{42}</think>so \\boxed{41}") == {"correct": 0.0, "parsed": 1.0}
+    assert aime.grade("42", "\\boxed{41}</think>\\boxed{042}", opened=True) == {"correct": 1.0, "parsed": 1.0}
+    assert aime.grade("42", "<think>\\boxed{42}") == {"correct": 0.0, "parsed": 0.0}
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int) -> None:
+    """Counted over all subsets of k answers."""
+    for right in range(n + 1):
+        answers = [1] * right + [0] * (n - right)
+        for k in range(1, n + 1):
+            draws = [any(draw) for draw in combinations(answers, k)]
+            assert pass_at_k(n, right, k) == pytest.approx(sum(draws) / len(draws))
+    with pytest.raises(ValueError, match="k must lie in"):
+        pass_at_k(n, 0, n + 1)
+
+
+def record(sample: str, repeat: int, correct: float, **more: object) -> dict:
+    """A journal record."""
+    base = {"sample_id": sample, "subset": "s", "repeat": repeat, "status": "ok", "scores": {"correct": correct}}
+    return base | {"finish": "eos", "token_ids": [1, 2]} | more
+
+
+def test_sampling_statistics_leave_out_incomplete_problems() -> None:
+    """Two whole problems of four answers give avg@4 and pass@1, 2, 4 with intervals; one with a failed answer none."""
+    records = [record("a", r, float(r == 0)) for r in range(4)] + [record("b", r, 0.0) for r in range(4)]
+    records += [record("c", r, 1.0, **({"status": "oom", "scores": {}} if r == 2 else {})) for r in range(4)]
+    result = sampling_statistics(records, "correct")
+    assert (result["num_samples"], result["num_problems"], result["num_incomplete"]) == (4, 2, 1)
+    values = {key: result[key]["value"] for key in ("avg@4", "pass@1", "pass@2", "pass@4")}
+    assert values == pytest.approx({"avg@4": 0.125, "pass@1": 0.125, "pass@2": 0.25, "pass@4": 0.5})
+    assert all(0 <= result[key]["low"] <= values[key] <= result[key]["high"] <= 1 for key in values)
+    assert sampling_statistics([record("a", 0, 1.0)], "correct") == {}
+    assert sampling_statistics([], "correct") == {}
+
+
+def test_answer_statistics() -> None:
+    """Length, share cut by the limit and parse failures, over the answers that ended well."""
+    rows = [
+        record("a", 0, 1.0) | {"scores": {"correct": 1.0, "parsed": 1.0}},
+        record("b", 0, 0.0, finish="length", token_ids=[1] * 6) | {"scores": {"correct": 0.0, "parsed": 0.0}},
+        record("c", 0, 0.0, status="nan"),
+    ]
+    expected = {"num_answers": 2, "mean_tokens": 4, "cut_share": 0.5, "num_unparsed": 1}
+    assert answer_statistics(rows) == expected
+    assert answer_statistics([]) == {"num_answers": 0, "mean_tokens": None, "cut_share": None}
