@@ -21,11 +21,12 @@ static void arrange_queries(const float* q, long G, long D, int num_planes, long
   const long width = D / num_planes;
   for (long g = 0; g < G; g++) {
     sum[g] = 0.0f;
-    for (long d = 0; d < D; d++) {
-      const float x = d >= first && d < last ? q[g * D + d] : 0.0f;
-      out[(g * num_planes + d / width) * kQueryStride + d % width] = x;
-      sum[g] += x;
-    }
+    for (long plane = 0; plane < num_planes; plane++)
+      for (long w = 0, d = plane * width; w < width; w++, d++) {
+        const float x = d >= first && d < last ? q[g * D + d] : 0.0f;
+        out[(g * num_planes + plane) * kQueryStride + w] = x;
+        sum[g] += x;
+      }
   }
 }
 
@@ -196,6 +197,17 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     }
 }
 
+// Pages lie anywhere: the next one is asked for, codes and scales, while this one is worked on.
+KVB_INLINE void prefetch_keys(const Tier& tier, const uint8_t* page) {
+  prefetch(page + tier.k_codes, tier.v_codes - tier.k_codes);
+  if (coded(tier.k_kind)) prefetch(page + tier.k_scale, tier.v_scale - tier.k_scale);
+}
+
+KVB_INLINE void prefetch_values(const Tier& tier, const uint8_t* page, long T, long width) {
+  prefetch(page + tier.v_codes, T * width * unit_bytes_of(tier.v_kind));
+  if (coded(tier.v_kind)) prefetch(page + tier.v_scale, 2 * T * tier.v_groups * (tier.symmetric ? 1 : 2));
+}
+
 // One chunk of one list: its maximum, its sum of exponentials and its unnormalised output. Returns false on a page id out of range.
 static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, long chunk, Scratch& s) {
   const Tier& tier = call.tiers[tier_index];
@@ -237,7 +249,8 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     if (held) {
       const uint8_t *page = page_at(at / T), *next = at + T < std::min(end, num_k) ? page_at(at / T + 1) : page_at(first_page);
       if (!page) return false;
-      if (next) prefetch(next + (at + T < end ? tier.k_codes : tier.v_codes), at + T < end ? tier.v_codes - tier.k_codes : 1024);
+      if (next && at + T < end) prefetch_keys(tier, next);
+      else if (next) prefetch_values(tier, next, T, p.v_width);
       page_logits(call, tier, p, page, held, s, out, stride);
     }
     for (long t = held; t < block; t++) {
@@ -289,7 +302,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     if (held) {
       const uint8_t *page = page_at(at / T), *next = at + T < std::min(end, num_v) ? page_at(at / T + 1) : nullptr;
       if (!page) return false;
-      if (next) prefetch(next + tier.v_codes, T * p.v_width * unit_bytes_of(tier.v_kind));
+      if (next) prefetch_values(tier, next, T, p.v_width);
       page_values(call, tier, p, page, held, weight, stride, s);
     }
     if (!ring) continue;  // values past num_v count as zero
@@ -300,10 +313,14 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
       for (long g = 0; g < G; g++) add_scaled(weight[g * stride + t], s.row.data(), D, &s.loose[g * D]);
     }
   }
-  for (long g = 0; g < G; g++)
-    for (long d = 0; d < D; d++)
-      plan.acc[(part + g) * D + d] = s.sum[(g * VP + d / p.v_width) * p.v_padded + d % p.v_width] + s.loose[g * D + d] +
-                                     s.z_sum[g * v_groups + d / (D / v_groups)];
+  const long channels = D / v_groups;
+  for (long g = 0; g < G; g++) {
+    float* out = plan.acc.get() + (part + g) * D;
+    for (long plane = 0; plane < VP; plane++)
+      std::memcpy(out + plane * p.v_width, &s.sum[(g * VP + plane) * p.v_padded], p.v_width * sizeof(float));
+    for (long r = 0; r < v_groups; r++)
+      for (long d = r * channels; d < (r + 1) * channels; d++) out[d] += s.loose[g * D + d] + s.z_sum[g * v_groups + r];
+  }
   return true;
 }
 
