@@ -46,6 +46,14 @@ class ResidualBuffer:
         """Bytes of one list's rings, without counters."""
         return (self.k[0, 0, 0].numel() + self.v[0, 0, 0].numel()) * self.k.element_size()
 
+    def of_layer(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """The key and value rings [S, H, R, D] of one layer; views, not copies, when `rows` follow one another."""
+        numbers = rows.tolist()
+        if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            chosen = slice(numbers[0], numbers[0] + len(numbers))
+            return self.k[chosen, layer], self.v[chosen, layer]
+        return self.k[rows, layer], self.v[rows, layer]
+
     def split_prompt(self, count: Tensor) -> tuple[Tensor, Tensor]:
         """How many of a prompt's `count` kept tokens (int64 [..]) go to the pages at once: keys, values."""
         size = self.spec.num_tokens

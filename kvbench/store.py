@@ -215,8 +215,7 @@ class CompressedStore:
             tiers.append(TierPages(fmt, ids, num_k, num_v))
         if self.residual is None:
             return tiers, None
-        ring = Ring(self.residual.k[rows, layer], self.residual.v[rows, layer], self.residual.num_tokens[lists].long())
-        return tiers, ring
+        return tiers, Ring(*self.residual.of_layer(rows, layer), self.residual.num_tokens[lists].long())
 
     # Small things ----
 

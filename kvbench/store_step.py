@@ -240,7 +240,7 @@ def _attend_residual(
     for buffer, x in ((ring.k, k), (ring.v, v)):
         buffer[rows[:, None], layer, heads, newest % buffer.shape[3]] = x.to(buffer.dtype)
     counts = [x.view(len(rows), store.shape.num_layers, -1)[:, layer] for x in step.flush]
-    view = Ring(ring.k[rows, layer], ring.v[rows, layer], view.num_tokens)
+    view = Ring(*ring.of_layer(rows, layer), view.num_tokens)
     before = ring.spec.when == "before_attention"
     if before:
         _flush(store, step, layer, view, counts)
