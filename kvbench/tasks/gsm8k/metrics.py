@@ -6,9 +6,10 @@ from decimal import Decimal
 from kvbench.tasks.answers import NUMBER, after_thinking, last_boxed, to_number
 
 _HASHES = re.compile(rf"####\s*(?:\*\*)?({NUMBER})")
+_SENTENCE = re.compile(rf"\bThe answer is\s*({NUMBER})")
 # What chat models put between the phrase and the number: a colon, bold, mathematics.
 _PHRASE = re.compile(
-    rf"\banswer\s*(?:is|=|:)[\s:*]*(?:approximately|about)?[\s:*]*(?:\\[(\[]|\\boxed\{{|\$|\s)*({NUMBER})",
+    rf"\banswer\s*(?:is|:)[\s:*]*(?:approximately|about)?[\s:*]*(?:\\[(\[]|\\boxed\{{|\$|\s)*({NUMBER})",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(NUMBER)
@@ -23,13 +24,13 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
             prompts, where a base model goes on with other problems.
 
     Returns:
-        The number behind `####`; else the one behind "the answer is"; else the one in the last box; else the last in
-        the text; None without any.
+        The number behind `####`; else the one behind "The answer is", or a looser form of it; else the one in
+        the last box; else the last in the text; None without any.
 
     Source: lm-eval 0.4.13 gsm8k (strict and flexible filters) and gsm8k_cot, joined; the original's `####`.
     Differs: one rule for all forms; currency signs, thousands commas and trailing dots do not matter; 18.00 is 18.
     """
-    for pattern in (_HASHES, _PHRASE):
+    for pattern in (_HASHES, _SENTENCE, _PHRASE):
         found = pattern.findall(text)
         if found:
             return to_number(found[-1 if last else 0])

@@ -1,0 +1,147 @@
+"""Every reference answer of GSM8K, MATH-500, AIME and HumanEval+ at hand, against itself and against perturbed ones.
+
+The files are not part of the repository; these tests are skipped where they are absent. KVBENCH_ALL_GOLD=1 takes all
+rows, otherwise a fifth of MATH-500 and a few programs are taken.
+"""
+
+import json
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvbench.tasks.aime import dataset as aime_rows
+from kvbench.tasks.aime import metrics as aime
+from kvbench.tasks.gsm8k import dataset as gsm8k_rows
+from kvbench.tasks.gsm8k import metrics as gsm8k
+from kvbench.tasks.mathematics import dataset as math_rows
+from kvbench.tasks.mathematics import grade as maths
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+ALL = os.environ.get("KVBENCH_ALL_GOLD") == "1"
+STEP = 1 if ALL else 5
+
+
+def rows_of(file: str, check) -> list[dict]:
+    """The checked rows of one file, or a skip."""
+    path = DATA / file
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    return [check(json.loads(line)) for line in path.read_bytes().split(b"\n") if line]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_gsm8k_gold_answers(split: str) -> None:
+    """All of a split: the reference in the words of each form is right, and off by one, ten-fold or negated wrong."""
+    rows = rows_of(f"gsm8k/{split}.jsonl", gsm8k_rows.check_row)
+    assert len(rows) >= 900
+    right, wrong = {"correct": 1.0, "parsed": 1.0}, {"correct": 0.0, "parsed": 1.0}
+    for row in rows:
+        answer = row["answer"]
+        for form in ("cot8", "fewshot5", "zeroshot"):
+            text = gsm8k_rows._gold(form, row)
+            assert gsm8k.grade(answer, text, last=form == "zeroshot") == right, text
+        number = int(answer.replace(",", ""))
+        for other in {number + 1, number * 10 or 1, -number or 2, number - 1}:
+            for text in (f"It is {answer}.\n#### {other:,}", f"{answer}... The answer is {other}.", f"so {other}"):
+                assert gsm8k.grade(answer, text, last=True) == wrong, (answer, text)
+
+
+def perturbed(answer: str) -> list[str]:
+    """Answers near a right one: every number in it one larger, a sign put in front, something added."""
+    others = [
+        answer[: found.start()] + str(int(found.group()) + 1) + answer[found.end() :]
+        for found in re.finditer(r"\d+", answer)
+    ]
+    if re.fullmatch(r"-?[\d.,]*[1-9][\d.,]*", answer):
+        others.append(answer[1:] if answer.startswith("-") else f"-{answer}")
+    if not others:
+        others.append("\\text{no}" if "\\text" in answer else f"{answer}+1")
+    return others
+
+
+def test_math_gold_answers() -> None:
+    """The reference in a box and its whole solution are right; no perturbed answer is."""
+    rows = rows_of("math500/test.jsonl", math_rows.check_row)[::STEP]
+    right, count = {"correct": 1.0, "parsed": 1.0}, 0
+    for row in rows:
+        answer = row["answer"]
+        assert maths.grade(answer, f"Therefore $\\boxed{{{answer}}}$.") == right, answer
+        assert maths.grade(answer, row["solution"]) == right, answer
+        for other in perturbed(answer):
+            count += 1
+            assert maths.grade(answer, f"$\\boxed{{{other}}}$") == {"correct": 0.0, "parsed": 1.0}, (answer, other)
+    assert count >= len(rows)
+    print(f"{len(rows)} answers, {count} perturbed ones")
+
+
+def test_aime_gold_answers() -> None:
+    """All problems: the reference is right with and without leading zeros, its neighbours are wrong."""
+    for row in rows_of("aime24/test.jsonl", aime_rows.check_row):
+        value = int(row["answer"])
+        assert aime.grade(row["answer"], f"\\boxed{{{value:03d}}}") == {"correct": 1.0, "parsed": 1.0}
+        for other in (value + 1, value - 1, value * 10 + 1):
+            assert aime.grade(row["answer"], f"\\boxed{{{other}}}") == {"correct": 0.0, "parsed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("\\frac{1}{2}", "0.5"), ("\\frac12", "\\dfrac{1}{2}"), ("(1,2)", "(1, 2)"), ("[0,1)", "\\left[0,1\\right)"),
+        ("x^2+2x+1", "(x+1)^2"), ("10\\%", "10"), ("\\$5.50", "5.50"), ("\\text{Evelyn}", "Evelyn"),
+        ("90^\\circ", "90"), ("52_8", "52_{8}"), ("\\sqrt{8}", "2\\sqrt{2}"), ("10,080", "10080"),
+    ],
+)  # fmt: skip
+def test_math_equal_forms(reference: str, answer: str) -> None:
+    """The same answer in other words is right, in the main thread and in another."""
+    assert maths.equivalent(reference, answer)
+    verdicts = []
+    thread = threading.Thread(target=lambda: verdicts.append(maths.equivalent(reference, answer)))
+    thread.start()
+    thread.join()
+    assert verdicts == [True]
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("p - q", "q - p"), ("(1,2)", "(2,1)"), ("[0,1)", "[0,1]"), ("52_8", "52_9"),
+        ("15\\mbox{ cm}^2", "15\\mbox{ cm}^3"),
+        ("\\frac{1}{2}", "\\frac{2}{1}"), ("\\text{even}", "\\text{odd}"), ("3", ""), ("3", "\\frac{"),
+    ],
+)  # fmt: skip
+def test_math_near_misses(reference: str, answer: str) -> None:
+    """Swapped, open for closed, another base or power, or broken LaTeX: all wrong."""
+    assert not maths.equivalent(reference, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{1} so \\boxed{2}", "2"), ("The final answer is $\\frac{1}{2}$.", "\\frac{1}{2}"),
+        ("The answer is: 7.", "7"), ("$x=1$ hence \\(y=2\\)", "y=2"), ("we get 3 and 4", "4"), ("nothing", None),
+        ("", None), ("\\boxed{}", None), (f"\\boxed{{{'1' * 2000}}}", None),
+    ],
+)  # fmt: skip
+def test_math_final_answers(text: str, expected: str | None) -> None:
+    """The last box, else the answer phrase, else the last mathematics or number; an absurdly long one is none."""
+    assert maths.find_answer(text) == expected
+    assert (maths.grade("1", text)["parsed"] == 1.0) is (expected is not None)
+
+
+def test_humaneval_canonical_solutions() -> None:
+    """Reference solutions pass through the task's grader, and the same with a wrong return value fail."""
+    from kvbench.tasks.cage import check_isolation
+    from kvbench.tasks.humaneval_plus import dataset, metrics
+
+    rows = rows_of("humaneval_plus/humanevalplus.jsonl", dataset.check_row)[:: 1 if ALL else 40]
+    if check_isolation().mechanism is None:
+        pytest.skip("no isolation on this machine")
+    for row in rows:
+        consent = {"allow_code_execution": True}
+        passed = metrics.grade("humaneval_plus", row, row["canonical_solution"], **consent)
+        assert passed == {"plus": 1.0, "base": 1.0, "parsed": 1.0}, row["task_id"]
+        failed = metrics.grade("humaneval_plus", row, "    return 'wrong'\n", **consent)
+        assert failed == {"plus": 0.0, "base": 0.0, "parsed": 1.0}, row["task_id"]

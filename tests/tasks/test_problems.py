@@ -1,0 +1,270 @@
+"""GSM8K, MATH, AIME, HumanEval+ and MBPP+ as tasks: prompts, reference answers, errors, consent."""
+
+import json
+from pathlib import Path
+
+import pytest
+from longbench_rows import write
+from omegaconf import OmegaConf
+from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
+
+from kvbench import listing
+from kvbench.tasks import load_task
+from kvbench.tasks.code_extract import STOP_WORDS
+from kvbench.tasks.gsm8k.shots import COT8
+from kvbench.tasks.lmeval import metadata_of
+from kvbench.tasks.mathematics.dataset import SUBJECTS
+
+CODE_TASKS = ("humaneval_plus", "mbpp_plus")
+BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.fixture
+def no_cage(monkeypatch):
+    """Lets code tasks load on machines without isolation; nothing is run."""
+    from kvbench.tasks import cage
+
+    monkeypatch.setattr(cage, "run", lambda *arguments, allow_code_execution, **more: None)
+
+
+def load(model, name: str, folder: Path, **settings: object):
+    """A task with its data in a folder, answers of at most 64 tokens."""
+    protocol = {"max_new_tokens": 64} | settings.pop("protocol", {})
+    limit, seed = settings.pop("limit", None), settings.pop("seed", 0)
+    consent = {"allow_code_execution": True} if name in CODE_TASKS else {}
+    cfg = {"name": name, "data_dir": str(folder)} | consent | settings
+    return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
+
+
+def prompt_of(model, request) -> str:
+    """The text of a request."""
+    return model.tokenizer.decode([token for segment in request.segments for token in segment])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_task_has_a_configuration_that_fits_it(name: str, model, tmp_path: Path, no_cage) -> None:
+    """The shipped YAML loads with nothing but a data folder; limit, subset, metrics and metadata are as declared."""
+    cfg = OmegaConf.to_container(OmegaConf.load(listing.conf_folder() / "task" / f"{name}.yaml"))
+    cfg |= {"data_dir": str(folder_of(tmp_path, name))} | ({"subjects": "algebra"} if name == "math" else {})
+    cfg |= {"allow_code_execution": True} if name in CODE_TASKS else {}
+    task = load_task(cfg, model, limit=2, seed=0, protocol={"max_new_tokens": 64})
+    assert [request.sample_id for request in task.requests] == [f"{name}/0", f"{name}/1"]
+    assert {request.subset for request in task.requests} == {name}
+    assert all(request.gold and request.meta["index"] in (0, 1) for request in task.requests)
+    assert task.primary in task.metrics
+    assert "parsed" in task.metrics
+    assert task.protocol["form"]
+    json.dumps(task.protocol)
+
+
+def test_cot8_prompt_is_the_published_one(model, tmp_path: Path) -> None:
+    """Eight examples and the question, no chat template; the reference continues the prompt in the same style."""
+    task = load(model, "gsm8k", folder_of(tmp_path, "gsm8k"), form="cot8")
+    prompt = prompt_of(model, task.requests[0])
+    assert len(COT8) == 8
+    assert prompt.startswith("<s>Q: There are 15 trees in the grove.")
+    assert prompt.count("\nA: ") == prompt.count("The answer is ") == 8
+    assert prompt.endswith("23 - 15 is 8. The answer is 8.\n\nQ: Ann has 3 boxes of 4. How many?\nA:")
+    assert model.tokenizer.decode(task.requests[0].gold) == " 3 boxes are 12. The answer is 12."
+    assert task.requests[0].stop[0] == "Q:"
+    agnostic = load(model, "gsm8k", tmp_path, protocol={"query_aware": False}).requests[0]
+    assert model.tokenizer.decode(agnostic.segments[1]).lstrip("\n").startswith("Q: Ann has 3 boxes")
+    assert prompt_of(model, agnostic) == prompt
+
+
+@pytest.mark.parametrize(("question", "reason", "answer"), COT8)
+def test_worked_examples_are_right(question: str, reason: str, answer: str) -> None:
+    """The last number of every reasoning is its answer, but one says what is left in words before."""
+    from kvbench.tasks.gsm8k.metrics import find_answer
+
+    assert find_answer(reason) == int(answer)
+    assert question.endswith("?") or "left?" in question
+
+
+def test_fewshot5_draws_its_examples_from_the_train_file(model, tmp_path: Path) -> None:
+    """Five different ones, by the seed, annotations kept; too few or no train rows are an error with a remedy."""
+    folder = folder_of(tmp_path, "gsm8k")
+    with pytest.raises(ValueError, match=r"no data for the split train.*train\.jsonl"):
+        load(model, "gsm8k", folder, form="fewshot5")
+    rows = [{"question": f"Is it {n}?", "answer": f"It is <<{n}={n}>>{n}.\n#### {n}"} for n in range(40)]
+    write(folder / "train.jsonl", *rows[:4])
+    with pytest.raises(ValueError, match="draws 5 examples.*has 4.*cot8"):
+        load(model, "gsm8k", folder, form="fewshot5")
+    write(folder / "train.jsonl", *rows)
+    prompts = [prompt_of(model, load(model, "gsm8k", folder, form="fewshot5", seed=s).requests[1]) for s in (0, 0, 1)]
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert prompts[0].count("Question: ") == 6
+    assert len({part.partition("\n")[0] for part in prompts[0].split("Question: ")}) == 7
+    assert prompts[0].count(">>") == 5
+    assert prompts[0].endswith("Question: Ann has 3 boxes of 4. How many?\nAnswer:")
+
+
+def test_chat_forms(model, tmp_path: Path, no_cage) -> None:
+    """MATH, AIME and the chat forms are wrapped and ask for the form that the grader reads; completions are raw."""
+    folder = tmp_path
+    for name in ("gsm8k", "math500", "humaneval_plus"):
+        (folder / name).mkdir()
+        folder_of(folder / name, name)
+    (folder / "aime24").mkdir()
+    folder_of(folder / "aime24", "aime24")
+
+    def prompt(name: str, **settings: object) -> str:
+        return prompt_of(model, load(model, name, folder / name, **settings).requests[0])
+
+    def chat(text: str) -> str:
+        return f"<s><|user|>\n{text}</s><|assistant|>\n"
+
+    assert prompt("math500") == chat(MATH["problem"] + BOXED)
+    assert prompt("aime24") == chat(AIME["problem"] + BOXED)
+    assert prompt("gsm8k", form="zeroshot").endswith(
+        "End with a line of the form: The answer is <number>.</s><|assistant|>\n"
+    )
+    assert prompt("humaneval_plus") == "<s>" + CODE["prompt"]
+    asked = prompt("humaneval_plus", form="chat")
+    assert f"```python\n{CODE['prompt'].strip()}\n```</s>" in asked
+
+
+def test_raw_code_stops_where_the_grader_cuts(model, tmp_path: Path, no_cage) -> None:
+    """The stop strings of the completion form are the grader's stop words; chat has none."""
+    folder = folder_of(tmp_path, "humaneval_plus")
+    assert load(model, "humaneval_plus", folder).requests[0].stop == STOP_WORDS
+    assert load(model, "humaneval_plus", folder, form="chat").requests[0].stop == ()
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in CODE_TASKS])
+def test_reference_answers_score_and_others_do_not(name: str, model, tmp_path: Path) -> None:
+    """The gold tokens of a sample are graded as right; an empty answer is a parse failure, another number is wrong."""
+    settings = {"subjects": ["algebra"]} if name == "math" else {}
+    task = load(model, name, folder_of(tmp_path, name), **settings)
+    request = task.requests[0]
+    assert task.score(request, model.tokenizer.decode(request.gold)) == {"correct": 1.0, "parsed": 1.0}
+    assert task.score(request, "") == {"correct": 0.0, "parsed": 0.0}
+    assert task.score(request, "So it is \\boxed{7}.") == {"correct": 0.0, "parsed": 1.0}
+
+
+def test_a_template_that_opens_the_thoughts(tokenizer, make_model, tmp_path: Path) -> None:
+    """Where the prompt ends with <think>, an answer without </think> is all thoughts."""
+    import copy
+
+    thinking = make_model()
+    thinking.tokenizer = copy.deepcopy(tokenizer)
+    thinking.tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    folder = folder_of(tmp_path, "aime24")
+    task, plain = load(thinking, "aime24", folder), load(make_model(), "aime24", folder)
+    for text, expected in (("\\boxed{42}", 0.0), ("hm</think>\\boxed{42}", 1.0)):
+        assert task.score(task.requests[0], text)["correct"] == expected
+        assert plain.score(plain.requests[0], text)["correct"] == 1.0
+
+
+def test_math_by_subject(model, tmp_path: Path) -> None:
+    """Subjects are one score, also reported apart; ids are unique; a missing answer is the solution's last box."""
+    row = {key: value for key, value in MATH.items() if key not in ("answer", "subject")} | {"level": "Level 5"}
+    for subject in SUBJECTS:
+        write(tmp_path / f"{subject}.jsonl", row)
+    task = load(model, "math", tmp_path, subjects="all")
+    assert len({request.sample_id for request in task.requests}) == 7
+    assert {request.meta["subject"] for request in task.requests} == set(SUBJECTS)
+    assert task.requests[0].meta["level"] == 5
+    records = [
+        {
+            "sample_id": r.sample_id,
+            "subset": r.subset,
+            "meta": r.meta,
+            "scores": {"correct": float(i == 0), "parsed": 1.0},
+        }
+        for i, r in enumerate(task.requests)
+    ]
+    result = task.aggregate(records)
+    assert result["overall"]["correct"] == pytest.approx(1 / 7)
+    assert result["groups"]["algebra"]["correct"] == 1.0
+    assert result["groups"]["geometry"] == {"num_samples": 1, "num_failed": 0, "correct": 0.0, "parsed": 1.0}
+    assert "sampling" not in result
+
+
+BROKEN = {
+    "gsm8k": [({"question": "x", "answer": "no number"}, "must end with '#### '"),
+              (GSM8K | {"question": 3}, "it is int")],
+    "math500": [({"problem": "x", "solution": "none"}, "answer is missing"),
+                ({"problem": " "}, "problem must be a text")],
+    "aime24": [(AIME | {"answer": "1000"}, "from 0 to 999"), (AIME | {"answer": "x"}, "from 0 to 999")],
+    "humaneval_plus": [
+        ({key: CODE[key] for key in CODE if key != "plus_input"}, "use the EvalPlus release file"),
+        (CODE | {"base_input": []}, "at least one call"), (CODE | {"atol": "0"}, "field atol"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rows_are_set_aside(name: str, model, tmp_path: Path, no_cage) -> None:
+    """One broken row does not stop the others or shift their ids; a file of broken rows is refused."""
+    lines = [row for row, _ in BROKEN[name]]
+    folder_of(tmp_path, name, *lines, b"[1]", b"{cut", FILES[name][1])
+    task = load(model, name, tmp_path)
+    assert [request.sample_id for request in task.requests] == [f"{name}/{len(lines) + 2}"]
+    assert [entry["line"] for entry in task.quarantined] == list(range(1, len(lines) + 3))
+    for entry, (_, reason) in zip(task.quarantined, BROKEN[name], strict=False):
+        assert reason in entry["reason"]
+    folder_of(tmp_path, name, *lines)
+    with pytest.raises(ValueError, match="rows of .* are broken; the first, line 1"):
+        load(model, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_data_says_where_it_was_looked_for(name: str, model, tmp_path: Path, no_cage) -> None:
+    """An empty folder leads to the places tried and a command; a folder that is none is refused at once."""
+    with pytest.raises(ValueError, match=f"task={name} has no data for .*task.data_dir=.*To get it,"):
+        load(model, name, tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        load(model, name, tmp_path / "absent")
+
+
+def test_settings_are_checked(model, make_model, tmp_path: Path) -> None:
+    """Unknown keys, forms and subjects name the choices; a model too short for AIME names the setting to lower."""
+    folder = folder_of(tmp_path, "gsm8k")
+    with pytest.raises(ValueError, match=r"task\.form=cot9 does not exist\. Did you mean cot8"):
+        load(model, "gsm8k", folder, form="cot9")
+    with pytest.raises(ValueError, match="task key=shots"):
+        load(model, "gsm8k", folder, shots=3)
+    with pytest.raises(ValueError, match=r"task\.subjects=algebr"):
+        load(model, "math", folder, subjects=["algebr"])
+    with pytest.raises(ValueError, match="needs a prompt with a context before its question"):
+        load(model, "gsm8k", folder, form="zeroshot", protocol={"query_aware": False})
+    aime = tmp_path / "aime"
+    aime.mkdir()
+    with pytest.raises(ValueError, match=r"answer of 32768; lower protocol\.max_new_tokens"):
+        load(make_model(8192), "aime24", folder_of(aime, "aime24"), protocol={"max_new_tokens": None})
+
+
+@pytest.mark.parametrize("name", CODE_TASKS)
+def test_code_is_refused_without_consent(name: str, model, tmp_path: Path) -> None:
+    """The default of the shipped configuration refuses before anything is generated, and only true is a yes."""
+    cfg = OmegaConf.to_container(OmegaConf.load(listing.conf_folder() / "task" / f"{name}.yaml"))
+    cfg["data_dir"] = str(folder_of(tmp_path, name))
+    for changes in ({}, {"allow_code_execution": "true"}, {"allow_code_execution": 1}):
+        with pytest.raises(ValueError, match="Set task.allow_code_execution=true"):
+            load_task(cfg | changes, model, limit=None, seed=0, protocol={"max_new_tokens": 64})
+
+
+def test_code_is_graded_in_the_cage(model, tmp_path: Path) -> None:
+    """The reference passes; right on the original input alone is base only; a syntax error is a parse failure."""
+    from kvbench.tasks.cage import check_isolation
+
+    if check_isolation().mechanism is None:
+        pytest.skip("no isolation on this machine")
+    task = load(model, "humaneval_plus", folder_of(tmp_path, "humaneval_plus"))
+    request = task.requests[0]
+    for text, plus, base, parsed in (
+        (CODE["canonical_solution"], 1, 1, 1), ("    return 2\n", 0, 1, 1), ("    return 3\n", 0, 0, 1),
+        ("    return (\n", 0, 0, 0), ("    raise ValueError\n", 0, 0, 1), ("", 0, 0, 0), ("<think>    return", 0, 0, 0),
+    ):  # fmt: skip
+        assert task.score(request, text) == {"plus": plus, "base": base, "parsed": parsed}, text
+    chat = load(model, "humaneval_plus", tmp_path, form="chat")
+    assert chat.score(chat.requests[0], model.tokenizer.decode(chat.requests[0].gold))["plus"] == 1.0
+
+
+def test_lmeval_knows_the_tasks() -> None:
+    """Every YAML is found with its metadata, so that `KvbenchLM` keeps our rules."""
+    names = [f"kvbench_gsm8k_{form}" for form in ("cot8", "fewshot5", "zeroshot")]
+    names += ["kvbench_math500", "kvbench_aime24", "kvbench_aime25", *(f"kvbench_math_{name}" for name in SUBJECTS)]
+    names += [f"kvbench_{name}_{form}" for name in CODE_TASKS for form in ("complete", "chat")]
+    assert all(isinstance(metadata_of(name)["chat_template"], bool) for name in names)
