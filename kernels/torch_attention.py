@@ -123,7 +123,7 @@ def paged_decode(
         widths.append(ring.k.shape[2])
     joined = torch.cat(logits, -1)
     lse = joined.logsumexp(-1)
-    parts = list((joined - lse[..., None]).exp().split(widths, -1))
+    parts = list(joined.softmax(-1).split(widths, -1))  # exp(x - lse) would carry the rounding of lse into every weight
     if ring is None:
         out = sum(torch.matmul(p, v) for p, v in zip(parts, values, strict=True))
     else:

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import torch
+from transformers import DynamicCache
 
 from kvbench import ledger
 from kvbench.engine import Engine
@@ -136,3 +137,15 @@ def own_greedy(loaded, prompts, num_tokens: int) -> list[list[int]]:
     settings = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
     out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     return out[:, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def own_steps(loaded, tokens: torch.Tensor, num_prompt_tokens: int) -> torch.Tensor:
+    """Logits [rows, steps + 1, vocabulary] of transformers' own cache: a prompt at once, other tokens one by one."""
+    cache = DynamicCache(config=loaded.model.config)
+    first = loaded.model(tokens[:, :num_prompt_tokens], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    later = [
+        loaded.model(tokens[:, step : step + 1], past_key_values=cache).logits[:, -1]
+        for step in range(num_prompt_tokens, tokens.shape[1])
+    ]
+    return torch.stack([first, *later], 1).float()
