@@ -223,8 +223,8 @@ def test_realised_budget_is_within_a_page_per_head(tiny_model, method, budget):
 def test_embedded_model_through_the_store_step_by_step(embedded_model):
     """On SmolLM2-135M (fp32), 2,032 tokens fed one by one in 16 rows give the logits of transformers' own cache.
 
-    The text is the one that longctx fills its prompts with. Tolerance: 1e-4 on logits that reach 43; both sides take the
-    same steps, because transformers' single pass over the same tokens is itself 1.3e-4 away from its own steps.
+    The text is the one that longctx fills its prompts with. Tolerance: 1e-4 on logits that reach 43; both sides take
+    the same steps, because transformers' single pass over the same tokens is itself 1.3e-4 away from its own steps.
     """
     paragraphs = " ".join(topics[name] for name in sorted(topics))
     text = torch.tensor(embedded_model.tokenizer(paragraphs[:80_000]).input_ids)
