@@ -268,7 +268,7 @@ class Engine:
 
     def _gold(self, request: Request) -> tuple[int, ...]:
         """The gold tokens that are forced; never beyond the model's context."""
-        return tuple(request.gold[: min(self.fidelity_max_tokens, self._room(request))])
+        return tuple(request.gold[: min(self.fidelity_max_tokens, self._room(request) - 1)])
 
     def _room(self, request: Request) -> int:
         """Tokens that fit behind the prompt; the last one is only predicted, never read."""
