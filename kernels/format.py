@@ -10,10 +10,8 @@ in order:
 
 16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so
 every region starts on a multiple of 16 bytes without padding. Scores and positions lie inside the page, behind
-everything that attention
-reads: side arrays sized for the largest tier's T would leave up to 40 % of their slots unused in the smaller tiers
-    (kvbench's own choice;
-DiffKV's released code does the same, cache.h).
+everything that attention reads. Side arrays sized for the tier with the most slots per page would leave part of them
+unused in the others: 48 of 112 slots in a high page of DiffKV at D=64 (7,168 B; K8V4 holds 64 slots, K4V2 112).
 """
 
 from dataclasses import dataclass
