@@ -1,12 +1,14 @@
 """Page formats: how the slots of one precision tier lie in a page of bytes.
 
 A page is a run of `page_bytes` bytes that holds the slots of one (sequence, layer, KV head) and one tier. Its regions,
-in order:
+in order (T slots of D channels):
 
-    K codes  [D * k_bits / 8, T]   transposed, planar: byte w of a token holds channels w, w + W, w + 2W, ... (W bytes
-    per token) V codes  [T, D * v_bits / 8]   token-major, planar likewise K scale, K zero                fp16; axis
-    token: [groups, T]; axis channel: [T / group, D] V scale, V zero                fp16; [groups, T] score
-    fp32 [T], when tracked pos                            int32 [T], when tracked
+- K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes)
+- V codes [T, D * v_bits / 8]: slot after slot, planar likewise
+- K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel
+- V scale, V zero: fp16 [groups, T]
+- score: fp32 [T], when tracked
+- pos: int32 [T], when tracked
 
 16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so
 every region starts on a multiple of 16 bytes without padding. Scores and positions lie inside the page, behind

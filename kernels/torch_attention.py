@@ -1,7 +1,7 @@
 """Reference backend, part 2: attention over pages, prefill attention and column scores, in plain torch.
 
 Legend: S sequences, H KV heads, G query heads per KV head, Hq = H * G, D head dim, N prompt tokens, T slots per page, m
-    pages per list.
+pages per list.
 """
 
 from dataclasses import dataclass

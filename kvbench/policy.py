@@ -1,27 +1,25 @@
 """The contract between the methods, which decide, and the store, which executes.
 
 A method is a `Policy`: it names the precision tiers it uses, the attention statistics it needs (`ScoreSpec`), how much
-    of the cache
-it must see at once (`scope`), and answers two questions with tensors: which tier does each prompt token go to
-(`plan_prefill`), and where does the next token go, who makes room for it and what becomes of the one who does
+of the cache it must see at once (`scope`), and answers two questions with tensors: which tier does each prompt token go
+to (`plan_prefill`), and where does the next token go, who makes room for it and what becomes of the one who does
 (`plan_decode`). A third, optional answer evicts in bulk (`plan_compact`). A policy never sees keys or values, never
 counts bytes, never knows a backend.
 
-How the methods of the field map onto it (issue A builds those marked *, the others need no change here):
+How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 
-| method | tiers | score | scope | prefill | decode |
-|---|---|---|---|---|---|
-| full*, int8, int4, fp8 | one | none | head | all tokens to tier 0 | append |
-| streaming_llm* | k16v16 | none | head | sinks + recent | overwrite the oldest non-sink; `cache_relative` positions |
-| h2o | k16v16 | all queries, sum, decode update | head | top heavy + recent | overwrite `view.argmin(by="score")`
-outside recent | | snapkv*, pyramidkv | any token tier | last w, max-pool 7, group mean | head | top (C_l - w) + window
-| append | | ada_snapkv | any token tier | as snapkv | layer | `view.score` of all heads of the layer ranked together |
-append | | kivi* | channel keys | none | head | all | `Residual` (oldest value, all keys), after attention | | minikv |
-channel keys | all queries, sum | head, model | heavy + recent | `Residual` (flush all), before attention | |
-kv_compress | k16v16 | last 8 or all but near, squared, pooled | model | blocks ranked over all layers and heads |
-`plan_compact` every n steps | | diffkv* | k8v4, k4v2 | all queries, mean, group max, decode update | head | thresholds
-alpha / N | demote, prune or append: `DecodePlan` | | random | any | none | head | seeded choice | append | |
-duo_attention | k16v16 | none | head | a table per layer and head | as streaming_llm for some heads |
+- full, int8, int4, fp8: one tier; none; head; all tokens to tier 0; append.
+- streaming_llm: k16v16; none; head; sinks and recent; overwrite the oldest non-sink, `cache_relative` positions.
+- h2o: k16v16; all queries, sum, decode update; head; heavy and recent; overwrite `view.argmin(by="score")`.
+- snapkv, pyramidkv: any token tier; last w, max-pool 7, group mean; head; top C_l - w and the window; append.
+- ada_snapkv: as snapkv, but scope layer: `view.score` of all heads of the layer is ranked together.
+- kivi: channel keys; none; head; all; `Residual` (oldest value, all keys), flushed after attention.
+- minikv: channel keys; all queries, sum; head or model; heavy and recent; `Residual` (all), before attention.
+- kv_compress: k16v16; last 8 or all but near, squared, pooled; model; blocks ranked over all layers and heads;
+  `plan_compact` every n steps.
+- diffkv: k8v4 and k4v2; all queries, group max, decode update; head; thresholds alpha / N; `DecodePlan` with demotion.
+- random: any tier; none; head; a seeded choice; append.
+- duo_attention would be: k16v16; none; head; a table per layer and head; as streaming_llm for some heads.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The compressed store: executes what a policy decides, on real pages.
 
 A *row* is one sequence. `prefill_layer` and `append_chunk` write prompts; `begin_step`, `attend` and `end_step` do one
-decode step for many rows. Legend: S live rows, L layers, H KV heads, Hq query heads, D head dim, N prompt tokens, M = S
-* L * H lists.
+decode step for many rows. Legend: S live rows, L layers, H KV heads, Hq query heads, D head dim, N prompt tokens,
+M = S * L * H lists.
 """
 
 from types import SimpleNamespace
