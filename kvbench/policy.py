@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from kvbench.allot import largest_remainder, pyramid_budgets, rank_descending
-from kvbench.declare import ALL_QUERIES, ALLOWED_BITS, Budget, Residual, ScoreSpec, Tier
+from kvbench.declare import ALL_QUERIES, ALLOWED_BITS, Budget, Residual, ScoreSpec, Tier, window_score
 from kvbench.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 
 __all__ = [
     "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView",
     "Extreme", "Policy", "PrefillPlan", "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier",
-    "largest_remainder", "pyramid_budgets", "shrink_to_share", "rank_descending",
+    "largest_remainder", "pyramid_budgets", "shrink_to_share", "rank_descending", "window_score",
 ]  # fmt: skip
 
 

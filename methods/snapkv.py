@@ -16,6 +16,7 @@ from kvbench.policy import (
     Tier,
     rank_descending,
     shrink_to_share,
+    window_score,
 )
 
 
@@ -47,24 +48,8 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
-        if self.window < 1:
-            raise ValueError(f"window={self.window} must be >= 1: the window's queries are the score")
-        if self._budget.unit == "tokens" and self._budget.value <= self.window:
-            raise ValueError(
-                f"budget={self.budget} tokens must exceed window={self.window}; raise the budget or shrink the window"
-            )
-        if self.decode_every < 0:
-            raise ValueError(f"decode_every={self.decode_every} must be >= 0 steps; 0 = never")
+        self._score = window_score(self._budget, self.window, self.pool, self.pool_kernel, self.decode_every)
         self.compact_every = self.decode_every
-        self._score = ScoreSpec(
-            prefill_queries=self.window,
-            pool=self.pool,
-            pool_kernel=self.pool_kernel,
-            pool_region="prefix",
-            group_reduce="mean",
-            decode_update=self.decode_every > 0,
-            track=("score", "pos") if self.decode_every else (),
-        )
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
