@@ -51,10 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--version" in arguments:
             print(f"kvbench {kvbench.__version__}")
             return 0
-        if {"-h", "--help"} & set(arguments):
+        wants_help = bool({"-h", "--help"} & set(arguments))
+        command, rest = split_command([word for word in arguments if word not in ("-h", "--help")])
+        if command in listing.command_files():
+            from kvbench import commands
+
+            if wants_help:
+                print(commands.help_text(command))
+                return 0
+            return commands.run(command, rest)
+        if wants_help:
             print(listing.help_text())
             return 0
-        command, rest = split_command(arguments)
         if command == "help":
             print(listing.help_text())
             return 0
@@ -85,12 +93,13 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
     if not arguments or "=" in arguments[0] or not arguments[0][:1].isalpha():
         return "run", arguments
     word = arguments[0]
-    if word in listing.COMMANDS:
+    known = listing.commands()
+    if word in known:
         return word, arguments[1:]
     hints = [f"{group}={word}" for group in listing.GROUPS if word in listing.options(group)]
-    hints = hints or difflib.get_close_matches(word, listing.COMMANDS, n=1, cutoff=0.4)
+    hints = hints or difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     hint = f" Did you mean {hints[0]}?" if hints else ""
-    raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(listing.COMMANDS)}; settings are key=value.")
+    raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")
 
 
 def flags_first(arguments: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ GROUPS = {
 COMMANDS = {
     "run": "one experiment (or several with -m) and its full-cache reference; the default",
     "list": "the methods, tasks, models, protocols, backends and experiments there are",
-    "help": "this text",
+    "help": "this text; `<command> --help` explains one command",
 }
 
 
@@ -43,6 +43,16 @@ def describe(path: Path) -> str:
         words.append(text)
     sentence, stop, _ = " ".join(words).partition(". ")
     return sentence + ("." if stop else "")
+
+
+def command_files() -> dict[str, str]:
+    """The commands that have a file in conf/command/, and what each does."""
+    return options("command")
+
+
+def commands() -> dict[str, str]:
+    """Every command and what it does."""
+    return {**COMMANDS, **command_files()}
 
 
 def options(group: str, conf: Path | None = None) -> dict[str, str]:
@@ -88,7 +98,7 @@ def list_text(wanted: list[str], width: int = 100) -> str:
 
 def help_text() -> str:
     """The answer to `kvbench --help`."""
-    commands = "\n".join(f"  {name:<6} {text}" for name, text in COMMANDS.items())
+    lines = "\n".join(f"  {name:<10} {text}" for name, text in commands().items())
     groups = "\n".join(f"  {group + '=':<12} {' '.join(options(group)) or '(none yet)'}" for group in GROUPS)
     tree = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
     keep, skip = [], False
@@ -103,7 +113,7 @@ def help_text() -> str:
 usage: python -m kvbench [command] [key=value ...]
 
 commands
-{commands}
+{lines}
 
 examples
   python -m kvbench                                    diffkv beside the full cache, generated task, small model

@@ -21,10 +21,13 @@ SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json",
 PRESENTATION = {
     "__main__.py",
     "cli.py",
+    "commands.py",
+    "compose.py",
     "errors.py",
     "figure.py",
     "intervals.py",
     "listing.py",
+    "method_table.py",
     "progress.py",
     "provenance.py",
     "summary.py",
@@ -186,13 +189,15 @@ def harness_hash() -> str:
     package, kernels = package_folder(), sibling_folder("kernels")
     # A task hashes its own code (TaskSet.fingerprint), a method's files are in `method_files`: a new one of either must
     # not make the stored runs of the others stale.
-    apart = {package / name for name in ("conf", "methods", "kernels", "tasks")}
+    # What reads stored results or measures speed changes no answer.
+    apart = {package / name for name in ("conf", "methods", "kernels", "tasks", "evidence", "bench")}
     files = {
         f"kvbench/{path.relative_to(package)}": path
         for path in _sources(package)
         if not (path.parent == package and path.name in PRESENTATION) and not apart & set(path.parents)
     }
-    files |= {f"kernels/{path.relative_to(kernels)}": path for path in _sources(kernels)}
+    inside = (path.relative_to(kernels) for path in _sources(kernels))
+    files |= {f"kernels/{path}": kernels / path for path in inside if path.parts[0] != "bench"}
     return hash_files(files)
 
 

@@ -1,0 +1,1 @@
+"""The `bench` command: speed as ratios to a named baseline, measured in one interleaved run."""

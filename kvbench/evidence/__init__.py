@@ -1,0 +1,1 @@
+"""What stored results prove: comparison, frontier, calibration and report. Reads results, changes no answer."""
