@@ -163,12 +163,12 @@ def run_command(overrides: list[str]) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from kvbench.compose import explain
+    from kvbench.compose import explain, with_swept_groups
 
     _finished.clear()
     _codes.clear()
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["kvbench", *flags_first(overrides)]
+    sys.argv = ["kvbench", *flags_first(with_swept_groups(overrides))]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving
     try:
         hydra.main(version_base="1.3", config_path=str(listing.conf_folder()), config_name="config")(_job)()

@@ -42,6 +42,27 @@ def explain(error: Exception, arguments: list[str]) -> ValueError:
     return ValueError(_first_lines(error))
 
 
+def with_swept_groups(arguments: list[str]) -> list[str]:
+    """Make `-m method=snapkv,h2o method.budget=0.5` mean what it says.
+
+    Hydra applies the settings that are not swept to the default method first, which may not have them. A sweep of
+    one value is applied to each job's own method instead.
+
+    Args:
+        arguments: The command line without the command.
+    """
+    parsed = {override.input_line: override for override in _parse(arguments)}
+    swept = {item.key_or_group for item in parsed.values() if item.is_sweep_override()} & set(listing.GROUPS)
+    changed = []
+    for argument in arguments:
+        item = parsed.get(argument)
+        group, dot, _ = (item.key_or_group or "").partition(".") if item else ("", "", "")
+        inside = dot and group in swept and not item.is_sweep_override() and "=" in argument
+        key, _, value = argument.partition("=")
+        changed.append(f"{key}=choice({value})" if inside else argument)
+    return changed
+
+
 def _first_lines(error: Exception) -> str:
     text = str(error).strip()
     cause = error.__cause__

@@ -85,6 +85,15 @@ def test_sweep(fakes, capsys):
     assert (fakes / "results" / "fake" / "tiny" / "sweep.png").exists()
 
 
+def test_sweep_sets_a_key_that_the_default_method_lacks(fakes, capsys):
+    """A setting beside a sweep of methods goes to each of them, whatever the default method has."""
+    assert cli.main(["-m", "method=choice(snapkv)", "method.budget=9", "reference=none"]) == 0, capsys.readouterr().err
+    record = RunRecord.load(next((fakes / "results").rglob("run.json")).parent)
+    assert record.identity["method"]["budget"] == 9
+    assert cli.main(["-m", "method=snapkv,diffkv", "method.budget=9", "reference=none"]) == 2
+    assert "key=method.budget does not exist" in capsys.readouterr().err
+
+
 def test_sweep_with_glob(fakes):
     """glob(*) takes every method there is."""
     assert cli.main(["-m", "method=glob(*)", "limit=4"]) == 0
