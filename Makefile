@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style docs test smoke clean
+.PHONY: setup model format style docs test test-code smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -22,6 +22,9 @@ docs: ## write the documents that are generated from the code
 
 test: setup model ## install, fetch the embedded model, run every test
 	$(PYTHON) -m pytest -q
+
+test-code: setup ## every reference, 300 and more mutants, and every hostile program in the cage (needs the EvalPlus file; minutes)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/test_cage.py tests/tasks/test_cage_probe.py tests/tasks/test_codegrade_data.py
 
 smoke: ## one short experiment of every part, on the embedded model
 	$(PYTHON) -m kvbench method=diffkv task=longctx limit=1

@@ -5,7 +5,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,8 @@ _LIMITS = Limits(
     scratch_bytes=4 << 20,
     open_files=32,
 )
+
+_SCRATCH = "/tmp"
 
 # Runs inside. Bounded in itself: at most 12 forks that end at once, 512 MiB asked for and not touched, 2 MiB written.
 _ATTEMPTS = """
@@ -72,13 +74,13 @@ def forks():
         os.wait()
     return count
 
-def probe(port, abstract, folder, parent, outside):
+def probe(port, abstract, folder, parent, outside, mark):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     facts = {"ids": os.getresuid() + os.getresgid(), "environment": dict(os.environ), "cwd": os.getcwd()}
     facts["connected"] = tried(lambda: connect(socket.AF_INET, ("127.0.0.1", port)))
     facts["connected_local"] = tried(lambda: connect(socket.AF_UNIX, abstract))
     facts["saw"] = os.path.exists(folder) or os.path.exists("/proc/self")
-    facts["wrote"] = [path for path in outside if tried(lambda: write(path + "/kvbench-probe", 1 << 16)) is not None]
+    facts["wrote"] = [path for path in outside if tried(lambda: write(path + "/" + mark, 1 << 16)) is not None]
     facts["signalled"] = tried(lambda: os.kill(parent, 0) or True)
     facts["became_root"] = tried(lambda: os.setuid(0) or True)
     facts["file"] = tried(lambda: write("/tmp/large", 2 << 20))
@@ -141,12 +143,14 @@ def what_is_missing(mechanism: Mechanism) -> list[str]:
     """
     with _targets() as (port, abstract, folder):
         outside = ["/", "/usr", "/etc", os.path.expanduser("~"), os.getcwd(), folder]
-        arguments = [port, abstract, folder, os.getpid(), outside]
+        mark = os.path.basename(folder) + "-file"
+        arguments = [port, abstract, folder, os.getpid(), outside, mark]
         try:
             report = run_under(mechanism, _ATTEMPTS, "probe", [arguments], [10.0], _LIMITS)
         except OSError as error:
             return [f"it cannot be started ({error})"]
-        left_behind = os.listdir(folder)
+        finally:
+            left_behind = _remove(f"{path}/{mark}" for path in [*outside, _SCRATCH])
     last = report.outputs[-1] if report.outputs else None
     if report.status != "done" or last.kind != "v":
         said = last.payload.decode("utf-8", "replace") if last is not None else ""
@@ -158,11 +162,22 @@ def what_is_missing(mechanism: Mechanism) -> list[str]:
     return _judge(facts, left_behind)
 
 
+def _remove(paths: Iterable[str]) -> list[str]:
+    """Delete the files that got out; gives those there were."""
+    found = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
+    for path in found:
+        os.unlink(path)
+    return found
+
+
 def _judge(facts: dict, left_behind: list[str]) -> list[str]:
+    # The cage has a temporary directory of its own under the same name; whether a file written there appears outside is
+    # seen outside.
+    wrote = [path for path in facts["wrote"] if os.path.normpath(path) != _SCRATCH]
     found = {
         "no user of its own": set(facts["ids"]) & {0} or facts["became_root"],
         "no network isolation": facts["connected"] or facts["connected_local"],
-        "no file system of its own": facts["saw"] or facts["wrote"] or left_behind,
+        "no file system of its own": facts["saw"] or wrote or left_behind,
         "no process isolation": facts["signalled"],
         "no limit on processes": not 0 < facts["forks"] < _LIMITS.processes,
         "no limit on memory": facts["memory"],
@@ -172,7 +187,7 @@ def _judge(facts: dict, left_behind: list[str]) -> list[str]:
         "new namespaces can be made inside": facts["unshared"],
         "the environment is visible": facts["environment"],
         "no /dev/null": not facts["devices"],
-        "no temporary directory": facts["cwd"] != "/tmp",
+        "no temporary directory": facts["cwd"] != _SCRATCH,
     }
     return [name for name, value in found.items() if value]
 
