@@ -111,6 +111,7 @@ class ScoreSpec:
         group_reduce: How the query heads of a KV head are reduced, after summing over queries in prefill, per step in
             decode.
         decode_update: Every decode step adds its reduced probabilities to the slots' scores.
+        decode_replace: With `decode_update`: a step's probabilities replace the scores instead.
         track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
     """
 
@@ -123,6 +124,7 @@ class ScoreSpec:
     pool_region: Literal["prefix", "all"] = "prefix"
     group_reduce: Literal["sum", "mean", "max"] = "mean"
     decode_update: bool = False
+    decode_replace: bool = False
     track: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -144,6 +146,8 @@ class ScoreSpec:
             raise ValueError(f"track={sorted(unknown)} is unknown; the store can keep 'score' and 'pos'")
         if self.decode_update and "score" not in self.track:
             raise ValueError("decode_update=True needs track to hold 'score'")
+        if self.decode_replace and not self.decode_update:
+            raise ValueError("decode_replace=True needs decode_update=True: it says how a step updates the scores")
         if self.decode_update and self.skip_near and "pos" not in self.track:
             raise ValueError(f"skip_near={self.skip_near} with decode_update=True needs track to hold 'pos'")
 

@@ -18,6 +18,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - kv_compress: k16v16; last 8 or all but near, squared, pooled; model; blocks ranked over all layers and heads;
   `plan_compact` every n steps.
 - diffkv: k8v4 and k4v2; all queries, group max, decode update; head; thresholds alpha / N; `DecodePlan` with demotion.
+- tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
 - random: any tier; none; head; a seeded choice; append.
 - duo_attention would be: k16v16; none; head; a table per layer and head; as streaming_llm for some heads.
 """
@@ -96,7 +97,13 @@ class DecodeView:
         raise NotImplementedError
 
     def argmin(
-        self, tier: int, *, by: Literal["mean", "score", "pos"], before: Tensor | None = None, first: int = 0
+        self,
+        tier: int,
+        *,
+        by: Literal["mean", "score", "pos"],
+        before: Tensor | None = None,
+        first: int = 0,
+        over_layer: bool = False,
     ) -> Extreme:
         """The slot with the smallest value; ties go to the lower position.
 
@@ -105,6 +112,8 @@ class DecodeView:
             by: `score` as stored, `mean` = score / queries counted so far, or `pos`.
             before: int64 [S]: only slots whose position is smaller.
             first: Only slots whose position is at least this (sinks below are protected).
+            over_layer: Compare the mean over the layer's heads, the same slot for all of them. For methods that decide
+                once per layer, so that slot i holds the same token in every head.
         """
         raise NotImplementedError
 

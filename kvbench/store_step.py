@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvbench import ledger
 from kvbench.kernels.pool import PoolExhausted
-from kvbench.kernels.torch_attention import Ring
+from kvbench.kernels.torch_attention import Ring, TierPages
 from kvbench.policy import APPEND, EVICT, DecodePlan
 from kvbench.views import StoreDecodeView
 
@@ -78,8 +78,16 @@ def attend(store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tenso
             pos = store.backend.region(pool.pages, tier.fmt, "pos")[tier.ids].flatten(-2)
             distance = store.tokens_seen[step.rows][:, None, None] - pos
             score = score.masked_fill(distance < spec.skip_near, 0.0)
+        if spec.decode_replace:
+            _clear_scores(store, tier)
         store.backend.add_scores(pool.pages, tier, score)
     return out
+
+
+def _clear_scores(store: "CompressedStore", tier: TierPages) -> None:
+    """Sets the scores in a tier's live pages to 0."""
+    first_slot = torch.arange(tier.ids.shape[-1], device=tier.ids.device) * tier.fmt.tokens_per_page
+    store.backend.region(store.pool.pages, tier.fmt, "score")[tier.ids[first_slot < tier.num_k[..., None]]] = 0.0
 
 
 def end(store: "CompressedStore", step: Step) -> None:

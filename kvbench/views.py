@@ -72,7 +72,13 @@ class StoreDecodeView(DecodeView):
         return arrays.score / count
 
     def argmin(
-        self, tier: int, *, by: Literal["mean", "score", "pos"], before: Tensor | None = None, first: int = 0
+        self,
+        tier: int,
+        *,
+        by: Literal["mean", "score", "pos"],
+        before: Tensor | None = None,
+        first: int = 0,
+        over_layer: bool = False,
     ) -> Extreme:
         arrays = self.slots(tier)
         self._require(tier, "pos" if by == "pos" or before is not None or first else "score")
@@ -81,6 +87,8 @@ class StoreDecodeView(DecodeView):
             "score": lambda: arrays.score,
             "pos": lambda: arrays.pos.float(),
         }[by]()
+        if over_layer:
+            value = value.mean(2, keepdim=True).expand_as(value)
         eligible = arrays.valid & (arrays.pos >= first) if first else arrays.valid
         if before is not None:
             eligible = eligible & (arrays.pos < before[:, None, None, None])
