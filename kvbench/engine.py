@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvbench import hf, ledger
-from kvbench.fidelity import FidelityMeter
+from kvbench.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.kernels.dispatch import get_backend
 from kvbench.layout import StoreOptions
 from kvbench.policy import Policy
+from kvbench.prompt_cache import PromptCache
 from kvbench.requests import Outcome, Request
 from kvbench.rows import NotFinite, Row, Sample
 from kvbench.sampling import Answer, row_generator
@@ -32,6 +34,7 @@ class Engine:
         seed: Base of every answer's own random generator.
         backend: `auto` or a backend's name.
         fidelity_max_tokens: Gold tokens to force per sample at most; 0 switches teacher forcing off.
+        prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
 
     Raises:
         UnsupportedModel: The model's attention cannot be held in the store.
@@ -40,12 +43,13 @@ class Engine:
 
     def __init__(
         self, model: "LoadedModel", policy: Policy, *, store: StoreOptions, batch_size: int, seed: int,
-        backend: str = "auto", fidelity_max_tokens: int = 64,
+        backend: str = "auto", fidelity_max_tokens: int = 64, prompts: PromptCache | None = None,
     ) -> None:  # fmt: skip
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
         self.loaded, self.policy, self.options = model, policy, store
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
+        self.prompts = prompts or PromptCache()
         hf.attach(model.model)
         self.shape = hf.model_shape(model.model)
         self.device = self.shape.device
@@ -78,11 +82,11 @@ class Engine:
                 )
         if not everything:
             return
-        rows_of = [r.num_samples + bool(self._gold(r)) for r in everything]
+        rows_of = [r.num_samples + bool(self._gold(r)) + len(r.choices) for r in everything]
         self.store = CompressedStore(
             self.policy, self.shape, rows=max(rows_of) * self.batch_size, options=self.options, backend=self.backend,
             max_prompt_tokens=max(r.num_prompt_tokens for r in everything),
-            max_new_tokens=max(max(r.max_new_tokens, len(self._gold(r))) for r in everything),
+            max_new_tokens=max(max(r.max_new_tokens, *map(len, (self._gold(r), *r.choices))) for r in everything),
         )  # fmt: skip
         self._on_outcome, self._on_step = on_outcome, on_step
         for begin in range(0, len(requests), self.batch_size):
@@ -121,19 +125,20 @@ class Engine:
                 self._fail(request, "nan", str(error), error.layer)
                 finished.add(request.sample_id)
                 continue
-            sample = Sample(request, time.perf_counter() - begin, request.num_samples + (reference is not None))
+            num_rows = request.num_samples + (reference is not None) + len(request.choices)
+            sample = Sample(request, time.perf_counter() - begin, num_rows)
             for repeat in range(request.num_samples):
                 own = row if repeat == 0 else self._open_row(row)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._room(request))
-                generator = (
-                    row_generator(self.seed, request.sample_id, repeat, self.device)
-                    if request.temperature > 0
-                    else None
-                )
+                random = row_generator(self.seed, request.sample_id, repeat, self.device)
+                generator = random if request.temperature > 0 else None
                 rows.append((Row(own, request, repeat, logits, answer, generator=generator), sample))
             if reference is not None:
                 meter = FidelityMeter(self._gold(request), reference)
                 rows.append((Row(self._open_row(row), request, -1, logits, meter=meter), sample))
+            for index, tokens in enumerate(request.choices):
+                forced = Row(self._open_row(row), request, -1, logits, meter=ChoiceMeter(tokens), choice=index)
+                rows.append((forced, sample))
         return rows
 
     def _prefill(self, row: int, request: Request) -> tuple[Tensor, Tensor | None]:
@@ -144,20 +149,23 @@ class Engine:
         # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
         # full-cache reference.
         session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(head), bad_layers=[])
-        logits = self._forward(session, [[*head, *ahead]], [0], num_logits=len(ahead) + 1)[0]
+        logits = self._read(session, [*head, *ahead], num_logits=len(ahead) + 1)
         reference = logits if gold and not rest else None
         logits = logits[0]
         for segment in rest:
             logits = self._append(row, segment)
         if gold and rest:
             everything = [token for segment in request.segments for token in segment] + list(gold[:-1])
-            dense = hf.Session(self.store, "dense", bad_layers=[])
-            reference = self._forward(dense, [everything], [0], num_logits=len(gold))[0]
+            reference = self._read(hf.Session(self.store, "dense", bad_layers=[]), everything, num_logits=len(gold))
         meter = self.store.meters[row]
-        meter.sum_bytes = meter.sum_ratio = meter.steps = (
-            0  # averages are over the answer, not over a question fed token by token
-        )
+        # Averages are over the answer, not over a question fed token by token.
+        meter.sum_bytes = meter.sum_ratio = meter.steps = 0
         return logits, None if reference is None else torch.log_softmax(reference, -1)
+
+    def _read(self, session: hf.Session, tokens: list[int], num_logits: int) -> Tensor:
+        """Reads a prompt, or takes it from the prompt cache; logits fp32 [num_logits, vocabulary]."""
+        forward = partial(self._forward, session, [tokens], [0], num_logits)
+        return self.prompts.read(session, (self.loaded.fingerprint, num_logits, *tokens), forward)[0]
 
     def _append(self, row: int, segment: tuple[int, ...]) -> Tensor:
         """Feeds a later prompt segment: at once where the policy only appends, else token by token like an answer."""
@@ -216,7 +224,7 @@ class Engine:
     def _finish(self, state: Row, sample: Sample, finished: set[str]) -> None:
         """Records a finished row, and hands out the sample's outcomes once all its rows are over."""
         if state.meter is not None:
-            sample.fidelity = state.meter.report()
+            sample.take(state)
         else:
             steps = state.timing.pop("row_steps")
             state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
@@ -233,6 +241,7 @@ class Engine:
             finished.add(sample.request.sample_id)
             for outcome in sample.outcomes.values():
                 outcome.fidelity = sample.fidelity
+                outcome.choices = [sample.choices[index] for index in sorted(sample.choices)]
                 self._on_outcome(outcome)
 
     # One forward pass ----
@@ -248,7 +257,7 @@ class Engine:
         finite = torch.isfinite(logits).all(1)
         if bool(finite.all()):
             return logits, {}
-        bad = {i: _first_bad_layer(session, i) for i in (~finite).nonzero()[:, 0].tolist()}
+        bad = {i: session.first_bad_layer(i) for i in (~finite).nonzero()[:, 0].tolist()}
         if raise_nan:
             raise NotFinite(min(bad.values()))
         return logits, bad
@@ -261,7 +270,7 @@ class Engine:
         positions = torch.tensor(first, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         logits = hf.forward(self.loaded.model, session, ids, positions, max(first), num_logits)
         if check and not bool(torch.isfinite(logits).all()):
-            raise NotFinite(_first_bad_layer(session, 0))
+            raise NotFinite(session.first_bad_layer(0))
         return logits
 
     # Small things ----
@@ -285,15 +294,6 @@ class Engine:
 
     def _fail(self, request: Request, status: str, message: str, layer: int | None) -> None:
         for repeat in range(request.num_samples):
-            self._on_outcome(
-                Outcome(
-                    sample_id=request.sample_id, repeat=repeat, status=status, message=message, nan_layer=layer,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                )
-            )  # fmt: skip
-
-
-def _first_bad_layer(session: hf.Session, index: int) -> int:
-    """First layer whose attention output was not finite for a row of the batch; -1 when none."""
-    flags = torch.stack(session.bad_layers)[:, index].nonzero()
-    return int(flags[0, 0]) if len(flags) else -1
+            failed = Outcome(sample_id=request.sample_id, repeat=repeat, status=status, message=message)
+            failed.nan_layer, failed.num_prompt_tokens = layer, request.num_prompt_tokens
+            self._on_outcome(failed)

@@ -7,6 +7,34 @@ from torch import Tensor
 
 
 @dataclass
+class ChoiceMeter:
+    """Adds up the log-likelihood of one continuation, token by token.
+
+    Args:
+        gold: The continuation.
+    """
+
+    gold: tuple[int, ...]
+    nll: list[float] = field(default_factory=list)
+    hit: list[bool] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """All tokens were scored."""
+        return len(self.nll) == len(self.gold)
+
+    def add(self, logits: Tensor) -> None:
+        """Scores the next token under logits fp32 [vocabulary]."""
+        token, logp = self.gold[len(self.nll)], torch.log_softmax(logits, -1)
+        self.nll.append(-float(logp[token]))
+        self.hit.append(int(logp.argmax()) == token)
+
+    def report(self) -> dict:
+        """The journal's record of this choice: `loglikelihood` (nats), `greedy`, `num_tokens`."""
+        return {"loglikelihood": -sum(self.nll), "greedy": all(self.hit), "num_tokens": len(self.gold)}
+
+
+@dataclass
 class FidelityMeter:
     """Collects one row's comparison, token by token.
 

@@ -1,28 +1,26 @@
 """kvbench as a model of lm-eval: `lm_eval.simple_evaluate(model="kvbench", ...)` after `import kvbench.lm`.
 
-lm-eval finds models by import, not by entry points, so its command line does not know this one. Index only the tasks
-you need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
+lm-eval 0.4.13 finds models in its own table or by import, not by entry points, so its command line does not know this
+one by itself; `python -m kvbench lm_eval ...` is that command line with this module imported. Index only the tasks you
+need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from kvbench.requests import Outcome, Request
+from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
-from kvbench.tasks.prompts import PromptBuilder, PromptRules
+from kvbench.tasks.prompts import PromptBuilder, generation_rules, template_settings
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from omegaconf import DictConfig
-
-# What lm-eval's own models generate when a task does not say.
-DEFAULT_MAX_NEW_TOKENS = 256
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +40,8 @@ class KvbenchLM(LM):
     """Answers lm-eval's requests through the compressed store.
 
     kvbench's own tasks keep their rules: the chat template where the benchmark has it, prompts cut in the middle, end
-    tokens. Other tasks get the text that lm-eval makes, cut in the middle when it is too long.
+    tokens. Other tasks get the text that lm-eval makes; a prompt that is too long loses its middle when it is to be
+    answered, and its beginning when continuations are scored.
 
     Args:
         model: Name in conf/model.
@@ -97,6 +96,7 @@ class KvbenchLM(LM):
         return self.model.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
+            **template_settings(self.model.tokenizer, self.protocol, self.model.name),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
@@ -115,25 +115,38 @@ class KvbenchLM(LM):
         return texts
 
     def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score each continuation by teacher forcing through the compressed cache.
+        """Score each continuation through the compressed cache; a prompt that several share is prefilled once.
 
-        The first token of a continuation is predicted by the prompt's own forward pass and does not depend on the
-        method; one-token continuations therefore say nothing about it.
+        The last token of the prompt is read after compression, so that even one-token continuations depend on the
+        method; see `kvbench.tasks.choices`.
 
         Raises:
             ValueError: a continuation is empty, as long as the model, or could not be computed.
         """
-        asked = [self._scoring_request(str(place), *instance.args) for place, instance in enumerate(requests)]
-        outcomes = self._run(asked, fidelity_max_tokens=max((len(request.gold) for request in asked), default=1))
-        results = []
+        places: dict[str, list[int]] = {}
         for place, instance in enumerate(requests):
-            outcome = outcomes[str(place)]
-            if outcome.fidelity is None:
-                raise ValueError(f"loglikelihood of request {place} could not be computed: {outcome.message}")
-            total = -outcome.fidelity["nll"] * outcome.fidelity["num_tokens"]
-            results.append((total, bool(outcome.fidelity["gold_exact"])))
-            self.cache_hook.add_partial("loglikelihood", instance.args, results[-1])
-        return results
+            places.setdefault(instance.args[0], []).append(place)
+        asked = [
+            choice_request(
+                self.model,
+                sample_id=str(group[0]),
+                subset="loglikelihood",
+                context=context,
+                continuations=[requests[place].args[1] for place in group],
+                rendered=self._rendered,
+            )
+            for context, group in places.items()
+        ]
+        outcomes = self._run(asked, fidelity_max_tokens=0)
+        results: dict[int, tuple[float, bool]] = {}
+        for group in places.values():
+            outcome = outcomes[str(group[0])]
+            if outcome.status != "ok":
+                raise ValueError(f"loglikelihood of request {group[0]} could not be computed: {outcome.message}")
+            for place, scored in zip(group, outcome.choices, strict=True):
+                results[place] = (scored["loglikelihood"], scored["greedy"])
+                self.cache_hook.add_partial("loglikelihood", requests[place].args, results[place])
+        return [results[place] for place in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
         """Not supported.
@@ -154,42 +167,11 @@ class KvbenchLM(LM):
                 f"task {instance.task_name} decides itself which prompts get a chat template; run it without "
                 "apply_chat_template (protocol.chat_template=always wraps all of them)"
             )
-        generation = {"max_gen_toks": DEFAULT_MAX_NEW_TOKENS} | dict(generation)
-        rules = PromptRules.from_yaml({"generation_kwargs": generation, "metadata": own or {}})
-        protocol = self.protocol
-        if generation.get("do_sample") and generation.get("temperature") and protocol.temperature == 0:
-            protocol = replace(protocol, temperature=generation["temperature"], top_p=generation.get("top_p", 1.0))
+        rules, protocol = generation_rules(generation, self.protocol, own)
         builder = PromptBuilder(self.model, protocol, rules, rendered=self._rendered)
         border = _border(text, instance.doc, own)
         return builder.build(
             sample_id=sample_id, subset=instance.task_name or "", context=text[:border], question=text[border:]
-        )
-
-    def _scoring_request(self, sample_id: str, context: str, continuation: str) -> Request:
-        tokenizer = self.model.tokenizer
-        # lm-eval's convention: white space between the two belongs to the continuation.
-        stripped = context.rstrip()
-        context, continuation = stripped, context[len(stripped) :] + continuation
-        head = tokenizer.encode(context, add_special_tokens=not self._rendered) if context else []
-        if not head:
-            start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-            head = [start]
-        joined = tokenizer.encode(context + continuation, add_special_tokens=not self._rendered)
-        tail = joined[len(head) :] if joined[: len(head)] == head else []
-        tail = tail or tokenizer.encode(continuation, add_special_tokens=False)
-        room = self.model.max_tokens - len(tail)
-        if not tail or room < 2:
-            raise ValueError(
-                f"a continuation of {len(tail)} tokens cannot be scored: it must have at least one token and leave "
-                f"room for a prompt in the {self.model.max_tokens} tokens of model {self.model.name}"
-            )
-        return Request(
-            sample_id=sample_id,
-            subset="loglikelihood",
-            segments=(tuple(head[-(room - 1) :]),),
-            gold=tuple(tail),
-            max_new_tokens=1,
-            num_prompt_tokens_untruncated=len(head),
         )
 
     def _run(self, requests: list[Request], fidelity_max_tokens: int) -> dict[str, Outcome]:

@@ -14,6 +14,8 @@ class Request:
             whole prompt is seen before anything is compressed; `(context, question)` compresses the context before the
             question is seen.
         gold: Token ids of the reference answer for teacher forcing; empty when the sample has none.
+        choices: Token ids of continuations whose log-likelihoods are wanted; each is scored on a fork of the one
+            compressed prompt.
         max_new_tokens: Length limit of the answer, >= 1.
         min_new_tokens: Stop rules are ignored before this many tokens.
         stop: The answer ends before the first of these strings.
@@ -29,6 +31,7 @@ class Request:
     subset: str
     segments: tuple[tuple[int, ...], ...]
     gold: tuple[int, ...] = ()
+    choices: tuple[tuple[int, ...], ...] = ()
     max_new_tokens: int = 32
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -66,6 +69,8 @@ class Outcome:
         message: Human-readable reason when the status is not ok.
         fidelity: Teacher-forced comparison with the full cache on the gold tokens, or None: `nll`, `nll_full`,
             `kl_mean`, `kl_max`, `top1_agreement`, `gold_argmax_share`, `gold_exact`, `num_tokens`.
+        choices: For each of the request's choices: `loglikelihood` (nats), `greedy` (every token was the most likely
+            one), `num_tokens`.
         ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the
             items of the ledger at the end.
         kept: What the method did: tokens seen, slots held per tier, ratio.
@@ -83,6 +88,7 @@ class Outcome:
     nan_layer: int | None = None
     message: str = ""
     fidelity: dict | None = None
+    choices: list[dict] = field(default_factory=list)
     ledger: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
     timing: dict = field(default_factory=dict)

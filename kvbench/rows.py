@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvbench.fidelity import FidelityMeter
+from kvbench.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.requests import Outcome, Request
 from kvbench.sampling import Answer, choose_token
 
@@ -21,14 +21,15 @@ class NotFinite(ArithmeticError):
 
 @dataclass
 class Row:
-    """A sequence in decoding: a free answer, or gold tokens being forced."""
+    """A sequence in decoding: a free answer, or tokens being forced (the gold answer, or choice `choice`)."""
 
     row: int
     request: Request
     repeat: int
     logits: Tensor  # fp32 [vocabulary], for the next token
     answer: Answer | None = None
-    meter: FidelityMeter | None = None
+    meter: FidelityMeter | ChoiceMeter | None = None
+    choice: int | None = None
     generator: torch.Generator | None = None
     timing: dict = field(
         default_factory=lambda: {"decode_s": 0.0, "decode_share_s": 0.0, "decode_tokens": 0, "row_steps": 0}
@@ -53,3 +54,11 @@ class Sample:
     open_rows: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fidelity: dict | None = None
+    choices: dict[int, dict] = field(default_factory=dict)
+
+    def take(self, row: Row) -> None:
+        """Keeps what a forced row measured."""
+        if row.choice is None:
+            self.fidelity = row.meter.report()
+        else:
+            self.choices[row.choice] = row.meter.report()

@@ -67,6 +67,7 @@ def journal_record(request: Request, outcome: Outcome, scores: Mapping[str, floa
         "finish": outcome.finish,
         "scores": dict(scores),
         "fidelity": outcome.fidelity,
+        **({"choices": outcome.choices} if request.choices else {}),
         "ledger": outcome.ledger,
         "kept": outcome.kept,
         "num_prompt_tokens": outcome.num_prompt_tokens,
@@ -78,6 +79,13 @@ def journal_record(request: Request, outcome: Outcome, scores: Mapping[str, floa
         "meta": request.meta,
         "timing": outcome.timing,
     }
+
+
+def score_outcome(task: object, request: Request, outcome: Outcome) -> dict[str, float]:
+    """The scores of one answer, by its text or by its choices' log-likelihoods; none for one that did not end well."""
+    if outcome.status != "ok":
+        return {}
+    return task.score_choices(request, outcome.choices) if request.choices else task.score(request, outcome.text)
 
 
 @contextmanager
@@ -123,7 +131,7 @@ def compute_missing(experiment: Experiment, journal: Journal, session: Session) 
             if (outcome.sample_id, outcome.repeat) in journal:
                 return
             request = by_id[outcome.sample_id]
-            scores = task.score(request, outcome.text) if outcome.status == "ok" else {}
+            scores = score_outcome(task, request, outcome)
             journal.append(journal_record(request, outcome, scores, task.protocol))
             session.num_done += 1
             progress.advance()

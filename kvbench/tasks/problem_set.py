@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from kvbench.models import LoadedModel
 
-THINK = "<think>"
-
 
 @dataclass(kw_only=True)
 class ProblemSet(TaskSet):
@@ -91,12 +89,16 @@ def load_problems(
         builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config))
         for _, doc in task.doc_iterator(limit=limit):
             request = _request(name, task, builder, doc, meta_keys, yaml_name if len(tasks) > 1 else "")
-            # Some templates open the thoughts themselves: an answer without `</think>` then is all thoughts.
-            tail = model.tokenizer.decode(request.segments[-1][-8:]).rstrip()
             requests.append(request)
-            scored[request.sample_id] = (task, doc | {"thinking_opened": tail.endswith(THINK)})
+            scored[request.sample_id] = (task, doc | {"thinking_opened": builder.opens_thoughts(request)})
     references = {key: reference(doc) for key, (_, doc) in scored.items()}
+    if protocol.thinking is not None and not builder.chat:
+        raise ValueError(
+            f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and the prompts of task={name} in this "
+            "form are none; take a chat form (task.form=zeroshot or chat), or set protocol.chat_template=always"
+        )
     rules = {"chat_template": builder.chat, "max_new_tokens": builder.max_new_tokens, "truncation": "middle"}
+    rules |= {"thinking": builder.thinking, "thoughts": "not graded"}
     return ProblemSet(
         name=name,
         protocol=protocol.to_dict() | dict(describe) | rules,

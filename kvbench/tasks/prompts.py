@@ -1,7 +1,7 @@
 """From a task's text to the tokens of a request: chat template, truncation from the middle, segments, gold tokens."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,9 @@ RETOKENISE_SLACK_TOKENS = 16
 # Some chat templates print today's date; a fixed one (the default of Llama 3.1's template) keeps prompts the same on
 # every day.
 TEMPLATE_DATE = "26 Jul 2024"
+# What lm-eval's own models generate when a task does not say.
+DEFAULT_MAX_NEW_TOKENS = 256
+THINK = "<think>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,42 @@ class PromptRules:
         )
 
 
+def generation_rules(
+    generation: Mapping[str, Any], protocol: Protocol, metadata: Mapping[str, Any] | None = None
+) -> tuple[PromptRules, Protocol]:
+    """Read what an lm-eval task says about generation.
+
+    Args:
+        generation: Its `generation_kwargs`.
+        protocol: The choices of the experiment.
+        metadata: The YAML's metadata, for a task of ours.
+
+    Returns:
+        The rules, and the protocol: with the task's own temperature when the task samples and the experiment does not.
+    """
+    generation = {"max_gen_toks": DEFAULT_MAX_NEW_TOKENS} | dict(generation)
+    if generation.get("do_sample") and generation.get("temperature") and protocol.temperature == 0:
+        protocol = replace(protocol, temperature=generation["temperature"], top_p=generation.get("top_p", 1.0))
+    return PromptRules.from_yaml({"generation_kwargs": generation, "metadata": metadata or {}}), protocol
+
+
+def template_settings(tokenizer: object, protocol: Protocol, model_name: str) -> dict[str, object]:
+    """What a chat template is told beside the messages.
+
+    Raises:
+        ValueError: The protocol switches thinking and the template has no switch for it.
+    """
+    settings: dict[str, object] = {"date_string": TEMPLATE_DATE}
+    if protocol.thinking is None:
+        return settings
+    if "enable_thinking" not in str(tokenizer.chat_template):
+        raise ValueError(
+            f"protocol.thinking={str(protocol.thinking).lower()}, but the chat template of model {model_name} has no "
+            "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one"
+        )
+    return settings | {"enable_thinking": protocol.thinking}
+
+
 class PromptBuilder:
     """Turns texts into requests for one model, one protocol and one set of rules.
 
@@ -68,8 +107,8 @@ class PromptBuilder:
         rendered: The texts already are what a chat template made: nothing is put around them, special tokens are kept.
 
     Raises:
-        ValueError: `chat_template=always` without a template, or the model is too short for the answer or for
-            max_prompt_tokens.
+        ValueError: `chat_template=always` without a template, `thinking` without a template that knows it, or the
+            model is too short for the answer or for max_prompt_tokens.
     """
 
     def __init__(
@@ -83,6 +122,7 @@ class PromptBuilder:
         self.rendered = rendered
         self.model, self.tokenizer, self.protocol, self.rules = model, model.tokenizer, protocol, rules
         self.chat = self._decide_chat()
+        self._settings = template_settings(self.tokenizer, protocol, model.name) if self.chat else {}
         self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
         # A model answers nothing behind its context length, so prompt and answer share it.
         self.room_tokens = model.max_tokens - self.max_new_tokens
@@ -154,6 +194,17 @@ class PromptBuilder:
             meta=meta or {},
         )
 
+    @property
+    def thinking(self) -> str:
+        """The label of result rows: `on`, `off`, `template` (as the template does by itself), `no chat`."""
+        if not self.chat and not self.rendered:
+            return "no chat"
+        return {None: "template", True: "on", False: "off"}[self.protocol.thinking]
+
+    def opens_thoughts(self, request: Request) -> bool:
+        """Whether the prompt ends inside thoughts: an answer without `</think>` then is all thoughts."""
+        return self.tokenizer.decode(request.segments[-1][-8:]).rstrip().endswith(THINK)
+
     def _decide_chat(self) -> bool:
         if self.rendered or self.protocol.chat_template == "never":
             return False
@@ -171,7 +222,7 @@ class PromptBuilder:
             return text
         messages = [{"role": "user", "content": text}]
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE
+            messages, tokenize=False, add_generation_prompt=True, **self._settings
         )
 
     def _encode(self, rendered: str) -> list[int]:

@@ -21,6 +21,8 @@ class Protocol:
         top_p: Nucleus mass in (0, 1].
         num_samples: Answers per prompt, >= 1; more than one needs a temperature.
         max_new_tokens: Length limit of the answer; None takes the task's own.
+        thinking: Sets the `enable_thinking` of the chat template; None leaves it to the template. Thoughts are never
+            graded.
 
     Raises:
         ValueError: a value is out of range.
@@ -32,10 +34,20 @@ class Protocol:
     top_p: float = 1.0
     num_samples: int = 1
     max_new_tokens: int | None = None
+    thinking: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.query_aware, bool):
             raise ValueError(f"protocol.query_aware={self.query_aware!r} must be true or false")
+        if self.thinking is not None and not isinstance(self.thinking, bool):
+            raise ValueError(
+                f"protocol.thinking={self.thinking!r} must be true, false, or null for what the chat template does"
+            )
+        if self.thinking is not None and self.chat_template == "never":
+            raise ValueError(
+                f"protocol.thinking={str(self.thinking).lower()} sets a switch of the chat template, and "
+                "protocol.chat_template=never uses none; change one of the two"
+            )
         if self.chat_template not in CHAT_TEMPLATE:
             raise unknown_name("protocol.chat_template", self.chat_template, CHAT_TEMPLATE)
         _check_number("temperature", self.temperature, 0, float("inf"), "it must be >= 0; 0 is greedy")

@@ -65,6 +65,18 @@ class TaskSet:
         scores = self.scorer(request.sample_id, text)
         return {name: float(scores[name]) for name in self.metrics}
 
+    def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
+        """Score the log-likelihoods of a request's choices; only tasks whose requests have some need it.
+
+        Args:
+            request: One of `requests`.
+            choices: As in `Outcome.choices`, in the order of the request's.
+
+        Returns:
+            As `score`.
+        """
+        raise NotImplementedError(f"task {self.name} asks for no choices")
+
     def aggregate(self, records: Iterable[dict]) -> dict:
         """Put journal records together the way the benchmark does.
 
@@ -131,7 +143,7 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
         digest.update(path.read_bytes())
     for request in requests:
         asked = [
-            request.sample_id, request.subset, request.segments, request.gold, request.max_new_tokens,
+            request.sample_id, request.subset, request.segments, request.gold, request.choices, request.max_new_tokens,
             request.min_new_tokens, request.stop, request.stop_token_ids, request.temperature, request.top_p,
             request.num_samples, references[request.sample_id],
         ]  # fmt: skip

@@ -80,15 +80,23 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
             "chat_template": builder.chat,
             "max_new_tokens": builder.max_new_tokens,
             "max_prompt_tokens": builder.max_prompt_tokens,
+            "thinking": builder.thinking,
         }
         for _, doc in task.doc_iterator(limit=limit):
             request = make_request(task, builder, doc, subset)
             requests.append(request)
-            scored[request.sample_id] = (task, doc)
+            thoughts = {"thinking_opened": builder.opens_thoughts(request)} if builder.chat else {}
+            scored[request.sample_id] = (task, doc | thoughts)
+    if protocol.thinking is not None and not any(rule["chat_template"] for rule in rules.values()):
+        raise ValueError(
+            f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and LongBench asks none of "
+            f"{', '.join(subsets)} as one; take other subsets, or set protocol.chat_template=always"
+        )
     references = {key: [doc["answers"], doc["all_classes"], doc["length"]] for key, (_, doc) in scored.items()}
     return TaskSet(
         name="longbench",
-        protocol=protocol.to_dict() | {"truncation": "middle", "split": "after the context", "rules": rules},
+        protocol=protocol.to_dict()
+        | {"truncation": "middle", "split": "after the context", "thoughts": "not graded", "rules": rules},
         fingerprint=fingerprint(requests, references, _FOLDER),
         requests=requests,
         metrics=METRICS,

@@ -1,0 +1,89 @@
+"""Requests that ask for the log-likelihoods of continuations instead of an answer."""
+
+from collections.abc import Sequence
+from os.path import commonprefix
+from typing import TYPE_CHECKING
+
+from kvbench.requests import Request
+
+if TYPE_CHECKING:
+    from kvbench.models import LoadedModel
+
+
+def choice_request(
+    model: "LoadedModel",
+    *,
+    sample_id: str,
+    subset: str,
+    context: str,
+    continuations: Sequence[str],
+    question: str = "",
+    rendered: bool = False,
+    gold: int | None = None,
+    meta: dict | None = None,
+) -> Request:
+    """Make the request that scores several continuations of one prompt.
+
+    The last token of the prompt is a segment of its own. It is fed after compression, through the pages, so that the
+    first token of every continuation depends on the method: the letters that multiple-choice tasks score are one token
+    long and would otherwise come out of the prompt's exact pass, alike for all methods.
+
+    Args:
+        model: Its tokenizer and context length are used.
+        sample_id: Unique within the task.
+        subset: Group that scores are averaged over.
+        context: First part of the prompt.
+        continuations: At least one, none of them empty; each continues `context + question`.
+        question: Rest of the prompt, which is not seen before compression; empty for a query-aware prompt.
+        rendered: The prompt is what a chat template made: no special tokens are put around it.
+        gold: Index of the right continuation, which is also compared with the full cache; None for none.
+        meta: What the journal keeps beside the scores.
+
+    Returns:
+        The request, with one choice per continuation. A prompt that is too long has lost its beginning.
+
+    Raises:
+        ValueError: A continuation has no tokens, or leaves no room for a prompt.
+
+    Source: lm-eval 0.4.13, TemplateLM._encode_pair: white space between prompt and continuation belongs to the
+        continuation, and both are tokenised together; a long prompt loses its beginning.
+    Differs: Where the joint tokens do not begin with the prompt's own, the continuation is tokenised alone; lm-eval
+        takes as many joint tokens as are left, which then repeat or lose some of the prompt.
+    """
+    tokenizer = model.tokenizer
+    prompt = context + question
+    stripped = prompt.rstrip()
+    head = tokenizer.encode(stripped, add_special_tokens=not rendered) if stripped else []
+    if not head:
+        # Nothing to continue: what begins a text stands for it, as in lm-eval.
+        head = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
+    tails = []
+    for continuation in continuations:
+        continuation = prompt[len(stripped) :] + continuation
+        joined = tokenizer.encode(stripped + continuation, add_special_tokens=not rendered)
+        tail = joined[len(head) :] if joined[: len(head)] == head else []
+        tails.append(tuple(tail or tokenizer.encode(continuation, add_special_tokens=False)))
+    shortest, longest = min(map(len, tails)), max(map(len, tails))
+    # The last token of a continuation is only predicted, never read.
+    room = model.max_tokens - longest
+    if not shortest or room < 2:
+        raise ValueError(
+            f"{sample_id}: a continuation of {longest if shortest else 0} tokens cannot be scored: it must have at "
+            f"least one token and leave room for a prompt in the {model.max_tokens} tokens of model {model.name}"
+        )
+    cut = max(len(head) - room, 0)
+    border = len(head) - 1
+    if question:
+        seen = tokenizer.encode(context, add_special_tokens=not rendered)
+        border = min(len(commonprefix([seen, head])), border)
+    kept, border = head[cut:], max(border - cut, 0)
+    return Request(
+        sample_id=sample_id,
+        subset=subset,
+        segments=tuple(part for part in (tuple(kept[:border]), tuple(kept[border:])) if part),
+        gold=tails[gold] if gold is not None else (),
+        choices=tuple(tails),
+        max_new_tokens=1,
+        num_prompt_tokens_untruncated=len(head),
+        meta=meta or {},
+    )

@@ -1,0 +1,92 @@
+"""Thinking on and off: the template's switch, its labels, and thoughts that are not graded."""
+
+import pytest
+from longbench_rows import row, write
+from problem_rows import folder_of
+from test_task_prompts import CHAT, PLAIN, build
+
+from kvbench.tasks import load_task
+from kvbench.tasks.longbench import metrics
+from kvbench.tasks.prompts import PromptBuilder
+from kvbench.tasks.protocol import Protocol
+
+# As thinking models have it: off writes empty thoughts into the prompt, on opens them.
+SWITCH = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def thinker(model, tokenizer, monkeypatch):
+    """Gives a chat model whose template knows enable_thinking."""
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + SWITCH)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("thinking", "end", "label", "opens"),
+    [(True, "<think>\n", "on", True), (False, "</think>\n\n", "off", False), (None, "<think>\n", "template", True)],
+)
+def test_the_switch_reaches_the_template(thinker, tokenizer, thinking, end, label, opens) -> None:
+    """On, off and unset give the three prompts of the template, and the label says which."""
+    builder = PromptBuilder(thinker, Protocol(thinking=thinking), CHAT)
+    request = build(thinker, Protocol(thinking=thinking), CHAT)
+    assert tokenizer.decode(request.segments[0]).endswith(end)
+    assert builder.thinking == label
+    assert builder.opens_thoughts(request) is opens
+
+
+def test_plain_prompts_are_labelled_as_no_chat(thinker) -> None:
+    """Without a template there is no switch."""
+    assert PromptBuilder(thinker, Protocol(thinking=True), PLAIN).thinking == "no chat"
+
+
+def test_a_switch_that_does_not_exist_is_refused(model, tmp_path) -> None:
+    """A template without the switch, a form that is no chat, and chat_template=never are told apart."""
+    with pytest.raises(ValueError, match="the chat template of model stand-in has no switch enable_thinking"):
+        PromptBuilder(model, Protocol(thinking=False), CHAT)
+    with pytest.raises(ValueError, match="protocol.chat_template=never uses none"):
+        Protocol(thinking=True, chat_template="never")
+    with pytest.raises(ValueError, match="thinking='yes' must be true, false, or null"):
+        Protocol(thinking="yes")
+    cfg = {"name": "gsm8k", "form": "cot8", "data_dir": str(folder_of(tmp_path, "gsm8k"))}
+    with pytest.raises(ValueError, match="thinking=true needs a chat, and the prompts of task=gsm8k"):
+        load_task(cfg, model, limit=1, seed=0, protocol={"thinking": True})
+    write(tmp_path / "trec.jsonl", row(all_classes=["Food"], answers=["Food"]))
+    cfg = {"name": "longbench", "subsets": "trec", "data_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match="LongBench asks none of trec as one"):
+        load_task(cfg, model, limit=1, seed=0, protocol={"thinking": True})
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "math500", "aime24"])
+def test_every_row_names_it_and_thoughts_are_not_graded(thinker, tmp_path, task) -> None:
+    """An answer inside open thoughts is none; the same answer behind their end counts."""
+    from problem_rows import FILES
+
+    cfg = {"name": task, "data_dir": str(folder_of(tmp_path, task))} | ({"form": "zeroshot"} if task == "gsm8k" else {})
+    protocol = {"thinking": True, "max_new_tokens": 64}
+    loaded = load_task(cfg, thinker, limit=1, seed=0, protocol=protocol)
+    assert (loaded.protocol["thinking"], loaded.protocol["thoughts"]) == ("on", "not graded")
+    answer = {"gsm8k": "12", "math500": FILES[task][1].get("answer"), "aime24": "42"}[task]
+    right, wrong = (f"The answer is \\boxed{{{value}}}." for value in (answer, "7"))
+    if task == "gsm8k":
+        right, wrong = "The answer is 12.", "The answer is 7."
+    request = loaded.requests[0]
+    assert loaded.score(request, right)["parsed"] == 0.0
+    assert loaded.score(request, f"{wrong}</think>{right}") == {"correct": 1.0, "parsed": 1.0}
+    assert loaded.score(request, f"{right}</think>{wrong}") == {"correct": 0.0, "parsed": 1.0}
+    off = load_task(cfg, thinker, limit=1, seed=0, protocol=protocol | {"thinking": False})
+    assert off.protocol["thinking"] == "off" and off.fingerprint != loaded.fingerprint
+    assert off.score(off.requests[0], right) == {"correct": 1.0, "parsed": 1.0}
+
+
+def test_longbench_grades_what_follows_the_thoughts(thinker, tmp_path) -> None:
+    """In a chat subset thoughts go; in one that is no chat, text stays text."""
+    write(tmp_path / "qasper.jsonl", row(answers=["in the box"]))
+    cfg = {"name": "longbench", "subsets": "qasper", "data_dir": str(tmp_path)}
+    loaded = load_task(cfg, thinker, limit=1, seed=0, protocol={"thinking": True})
+    assert loaded.protocol["rules"]["qasper"]["thinking"] == "on"
+    assert loaded.score(loaded.requests[0], "the bag</think>\n\nbox") == {"score": pytest.approx(2 / 3)}
+    assert loaded.score(loaded.requests[0], "in the box") == {"score": 0.0}  # thoughts without an end
+    doc = {"answers": ["x = '</think>'"], "all_classes": None}
+    assert metrics.score_code_similarity(doc, ["x = '</think>'"])["score"] == 1.0
