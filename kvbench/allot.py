@@ -1,5 +1,7 @@
 """Ranking tokens and sharing budgets, the same way in every method. Methods import these from `kvbench.policy`."""
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
@@ -59,3 +61,66 @@ def pyramid_budgets(
     return largest_remainder(
         [high * steps - layer * (high - low) for layer in range(num_layers)], steps, base * num_layers
     )
+
+
+def share_with_cap(weight: Tensor, total: int, cap: int) -> list[int]:
+    """Whole shares proportional to `weight` [L], none above `cap`; what a cap cuts off is shared again among the
+    others; at least one each.
+
+    Args:
+        weight: fp64 [L], >= 0.
+        total: Wanted sum; what no cap leaves room for is dropped.
+        cap: Largest share.
+    """
+    shares, open_layers, left = [0] * len(weight), list(range(len(weight))), min(total, cap * len(weight))
+    while open_layers:
+        parts = [Fraction(float(weight[layer])) for layer in open_layers]
+        parts = parts if sum(parts) else [Fraction(1)] * len(parts)
+        scaled = [part * left / sum(parts) for part in parts]
+        over = [layer for layer, part in zip(open_layers, scaled, strict=True) if part >= cap]
+        if not over:
+            common = sum(parts)
+            exact = largest_remainder([part * left for part in parts], common, left)
+            for layer, value in zip(open_layers, exact, strict=True):
+                shares[layer] = value
+            break
+        for layer in over:
+            shares[layer] = cap
+        left -= cap * len(over)
+        open_layers = [layer for layer in open_layers if layer not in over]
+    return [max(1, share) for share in shares]
+
+
+def num_blocks(held: Tensor, block: int) -> Tensor:
+    """Blocks that so many slots take, the last one perhaps part-filled."""
+    return -(-held // block)
+
+
+def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
+    """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [M, n].
+
+    Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
+    first block is freed once as many slots are gone as its last block holds.
+
+    Args:
+        cost: fp32 [M, n], +inf for slots that must stay and past a list's end.
+        held: int64 [M] slots per list.
+        surplus: Blocks to free; fewer are freed when all others hold protected slots.
+    """
+    order = cost.argsort(dim=-1, stable=True)
+    ranked = cost.gather(-1, order)
+    blocks = num_blocks(held, block)
+    hanging = held - (blocks - 1) * block
+    step = torch.arange(int(blocks.max()), device=cost.device)
+    last = hanging[:, None] + step * block - 1
+    price = ranked.gather(-1, last.clamp(max=cost.shape[-1] - 1)).masked_fill(step >= blocks[:, None], float("inf"))
+    flat = price.flatten()
+    first = flat.argsort(dim=-1, stable=True)[: max(0, int(surplus))]
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[first] = torch.isfinite(flat[first])
+    count = chosen.view_as(price).sum(1)
+    num_evicted = torch.where(count > 0, hanging + (count - 1) * block, 0)
+    position = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(cost.shape[-1], device=cost.device).expand_as(order)
+    )
+    return position < num_evicted[:, None]

@@ -2,7 +2,7 @@
 `kvbench.policy`."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
@@ -67,6 +67,10 @@ class Tier:
             return "native"
         base = "fp8" if self.fp8 else f"k{self.k_bits}v{self.v_bits}"
         return base + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
+
+    def split_by_bits(self, splits: dict[int, int]) -> "Tier":
+        """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
+        return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
     @staticmethod
     def parse(text: "str | Tier") -> "Tier":
@@ -234,7 +238,21 @@ class Budget:
         return tokens
 
 
-def window_score(budget: Budget, window: int, pool: str, pool_kernel: int, decode_every: int) -> ScoreSpec:
+def check_granularity(granularity: str) -> None:
+    """Refuses what is neither `kv_head` nor `q_head` (one kept set per query head, whose copies are stored and billed).
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if granularity not in ("kv_head", "q_head"):
+        raise ValueError(
+            f"granularity={granularity!r} must be 'kv_head', or 'q_head' as code that repeats KV heads has it"
+        )
+
+
+def window_score(
+    budget: Budget, window: int, pool: str, pool_kernel: int, decode_every: int, granularity: str
+) -> ScoreSpec:
     """The statistics of methods that rank a prompt by its observation window, after checking the settings they share.
 
     Args:
@@ -243,10 +261,12 @@ def window_score(budget: Budget, window: int, pool: str, pool_kernel: int, decod
         pool: Over the prompt before the window.
         pool_kernel: Odd width of the pool.
         decode_every: Steps between evictions while decoding, which need scores and positions kept; 0 = never.
+        granularity: `kv_head` or `q_head`.
 
     Raises:
         ValueError: A setting is out of range.
     """
+    check_granularity(granularity)
     if window < 1:
         raise ValueError(f"window={window} must be >= 1: the window's queries are the score")
     if budget.unit == "tokens" and budget.value <= window:

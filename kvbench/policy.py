@@ -29,14 +29,31 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.allot import largest_remainder, pyramid_budgets, rank_descending
-from kvbench.declare import ALL_QUERIES, ALLOWED_BITS, Budget, Residual, ScoreSpec, Tier, window_score
+from kvbench.allot import (
+    choose_blocks,
+    largest_remainder,
+    num_blocks,
+    pyramid_budgets,
+    rank_descending,
+    share_with_cap,
+)
+from kvbench.declare import (
+    ALL_QUERIES,
+    ALLOWED_BITS,
+    Budget,
+    Residual,
+    ScoreSpec,
+    Tier,
+    check_granularity,
+    window_score,
+)
 from kvbench.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 
 __all__ = [
     "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView",
     "Extreme", "Policy", "PrefillPlan", "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier",
-    "largest_remainder", "pyramid_budgets", "shrink_to_share", "rank_descending", "window_score",
+    "check_granularity", "choose_blocks", "largest_remainder", "num_blocks", "pyramid_budgets", "rank_descending",
+    "share_with_cap", "shrink_to_share", "window_score",
 ]  # fmt: skip
 
 
@@ -137,7 +154,7 @@ class Policy:
     scope: ClassVar[Literal["head", "layer", "model"]] = "head"
     position_mode: ClassVar[Literal["absolute", "cache_relative"]] = "absolute"
     granularity: ClassVar[Literal["kv_head", "q_head"]] = (
-        "kv_head"  # q_head stores every query head's copy and is billed for it
+        "kv_head"  # q_head stores every query head's copy and is billed for it; a field where the method has the option
     )
     acts_in_decode: ClassVar[bool] = (
         False  # plan_decode may displace a token: question segments are then fed token by token
@@ -190,39 +207,52 @@ class Policy:
         return None
 
     def budget_complaint(
-        self, record: dict, budget: Budget, *, at_least: int = 1, mean: bool = False, at_end: int | None = None
-    ) -> str | None:
-        """What is wrong when a record holds more prompt tokens than a budget allows, or far fewer; None when it was
-        met.
+        self, record: dict, budget: Budget, *, at_least: int = 1, mean: bool = False, block: int = 1,
+        spare_pages: int = 0, at_end: int | None = None,
+    ) -> str | None:  # fmt: skip
+        """What is wrong when a record holds more prompt tokens than a budget allows, or over a page per list fewer.
 
         Args:
             record: A journal record.
             budget: What was asked.
             at_least: Tokens per list that the method keeps whatever the budget says.
             mean: The budget is a mean over lists; otherwise every list has to keep to it.
+            block: The budget is rounded up to whole blocks of so many tokens.
+            spare_pages: Pages per list that may be spent beyond the budget, for released code that rounds.
             at_end: When not None, the sequence's last state must keep to the budget too, with this many tokens per list
                 to spare.
+
+        Returns:
+            One line, or None when the budget was met.
         """
         kept = record.get("kept", {})
         if not kept:
             return None
-        lists, prompt = kept["lists"], kept["prompt_tokens"]
-        allowed = min(prompt, max(at_least, budget.tokens(prompt, lists, kept["slot_bytes"])))
-        average, page = kept["prompt_slots"] / lists, kept["page_tokens"]
+        lists, prompt, page = kept["lists"], kept["prompt_tokens"], kept["page_tokens"]
+        limit = max(at_least, -(-budget.tokens(prompt, lists, kept["slot_bytes"]) // block) * block)
+        allowed, average = min(prompt, limit), kept["prompt_slots"] / lists
         most = average if mean else kept["prompt_slots_max"]
-        if most > allowed or average < allowed - page:
-            return (
-                f"a head kept {most:g} of {prompt} prompt tokens ({average:g} on average), but the budget "
-                f"{budget.value:g} {budget.unit} allows {allowed}"
-            )
-        if at_end is None:
-            return None
-        held = sum(kept["slots_per_tier"]) / lists
-        limit = max(at_least, budget.tokens(prompt, lists, kept["slot_bytes"])) + at_end
-        if held > limit:
-            asked = f"{budget.value:g} {budget.unit}"
-            return f"{held:g} tokens per head held at the end, but the budget {asked} allows {limit}"
+        asked = f"the budget {budget.value:g} {budget.unit} allows"
+        if most > allowed + spare_pages * page or average < allowed - max(page, block):
+            return f"a head kept {most:g} of {prompt} prompt tokens ({average:g} on average), but {asked} {allowed}"
+        held = sum(kept["slots_per_tier"]) / lists if at_end is not None else 0
+        if at_end is not None and held > limit + at_end:
+            return f"{held:g} tokens per head held at the end, but {asked} {limit + at_end}"
         return None
+
+    def share_complaint(self, record: dict, budget: Budget, window: int, **how: int) -> str | None:
+        """`budget_complaint` of a method that evicts by `shrink_to_share`: after the prompt, and at the end where it
+        also evicts while decoding."""
+        complaint = self.budget_complaint(record, budget, **how)
+        kept = record.get("kept", {})
+        if complaint or not kept or not self.compact_every:
+            return complaint
+        held = sum(kept["slots_per_tier"]) / kept["lists"]
+        share = max(window, budget.tokens(kept["tokens_seen"], kept["lists"], kept["slot_bytes"]))
+        limit = share + self.compact_every + how.get("spare_pages", 0) * kept["page_tokens"]
+        if held <= limit:
+            return None
+        return f"{held:g} tokens per head held at the end, but the budget {budget.value:g} {budget.unit} allows {limit}"
 
 
 def shrink_to_share(view: DecodeView, budget: Budget, window: int, score: Tensor | None = None) -> CompactPlan:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 import torch
 
@@ -40,6 +41,8 @@ class AdaSnapKV(Policy):
         decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
             0 = never, as the papers have it.
         tier: Precision of what is kept.
+        granularity: `kv_head`: one kept set per KV head. `q_head`: KV heads are repeated first, as the original does,
+            and every query head's copy is stored and billed.
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA).
     Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; KV-head granularity
@@ -56,6 +59,7 @@ class AdaSnapKV(Policy):
     official_rounding: bool = False
     decode_every: int = 0
     tier: str = "fp16"
+    granularity: Literal["kv_head", "q_head"] = "kv_head"
     scope = "layer"
 
     def __post_init__(self) -> None:
@@ -64,7 +68,9 @@ class AdaSnapKV(Policy):
             raise ValueError(f"alpha={self.alpha} must be in [0, 1]")
         if self.beta < 1:
             raise ValueError(f"beta={self.beta} must be >= 1")
-        self._score = window_score(self._budget, self.window, self.pool, self.pool_kernel, self.decode_every)
+        self._score = window_score(
+            self._budget, self.window, self.pool, self.pool_kernel, self.decode_every, self.granularity
+        )
         self.compact_every = self.decode_every
 
     @property
@@ -111,4 +117,5 @@ class AdaSnapKV(Policy):
         return shrink_to_share(view, self._budget, self.window)
 
     def check_outcome(self, record: dict) -> str | None:
-        return None if self.official_rounding else self.budget_complaint(record, self._budget, mean=True)
+        spare = int(self.official_rounding)
+        return self.share_complaint(record, self._budget, self.window, mean=True, spare_pages=spare)

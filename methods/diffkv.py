@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from kvbench.policy import (
     ALL_QUERIES,
@@ -28,8 +27,8 @@ class DiffKV(Policy):
 
     A token's significance is the mean attention it got from the queries after it, the maximum over the query heads of
     its KV head. Against N tokens it is high from alpha_h / N on, low from alpha_l / N on, pruned below. The last
-    `window` tokens stay high. In each decode step the token that leaves the window is classified; if it stays (high or
-    low), the least significant token of the tier it entered may be demoted or pruned.
+    `window` tokens stay high, and a new token is always stored high. In each decode step at most one token of the high
+    tier is demoted or pruned. alpha_l=0 only quantises; alpha_h=alpha_l leaves no low tier and only prunes.
 
     Args:
         alpha_h: Threshold of the high tier, >= alpha_l.
@@ -37,12 +36,19 @@ class DiffKV(Policy):
         window: Last tokens that stay high, the incoming one included; >= 1.
         high: Tier of significant tokens.
         low: Tier of less significant ones.
-        threshold: `N`: thresholds alpha / prompt length, as the calibration section and Algorithm 1 say. `i`: alpha /
-            (1-based position), as section 4 says.
+        queries: Prompt queries that are scored: -1 all later ones (the paper), > 0 the last so many (released: 64).
+        threshold: `N`: thresholds alpha / prompt length, as the calibration section, Algorithm 1 and the released code
+            have it. `i`: alpha / (1-based position), as section 4 says.
+        decode_rule: `algorithm1`: the token that leaves the window is classified; if it stays, the least significant
+            token of the tier it entered may be demoted or pruned. `released`: no candidate; the least significant high
+            token is pruned, demoted over the least significant low one, demoted to a new slot, or left.
         cot: Metadata groups of the released chain-of-thought mode: 4-bit sides in 2 groups, 2-bit sides in 4.
+        emulate_score_bug: Reproduce the released short-prompt kernel, which stores each slot's score under another
+            token's rank.
 
-    Source: DiffKV (SOSP'25) section 4 and Algorithm 1; thresholds of Llama3-8B.
-    Differs: none from the paper as read there; `diffkv_artifact` is the released code.
+    Source: DiffKV (SOSP'25) section 4 and Algorithm 1; released code at 6cf5d20; thresholds of Llama3-8B.
+    Differs: `diffkv` from the paper as read there: none. `diffkv_artifact` from the released code: the score bug is
+        off by default, and slots keep their true position beside the count that the code packs into it.
     """
 
     alpha_h: float = 1.0
@@ -50,8 +56,11 @@ class DiffKV(Policy):
     window: int = 64
     high: str = "k8v4"
     low: str = "k4v2"
+    queries: int = ALL_QUERIES
     threshold: Literal["N", "i"] = "N"
+    decode_rule: Literal["algorithm1", "released"] = "algorithm1"
     cot: bool = False
+    emulate_score_bug: bool = False
     acts_in_decode = True
 
     def __post_init__(self) -> None:
@@ -59,28 +68,15 @@ class DiffKV(Policy):
             raise ValueError(f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} must satisfy 0 <= alpha_l <= alpha_h")
         if self.window < 1:
             raise ValueError(f"window={self.window} must be >= 1")
-        if self.threshold not in ("N", "i"):
-            raise ValueError(f"threshold={self.threshold!r} must be 'N' or 'i'")
-        self._tiers = (self._tier(self.high), self._tier(self.low))
-        for tier in self._tiers:
-            if not tier.evictable:
-                raise ValueError(
-                    f"tier {tier.name} cannot be demoted token by token; choose a token-axis tier such as k8v4"
-                )
+        if self.queries < 1 and self.queries != ALL_QUERIES:
+            raise ValueError(f"queries={self.queries} must be >= 1, or -1 for all")
+        for name, rules in (("threshold", ("N", "i")), ("decode_rule", ("algorithm1", "released"))):
+            if getattr(self, name) not in rules:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {rules[0]!r} or {rules[1]!r}")
+        named = (Tier.parse(self.high), Tier.parse(self.low))
+        self._tiers = tuple(tier.split_by_bits({4: 2, 2: 4}) for tier in named) if self.cot else named
         self._score = ScoreSpec(
-            prefill_queries=ALL_QUERIES, group_reduce="max", decode_update=True, track=("score", "pos")
-        )
-
-    def _tier(self, text: str) -> Tier:
-        tier = Tier.parse(text)
-        if not self.cot or tier.native:
-            return tier
-        splits = {4: 2, 2: 4}
-        return Tier(
-            k_bits=tier.k_bits,
-            v_bits=tier.v_bits,
-            k_splits=splits.get(tier.k_bits, 1),
-            v_splits=splits.get(tier.v_bits, 1),
+            prefill_queries=self.queries, group_reduce="max", decode_update=True, track=("score", "pos")
         )
 
     @property
@@ -94,38 +90,52 @@ class DiffKV(Policy):
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         length = view.num_tokens
         position = torch.arange(length, device=view.score.device)
-        mean = view.score / (length - position)
+        count = length - position
+        mean = view.score / (count if self.queries == ALL_QUERIES else count.clamp(max=self.queries))
         scale = 1.0 / length if self.threshold == "N" else 1.0 / (position + 1)
+        protected = position >= length - self.window
         tier_of = torch.where(mean >= self.alpha_h * scale, HIGH, torch.where(mean >= self.alpha_l * scale, LOW, EVICT))
-        tier_of[..., max(0, length - self.window) :] = HIGH
-        return PrefillPlan(tier_of=tier_of.to(torch.int8))
+        stored = None
+        if self.emulate_score_bug:
+            order = mean.masked_fill(protected, 1.0).argsort(dim=-1, stable=True)
+            stored = torch.empty_like(view.score).scatter_(-1, order, view.score)
+        return PrefillPlan(tier_of=tier_of.masked_fill(protected, HIGH).to(torch.int8), score=stored)
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
-        """Algorithm 1; the incoming token always takes the high slot that becomes free, or a new one."""
-        seen = view.tokens_seen
-        leaving = seen - self.window
-        at_high, at_low = (alpha / seen[:, None, None] for alpha in (self.alpha_h, self.alpha_l))
+        at_high, at_low = (alpha / view.tokens_seen[:, None, None] for alpha in (self.alpha_h, self.alpha_l))
+        rule = self._algorithm1 if self.decode_rule == "algorithm1" else self._released
+        return rule(view, at_high, at_low)
+
+    def _algorithm1(self, view: DecodeView, at_high: torch.Tensor, at_low: torch.Tensor) -> DecodePlan:
+        """Algorithm 1; the incoming token takes the high slot that becomes free, or a new one."""
+        leaving = view.tokens_seen - self.window
         candidate = view.find(HIGH, leaving)
-        high = view.argmin(HIGH, by="mean", before=leaving + 1)
-        low = view.argmin(LOW, by="mean", before=leaving + 1)
+        high, low = (view.argmin(tier, by="mean", before=leaving + 1) for tier in (HIGH, LOW))
         # The candidate: pruned, demoted (perhaps over a low victim), or it stays and a high victim is looked for.
         prune = candidate.found & (candidate.value < at_low)
         demote = candidate.found & ~prune & (candidate.value < at_high)
         stays = candidate.found & ~prune & ~demote & high.found
         prune_high = stays & (high.value < at_low)
         demote_high = stays & ~prune_high & (high.value < at_high)
-        slot = _first_of((prune | demote, candidate.slot), (prune_high | demote_high, high.slot))
-        reuse = demote & low.found & (low.value < at_low)
+        victim = torch.where(prune_high | demote_high, high.slot, APPEND)
         return DecodePlan(
-            slot=slot,
+            slot=torch.where(prune | demote, candidate.slot, victim),
             demote_to=torch.where(demote | demote_high, LOW, EVICT),
-            demote_slot=torch.where(reuse, low.slot, APPEND),
+            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, APPEND),
         )
 
-
-def _first_of(*cases: tuple[Tensor, Tensor]) -> Tensor:
-    """The slot of the first case that applies, else `APPEND`."""
-    slot = torch.full_like(cases[0][1], APPEND)
-    for applies, value in reversed(cases):
-        slot = torch.where(applies, value, slot)
-    return slot
+    def _released(self, view: DecodeView, at_high: torch.Tensor, at_low: torch.Tensor) -> DecodePlan:
+        """The released four-way rule over tokens that at least `window` queries have scored."""
+        before = view.tokens_seen - self.window + 1
+        if self.queries != ALL_QUERIES:  # prompt tokens count from the first scored query on
+            scored = view.tokens_seen - (view.prompt_tokens - self.queries)
+            before = torch.where(scored < self.window, torch.zeros_like(before), before)
+        high, low = (view.argmin(tier, by="mean", before=before) for tier in (HIGH, LOW))
+        room = view.num_slots(HIGH) + view.num_slots(LOW) + 1 <= self.window
+        prune = ~room & high.found & (high.value < at_low) & (high.value < low.value)
+        demote = ~room & ~prune & high.found & (high.value < at_high)
+        return DecodePlan(
+            slot=torch.where(prune | demote, high.slot, APPEND),
+            demote_to=torch.where(demote, LOW, EVICT),
+            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, APPEND),
+        )

@@ -1,6 +1,7 @@
 """H2O: heavy hitters by accumulated attention, and a recent window."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,7 @@ from kvbench.policy import (
     PrefillView,
     ScoreSpec,
     Tier,
+    check_granularity,
     rank_descending,
 )
 
@@ -34,11 +36,12 @@ class H2O(Policy):
             ran).
         window: Recent tokens of the one-shot variant instead of `recent_share`; 0 = use the share.
         tier: Precision of what is kept.
+        granularity: `kv_head`: one kept set per KV head. `q_head`: KV heads are repeated first, as the original does,
+            and every query head's copy is stored and billed.
 
     Source: FMInference/H2O utils_real_drop (H2OKVCache_LayerWise). `one_shot` with
         window 8: KVCache-Factory H2OKVCluster.
-    Differs: KV-head granularity with the group's sum (the original keeps query heads); the two budgets are one budget
-        and a share.
+    Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
     """
 
     budget: float | int | str = 0.2
@@ -47,9 +50,11 @@ class H2O(Policy):
     one_shot: bool = False
     window: int = 0
     tier: str = "fp16"
+    granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def __post_init__(self) -> None:
         self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        check_granularity(self.granularity)
         if not 0 <= self.recent_share <= 1:
             raise ValueError(f"recent_share={self.recent_share} must be in [0, 1]")
         if self.window < 0:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from kvbench.policy import (
     ALL_QUERIES,
@@ -17,6 +16,8 @@ from kvbench.policy import (
     PrefillView,
     ScoreSpec,
     Tier,
+    choose_blocks,
+    num_blocks,
 )
 
 
@@ -96,7 +97,7 @@ class KVCompress(Policy):
         lists = cost.flatten(0, 1)
         held = torch.full((len(lists),), length, device=cost.device)
         allowed = self._blocks(view.budget_tokens(self._budget), len(lists))
-        evict = choose_blocks(lists, held, self.block, _num_blocks(held, self.block).sum() - allowed)
+        evict = choose_blocks(lists, held, self.block, num_blocks(held, self.block).sum() - allowed)
         return PrefillPlan(tier_of=torch.where(evict, EVICT, 0).to(torch.int8).view(view.score.shape))
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
@@ -110,9 +111,15 @@ class KVCompress(Policy):
             opening = (
                 held % self.block == 0
             ).sum()  # blocks that the incoming tokens will open count against the budget
-            surplus = _num_blocks(held, self.block).sum() + opening - self._blocks(allowed, len(lists))
+            surplus = num_blocks(held, self.block).sum() + opening - self._blocks(allowed, len(lists))
             keep.append(~choose_blocks(lists, held, self.block, surplus).view(slots.valid[row].shape))
         return CompactPlan(keep=[torch.stack(keep)])
+
+    def check_outcome(self, record: dict) -> str | None:
+        spare = 2 * self.block if self.continual else None  # a new block per list between evictions, and one opening
+        return self.budget_complaint(
+            record, self._budget, at_least=self._protected, mean=True, block=self.block, at_end=spare
+        )
 
     @property
     def _protected(self) -> int:
@@ -122,37 +129,3 @@ class KVCompress(Policy):
         """Blocks that the budget allows over all lists."""
         rounded = -(-tokens // self.block) * self.block
         return -(-rounded * lists // self.block)
-
-
-def _num_blocks(held: Tensor, block: int) -> Tensor:
-    return -(-held // block)
-
-
-def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
-    """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [M, n].
-
-    Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
-    first block is freed once as many slots are gone as its last block holds.
-
-    Args:
-        cost: fp32 [M, n], +inf for slots that must stay and past a list's end.
-        held: int64 [M] slots per list.
-        surplus: Blocks to free; fewer are freed when all others hold protected slots.
-    """
-    order = cost.argsort(dim=-1, stable=True)
-    ranked = cost.gather(-1, order)
-    blocks = _num_blocks(held, block)
-    hanging = held - (blocks - 1) * block
-    step = torch.arange(int(blocks.max()), device=cost.device)
-    last = hanging[:, None] + step * block - 1
-    price = ranked.gather(-1, last.clamp(max=cost.shape[-1] - 1)).masked_fill(step >= blocks[:, None], float("inf"))
-    flat = price.flatten()
-    first = flat.argsort(dim=-1, stable=True)[: max(0, int(surplus))]
-    chosen = torch.zeros_like(flat, dtype=torch.bool)
-    chosen[first] = torch.isfinite(flat[first])
-    count = chosen.view_as(price).sum(1)
-    num_evicted = torch.where(count > 0, hanging + (count - 1) * block, 0)
-    position = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(cost.shape[-1], device=cost.device).expand_as(order)
-    )
-    return position < num_evicted[:, None]

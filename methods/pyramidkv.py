@@ -1,6 +1,7 @@
 """PyramidKV: SnapKV's selection with a budget that shrinks from the first layer to the last."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -37,6 +38,8 @@ class PyramidKV(Policy):
         decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
             0 = never, as the papers have it.
         tier: Precision of what is kept.
+        granularity: `kv_head`: one kept set per KV head. `q_head`: KV heads are repeated first, as the original does,
+            and every query head's copy is stored and billed.
 
     Source: Zefan-Cai/KVCache-Factory at c97f9d7, PyramidKVCluster.
     Differs: the budget is met exactly (largest remainder) unless `official_rounding`; budgets are computed for every
@@ -51,12 +54,15 @@ class PyramidKV(Policy):
     official_rounding: bool = False
     decode_every: int = 0
     tier: str = "fp16"
+    granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def __post_init__(self) -> None:
         self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
         if self.beta < 1:
             raise ValueError(f"beta={self.beta} must be >= 1")
-        self._score = window_score(self._budget, self.window, self.pool, self.pool_kernel, self.decode_every)
+        self._score = window_score(
+            self._budget, self.window, self.pool, self.pool_kernel, self.decode_every, self.granularity
+        )
         self.compact_every = self.decode_every
 
     @property
@@ -90,4 +96,5 @@ class PyramidKV(Policy):
         return shrink_to_share(view, self._budget, self.window)
 
     def check_outcome(self, record: dict) -> str | None:
-        return None if self.official_rounding else self.budget_complaint(record, self._budget, mean=True)
+        spare = int(self.official_rounding)
+        return self.share_complaint(record, self._budget, self.window, mean=True, spare_pages=spare)

@@ -85,4 +85,4 @@ class RandomControl(Policy):
         return shrink_to_share(view, self._budget, self.window, score)
 
     def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget)
+        return self.share_complaint(record, self._budget, self.window)

@@ -1,6 +1,7 @@
 """SnapKV: the last prompt queries choose what stays."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -33,10 +34,12 @@ class SnapKV(Policy):
         decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
             0 = never, as the papers have it.
         tier: Precision of what is kept.
+        granularity: `kv_head`: one kept set per KV head. `q_head`: KV heads are repeated first, as the original does,
+            and every query head's copy is stored and billed.
 
     Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max).
-    Differs: one kept set per KV head with the group's mean score before pooling (the original repeats KV heads); kept
-        tokens are stored in position order; scores are summed in fp32; a prompt of exactly the budget is left alone.
+    Differs: by default one kept set per KV head with the group's mean score before pooling; kept tokens are stored in
+        position order; scores are summed in fp32; a prompt of exactly the budget is left alone.
     """
 
     budget: float | int | str = 0.25
@@ -45,10 +48,13 @@ class SnapKV(Policy):
     pool_kernel: int = 7
     decode_every: int = 0
     tier: str = "fp16"
+    granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def __post_init__(self) -> None:
         self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
-        self._score = window_score(self._budget, self.window, self.pool, self.pool_kernel, self.decode_every)
+        self._score = window_score(
+            self._budget, self.window, self.pool, self.pool_kernel, self.decode_every, self.granularity
+        )
         self.compact_every = self.decode_every
 
     @property
@@ -71,4 +77,4 @@ class SnapKV(Policy):
         return shrink_to_share(view, self._budget, self.window)
 
     def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget)
+        return self.share_complaint(record, self._budget, self.window)

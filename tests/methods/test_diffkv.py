@@ -127,6 +127,8 @@ def test_chain_of_thought_groups_follow_the_bits():
         ({"alpha_l": -0.1}, r"alpha_l=-0.1 and alpha_h=1.0 must satisfy 0 <= alpha_l <= alpha_h"),
         ({"alpha_l": 0.5, "alpha_h": 0.4}, r"alpha_l=0.5 and alpha_h=0.4 must satisfy"),
         ({"window": 0}, r"window=0 must be >= 1"),
+        ({"queries": 0}, r"queries=0 must be >= 1, or -1 for all"),
+        ({"decode_rule": "paper"}, r"decode_rule='paper' must be 'algorithm1' or 'released'"),
         ({"threshold": "n"}, r"threshold='n' must be 'N' or 'i'"),
         ({"high": "k3v3"}, r"k_bits=3 is not one of"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from store_helpers import golden, held_positions, make_store, prefill_view
 
-from kvbench.methods.diffkv_artifact import DiffKVArtifact
+from kvbench.methods.diffkv import DiffKV
 
 HIGH, LOW = 0, 1
 # Score sums of the golden state after a prompt of 6 with 4 scored queries; means are over min(6 - j, 4) queries.
@@ -14,7 +14,8 @@ LOW_SCORES = {2: 0.6}
 
 def policy_of(alpha_h, alpha_l, **settings):
     """The golden setting: 4 queries, a window of 2."""
-    return DiffKVArtifact(alpha_h=alpha_h, alpha_l=alpha_l, window=2, queries=4, **settings)
+    released = {"queries": 4, "decode_rule": "released"}
+    return DiffKV(alpha_h=alpha_h, alpha_l=alpha_l, window=2, **released, **settings)
 
 
 def test_golden_prompt_classes():
@@ -90,7 +91,7 @@ def test_golden_actions(case, alphas, changes):
 
 def test_short_caches_only_append():
     """While a head holds fewer tokens than the window, nothing is demoted however small its score."""
-    store, row = store_of(DiffKVArtifact(alpha_h=100, alpha_l=100, window=64, queries=4))
+    store, row = store_of(DiffKV(alpha_h=100, alpha_l=100, window=64, queries=4, decode_rule="released"))
     store.begin_step(torch.tensor([row]))
     assert sorted(held_positions(store, row, HIGH)[0]) == [0, 3, 4, 5, 6]
 
@@ -98,4 +99,4 @@ def test_short_caches_only_append():
 def test_bad_thresholds():
     """alpha_l above alpha_h is refused with both values."""
     with pytest.raises(ValueError, match=r"alpha_l=2.0 and alpha_h=1.0 must satisfy"):
-        DiffKVArtifact(alpha_l=2.0)
+        DiffKV(alpha_l=2.0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from store_helpers import golden, make_store, prefill_view
 
-from kvbench.methods.minikv import MiniKV, share_with_cap
-from kvbench.policy import PrefillView
+from kvbench.methods.minikv import MiniKV
+from kvbench.policy import PrefillView, share_with_cap
 
 
 def view_of(num_tokens: int, num_layers: int, layers: list[int], score=None) -> PrefillView:
