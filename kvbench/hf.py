@@ -48,6 +48,11 @@ class Session:
     num_prompt_tokens: int = 0
     bad_layers: list[Tensor] | None = None
 
+    def first_bad_layer(self, index: int) -> int:
+        """First layer whose attention output was not finite for a row of the batch; -1 when none."""
+        flags = torch.stack(self.bad_layers)[:, index].nonzero()
+        return int(flags[0, 0]) if len(flags) else -1
+
 
 class _Layer(CacheLayerMixin):
     """One layer of a `SessionCache`: passes the new keys and values through, tagged with itself."""

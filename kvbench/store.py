@@ -6,6 +6,7 @@ M = S * L * H lists.
 """
 
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from kvbench.kernels.torch_attention import Ring, TierPages, rotate
 from kvbench.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.policy import Policy
 from kvbench.residual import ResidualBuffer
+
+if TYPE_CHECKING:
+    from kvbench.prompt_cache import Recording
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
@@ -74,6 +78,7 @@ class CompressedStore:
         self._free_rows = list(range(rows))
         self.stash: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         self._step: store_step.Step | None = None
+        self.recording: Recording | None = None  # takes what `prefill_layer` sees, for a prompt cache
 
     @property
     def lists_per_row(self) -> int:

@@ -14,16 +14,27 @@ if TYPE_CHECKING:
 def prefill_layer(
     store: "CompressedStore", row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> None:
-    """Plans and writes one layer of a prompt; see `CompressedStore.prefill_layer`."""
-    spec = store.policy.score
-    k, v = store.at_granularity(k), store.at_granularity(v)
-    score = None
+    """Scores, plans and writes one layer of a prompt; see `CompressedStore.prefill_layer`."""
+    spec, score = store.policy.score, None
     if spec.prefill_queries:
         score = store.backend.prompt_scores(
-            q, k, scale, queries=spec.prefill_queries, skip_near=spec.skip_near, power=spec.power, pool=spec.pool,
-            pool_kernel=spec.pool_kernel, pool_stage=spec.pool_stage, pool_region=spec.pool_region,
-            group=spec.group_reduce,
+            q, store.at_granularity(k), scale, queries=spec.prefill_queries, skip_near=spec.skip_near,
+            power=spec.power, pool=spec.pool, pool_kernel=spec.pool_kernel, pool_stage=spec.pool_stage,
+            pool_region=spec.pool_region, group=spec.group_reduce,
         )  # fmt: skip
+    if store.recording is not None:
+        store.recording.add(k, v, score)
+    place_layer(store, row, layer, k, v, score)
+
+
+def place_layer(store: "CompressedStore", row: int, layer: int, k: Tensor, v: Tensor, score: Tensor | None) -> None:
+    """Plans and writes one layer of a prompt whose scores are known.
+
+    Args:
+        k, v: [KV heads of the model, N, D] post-RoPE keys and values, uncompressed.
+        score: fp32 [heads of the store, N] as the policy's `ScoreSpec` says, or None when it wants none.
+    """
+    k, v = store.at_granularity(k), store.at_granularity(v)
     if store.policy.scope == "model":
         stash = store.stash.setdefault(row, [])
         stash.append((k, v, score))
