@@ -23,6 +23,7 @@ _TORCH = SimpleNamespace(
     prefill_attention=torch_attention.prefill_attention,
     chunk_attention=torch_attention.chunk_attention,
     prompt_scores=torch_attention.prompt_scores,
+    prompt_low_counts=torch_attention.prompt_low_counts,
 )
 
 # Name -> what gives the operations, or raises BuildError where they cannot be had.

@@ -233,8 +233,9 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tens
 
 
 def column_scores(
-    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int = 0, power: int = 1, block: int = 64
-) -> Tensor:
+    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int = 0, power: int = 1, block: int = 64,
+    below_uniform: bool = False,
+) -> Tensor:  # fmt: skip
     """How much attention each key of a prompt receives, summed over queries, in O(N) memory.
 
     `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over keys
@@ -246,6 +247,7 @@ def column_scores(
         skip_near: Query i does not count for key j when i - j < skip_near.
         power: 1 or 2.
         block: Queries per block; memory is Hq * block * N fp32.
+        below_uniform: Instead of probabilities, sum minus 1 for every counted query with probability < 1 / (i + 1).
 
     Returns:
         fp32 [Hq, N].
@@ -264,6 +266,10 @@ def column_scores(
         distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(near, end, device=q.device)
         logits[..., near:].masked_fill_(distance < 0, float("-inf"))
         prob = logits.softmax(-1)
+        if below_uniform:
+            seen = torch.arange(begin + 1, end + 1, device=q.device)
+            prob = -(prob < 1.0 / seen[:, None]).float()
+            prob[..., near:].masked_fill_(distance < 0, 0.0)
         if power == 2:
             prob = prob.square_()
         if skip_near:
@@ -297,6 +303,19 @@ def prompt_scores(
         k.shape[0], queries=queries, pool=pool, pool_kernel=pool_kernel, pool_stage=pool_stage, pool_region=pool_region,
         group=group,
     )  # fmt: skip
+
+
+def prompt_low_counts(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, group: Reduce) -> Tensor:
+    """Minus the number of counted queries that attend to a prompt key with less than 1 / (keys they see), per KV head.
+
+    Args:
+        q: [Hq, N, D]; k: [H, N, D]. The other arguments as `kvbench.policy.ScoreSpec` names them.
+
+    Returns:
+        fp32 [H, N].
+    """
+    counts = column_scores(q, k, scale, queries=queries, skip_near=skip_near, below_uniform=True)
+    return reduce_group(counts.view(k.shape[0], -1, k.shape[1]), group, 1)
 
 
 def reduce_scores(

@@ -104,6 +104,8 @@ class ScoreSpec:
     """Which attention statistics the kernels return and keep.
 
     Args:
+        statistic: `probability`: what queries attend to a key with. `below_uniform`: minus 1 for every query that
+            attends to a key with less than 1 / (keys it sees).
         prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
         skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
             tracked.
@@ -119,6 +121,7 @@ class ScoreSpec:
         track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
     """
 
+    statistic: Literal["probability", "below_uniform"] = "probability"
     prefill_queries: int = 0
     skip_near: int = 0
     power: int = 1
@@ -135,6 +138,7 @@ class ScoreSpec:
         if self.prefill_queries < ALL_QUERIES:
             raise ValueError(f"prefill_queries={self.prefill_queries} must be >= 0, or -1 for all queries")
         for name, value, known in (
+            ("statistic", self.statistic, ("probability", "below_uniform")),
             ("pool", self.pool, ("none", "avg", "max")),
             ("pool_stage", self.pool_stage, ("per_query_head", "after_group")),
             ("pool_region", self.pool_region, ("prefix", "all")),
@@ -142,6 +146,11 @@ class ScoreSpec:
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
+        if self.statistic == "below_uniform" and (self.power, self.pool, self.group_reduce) != (1, "none", "max"):
+            raise ValueError(
+                f"statistic='below_uniform' counts per query head, so it needs power=1, pool='none' and "
+                f"group_reduce='max', not {self.power}, {self.pool!r} and {self.group_reduce!r}"
+            )
         if self.power not in (1, 2):
             raise ValueError(f"power={self.power} must be 1 or 2")
         if self.pool != "none" and (self.pool_kernel < 1 or self.pool_kernel % 2 == 0):

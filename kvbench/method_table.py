@@ -27,8 +27,9 @@ def scored(policy: Policy) -> str:
     queries = "all queries" if spec.prefill_queries == ALL_QUERIES else f"last {spec.prefill_queries} queries"
     power = ", squared" if spec.power == 2 else ""
     pool = "" if spec.pool == "none" else f", {spec.pool}-pool {spec.pool_kernel}"
-    update = "; updated in decode" if spec.decode_update else ""
-    return f"{queries}{power}{pool}, group {spec.group_reduce}{update}"
+    counts = ", how often below 1 / n" if spec.statistic == "below_uniform" else ""
+    update = "; replaced in decode" if spec.decode_replace else "; updated in decode" if spec.decode_update else ""
+    return f"{queries}{power}{counts}{pool}, group {spec.group_reduce}{update}"
 
 
 def acts(policy: Policy) -> str:
@@ -36,9 +37,11 @@ def acts(policy: Policy) -> str:
     times = []
     if type(policy).plan_prefill is not Policy.plan_prefill:
         times.append("prompt")
-    if policy.acts_in_decode:
+    if type(policy).plan_decode is not Policy.plan_decode and policy.acts_in_decode:
         times.append("every step")
-    if policy.compact_every:
+    if type(policy).compact_due is not Policy.compact_due:
+        times.append("when the budget is full")
+    elif policy.compact_every:
         times.append(f"every {policy.compact_every} steps")
     if policy.residual is not None:
         spec = policy.residual

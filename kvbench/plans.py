@@ -65,7 +65,12 @@ class DecodePlan:
 
 @dataclass(kw_only=True)
 class CompactPlan:
-    """Bulk eviction: `keep[tier]` is bool [S, L, H, n] over the slots of `DecodeView.slots(tier)`, or None to keep all
-    of a tier."""
+    """Bulk eviction.
+
+    Args:
+        keep: Per tier, bool [S, L, H, n] over the slots of `DecodeView.slots(tier)`, or None to keep all of a tier.
+        restart_scores: The scores of what stays begin again at 0.
+    """
 
     keep: list[Tensor | None]
+    restart_scores: bool = False

@@ -18,6 +18,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - kv_compress: k16v16; last 8 or all but near, squared, pooled; model; blocks ranked over all layers and heads;
   `plan_compact` every n steps.
 - diffkv: k8v4 and k4v2; all queries, group max, decode update; head; thresholds alpha / N; `DecodePlan` with demotion.
+- scissorhands: k16v16; last w, counts below 1 / n, decode update; head; the least often low; `plan_compact` when full.
 - tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
 - random: any tier; none; head; a seeded choice; append.
 - duo_attention would be: k16v16; none; head; a table per layer and head; as streaming_llm for some heads.
@@ -188,8 +189,16 @@ class Policy:
         """Decides one decode step. Default: append to tier 0 everywhere."""
         return DecodePlan()
 
+    def compact_due(self, view: DecodeView) -> Tensor:
+        """bool [S]: sequences for which `plan_compact` comes before this step; only asked when `compact_every` > 0.
+
+        Default: every `compact_every` tokens behind the prompt.
+        """
+        grown = view.tokens_seen - view.prompt_tokens
+        return (grown > 0) & (grown % self.compact_every == 0)
+
     def plan_compact(self, view: DecodeView) -> CompactPlan:
-        """Decides a bulk eviction; only called when `compact_every` > 0."""
+        """Decides a bulk eviction for the sequences that `compact_due` named."""
         raise NotImplementedError(f"{type(self).__name__} sets compact_every but does not define plan_compact")
 
     def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:

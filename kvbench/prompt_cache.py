@@ -129,4 +129,4 @@ def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
     spec = store.policy.score
     if not spec.prefill_queries:
         return None
-    return replace(spec, decode_update=False, track=()), store.policy.granularity
+    return replace(spec, decode_update=False, decode_replace=False, track=()), store.policy.granularity

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvbench import scores
 from kvbench.policy import PrefillPlan, PrefillView
 
 if TYPE_CHECKING:
@@ -15,13 +16,7 @@ def prefill_layer(
     store: "CompressedStore", row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> None:
     """Scores, plans and writes one layer of a prompt; see `CompressedStore.prefill_layer`."""
-    spec, score = store.policy.score, None
-    if spec.prefill_queries:
-        score = store.backend.prompt_scores(
-            q, store.at_granularity(k), scale, queries=spec.prefill_queries, skip_near=spec.skip_near,
-            power=spec.power, pool=spec.pool, pool_kernel=spec.pool_kernel, pool_stage=spec.pool_stage,
-            pool_region=spec.pool_region, group=spec.group_reduce,
-        )  # fmt: skip
+    score = scores.of_prompt(store, q, store.at_granularity(k), scale)
     if store.recording is not None:
         store.recording.add(k, v, score)
     place_layer(store, row, layer, k, v, score)
@@ -41,11 +36,11 @@ def place_layer(store: "CompressedStore", row: int, layer: int, k: Tensor, v: Te
         if layer + 1 < store.shape.num_layers:
             return
         layers = torch.arange(store.shape.num_layers, device=k.device)
-        scores = None if score is None else torch.stack([s for _, _, s in stash])
-        plan = _plan(store, layers, scores, k.shape[1])
+        joined = None if score is None else torch.stack([s for _, _, s in stash])
+        plan = _plan(store, layers, joined, k.shape[1])
         staging = sum(x.nbytes + y.nbytes for x, y, _ in stash)
         for index, (keys, values, _) in enumerate(store.stash.pop(row)):
-            _write(store, row, index, keys, values, plan, scores, index)
+            _write(store, row, index, keys, values, plan, joined, index)
     else:
         plan = _plan(store, torch.tensor([layer], device=k.device), None if score is None else score[None], k.shape[1])
         staging = k.nbytes + v.nbytes

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench import ledger
+from kvbench import ledger, scores
 from kvbench.kernels.pool import PoolExhausted
-from kvbench.kernels.torch_attention import Ring, TierPages
+from kvbench.kernels.torch_attention import Ring
 from kvbench.policy import APPEND, EVICT, DecodePlan
 from kvbench.views import StoreDecodeView
 
@@ -70,24 +70,11 @@ def attend(store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tenso
     tiers, _ = store.layer_pages(step.rows, layer, step.width[layer])
     if store.policy.position_mode == "cache_relative":
         _rotate_to_cache_positions(store, step, tiers)
-    out, _, scores = store.backend.paged_decode(
+    out, _, reduced = store.backend.paged_decode(
         q, pool.pages, tiers, None, scale, power=spec.power, group=spec.group_reduce if spec.decode_update else None
     )
-    for tier, score in zip(tiers, scores, strict=False):
-        if spec.skip_near:  # as in the prompt, a query does not count for the keys just before it
-            pos = store.backend.region(pool.pages, tier.fmt, "pos")[tier.ids].flatten(-2)
-            distance = store.tokens_seen[step.rows][:, None, None] - pos
-            score = score.masked_fill(distance < spec.skip_near, 0.0)
-        if spec.decode_replace:
-            _clear_scores(store, tier)
-        store.backend.add_scores(pool.pages, tier, score)
+    scores.add_step(store, step.rows, tiers, reduced)
     return out
-
-
-def _clear_scores(store: "CompressedStore", tier: TierPages) -> None:
-    """Sets the scores in a tier's live pages to 0."""
-    first_slot = torch.arange(tier.ids.shape[-1], device=tier.ids.device) * tier.fmt.tokens_per_page
-    store.backend.region(store.pool.pages, tier.fmt, "score")[tier.ids[first_slot < tier.num_k[..., None]]] = 0.0
 
 
 def end(store: "CompressedStore", step: Step) -> None:
@@ -195,11 +182,9 @@ def _demote(
 
 def _compact(store: "CompressedStore", rows: Tensor) -> None:
     """Bulk eviction for the rows whose turn it is."""
-    every = store.policy.compact_every
-    if not every:
+    if not store.policy.compact_every:
         return
-    grown = store.tokens_seen[rows] - store.prompt_tokens[rows]
-    due = rows[(grown > 0) & (grown % every == 0)]
+    due = rows[store.policy.compact_due(StoreDecodeView(store, rows))]
     if not due.numel():
         return
     lists, plan = store.lists_of(due), store.policy.plan_compact(StoreDecodeView(store, due))
@@ -210,6 +195,8 @@ def _compact(store: "CompressedStore", rows: Tensor) -> None:
         where = [store.table.lookup(lists[owner], tier, x) for x in (source, target)]
         store.backend.move_slots(store.pool.pages, store.formats[tier], *where[0], *where[1])
         store.table.truncate(lists, tier, count)
+    if plan.restart_scores:
+        scores.restart(store, lists)
 
 
 def _rotate_to_cache_positions(store: "CompressedStore", step: Step, tiers: list) -> None:

@@ -1,0 +1,100 @@
+"""Scissorhands: what recent queries hardly looked at is dropped, many tokens at a time."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import (
+    EVICT,
+    Budget,
+    CompactPlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Tier,
+    rank_descending,
+)
+
+
+@dataclass(kw_only=True)
+class Scissorhands(Policy):
+    """Keeps the tokens that few recent queries attended to with less than the uniform share, and the most recent ones.
+
+    The prompt is cut to the budget by its last `history` queries. Whenever the budget is full and a token comes in, a
+    share of the budget is dropped at once: the tokens that were below 1 / (tokens held) most often since the last drop.
+
+    Args:
+        budget: Most tokens per KV head: ratio of the prompt, tokens, or bytes.
+        history: Last prompt queries that count; >= 1.
+        recent: Last tokens that are never dropped, as far as the budget allows; >= 0.
+        drop: Share of the budget that is dropped at once, in (0, 1]; at least one token.
+        tier: Precision of what is kept.
+
+    Source: Scissorhands (Liu et al., NeurIPS 2023), Algorithms 1 and 2 with w=400, r=10, m=0.5 B, as other work
+        describes them: the paper's text was not at hand, and no official code is known. The count of low
+        probabilities is also in AnswerDotAI/cold-compress cache.py, KVCacheScissorhands.
+    Differs: while decoding, the queries that count are those since the last drop, not the last `history` ones; one
+        count per KV head, of queries for which all of its query heads are low; every layer has the same budget (the
+        paper gives later layers more by their measured persistence).
+    """
+
+    budget: float | int | str = 0.25
+    history: int = 400
+    recent: int = 10
+    drop: float = 0.5
+    tier: str = "fp16"
+    acts_in_decode = True
+    compact_every = 1  # whether it is time is asked before every step: see compact_due
+
+    def __post_init__(self) -> None:
+        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        if self.history < 1 or self.recent < 0:
+            raise ValueError(f"history={self.history} must be >= 1 query and recent={self.recent} >= 0 tokens")
+        if not 0 < self.drop <= 1:
+            raise ValueError(f"drop={self.drop} must be a share of the budget in (0, 1]")
+        self._score = ScoreSpec(
+            statistic="below_uniform",
+            prefill_queries=self.history,
+            group_reduce="max",
+            decode_update=True,
+            track=("score", "pos"),
+        )
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    @property
+    def score(self) -> ScoreSpec:
+        return self._score
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        budget = view.budget_tokens(self._budget)
+        score = view.score.clone()
+        score[..., max(0, view.num_tokens - self.recent) :] = float("inf")
+        tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
+        return PrefillPlan(tier_of=tier_of)
+
+    def compact_due(self, view: DecodeView) -> Tensor:
+        """When the budget is full: all lists hold as many tokens, so the count of steps says when."""
+        budget = view.budget_tokens(self._budget)
+        since_full = view.tokens_seen - torch.maximum(view.prompt_tokens, budget)
+        return (since_full >= 0) & (since_full % self._dropped(budget) == 0)
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        budget, slots = view.budget_tokens(self._budget), view.slots(0)
+        keep = (budget - self._dropped(budget))[:, None, None, None]
+        is_recent = slots.pos >= (view.tokens_seen - self.recent)[:, None, None, None]
+        # Among recent tokens the newest go last, so that a budget below `recent` keeps the newest.
+        score = torch.where(is_recent, 1.0 + slots.pos, slots.score).masked_fill(~slots.valid, float("-inf"))
+        return CompactPlan(keep=[rank_descending(score) < keep], restart_scores=True)
+
+    def check_outcome(self, record: dict) -> str | None:
+        return self.budget_complaint(record, self._budget, at_end=0)
+
+    def _dropped(self, budget: Tensor) -> Tensor:
+        """Tokens dropped at once, int64 [S]."""
+        return (budget * self.drop).long().clamp(min=1)
