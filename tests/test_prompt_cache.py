@@ -13,13 +13,6 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.prompt_cache import PromptCache, Recording
 
-
-class PerQueryHead(SnapKV):
-    """SnapKV as its own code has it: a list for every query head."""
-
-    granularity = "q_head"
-
-
 # Settings of several methods in an order in which they find scores of their own kind, of another kind, and none.
 SWEEP = [
     DiffKV(alpha_h=0.0, alpha_l=0.0, window=16),
@@ -28,7 +21,7 @@ SWEEP = [
     SnapKV(budget=0.5, window=8),
     SnapKV(budget=0.3, window=8),
     SnapKV(budget=0.5, window=12),
-    PerQueryHead(budget=0.5, window=12),
+    SnapKV(budget=0.5, window=12, granularity="q_head"),
     KVCompress(budget=0.5),
     H2O(budget=0.5),
     StreamingLLM(budget=40, position_mode="cache_relative"),
