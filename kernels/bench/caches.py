@@ -1,0 +1,182 @@
+"""Paged caches to time: filled by the backend's own quantise-and-write, copied about in memory, and checked."""
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels import torch_attention
+from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
+from kvbench.kernels.torch_attention import TierPages
+
+KIVI_GROUP = 32  # tokens per key scale and channels per value scale, as KIVI's authors set them
+_PLAIN = re.compile(r"K(1|2|4|8|16)V(1|2|4|8|16)")
+
+
+def slot_format(name: str, head_dim: int, track: tuple[str, ...] = ()) -> SlotFormat:
+    """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`.
+
+    Args:
+        name: The format.
+        head_dim: Channels.
+        track: Fields kept per slot.
+
+    Raises:
+        ValueError: No such format.
+    """
+    if found := _PLAIN.fullmatch(name):
+        return SlotFormat(head_dim=head_dim, k_bits=int(found[1]), v_bits=int(found[2]), track=track)
+    if name in ("KIVI2", "KIVI4"):
+        bits = int(name[-1])
+        groups = head_dim // KIVI_GROUP
+        return SlotFormat(
+            head_dim=head_dim, k_bits=bits, v_bits=bits, k_channel_group=KIVI_GROUP, v_groups=groups, track=track
+        )
+    if name == "FP8":
+        return SlotFormat(head_dim=head_dim, k_bits=8, v_bits=8, fp8=True, track=track)
+    raise ValueError(
+        f"formats={name} does not exist; choose KaVb with a and b among 1, 2, 4, 8, 16 (like K4V2), KIVI2, KIVI4, "
+        "FP8, or two of them joined by + (half of the tokens each)"
+    )
+
+
+@dataclass
+class PagedCaches:
+    """Equal caches at different places of one pool.
+
+    Args:
+        pages: uint8 [P, page_bytes].
+        buffers: Per buffer, its tiers.
+        token_bytes: Bytes that attention reads per token and KV head, on average over the tiers.
+    """
+
+    pages: Tensor
+    buffers: list[list[TierPages]]
+    token_bytes: float
+
+
+def slot_read_bytes(slot: SlotFormat) -> float:
+    """Bytes that attention reads of one slot: codes and their metadata, no tracked fields."""
+    return slot.slot_bytes - slot.track_bytes
+
+
+def build_caches(
+    name: str,
+    k: Tensor,
+    v: Tensor,
+    backend: SimpleNamespace,
+    *,
+    num_buffers: int,
+    seed: int,
+    track: tuple[str, ...] = (),
+) -> PagedCaches:
+    """Quantises keys and values into pages once, and copies those pages to all buffers; page ids are shuffled.
+
+    Args:
+        name: See `slot_format`; `A+B` puts the first half of the tokens into A.
+        k: fp32 [S, H, n, D].
+        v: fp32 [S, H, n, D].
+        backend: Writes.
+        num_buffers: Copies.
+        seed: Of the order of page ids.
+        track: Fields kept per slot.
+
+    Raises:
+        ValueError: An unknown format, or a length that does not fill whole key groups.
+    """
+    sequences, heads, length, dim = k.shape
+    slots = [slot_format(part, dim, track) for part in name.split("+")]
+    size = choose_page_bytes(slots)
+    formats = [PageFormat(slot, size) for slot in slots]
+    bounds = [length * i // len(slots) for i in range(len(slots) + 1)]
+    counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    for fmt, count in zip(formats, counts, strict=True):
+        if count % fmt.slot.group_tokens:
+            raise ValueError(f"{name}: {count} tokens are no multiple of its key group {fmt.slot.group_tokens}")
+    widths = [-(-count // fmt.tokens_per_page) for fmt, count in zip(formats, counts, strict=True)]
+    per_buffer = sequences * heads * sum(widths)
+    pages = torch.zeros(num_buffers * per_buffer, size, dtype=torch.uint8, device=k.device)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(len(pages), generator=generator).to(k.device).view(num_buffers, sequences, heads, -1)
+    split = list(ids.split(widths, -1))
+    for fmt, mine, begin, end in zip(formats, split, bounds, bounds[1:], strict=False):
+        for index in range(sequences):
+            _write(backend, pages, fmt, mine[0, index], k[index, :, begin:end], v[index, :, begin:end])
+    source = pages[ids[0].flatten()]
+    for index in range(1, num_buffers):
+        pages[ids[index].flatten()] = source
+    held = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
+    buffers = [
+        [TierPages(fmt, mine[i].contiguous(), n, n) for fmt, mine, n in zip(formats, split, held, strict=True)]
+        for i in range(num_buffers)
+    ]
+    read = sum(slot_read_bytes(f.slot) * n for f, n in zip(formats, counts, strict=True)) / length
+    return PagedCaches(pages, buffers, read)
+
+
+def _write(backend: SimpleNamespace, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Tensor, v: Tensor) -> None:
+    """One sequence and tier: ids int64 [H, m], k and v [H, n, D]."""
+    heads, count, _ = k.shape
+    token = torch.arange(count, device=k.device).repeat(heads)
+    head = torch.arange(heads, device=k.device).repeat_interleave(count)
+    page, slot = ids[head, token // fmt.tokens_per_page], token % fmt.tokens_per_page
+    backend.write_keys(pages, fmt, page, slot, k.flatten(0, 1))
+    backend.write_values(pages, fmt, page, slot, v.flatten(0, 1))
+    if fmt.slot.track:
+        backend.write_tracked(pages, fmt, page, slot, 0.0, token)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Decode attention of one sequence in fp64, written out.
+
+    Args:
+        q: [Hq, D]; k, v: [H, n, D].
+
+    Returns:
+        out fp64 [Hq, D] and probabilities fp64 [H, G, n].
+    """
+    grouped = q.double().view(len(k), -1, q.shape[-1])
+    prob = torch.softmax(torch.matmul(grouped, k.double().transpose(1, 2)) * scale, -1)
+    return torch.matmul(prob, v.double()).flatten(0, 1), prob
+
+
+def paged_error(
+    backend: SimpleNamespace, caches: PagedCaches, q: Tensor, scale: float, group: str | None, buffer: int
+) -> float:
+    """Largest error of a backend's paged attention (and scores), relative to the largest exact element.
+
+    The keys and values of the exact result are what the pages hold, dequantised by the reference.
+    """
+    tiers = caches.buffers[buffer]
+    out, _, scores = backend.paged_decode(q, caches.pages, tiers, None, scale, group=group)
+    errors = []
+    for index in range(len(q)):
+        own = [
+            TierPages(t.fmt, t.ids[index : index + 1], t.num_k[index : index + 1], t.num_v[index : index + 1])
+            for t in tiers
+        ]
+        k, v, live = (x[0] for x in torch_attention.gather_dense(caches.pages, own, None))
+        kept = live[0]
+        exact, prob = exact_attention(q[index], k[:, kept], v[:, kept], scale)
+        errors.append(relative_error(out[index], exact))
+        if group:
+            found = torch.cat([s[index] for s in scores], -1)[:, kept]
+            errors.append(relative_error(found, torch_attention.reduce_group(prob, group, 1)))
+    return worst(errors)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Largest difference, as a share of the largest exact element; NaN when anything is NaN."""
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+def worst(errors: list[float]) -> float:
+    """The largest error; NaN when one is NaN, which Python's max may lose."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
+
+
+def num_buffers(buffer_bytes: float, working_set_mb: int, most: int) -> int:
+    """Buffers that make up the working set, at least one."""
+    return max(1, min(most, int(-(-working_set_mb * 1e6 // max(1, buffer_bytes)))))

@@ -1,0 +1,153 @@
+"""What the numbers were measured on, and how fast its memory is."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.bench.rounds import Variant
+
+PROBE_BYTES = 1 << 30  # far larger than any cache that one process has to itself
+PROBE_STEP_BYTES = 1 << 28
+BUSY_SHARE = 0.5  # load average per core above which timings are called into question
+
+
+def num_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Of the last minute; None where the system has none."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def available_bytes(device: str) -> int | None:
+    """Memory that can be taken on a device; None where it cannot be told."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def cache_bytes() -> int | None:
+    """The CPU's last-level cache as the system reports it; a virtual machine may share it or misreport it."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KMG")) * unit)
+    return max(sizes, default=None)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def pick_device(name: str) -> str:
+    """`auto`, `cpu` or `cuda[:N]` to a device that is here.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device={name} is no device; choose auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA or ROCm devices here; "
+            "choose cpu or auto"
+        )
+    return name
+
+
+def describe(device: str, backend: object) -> dict:
+    """The machine, the libraries and the load at this moment, in JSON types.
+
+    Args:
+        device: Where the work runs.
+        backend: The kernels' backend.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("triton", "transformers", "flash-attn", "flashinfer-python"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return {
+        "device": device,
+        "device_name": torch.cuda.get_device_name(device) if device != "cpu" else _processor(),
+        "host": f"{platform.system()} {platform.machine()}",
+        "num_cpus": num_cpus(),
+        "cpu_cache_bytes": cache_bytes(),
+        "available_bytes": available_bytes(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "libraries": found,
+        "backend": getattr(backend, "name", str(backend)),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "load_average": load_average(),
+    }
+
+
+def doubts(environment: dict, clock: str, backend: object) -> list[str]:
+    """What a reader must know before trusting the numbers; empty on a quiet machine with compiled kernels."""
+    notes = []
+    load, cpus = environment["load_average"], environment["num_cpus"]
+    if load is not None and load > BUSY_SHARE * cpus:
+        remedy = "" if clock == "cpu" else "; clock=cpu with threads=[1] is less disturbed"
+        notes.append(
+            f"Loaded machine: load average {load:.1f} on {cpus} cores at the start; absolute times are upper bounds, "
+            f"and ratios carry more spread than on a quiet machine{remedy}."
+        )
+    if environment["device"] == "cpu" and environment["omp_wait_policy"].upper() == "PASSIVE":
+        notes.append(
+            "OMP_WAIT_POLICY=PASSIVE: threads sleep between parallel regions, which costs up to 2.5x in tiny steps on "
+            "an idle machine; set OMP_WAIT_POLICY=ACTIVE there."
+        )
+    if getattr(backend, "is_reference", False):
+        notes.append("Backend torch is the plain reference, made to be right: its speed is no claim for any format.")
+    return notes
+
+
+class Bandwidth:
+    """Reads (and on a GPU copies) parts of a buffer far larger than the caches, in turn.
+
+    Args:
+        device: Where.
+        max_bytes: Size of the buffer; PROBE_BYTES by default.
+    """
+
+    def __init__(self, device: str, max_bytes: int | None = None) -> None:
+        max_bytes = PROBE_BYTES if max_bytes is None else max_bytes
+        self.step = min(PROBE_STEP_BYTES, max_bytes)
+        self.parts = list(torch.ones(max_bytes // 8, dtype=torch.int64, device=device).split(self.step // 8))
+        self.turn = 0
+        self.is_copy = device != "cpu"
+        self._target = torch.empty_like(self.parts[0]) if self.is_copy else None
+
+    def variant(self) -> Variant:
+        """The probe of a cell: a read on a CPU, a copy (bytes read and written both count) on a GPU."""
+        name = "copy bandwidth" if self.is_copy else "read bandwidth"
+        return Variant(name=name, call=self._go, bytes_per_call=self.step * (2 if self.is_copy else 1))
+
+    def _go(self, index: int) -> Tensor:
+        self.turn = (self.turn + 1) % len(self.parts)
+        part = self.parts[self.turn]
+        return self._target.copy_(part) if self.is_copy else part.sum()

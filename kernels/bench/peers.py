@@ -1,0 +1,103 @@
+"""FlashAttention and FlashInfer as further variants, where they are installed. Neither is needed for anything.
+
+Both are called with 16-bit pages or tensors, as their users do. Written from their documentation; not yet run on a GPU.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.bench import caches
+from kvbench.kernels.bench.rounds import Variant
+
+PAGE_TOKENS = 16  # FlashInfer's and vLLM's usual page
+WORKSPACE_BYTES = 128 << 20
+TOLERANCE = 1e-2  # fp16 keys, values and result
+
+
+def variants(q: Tensor, k: Tensor, v: Tensor, scale: float, working_set_mb: int, most: int) -> list[Variant]:
+    """The peers that can be imported.
+
+    Args:
+        q: fp32 [S, Hq, D].
+        k: fp32 [S, H, n, D].
+        v: fp32 [S, H, n, D].
+        scale: Factor on the logits.
+        working_set_mb: MB of buffers per variant.
+        most: Buffers at most.
+    """
+    size = 2 * (k.numel() + v.numel())
+    count = caches.num_buffers(size, working_set_mb, most)
+    made = []
+    for name, module, build in (
+        ("flash-attn fp16", "flash_attn", _flash_attention),
+        ("flashinfer fp16", "flashinfer", _flash_infer),
+    ):
+        try:
+            call = build(import_module(module), q.half(), k.half(), v.half(), scale, count)
+        except ImportError:
+            continue
+        made.append(
+            Variant(
+                name=name, call=call, num_buffers=count, bytes_per_call=size, tolerance=TOLERANCE,
+                check=lambda call=call: _error(call(count - 1), q.half(), k.half(), v.half(), scale),
+                extra={"kind": "dense", "dtype": "fp16"},
+            )
+        )  # fmt: skip
+    return made
+
+
+def _error(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+    exact = torch.stack([caches.exact_attention(a, b, c, scale)[0] for a, b, c in zip(q, k, v, strict=True)])
+    return caches.relative_error(found, exact)
+
+
+def _flash_attention(
+    library: object, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int
+) -> Callable[[int], Tensor]:
+    """`flash_attn_with_kvcache` with [S, n, H, D] caches: its split-KV decode kernel."""
+    keys, values = ([x.transpose(1, 2).contiguous() for _ in range(count)] for x in (k, v))
+    lengths = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
+
+    def call(index: int) -> Tensor:
+        return library.flash_attn_with_kvcache(
+            q[:, None], keys[index], values[index], cache_seqlens=lengths, softmax_scale=scale
+        )[:, 0]
+
+    return call
+
+
+def _flash_infer(library: object, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int) -> Callable[[int], Tensor]:
+    """`BatchDecodeWithPagedKVCacheWrapper` over pages of 16 tokens, planned once per buffer."""
+    sequences, heads, length, dim = k.shape
+    if length % PAGE_TOKENS:
+        raise ImportError(f"{length} tokens are no whole number of pages")
+    width = length // PAGE_TOKENS
+    per_buffer = sequences * width
+    paged = [x.transpose(1, 2).reshape(per_buffer, PAGE_TOKENS, heads, dim) for x in (k, v)]
+    keys, values = (x.repeat(count, 1, 1, 1) for x in paged)
+    indptr = torch.arange(0, per_buffer + 1, width, dtype=torch.int32, device=q.device)
+    last = torch.full((sequences,), PAGE_TOKENS, dtype=torch.int32, device=q.device)
+    planned = []
+    for index in range(count):
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device) if not planned else None
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace if workspace is not None else planned[0][1], "NHD"
+        )
+        ids = torch.arange(index * per_buffer, (index + 1) * per_buffer, dtype=torch.int32, device=q.device)
+        wrapper.plan(
+            indptr,
+            ids,
+            last,
+            q.shape[1],
+            heads,
+            dim,
+            PAGE_TOKENS,
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+            sm_scale=scale,
+        )
+        planned.append((wrapper, workspace if workspace is not None else planned[0][1]))
+    return lambda index: planned[index][0].run(q, (keys, values))

@@ -1,0 +1,206 @@
+"""The record of a bench: one JSON document, a plain table, and the loop over cells that fills them."""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from kvbench.kernels.bench import machine
+from kvbench.kernels.bench.settings import help_text, out_path, read_words
+
+SCHEMA = 1
+Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured
+
+PURPOSES = {
+    "attention": "Decode attention over pages of every format beside dense attention.",
+    "prefill": "The score pass over a prompt beside its attention.",
+    "manager": "Allocating, freeing and compacting pages of many lists at once, beside one list after the other.",
+}
+
+
+def quiet(done: int, total: int, label: str) -> None:
+    """Says nothing."""
+
+
+def say(done: int, total: int, label: str) -> None:
+    """One line to stderr when a new cell begins."""
+    if label != getattr(say, "last", None):
+        say.last = label
+        print(f"{done}/{total} rounds: {label}", file=sys.stderr, flush=True)
+
+
+def label_of(cell: dict) -> str:
+    """A cell in words."""
+    return ", ".join(f"{name} {value}" for name, value in cell.items() if value != 0)
+
+
+class Bench:
+    """A document being filled; made by `begin`."""
+
+    def __init__(self, what: str, settings: object, device: str, backend: object, cells: list[dict]) -> None:
+        self.what, self.settings, self.device, self.cells = what, settings, device, cells
+        self.environment = machine.describe(device, backend)
+        self.notes = machine.doubts(self.environment, getattr(settings, "clock", "wall"), backend)
+        self.bandwidth = machine.Bandwidth(device)
+        self.rounds = getattr(settings, "rounds", 1) + 1  # with the one that warms up
+        self._found: list[dict] = []
+        self._done, self._started = 0, time.time()
+        self._progress, self._label = quiet, ""
+
+    def todo(self, progress: Progress) -> Iterator[dict]:
+        """The cells in turn, with the thread count of each in force; restores the count at the end."""
+        before, self._progress = torch.get_num_threads(), progress
+        try:
+            for index, cell in enumerate(self.cells):
+                self._done, self._label = index * self.rounds, label_of(cell)
+                if cell.get("threads"):
+                    torch.set_num_threads(cell["threads"])
+                progress(self._done, len(self.cells) * self.rounds, self._label)
+                yield cell
+        finally:
+            torch.set_num_threads(before)
+
+    def on_round(self) -> None:
+        """Counts a round."""
+        self._done += 1
+        self._progress(self._done, len(self.cells) * self.rounds, self._label)
+
+    def add(self, found: dict) -> None:
+        """Takes the figures of a cell; what was refused is named at once."""
+        self._found.append(found)
+        for entry in found["refused"]:
+            self.notes.append(f"{entry['name']} at {label_of(found['cell'])} {entry['reason']}")
+        distance, cache = found["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
+        if self.device == "cpu" and self.what == "attention" and cache and distance < 2 * cache:
+            self.notes.append(
+                f"{label_of(found['cell'])}: only {distance / 1e6:.0f} MB pass between two uses of a buffer; the cache "
+                f"is said to hold {cache / 1e6:.0f} MB; raise working_set_mb or max_buffers"
+            )
+
+    def skip(self, cell: dict, reason: str) -> None:
+        """Records a cell that cannot be measured here."""
+        self._found.append({"cell": cell, "variants": [], "refused": [], "skipped": reason})
+        self.notes.append(f"{label_of(cell)} skipped: {reason}")
+
+    def document(self) -> dict:
+        """Everything in JSON types: schema, what, settings, environment, notes, cells, started, elapsed_s."""
+        self.environment["load_average_end"] = machine.load_average()
+        return {
+            "schema": SCHEMA,
+            "what": self.what,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
+            "elapsed_s": time.time() - self._started,
+            "settings": dataclasses.asdict(self.settings),
+            "environment": self.environment,
+            "notes": self.notes,
+            "cells": self._found,
+        }
+
+
+def begin(what: str, settings: object, device: str, backend: object, cells: list[dict]) -> Bench:
+    """Notes the machine and the load before anything runs.
+
+    Args:
+        what: Name of the bench.
+        settings: A dataclass.
+        device: Where the work runs.
+        backend: The kernels' backend.
+        cells: What is measured apart from each other.
+    """
+    return Bench(what, settings, device, backend, cells)
+
+
+def check_document(document: dict) -> None:
+    """Raises ValueError when a document is not one of this schema, or its figures contradict each other."""
+    missing = {"schema", "what", "started", "elapsed_s", "settings", "environment", "notes", "cells"} - set(document)
+    if missing:
+        raise ValueError(f"not a document of kvbench bench: {', '.join(sorted(missing))} missing")
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"schema {document['schema']} is not {SCHEMA}, the one this version reads; measure again")
+    for cell in document["cells"]:
+        for row in cell["variants"]:
+            numbers = [row["median"], row["q1"], row["q3"], *row["seconds"]]
+            if not all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers):
+                raise ValueError(f"{row['name']} at {label_of(cell['cell'])}: a time is no number of at least 0")
+            if not row["q1"] <= row["median"] <= row["q3"]:
+                raise ValueError(f"{row['name']} at {label_of(cell['cell'])}: the quartiles are out of order")
+
+
+def is_complete(document: dict) -> bool:
+    """True when no variant was refused."""
+    return not any(cell["refused"] for cell in document["cells"])
+
+
+def plain_table(document: dict) -> str:
+    """All cells as text, for a machine without rich."""
+    lines = []
+    for cell in document["cells"]:
+        lines.append(f"\n{document['what']}: {label_of(cell['cell'])}")
+        if cell.get("skipped"):
+            lines.append(f"  skipped: {cell['skipped']}")
+            continue
+        # The other ways to compute the same are rows of their own; a column each would be too wide.
+        baselines = [name for row in cell["variants"][:1] for name in row["ratios"] if not name.endswith(" grouped")]
+        heads = ["ms [quartiles]", *(f"x {name}" for name in baselines), "share of bandwidth"]
+        lines.append("  " + f"{'variant':<24}" + "".join(f"{head:>28}" for head in heads))
+        for row in cell["variants"]:
+            parts = [f"{1e3 * row['median']:.4g} [{1e3 * row['q1']:.4g}, {1e3 * row['q3']:.4g}]"]
+            parts += [_span(row["ratios"].get(name)) for name in baselines]
+            parts.append(_span(row.get("bandwidth_share")))
+            lines.append("  " + f"{row['name']:<24}" + "".join(f"{part:>28}" for part in parts))
+        if probe := cell.get("probe"):
+            lines.append(f"  {probe['name']}: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
+    return "\n".join([*lines, "", *document["notes"]])
+
+
+def _span(ratio: dict | None) -> str:
+    return "-" if ratio is None else f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]"
+
+
+def main(
+    what: str, kind: type, quick: dict, run: Callable[[object, Progress], dict], words: list[str]
+) -> int:  # fmt: skip
+    """The command line of one kernel bench.
+
+    Args:
+        what: Name of the bench.
+        kind: Its settings dataclass.
+        quick: What `quick=true` changes.
+        run: The bench.
+        words: `key=value` words.
+
+    Returns:
+        Exit code: 0 done, 1 a variant was wrong and not timed, 2 a setting is wrong.
+    """
+    if {"-h", "--help"} & set(words):
+        print(help_text(f"kvbench.kernels.bench.{what}", kind, PURPOSES[what]))
+        return 0
+    try:
+        document = run(read_words(kind, words, quick), say)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    check_document(document)
+    print(plain_table(document))
+    if path := out_path(words):
+        write(document, Path(path))
+        print(path)
+    return 0 if is_complete(document) else 1
+
+
+def write(document: dict, path: Path) -> None:
+    """Writes a document as JSON, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, default=_plain) + "\n", encoding="utf-8")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, SimpleNamespace):
+        return vars(value)
+    return str(value)

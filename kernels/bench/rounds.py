@@ -1,0 +1,215 @@
+"""Interleaved timing: every variant once per round, in an order drawn anew for each round, and what follows from it.
+
+A machine that is shared or that changes its clock makes timings taken minutes apart incomparable. Here all variants of
+a cell meet the same conditions, and a ratio is formed within each round before its median and quartiles are taken. No
+variant is timed before its output has been compared with a reference.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Timer = Callable[[Callable[[], object]], float]
+
+
+@dataclass(kw_only=True)
+class Variant:
+    """One thing to time.
+
+    Args:
+        name: Unique in its cell.
+        call: Does the work once on buffer i; buffers exist so that data comes from memory and not from a cache.
+        num_buffers: Buffers; one timing goes over all of them once.
+        bytes_per_call: Bytes that one call has to move, for its share of the measured bandwidth; 0 = not stated.
+        check: Compares the output with a reference and returns the largest error; None = nothing to compare.
+        tolerance: Largest error that may be timed.
+        before_round: Untimed work before each timing, such as resetting state.
+        versus: Another variant of the cell that this one is a change of; its time over this one's goes on record too.
+        extra: Further figures for the record.
+    """
+
+    name: str
+    call: Callable[[int], object]
+    num_buffers: int = 1
+    bytes_per_call: int = 0
+    check: Callable[[], float] | None = None
+    tolerance: float = 0.0
+    before_round: Callable[[], object] | None = None
+    versus: str | None = None
+    extra: dict = field(default_factory=dict)
+
+
+def wall_timer(work: Callable[[], object]) -> float:
+    """Seconds by the clock on the wall."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def thread_timer(work: Callable[[], object]) -> float:
+    """CPU seconds of the calling thread: blind to other processes' turns on the core, but not to their use of caches
+    and memory."""
+    begin = time.thread_time()
+    work()
+    return time.thread_time() - begin
+
+
+def cuda_timer(work: Callable[[], object]) -> float:
+    """Seconds between two events on the current stream; includes waiting for the host when it is the slower one."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def choose_timer(clock: str, device: str, threads: int) -> Timer:
+    """The timer for a setting.
+
+    Args:
+        clock: `wall`, or `cpu` = CPU time of the calling thread.
+        device: Where the work runs.
+        threads: Threads of the work on a CPU.
+
+    Raises:
+        ValueError: `cpu` with several threads or on a GPU, or an unknown clock.
+    """
+    if clock not in ("wall", "cpu"):
+        raise ValueError(f"clock={clock} does not exist; choose wall or cpu")
+    if clock == "cpu" and (device != "cpu" or threads != 1):
+        raise ValueError(f"clock=cpu counts one thread, but {device} runs with threads={threads}; set threads=[1]")
+    if device != "cpu":
+        return cuda_timer
+    return wall_timer if clock == "wall" else thread_timer
+
+
+def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
+    """Parts the variants whose output is right from those that must not be timed.
+
+    Returns:
+        The right ones, with `max_error` in their `extra`; and name and reason of each refused one.
+    """
+    right, refused = [], []
+    for variant in variants:
+        if variant.check is None:
+            right.append(variant)
+            continue
+        try:
+            error = float(variant.check())
+        except (RuntimeError, ValueError, AssertionError, MemoryError) as problem:
+            refused.append({"name": variant.name, "reason": f"failed: {' '.join(str(problem).split())[:300]}"})
+            continue
+        if error <= variant.tolerance:  # a NaN is not
+            variant.extra["max_error"] = error
+            right.append(variant)
+        else:
+            refused.append(
+                {"name": variant.name, "reason": f"wrong: error {error:.3g} exceeds {variant.tolerance:.3g}; not timed"}
+            )
+    return right, refused
+
+
+def time_rounds(
+    variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, on_round: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds per call of every variant in every round.
+
+    Args:
+        variants: What to time, names distinct.
+        rounds: Timed rounds, after one that warms up and is thrown away.
+        seed: Of the orders.
+        timer: Returns the seconds that a function takes.
+        on_round: Called after each round.
+
+    Returns:
+        Name -> one number per round.
+    """
+    order, found = random.Random(seed), {variant.name: [] for variant in variants}
+    if len(found) != len(variants):
+        raise AssertionError("two variants of a cell have the same name")
+    for turn in range(rounds + 1):
+        queue = list(variants)
+        order.shuffle(queue)
+        for variant in queue:
+            if variant.before_round is not None:
+                variant.before_round()
+            seconds = timer(lambda variant=variant: _sweep(variant)) / variant.num_buffers
+            if turn:
+                found[variant.name].append(seconds)
+        on_round()
+    return found
+
+
+def _sweep(variant: Variant) -> None:
+    for index in range(variant.num_buffers):
+        variant.call(index)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles (inclusive method) of at least one number."""
+    if len(values) == 1:
+        return {"median": values[0], "q1": values[0], "q3": values[0]}
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "q1": low, "q3": high}
+
+
+def ratios(baseline: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """How many times faster `other` is: baseline / other in each round, then median and quartiles."""
+    return spread([b / o for b, o in zip(baseline, other, strict=True)])
+
+
+def measure_cell(
+    cell: dict, variants: Sequence[Variant], *, baselines: Sequence[str], rounds: int, seed: int, timer: Timer,
+    probe: Variant | None = None, on_round: Callable[[], object] = lambda: None,
+) -> dict:  # fmt: skip
+    """Checks, times and summarises the variants of one cell.
+
+    Args:
+        cell: What the cell is (shape, length, ...), for the record.
+        variants: What to time.
+        baselines: Names of the variants that the others are divided by.
+        rounds: Timed rounds.
+        seed: Of the orders.
+        timer: See `choose_timer`.
+        probe: Measures the bandwidth within the same rounds; its `bytes_per_call` per second is the 100 %.
+        on_round: Called after each round.
+
+    Returns:
+        JSON types: `cell`, `variants` (seconds per round, median, quartiles, ratios per baseline, bytes per second,
+        share of the probe's), `probe`, `refused`, `reuse_distance_bytes` (bytes that pass between uses of a
+        buffer).
+    """
+    right, refused = refuse_wrong(variants)
+    timed = [*right, *([probe] if probe else [])]
+    seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, on_round=on_round)
+    rows = []
+    for variant in timed:
+        row = {"name": variant.name, "seconds": seconds[variant.name], **spread(seconds[variant.name])}
+        row["bytes_per_call"], row["num_buffers"] = variant.bytes_per_call, variant.num_buffers
+        if variant.bytes_per_call:
+            row["bytes_per_s"] = variant.bytes_per_call / row["median"]
+            if probe:
+                rate = [probe.bytes_per_call / s for s in seconds[probe.name]]
+                own = [variant.bytes_per_call / s for s in seconds[variant.name]]
+                row["bandwidth_share"] = spread([a / b for a, b in zip(own, rate, strict=True)])
+        row["ratios"] = {
+            name: ratios(seconds[name], seconds[variant.name])
+            for name in baselines
+            if name in seconds and variant is not probe
+        }
+        if variant.versus in seconds:
+            row["versus"] = {"name": variant.versus, **ratios(seconds[variant.versus], seconds[variant.name])}
+        rows.append(row | variant.extra)
+    return {
+        "cell": cell,
+        "variants": [row for row in rows if not probe or row["name"] != probe.name],
+        "probe": next((row for row in rows if probe and row["name"] == probe.name), None),
+        "refused": refused,
+        "reuse_distance_bytes": sum(v.bytes_per_call * v.num_buffers for v in timed),
+    }

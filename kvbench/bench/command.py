@@ -1,0 +1,112 @@
+"""The `bench` command: settings in, measurements out, as JSON, table and picture."""
+
+import dataclasses
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench import listing, provenance
+from kvbench.errors import unknown_name
+
+# what -> module with Settings, QUICK and run(settings, progress). Those in kernels/ need torch alone.
+MODULES = {
+    "attention": "kvbench.kernels.bench.attention",
+}
+
+
+def main(cfg: DictConfig) -> int:
+    """Measures, or shows what was measured.
+
+    Args:
+        cfg: The settings of conf/command/bench.yaml.
+
+    Returns:
+        0 done, 1 when something was wrong and therefore not timed.
+
+    Raises:
+        ValueError: A setting is out of range, or `load` is no result.
+    """
+    from kvbench.bench import show
+
+    if cfg.load is not None:
+        document = read_document(Path(str(cfg.load)))
+        folder = Path(str(cfg.load)).parent
+        show.publish(document, folder)
+        return 0
+    names = list(MODULES) if cfg.what == "all" else [cfg.what]
+    jobs = [(name, *settings_of(cfg, name)) for name in names]  # a bad setting of the last must not wait for the first
+    code = 0
+    for name, module, settings in jobs:
+        with show.Bar(name) as bar:
+            document = module.run(settings, bar.update)
+        document["provenance"] = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash()}
+        document["quick"] = bool(cfg.quick)
+        show.publish(document, result_folder(Path(str(cfg.out)), name))
+        code = max(code, int(any(cell["refused"] for cell in document["cells"])))
+    return code
+
+
+def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, object]:
+    """The module that measures `name`, and its settings.
+
+    Raises:
+        ValueError: There is no such bench, or a value is out of range.
+    """
+    if name not in MODULES:
+        raise unknown_name("what", name, [*MODULES, "all"])
+    if not isinstance(cfg.quick, bool):
+        raise ValueError(f"quick={cfg.quick} is neither true nor false")
+    module = import_module(MODULES[name])
+    values = _merged(cfg, name)
+    if cfg.quick:
+        default = _merged(OmegaConf.load(listing.conf_folder() / "command" / "bench.yaml"), name)
+        values |= {key: small for key, small in module.QUICK.items() if values[key] == default[key]}
+    known = {item.name for item in dataclasses.fields(module.Settings)}
+    settings = module.Settings(**{key: value for key, value in values.items() if key in known})
+    settings.check()
+    return module, settings
+
+
+def _merged(cfg: DictConfig, name: str) -> dict:
+    """The settings that all benches share, and one bench's own."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    return {key: value for key, value in plain.items() if key not in MODULES} | plain[name]
+
+
+def result_folder(out: Path, name: str) -> Path:
+    """A new folder named after the time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    folder, number = out / name / stamp, 1
+    while folder.exists():
+        number += 1
+        folder = out / name / f"{stamp}-{number}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def read_document(path: Path) -> dict:
+    """A result from its file.
+
+    Raises:
+        ValueError: It is not there, no JSON, or not of this schema.
+    """
+    from kvbench.kernels.bench.report import check_document
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"load={path} cannot be read ({error}); give the bench.json of a result") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"load={path} is not a document of kvbench bench")
+    check_document(document)
+    return document
+
+
+def warn(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,218 @@
+"""What a bench shows: a bar while it runs, then a table per cell, the picture, and where the files are."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.kernels.bench import report
+from kvbench.kernels.bench.report import label_of
+from kvbench.progress import PLAIN_EVERY_S, format_bytes, format_seconds
+
+WIDTH = 132
+NONE = "-"
+
+
+class Bar:
+    """Rounds done, what is being measured, and the time left; a live bar on a terminal, else a line now and then.
+
+    Args:
+        what: Name of the bench.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._live = None
+        self._started = self._spoken = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
+            self._live = Progress(*columns, console=Console(file=sys.stderr), transient=True)
+            self._task = self._live.add_task(self.what, total=None, state="")
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, done: int, total: int, label: str) -> None:
+        """Takes the number of rounds done and in all, and what is being measured."""
+        now = time.monotonic()
+        left = f", {format_seconds((now - self._started) / done * (total - done))} left" if 0 < done < total else ""
+        state = f"{done}/{total} rounds{left}: {label}"
+        if self._live is not None:
+            self._live.update(self._task, completed=done, total=total, state=state)
+        elif done == 0 or now - self._spoken >= PLAIN_EVERY_S:
+            self._spoken = now
+            print(f"{self.what}: {state}", file=sys.stderr, flush=True)
+
+
+def publish(document: dict, folder: Path) -> None:
+    """Prints the tables and writes bench.json, table.txt and bench.png into a folder."""
+    from kvbench.bench import plot
+
+    report.check_document(document)
+    report.write(document, folder / "bench.json")
+    rendered = render(document)
+    with (folder / "table.txt").open("w", encoding="utf-8") as file:
+        Console(file=file, width=WIDTH).print(rendered)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(rendered)
+    picture = plot.draw(document, folder / "bench.png")
+    for path in (folder / "bench.json", folder / "table.txt", picture):
+        if path is not None:
+            console.print(Text(str(path), overflow="fold"), soft_wrap=True)
+
+
+def number(value: float) -> str:
+    """Three significant digits, in columns that line up."""
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
+
+
+def span(value: dict | None) -> str:
+    """A median with its quartiles, for example `2.10 [2.04, 2.15]`."""
+    if value is None:
+        return NONE
+    return f"{number(value['median'])} [{number(value['q1'])}, {number(value['q3'])}]"
+
+
+def duration(row: dict) -> str:
+    """A row's seconds per call in the unit that suits its median."""
+    unit, factor = ("us", 1e6) if row["median"] < 1e-3 else ("ms", 1e3) if row["median"] < 1 else ("s", 1.0)
+    scaled = {key: row[key] * factor for key in ("median", "q1", "q3")}
+    return f"{span(scaled)} {unit}"
+
+
+def best_dense(rows: Sequence[dict]) -> str | None:
+    """Name of the fastest dense variant."""
+    dense = [row for row in rows if row.get("kind") == "dense"]
+    return min(dense, key=lambda row: row["median"])["name"] if dense else None
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+    table.add_column(headings[0], no_wrap=True)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _share(row: dict) -> str:
+    share = row.get("bandwidth_share")
+    return NONE if share is None else f"{row['bytes_per_s'] / 1e9:.1f} ({100 * share['median']:.0f} %)"
+
+
+def _cost(versus: dict | None) -> str:
+    """How much longer than the variant it is a change of."""
+    if versus is None:
+        return ""
+    middle, low, high = (100 * (1 / versus[key] - 1) for key in ("median", "q3", "q1"))
+    return f"{middle:+.0f} [{low:+.0f}, {high:+.0f}] %"
+
+
+def _attention(cell: dict) -> Table:
+    rows = cell["variants"]
+    best = best_dense(rows)
+    columns = [name for name in ("sdpa fp32", "sdpa bf16", "sdpa fp16") if any(r["name"] == name for r in rows)]
+    columns = columns[:2]  # the third is a row like any other, and all ratios are in the JSON
+    headings = ["", "time", *(f"x {name}" for name in columns), "x fastest dense", "GB/s (share)", "scores cost"]
+    lines = []
+    for row in rows:
+        ratios = row["ratios"]
+        lines.append(
+            [
+                row["name"] + (" *" if row["name"] == best else ""),
+                duration(row),
+                *(span(ratios.get(name)) for name in columns),
+                span(ratios.get(best)),
+                _share(row),
+                _cost(row.get("versus")),
+            ]
+        )
+    return _table(_title("attention", cell), headings, lines)
+
+
+def _general(what: str, cell: dict) -> Table:
+    rows = cell["variants"]
+    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    lines = [[row["name"], duration(row), *(span(row["ratios"].get(name)) for name in baselines)] for row in rows]
+    return _table(_title(what, cell), ["", "time", *(f"x {name}" for name in baselines)], lines)
+
+
+def _decode(what: str, cell: dict) -> Table:
+    """Tokens per second and bytes; the rows are (batch x steps) tokens per call."""
+    rows = cell["variants"]
+    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    headings = ["", "tokens/s", *(f"x {name}" for name in baselines)]
+    extra = [("batch", "batch"), ("cache_bytes", "cache"), ("peak_bytes", "prompt's peak")]
+    extra = [(key, title) for key, title in extra if any(row.get(key) is not None for row in rows)]
+    lines = []
+    for row in rows:
+        rate = row.get("tokens_per_call")
+        speed = {"median": rate / row["median"], "q1": rate / row["q3"], "q3": rate / row["q1"]} if rate else None
+        ratio = [row.get("rate_ratios", row["ratios"]).get(name) for name in baselines]
+        cells = [str(row[key]) if key == "batch" else format_bytes(row.get(key)) for key, _ in extra]
+        lines.append([row["name"], span(speed), *(span(value) for value in ratio), *cells])
+    return _table(_title(what, cell), [*headings, *(title for _, title in extra)], lines)
+
+
+def _title(what: str, cell: dict) -> str:
+    return f"{what}: {label_of(cell['cell'])}"
+
+
+def _tables(document: dict) -> list:
+    what, parts = document["what"], []
+    for cell in document["cells"]:
+        if not cell["variants"]:
+            parts += [Text(f"{_title(what, cell)}: {cell.get('skipped') or 'nothing could be timed'}"), Text()]
+            continue
+        if what == "attention":
+            parts.append(_attention(cell))
+        elif cell["variants"][0].get("tokens_per_call"):
+            parts.append(_decode(what, cell))
+        else:
+            parts.append(_general(what, cell))
+        if probe := cell.get("probe"):
+            parts.append(
+                Text(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s", style="dim")
+            )
+        parts.append(Text())
+    return parts
+
+
+def render(document: dict) -> Group:
+    """The tables of a document, and what a reader must know to read them right."""
+    where = document["environment"]
+    first = (
+        f"{where['device_name']} ({where['device']}), {where['num_cpus']} cores, torch {where['torch']}, backend "
+        f"{where['backend']}, OMP_WAIT_POLICY={where['omp_wait_policy'] or 'not set'}, load average "
+        f"{_load(where['load_average'])} before and {_load(where['load_average_end'])} after"
+    )
+    notes = [
+        first,
+        "Medians [quartiles] over rounds in which every variant ran once, in shuffled order; x = times as fast, formed "
+        "within each round.",
+    ]
+    if document["what"] == "attention":
+        notes.append(
+            "* fastest dense variant; grouped = query heads of a KV head as query tokens, which reads K and V once."
+        )
+    return Group(*_tables(document), *(Text(note, style="dim") for note in [*notes, *document["notes"]]))
+
+
+def _load(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1f}"

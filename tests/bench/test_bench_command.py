@@ -1,0 +1,95 @@
+"""The `bench` command: settings, help, the files it writes, and reading them again."""
+
+import json
+
+import pytest
+
+from kvbench import commands
+from kvbench.bench import command
+from kvbench.cli import main
+from kvbench.kernels.bench import machine
+
+SMALL = "what=attention attention.shapes=[6x2x64] attention.lengths=[96] attention.batches=[1] rounds=2".split()
+SMALL += ["attention.formats=[K16V16,K4V2]", "attention.dense=[fp32]", "working_set_mb=1", "max_buffers=2"]
+SMALL += ["threads=[1]", "kernels=torch"]
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch, capsys):
+    """A result of the smallest bench: its folder and what was printed."""
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
+    assert main(["bench", *SMALL, f"out={tmp_path / 'out'}"]) == 0
+    (folder,) = (tmp_path / "out" / "attention").iterdir()
+    return folder, capsys.readouterr()
+
+
+def test_bench_writes_numbers_table_and_picture(measured):
+    """bench.json checks and says where it comes from, table.txt is what was printed, bench.png is a picture."""
+    folder, printed = measured
+    document = command.read_document(folder / "bench.json")
+    assert document["what"] == "attention" and set(document["provenance"]) == {"commit", "dirty", "harness"}
+    assert document["settings"]["lengths"] == [96] and document["environment"]["load_average"] is not None
+    table = (folder / "table.txt").read_text()
+    assert "K4V2 + scores" in table and "load average" in table
+    assert table.split() == printed.out.split()[: len(table.split())]
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "attention: 0/3 rounds: shape 6x2x64" in printed.err
+
+
+def test_a_result_can_be_shown_again(measured, capsys):
+    """load= draws table and picture from the numbers and measures nothing."""
+    folder, _ = measured
+    picture = (folder / "bench.png").read_bytes()
+    (folder / "bench.png").unlink()
+    assert main(["bench", f"load={folder / 'bench.json'}"]) == 0
+    assert "K4V2 + scores" in capsys.readouterr().out
+    assert (folder / "bench.png").read_bytes() == picture
+
+
+def test_refused_variants_give_exit_code_1(measured, tmp_path, monkeypatch, capsys):
+    """A wrong kernel is named on the screen and the command says that something was wrong."""
+    from kvbench.kernels.bench import attention
+
+    monkeypatch.setattr(attention, "TOLERANCE", {"cpu": 0.0})
+    assert main(["bench", *SMALL, f"out={tmp_path / 'again'}"]) == 1
+    assert "K4V2 at shape 6x2x64, length 96, batch 1, threads 1 wrong: error" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["what=decoding"], "what=decoding does not exist."),
+        (["quick=2"], "quick=2 is neither true nor false"),
+        (["what=attention", "attention.batches=[0]"], "batches=0 must be"),
+        (["what=attention", "clock=cpu", "threads=[2]"], "clock=cpu counts one thread"),
+        (["load=/nowhere/bench.json"], "load=/nowhere/bench.json cannot be read"),
+        (["attention.length=3"], "attention.lengths"),
+    ],
+)
+def test_user_errors_are_one_line(words, message, capsys):
+    """Every wrong setting ends before anything is measured, with exit code 2."""
+    assert main(["bench", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_file_of_something_else_is_refused(tmp_path, capsys):
+    """load= of another JSON says what is missing."""
+    (tmp_path / "x.json").write_text(json.dumps({"schema": 1}))
+    assert main(["bench", f"load={tmp_path / 'x.json'}"]) == 2
+    assert "not a document of kvbench bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", command.MODULES)
+def test_quick_and_defaults_fit_the_modules(name):
+    """The YAML's defaults are the module's own, and every quick value is a setting that passes its check."""
+    import dataclasses
+
+    module, settings = command.settings_of(commands.compose_command("bench", []), name)
+    assert settings == module.Settings()
+    _, quick = command.settings_of(commands.compose_command("bench", ["quick=true", "seed=5"]), name)
+    assert quick.seed == 5 and set(module.QUICK) <= {item.name for item in dataclasses.fields(module.Settings)}
+    assert all(getattr(quick, key) == value for key, value in module.QUICK.items())
+    assert quick.rounds < settings.rounds

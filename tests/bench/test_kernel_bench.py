@@ -1,0 +1,213 @@
+"""The kernel benches: they need torch alone, build pages by the real writer, and refuse a wrong kernel."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbench.kernels.bench import attention, caches, machine, report, settings
+from kvbench.kernels.bench.attention import Settings
+from kvbench.kernels.dispatch import get_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "shapes=[6x2x64] lengths=[96] batches=[2] formats=[K16V16,K4V2,KIVI2,K8V4+K4V2] rounds=2 threads=[1]".split()
+SMALL += ["working_set_mb=1", "max_buffers=3", "dense=[fp32]", "kernels=torch"]
+
+
+@pytest.fixture(autouse=True)
+def small_probe(monkeypatch):
+    """A bandwidth probe that costs nothing; the subprocess has the real one."""
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
+
+
+# Stands for a machine that has torch and nothing else of what kvbench is built on.
+BLOCKED = """
+import importlib.abc, runpy, sys
+names = {"hydra", "omegaconf", "transformers", "rich", "matplotlib", "datasets", "lm_eval", "scipy", "pandas"}
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in names:
+            raise ImportError(name + " is not on this machine")
+sys.meta_path.insert(0, Absent())
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def run_alone(module, *words):
+    """Runs a bench in a process where everything but torch is missing."""
+    command = [sys.executable, "-c", BLOCKED, module, *words]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+def test_attention_bench_runs_with_torch_alone(tmp_path):
+    """Without hydra, transformers, rich or matplotlib it measures, prints a table and writes a document that checks."""
+    done = run_alone("kvbench.kernels.bench.attention", *SMALL, f"out={tmp_path / 'a.json'}")
+    assert done.returncode == 0, done.stderr
+    assert "x sdpa fp32" in done.stdout and "K8V4+K4V2 + scores" in done.stdout
+    document = json.loads((tmp_path / "a.json").read_text())
+    report.check_document(document)
+    (cell,) = document["cells"]
+    rows = {row["name"]: row for row in cell["variants"]}
+    assert {len(row["seconds"]) for row in rows.values()} == {2}
+    assert rows["K4V2 + scores"]["versus"]["name"] == "K4V2"
+    assert rows["K4V2"]["max_error"] < 1e-4 and rows["K4V2"]["token_bytes"] == 16 + 32 + 8
+    assert document["environment"]["backend"] == "torch"
+    assert any("plain reference" in note for note in document["notes"])
+
+
+MODULES = {"attention": attention}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_names_every_setting(name, capsys):
+    """--help prints each setting with its default and meaning, and runs nothing."""
+    module = MODULES[name]
+    assert report.main(name, module.Settings, module.QUICK, None, ["--help"]) == 0
+    shown = capsys.readouterr().out
+    for item in dataclasses.fields(module.Settings):
+        (line,) = [i for i, text in enumerate(shown.splitlines()) if text.startswith(f"  {item.name}=")]
+        assert shown.splitlines()[line + 1].strip().endswith("."), f"{item.name} has no meaning"
+    assert f"python -m kvbench.kernels.bench.{name}" in shown and "out=FILE" in shown
+
+
+def test_user_errors_of_the_script_are_one_line(capsys):
+    """An unknown setting ends with exit code 2 and what there is."""
+    assert report.main("attention", Settings, {}, None, ["length=3"]) == 2
+    assert capsys.readouterr().err.startswith("error: length=3 is no setting; there are")
+
+
+def test_quick_gives_way_to_what_the_user_says():
+    """quick=true changes defaults only."""
+    made = settings.read_words(Settings, ["quick=true", "lengths=[128,256]"], attention.QUICK)
+    assert made.lengths == [128, 256] and made.batches == attention.QUICK["batches"] and made.rounds == 5
+    assert settings.read_words(Settings, [], attention.QUICK).rounds == 11
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("formats=[K3V2]", "formats=K3V2 does not exist"),
+        ("shapes=[9x2x64]", "2 KV heads do not divide 9"),
+        ("shapes=[big]", "query heads x KV heads x head dim"),
+        ("rounds=0", "rounds=0 must be a whole number of at least 1"),
+        ("lengths=[]", "lengths=.. must be a list"),
+        ("scores=[all]", "scores=all does not exist"),
+        ("threads=[-1]", "threads=-1 must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(word, message):
+    """Every refusal names value and rule."""
+    with pytest.raises(ValueError, match=message):
+        settings.read_words(Settings, [word], {})
+
+
+def test_device_that_is_not_there_is_refused():
+    """device=cuda without a GPU says what torch sees."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(ValueError, match="sees 0 CUDA"):
+        attention.run(settings.read_words(Settings, ["device=cuda"], {}))
+
+
+@pytest.mark.parametrize("name", ["K16V16", "K8V4", "K4V2", "KIVI2", "FP8", "K8V4+K4V2"])
+def test_every_buffer_holds_the_cache_in_pages_of_its_own(name):
+    """Buffers share no page, all pages are used, each gives exact attention over what was written."""
+    generator = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(2, 2, 192, 64, generator=generator) for _ in range(2))
+    q = torch.randn(2, 6, 64, generator=generator)
+    backend = get_backend("torch")
+    held = caches.build_caches(name, k, v, backend, num_buffers=3, seed=0)
+    ids = torch.cat([t.ids.flatten() for tiers in held.buffers for t in tiers])
+    assert ids.sort()[0].tolist() == list(range(len(held.pages)))
+    for buffer in range(3):
+        assert caches.paged_error(backend, held, q, 0.125, "max", buffer) < 1e-5
+    # The pages hold the keys that went in, up to rounding: nothing was written to the wrong head or token.
+    dense, _, live = backend.gather_dense(held.pages, held.buffers[2], None)
+    step = 8 / 3 if name == "KIVI2" else 8 / 15  # of keys within +-4, at 2 bits and at 4 or more
+    assert (dense[live].view(2, 2, 192, 64) - k).abs().max() < 0.55 * step
+
+
+def broken(paged_decode):
+    """The reference with its attention replaced."""
+    parts = dict(vars(get_backend("torch")))
+    return SimpleNamespace(**parts | {"paged_decode": paged_decode, "name": "broken"})
+
+
+def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
+    """A kernel that leaves out the last tokens is faster and wrong: it is named in the document and not timed."""
+    real = get_backend("torch")
+
+    def lazy(q, pages, tiers, ring, scale, **how):
+        short = [type(t)(t.fmt, t.ids, t.num_k - 3, t.num_v - 3) for t in tiers]
+        return real.paged_decode(q, pages, short, ring, scale, **how)
+
+    monkeypatch.setattr(attention, "get_backend", lambda name, device: broken(lazy))
+    document = attention.run(settings.read_words(Settings, SMALL, {}))
+    (cell,) = document["cells"]
+    assert {row["name"] for row in cell["variants"]} == {"sdpa fp32", "sdpa fp32 grouped"}
+    assert len(cell["refused"]) == 8 and all("not timed" in entry["reason"] for entry in cell["refused"])
+    assert not report.is_complete(document)
+    assert any("K4V2 at shape 6x2x64" in note for note in document["notes"])
+
+
+def test_a_kernel_with_wrong_scores_is_refused(monkeypatch):
+    """Right attention with wrong scores is timed without scores only."""
+    real = get_backend("torch")
+
+    def careless(q, pages, tiers, ring, scale, **how):
+        out, lse, scores = real.paged_decode(q, pages, tiers, ring, scale, **how)
+        return out, lse, [s * 1.01 for s in scores]
+
+    monkeypatch.setattr(attention, "get_backend", lambda name, device: broken(careless))
+    (cell,) = attention.run(settings.read_words(Settings, SMALL, {}))["cells"]
+    assert {entry["name"] for entry in cell["refused"]} == {
+        f"{name} + scores" for name in ("K16V16", "K4V2", "KIVI2", "K8V4+K4V2")
+    }
+
+
+def test_nan_is_never_the_smaller_error():
+    """One NaN among the errors makes the whole NaN, wherever it stands."""
+    for errors in ([0.1, float("nan")], [float("nan"), 0.1]):
+        assert not caches.worst(errors) <= 1e9
+
+
+def test_a_cell_that_does_not_fit_is_skipped(monkeypatch):
+    """Memory is asked before a cell is built; a skipped cell is named in the document."""
+    monkeypatch.setattr(attention.machine, "available_bytes", lambda device: 1000)
+    document = attention.run(settings.read_words(Settings, SMALL, {}))
+    (cell,) = document["cells"]
+    assert "GB are free" in cell["skipped"] and not cell["variants"]
+    report.check_document(document)
+
+
+def test_documents_that_contradict_themselves_are_refused():
+    """Another schema, a missing part, a time that is no number."""
+    row = {"name": "a", "seconds": [1.0], "median": 1.0, "q1": 1.0, "q3": 1.0}
+    good = {"schema": 1, "what": "attention", "started": "", "elapsed_s": 1, "settings": {}, "environment": {}}
+    good |= {"notes": [], "cells": [{"cell": {"n": 1}, "variants": [row]}]}
+    report.check_document(good)
+    with pytest.raises(ValueError, match="schema 7"):
+        report.check_document(good | {"schema": 7})
+    with pytest.raises(ValueError, match="notes missing"):
+        report.check_document({key: value for key, value in good.items() if key != "notes"})
+    for bad in (row | {"seconds": [float("nan")]}, row | {"q1": 2.0}):
+        with pytest.raises(ValueError, match="a at n 1"):
+            report.check_document(good | {"cells": [{"cell": {"n": 1}, "variants": [bad]}]})
+
+
+def test_a_loaded_machine_is_called_so():
+    """The warning counts cores and names the remedy; a quiet machine with kernels of its own gets none."""
+    from kvbench.kernels.bench.machine import doubts
+
+    where = {"load_average": 3.0, "num_cpus": 2, "device": "cpu", "omp_wait_policy": ""}
+    (note,) = doubts(where, "wall", SimpleNamespace(is_reference=False))
+    assert "load average 3.0 on 2 cores" in note and "clock=cpu" in note
+    assert doubts(where | {"load_average": 0.4}, "wall", SimpleNamespace(is_reference=False)) == []
+    assert len(doubts(where | {"omp_wait_policy": "passive"}, "wall", SimpleNamespace(is_reference=True))) == 3

@@ -1,0 +1,158 @@
+"""Interleaved timing: order, ratios, refusals, bandwidth share, from synthetic timers."""
+
+import itertools
+import math
+
+import pytest
+
+from kvbench.kernels.bench.rounds import (
+    Variant,
+    choose_timer,
+    measure_cell,
+    ratios,
+    refuse_wrong,
+    spread,
+    time_rounds,
+    wall_timer,
+)
+
+
+def counting(names, log):
+    """Variants that write their name and buffer into a log."""
+    return [
+        Variant(name=name, call=lambda i, name=name: log.append((name, i)), num_buffers=2 + index)
+        for index, name in enumerate(names)
+    ]
+
+
+def test_every_variant_runs_once_per_round_over_all_buffers():
+    """Each round holds each variant exactly once, goes over its buffers in turn; the warm-up is not counted."""
+    log, rounds = [], []
+    found = time_rounds(
+        counting("abc", log), rounds=6, seed=3, timer=wall_timer, on_round=lambda: rounds.append(len(log))
+    )
+    assert {name: len(times) for name, times in found.items()} == {"a": 6, "b": 6, "c": 6}
+    assert rounds == [9 * (i + 1) for i in range(7)]
+    orders = []
+    for begin in range(0, len(log), 9):
+        turn = log[begin : begin + 9]
+        runs = [(name, [i for _, i in group]) for name, group in itertools.groupby(turn, key=lambda entry: entry[0])]
+        assert dict(runs) == {"a": [0, 1], "b": [0, 1, 2], "c": [0, 1, 2, 3]}
+        orders.append("".join(name for name, _ in runs))
+    assert len(set(orders)) > 1, "the order never changed"
+
+
+def test_orders_follow_the_seed():
+    """The same seed gives the same orders, another seed others."""
+    logs = []
+    for seed in (1, 1, 2):
+        log = []
+        time_rounds(counting("abcd", log), rounds=5, seed=seed, timer=wall_timer)
+        logs.append(log)
+    assert logs[0] == logs[1] != logs[2]
+
+
+def test_ratios_are_formed_within_rounds():
+    """A drift that is far larger than the difference leaves the ratio exact, because both meet it in the same round."""
+    sink = []
+    table = {"slow": 6.0, "fast": 2.0}
+    variants = [Variant(name=name, call=lambda i, c=c: sink.append(c)) for name, c in table.items()]
+    done = {"count": 0}
+
+    def timer(work):
+        sink.clear()
+        work()
+        done["count"] += 1
+        return sink[0] * 1.5 ** ((done["count"] - 1) // 2)
+
+    cell = measure_cell({"n": 1}, variants, baselines=["slow"], rounds=9, seed=0, timer=timer)
+    rows = {row["name"]: row for row in cell["variants"]}
+    assert rows["fast"]["q3"] > 2 * rows["fast"]["q1"]  # the times themselves are spread
+    assert rows["fast"]["ratios"]["slow"] == pytest.approx({"median": 3.0, "q1": 3.0, "q3": 3.0})
+    assert rows["slow"]["ratios"]["slow"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+
+
+def test_spread_is_median_and_inclusive_quartiles():
+    """Five numbers in any order; one number is its own quartiles."""
+    assert spread([5, 1, 3, 2, 4]) == {"median": 3, "q1": 2, "q3": 4}
+    assert spread([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0}
+    assert ratios([2.0, 8.0, 9.0], [1.0, 2.0, 3.0]) == {"median": 3.0, "q1": 2.5, "q3": 3.5}
+
+
+def test_bandwidth_share_is_of_the_same_round():
+    """Bytes per second over what the probe reached; time per call is a sweep divided by its buffers."""
+    costs = {"probe": 10.0, "half": 40.0}
+    sink = []
+    half = Variant(name="half", call=lambda i: sink.append("half"), num_buffers=4, bytes_per_call=50)
+    probe = Variant(name="probe", call=lambda i: sink.append("probe"), bytes_per_call=100)
+
+    def timer(work):
+        sink.clear()
+        work()
+        return costs[sink[0]]
+
+    cell = measure_cell({}, [half], baselines=[], rounds=3, seed=0, timer=timer, probe=probe)
+    (row,) = cell["variants"]
+    assert row["median"] == 10.0 and row["bytes_per_s"] == 5.0
+    assert row["bandwidth_share"]["median"] == pytest.approx(0.5)
+    assert cell["probe"]["bytes_per_s"] == 10.0
+    assert cell["reuse_distance_bytes"] == 300
+
+
+def wrong(error):
+    """A check that reports an error, or raises one."""
+
+    def check():
+        if isinstance(error, Exception):
+            raise error
+        return error
+
+    return check
+
+
+@pytest.mark.parametrize("error", [0.2, math.nan, math.inf, RuntimeError("launch failed"), AssertionError("bad page")])
+def test_wrong_results_are_not_timed(error):
+    """A variant whose output is off, NaN or fails is named and never called by the clock; the right one is timed."""
+    calls = []
+    bad = Variant(name="bad", call=lambda i: calls.append(i), check=wrong(error), tolerance=0.1)
+    good = Variant(name="good", call=lambda i: None, check=wrong(0.05), tolerance=0.1)
+    cell = measure_cell({}, [bad, good], baselines=["bad"], rounds=2, seed=0, timer=wall_timer)
+    assert [row["name"] for row in cell["variants"]] == ["good"] and not calls
+    assert cell["variants"][0]["max_error"] == 0.05 and cell["variants"][0]["ratios"] == {}
+    (refused,) = cell["refused"]
+    assert refused["name"] == "bad" and refused["reason"].startswith(("wrong: error", "failed: "))
+
+
+def test_a_variant_without_check_is_timed():
+    """Nothing to compare is no fault."""
+    right, refused = refuse_wrong([Variant(name="a", call=lambda i: None)])
+    assert len(right) == 1 and not refused
+
+
+def test_two_variants_of_one_name_are_a_fault():
+    """Their times would be mixed up."""
+    twins = [Variant(name="a", call=lambda i: None) for _ in range(2)]
+    with pytest.raises(AssertionError, match="same name"):
+        time_rounds(twins, rounds=1, seed=0, timer=wall_timer)
+
+
+@pytest.mark.parametrize(
+    ("clock", "device", "threads", "message"),
+    [("cpu", "cpu", 2, "threads=2"), ("cpu", "cuda", 1, "cuda"), ("sun", "cpu", 1, "clock=sun does not exist")],
+)
+def test_clock_that_cannot_tell_is_refused(clock, device, threads, message):
+    """CPU time of one thread says nothing about two threads or a GPU."""
+    with pytest.raises(ValueError, match=message):
+        choose_timer(clock, device, threads)
+
+
+def test_thread_clock_does_not_count_sleep():
+    """clock=cpu counts work of this thread, wall counts waiting too."""
+    import time
+
+    wait = Variant(name="wait", call=lambda i: time.sleep(0.02))
+    seconds = {
+        clock: min(time_rounds([wait], rounds=2, seed=0, timer=choose_timer(clock, "cpu", 1))["wait"])
+        for clock in ("wall", "cpu")
+    }
+    assert seconds["wall"] >= 0.02 > 5 * seconds["cpu"]
