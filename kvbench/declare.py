@@ -105,7 +105,8 @@ class ScoreSpec:
 
     Args:
         statistic: `probability`: what queries attend to a key with. `below_uniform`: minus 1 for every query that
-            attends to a key with less than 1 / (keys it sees).
+            attends to a key with less than 1 / (keys it sees). `key_norm`: minus the Euclidean norm of the key, fixed
+            when the slot is written; no query counts.
         prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
         skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
             tracked.
@@ -121,7 +122,7 @@ class ScoreSpec:
         track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
     """
 
-    statistic: Literal["probability", "below_uniform"] = "probability"
+    statistic: Literal["probability", "below_uniform", "key_norm"] = "probability"
     prefill_queries: int = 0
     skip_near: int = 0
     power: int = 1
@@ -138,7 +139,7 @@ class ScoreSpec:
         if self.prefill_queries < ALL_QUERIES:
             raise ValueError(f"prefill_queries={self.prefill_queries} must be >= 0, or -1 for all queries")
         for name, value, known in (
-            ("statistic", self.statistic, ("probability", "below_uniform")),
+            ("statistic", self.statistic, ("probability", "below_uniform", "key_norm")),
             ("pool", self.pool, ("none", "avg", "max")),
             ("pool_stage", self.pool_stage, ("per_query_head", "after_group")),
             ("pool_region", self.pool_region, ("prefix", "all")),
@@ -150,6 +151,11 @@ class ScoreSpec:
             raise ValueError(
                 f"statistic='below_uniform' counts per query head, so it needs power=1, pool='none' and "
                 f"group_reduce='max', not {self.power}, {self.pool!r} and {self.group_reduce!r}"
+            )
+        if self.statistic == "key_norm" and (self.prefill_queries or self.decode_update or self.pool != "none"):
+            raise ValueError(
+                "statistic='key_norm' looks at no query, so it needs prefill_queries=0, decode_update=False and "
+                "pool='none'"
             )
         if self.power not in (1, 2):
             raise ValueError(f"power={self.power} must be 1 or 2")

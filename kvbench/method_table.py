@@ -22,6 +22,8 @@ every result. Every setting can be changed from the command line: `method.<setti
 def scored(policy: Policy) -> str:
     """Which attention statistics a method uses, in words."""
     spec = policy.score
+    if spec.statistic == "key_norm":
+        return "none (norms of keys)"
     if not spec.prefill_queries and not spec.decode_update:
         return "none"
     queries = "all queries" if spec.prefill_queries == ALL_QUERIES else f"last {spec.prefill_queries} queries"

@@ -20,6 +20,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - diffkv: k8v4 and k4v2; all queries, group max, decode update; head; thresholds alpha / N; `DecodePlan` with demotion.
 - scissorhands: k16v16; last w, counts below 1 / n, decode update; head; the least often low; `plan_compact` when full.
 - tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
+- knorm: any tier; key norms, no query; head; the smallest norms; append.
 - random: any tier; none; head; a seeded choice; append.
 - duo_attention would be: k16v16; none; head; a table per layer and head; as streaming_llm for some heads.
 """

@@ -35,6 +35,11 @@ def of_prompt(store: "CompressedStore", q: Tensor, k: Tensor, scale: float) -> T
     )  # fmt: skip
 
 
+def of_keys(k: Tensor) -> Tensor:
+    """Minus the Euclidean norms of keys [..., D], before or after their rotation; fp32 [...]."""
+    return -torch.linalg.vector_norm(k.float(), dim=-1)
+
+
 def add_step(store: "CompressedStore", rows: Tensor, tiers: list[TierPages], reduced: list[Tensor]) -> None:
     """Brings the stored scores of one layer up to date after a step.
 

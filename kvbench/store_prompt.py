@@ -27,9 +27,11 @@ def place_layer(store: "CompressedStore", row: int, layer: int, k: Tensor, v: Te
 
     Args:
         k, v: [KV heads of the model, N, D] post-RoPE keys and values, uncompressed.
-        score: fp32 [heads of the store, N] as the policy's `ScoreSpec` says, or None when it wants none.
+        score: fp32 [heads of the store, N] as the policy's `ScoreSpec` says, or None when no query counts.
     """
     k, v = store.at_granularity(k), store.at_granularity(v)
+    if store.policy.score.statistic == "key_norm":
+        score = scores.of_keys(k)
     if store.policy.scope == "model":
         stash = store.stash.setdefault(row, [])
         stash.append((k, v, score))
@@ -154,7 +156,8 @@ def append_chunk(
     store.backend.write_values(store.pool.pages, fmt, page, slot, v.flatten(0, 1))
     if fmt.slot.track:
         position = int(store.tokens_seen[row]) + torch.arange(chunk, device=k.device)
-        store.backend.write_tracked(store.pool.pages, fmt, page, slot, 0.0, position.repeat(store.num_heads))
+        score = scores.of_keys(k).flatten() if store.policy.score.statistic == "key_norm" else 0.0
+        store.backend.write_tracked(store.pool.pages, fmt, page, slot, score, position.repeat(store.num_heads))
     if layer + 1 == store.shape.num_layers:
         store.tokens_seen[row] += chunk
         store.meters[row].peak_bytes = max(store.meters[row].peak_bytes, store.row_bytes(row))

@@ -67,6 +67,8 @@ def attend(store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tenso
     page, slot = step.page[:, layer].flatten(), step.slot[:, layer].flatten()
     store.backend.write_keys(pool.pages, fmt, page, slot, k.flatten(0, 1))
     store.backend.write_values(pool.pages, fmt, page, slot, v.flatten(0, 1))
+    if spec.statistic == "key_norm" and "score" in fmt.slot.track:
+        store.backend.region(pool.pages, fmt, "score")[page, slot] = scores.of_keys(k).flatten()
     tiers, _ = store.layer_pages(step.rows, layer, step.width[layer])
     if store.policy.position_mode == "cache_relative":
         _rotate_to_cache_positions(store, step, tiers)

@@ -1,0 +1,113 @@
+"""Key norms as a score: what stays of a prompt, and scores that are stored and moved without any query."""
+
+import pytest
+import torch
+from store_helpers import held_positions, held_scores, make_store, plain_attention
+
+from kvbench import ledger
+from kvbench.kernels.torch_attention import rotate
+from kvbench.methods.knorm import KeyNorm
+from kvbench.policy import ScoreSpec
+
+DIM = 16
+
+
+def keys_of_norm(norms: list[float]) -> torch.Tensor:
+    """Keys [n, 16] of exactly the given norms, each along a random channel."""
+    return torch.eye(DIM)[torch.randint(DIM, (len(norms),))] * torch.tensor(norms)[:, None]
+
+
+def after_prompt(policy, norms: list[list[list[float]]], **settings):
+    """A store that has read a prompt whose keys have norms[layer][head][token]; queries are huge and random."""
+    torch.manual_seed(0)
+    heads, length = len(norms[0]), len(norms[0][0])
+    store = make_store(
+        policy, num_layers=len(norms), num_q_heads=heads, num_kv_heads=heads, head_dim=DIM, track=("pos",), **settings
+    )
+    row = store.open_row()
+    for layer, own in enumerate(norms):
+        k = torch.stack([keys_of_norm(n) for n in own])
+        store.prefill_layer(row, layer, 50 * torch.randn(heads, length, DIM), k, torch.randn(heads, length, DIM), 0.25)
+    return store, row
+
+
+def test_the_smallest_norms_stay_in_every_head():
+    """Whatever the queries look at: per head the three smallest; of equal ones the earlier."""
+    norms = [[3.0, 1.0, 4.0, 1.5, 5.0, 0.5], [2.0, 2.0, 2.0, 2.0, 1.0, 2.0]]
+    store, row = after_prompt(KeyNorm(budget=3), [norms])
+    assert held_positions(store, row) == [[1, 3, 5], [0, 1, 4]]
+
+
+def test_norms_do_not_depend_on_rotation():
+    """Rotary positions turn keys without changing their norm, so it does not matter that keys are post-RoPE."""
+    k = torch.randn(1, 9, DIM)
+    turned = rotate(k, torch.randn(1, 9, DIM // 2) * 30)
+    assert (turned - k).abs().max() > 1 and torch.allclose(turned.norm(dim=-1), k.norm(dim=-1), rtol=1e-5)
+
+
+def test_skipped_layers_are_paid_by_the_others():
+    """Half of 8 tokens over 4 layers with one skipped: 8 in the first, then (16 - 8) / 3 = 2 in each other one."""
+    norms = [[[8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]]] * 4
+    policy = KeyNorm(budget=0.5, skip_layers=1)
+    store, row = after_prompt(policy, norms)
+    assert held_positions(store, row) == [list(range(8)), [6, 7], [6, 7], [6, 7]]
+    kept = {**store.meters[row].prompt_slots, "slots_per_tier": [14]}
+    assert policy.check_outcome({"kept": kept}) is None
+
+
+def test_skipping_more_than_the_budget_holds_is_refused():
+    """Two of four layers in full are already half of the cache."""
+    with pytest.raises(ValueError, match="skip_layers=2 whole layers of 4 leave nothing of budget=0.5"):
+        after_prompt(KeyNorm(budget=0.5, skip_layers=2), [[[1.0] * 8]] * 4)
+
+
+def test_scores_are_kept_for_decoding_and_billed():
+    """With decode_every the norms are stored, new tokens bring theirs, and the largest go when the time comes."""
+    store, row = after_prompt(KeyNorm(budget=3, decode_every=2), [[[3.0, 1.0, 4.0, 1.5, 5.0, 0.5]]])
+    assert held_scores(store, row)[0] == pytest.approx({1: -1.0, 3: -1.5, 5: -0.5}, abs=1e-5)
+    assert ledger.itemise(store, row)["track_bytes"] == 3 * 8
+    for position, norm in ((6, 0.7), (7, 9.0)):
+        store.begin_step(torch.tensor([row]))
+        q, k, v = torch.randn(1, 1, DIM), keys_of_norm([norm])[None], torch.randn(1, 1, DIM)
+        store.attend(0, q, k, v, 0.25)
+        store.end_step()
+        assert held_scores(store, row)[0][position] == pytest.approx(-norm, abs=1e-5)
+    assert held_positions(store, row) == [[1, 3, 5, 6, 7]]
+    store.begin_step(torch.tensor([row]))
+    assert sorted(held_positions(store, row)[0]) == [1, 5, 6, 8]
+
+
+def test_an_appended_segment_brings_its_norms():
+    """Tokens of a later segment are stored with their own norms, as prompt tokens are."""
+    store, row = after_prompt(KeyNorm(budget=6, decode_every=100), [[[3.0, 1.0, 4.0]]])
+    k = keys_of_norm([2.0, 7.0])[None]
+    store.append_chunk(row, 0, torch.randn(1, 2, DIM), k, torch.randn(1, 2, DIM), 0.25)
+    assert held_scores(store, row)[0] == pytest.approx({0: -3.0, 1: -1.0, 2: -4.0, 3: -2.0, 4: -7.0}, abs=1e-5)
+
+
+def test_attention_after_the_prompt_sees_exactly_what_stayed():
+    """A step's output is plain attention over the kept tokens and the new one."""
+    torch.manual_seed(1)
+    store = make_store(KeyNorm(budget=10, tier="native"), num_q_heads=4, num_kv_heads=2, head_dim=DIM, track=("pos",))
+    row = store.open_row()
+    q, k, v = torch.randn(4, 31, DIM), *torch.randn(2, 2, 31, DIM)
+    store.prefill_layer(row, 0, q[:, :30], k[:, :30], v[:, :30], 0.25)
+    held = held_positions(store, row)
+    assert held == [sorted(h[:30].norm(dim=-1).argsort()[:10].tolist()) for h in k]
+    store.begin_step(torch.tensor([row]))
+    out = store.attend(0, q[None, :, 30], k[None, :, 30], v[None, :, 30], 0.25)[0]
+    index = torch.tensor([[*h, 30] for h in held])[..., None].expand(-1, -1, DIM)
+    assert (out - plain_attention(q[:, 30], k.gather(1, index), v.gather(1, index), 0.25)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [{"prefill_queries": 1}, {"decode_update": True, "track": ("score",)}])
+def test_norms_go_with_no_query(wrong):
+    """A ScoreSpec of norms that also wants queries is refused."""
+    with pytest.raises(ValueError, match="statistic='key_norm' looks at no query"):
+        ScoreSpec(statistic="key_norm", **wrong)
+
+
+def test_bad_settings():
+    """A negative number of layers is named with its rule."""
+    with pytest.raises(ValueError, match="skip_layers=-1 and decode_every=0 must be >= 0"):
+        KeyNorm(skip_layers=-1)
