@@ -1,5 +1,8 @@
 """Chooses the backend whose operations the store calls."""
 
+import importlib.util
+import warnings
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -26,16 +29,29 @@ _TORCH = SimpleNamespace(
     prompt_low_counts=torch_attention.prompt_low_counts,
 )
 
+
+def _triton() -> SimpleNamespace:
+    """The GPU kernels' operations; imported here, because triton is an optional package."""
+    if importlib.util.find_spec("triton") is None:
+        raise BuildError(
+            "the package triton is not installed; run pip install triton (or pip install 'kvbench[gpu]'), or choose "
+            "backend=torch"
+        )
+    from kvbench.kernels import triton_backend
+
+    return triton_backend.backend(_TORCH)
+
+
 # Name -> what gives the operations, or raises BuildError where they cannot be had.
-BACKENDS = {"torch": lambda: _TORCH, "cpu": lambda: cpu.backend(_TORCH)}
+BACKENDS = {"torch": lambda: _TORCH, "cpu": lambda: cpu.backend(_TORCH), "triton": _triton}
 
 
 def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> SimpleNamespace:
     """The operations of a backend.
 
     Args:
-        name: A key of `BACKENDS`, or `auto`, the fastest one present: `cpu` on a CPU with a compiler, else `torch`,
-            with a warning that says why.
+        name: A key of `BACKENDS`, or `auto`, the fastest one present: `triton` on a GPU with that package, `cpu` on a
+            CPU with a compiler, else `torch`, with a warning that says why.
         device: Where the cache lies.
 
     Raises:
@@ -44,7 +60,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Simpl
     on_cpu = torch.device(device).type == "cpu"
     if name == "auto":
         if not on_cpu:
-            return _TORCH
+            return _auto_gpu(torch.device(device).type)
         try:
             return BACKENDS["cpu"]()
         except BuildError as error:
@@ -56,4 +72,25 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Simpl
         raise ValueError(
             f"backend=cpu works in main memory, but this model is on {device}; choose backend=torch or model.device=cpu"
         )
+    if name == "triton":
+        operations = _triton()
+        if reason := operations.refusal(torch.device(device)):
+            raise ValueError(reason)
+        return operations
     return BACKENDS[name]()
+
+
+@cache
+def _auto_gpu(kind: str) -> SimpleNamespace:
+    """`triton` on CUDA and ROCm devices, else the reference; says once per kind why."""
+    if kind != "cuda":
+        warnings.warn(f"no kernels for {kind}; going on with backend=torch, the plain reference", stacklevel=4)
+        return _TORCH
+    try:
+        return _triton()
+    except BuildError as error:
+        warnings.warn(
+            f"no GPU kernels: {error}; going on with backend=torch, the plain reference, which is much slower",
+            stacklevel=4,
+        )
+        return _TORCH

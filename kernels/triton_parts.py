@@ -1,0 +1,156 @@
+"""Triton backend, part 1: what its kernels share on both sides of a launch.
+
+The kernels are written once for NVIDIA and AMD. A page's layout reaches them as compile-time constants, so every format
+is a kernel of its own. Tiles have power-of-two sides; channels of a packed side are put in *planar order*: entry
+j = plane * WP + w stands for channel plane * W + w, where W is the bytes of a slot and WP the power of two above it.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.format import PageFormat
+
+ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
+MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
+
+# What takes launches in place of a GPU: kernels.triton_compile and the test of host synchronisation set it.
+_recorder: list[Callable] = []
+
+
+def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+    """Runs a kernel on the device of its first tensor; a grid with a zero in it is no launch.
+
+    Args:
+        kernel: A function under `triton.jit`.
+        grid: Programs along up to three axes.
+        arguments: Tensors and numbers, in the kernel's order.
+        constants: Its compile-time constants, and `num_warps`, `num_stages`, `enable_fp_fusion`.
+    """
+    if 0 in grid:
+        return
+    constants.setdefault("enable_fp_fusion", True)
+    if _recorder:
+        _recorder[-1](kernel, grid, arguments, constants)
+        return
+    first = next(a for a in arguments if isinstance(a, Tensor))
+    if first.is_cuda:
+        with torch.cuda.device(first.device):
+            kernel[grid](*arguments, **constants)
+    else:
+        kernel[grid](*arguments, **constants)
+
+
+class recording:
+    """While open, launches go to `receive(kernel, grid, arguments, constants)` and nothing is computed."""
+
+    def __init__(self, receive: Callable) -> None:
+        self.receive = receive
+
+    def __enter__(self) -> None:
+        _recorder.append(self.receive)
+
+    def __exit__(self, *_: object) -> None:
+        _recorder.pop()
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `n` and `least`."""
+    return max(least, triton.next_power_of_2(max(1, n)))
+
+
+@cache
+def side_constants(fmt: PageFormat, side: str, prefix: str = "", least: int = MIN_DOT) -> dict[str, object]:
+    """The compile-time constants that describe one side of a page.
+
+    Args:
+        fmt: The page format.
+        side: `k` or `v`.
+        prefix: Put before every name.
+        least: The fewest entries that the planar order of a vector may have.
+
+    Returns:
+        BITS (1 to 8 codes, 0 for e4m3, 16 or 32 elements), P planes, W bytes or elements of a slot, WP its power of
+        two, OFF, SCALE and ZERO byte offsets, GROUPS scales per vector, CHANNEL tokens that share a channel's scale (0:
+        scales per token), SYM, ELEM the element type.
+    """
+    slot = fmt.slot
+    bits, is_coded = (slot.k_bits, slot.k_coded) if side == "k" else (slot.v_bits, slot.v_coded)
+    groups = slot.k_groups if side == "k" else slot.v_groups
+    planes = 8 // bits if is_coded else 1
+    width = slot.head_dim // planes
+    names = {
+        "BITS": bits if is_coded or bits >= 16 else 0,
+        "P": planes,
+        "W": width,
+        "WP": power_of_two(width, max(1, least // planes)),
+        "OFF": fmt.regions[f"{side}_codes"][0],
+        "SCALE": fmt.regions[f"{side}_scale"][0],
+        "ZERO": fmt.regions[f"{side}_zero"][0],
+        "GROUPS": groups if is_coded else 1,
+        "CHANNEL": slot.k_channel_group if side == "k" and slot.channel_keys else 0,
+        "SYM": slot.symmetric,
+        "ELEM": ELEMENT[slot.dtype],
+    }
+    return {prefix + name: value for name, value in names.items()}
+
+
+@triton.jit
+def code_values(codes, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Integers below 2^BITS as floats: set into the mantissa of a power of two, which is then taken off.
+
+    Exact, and at the full rate of bit operations; casts from integers run at a quarter of it or less.
+    """
+    if dtype == tl.float16:
+        return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+    elif dtype == tl.bfloat16 and BITS <= 4:
+        return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
+    else:
+        return ((codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0).to(dtype)
+
+
+# The interpreter holds bf16 as bare bits and multiplies those: there, bf16 products run in fp32.
+INTERPRETED = not isinstance(code_values, triton.JITFunction)
+
+
+@triton.jit
+def e4m3_values(raw):
+    """fp32 values of e4m3 bytes: the same bits as an fp16 with its exponent 8 lower; 0x7f and 0xff are NaN."""
+    wide = raw.to(tl.uint16)
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def round_even(x):
+    """Rounds to the nearest integer, halves to even; exact below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def e4m3_bytes(x):
+    """e4m3 bytes of fp32 values, halves to even, saturating at +-448; NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = ((bits >> 24) & 0x80).to(tl.uint8)
+    size = tl.minimum(tl.abs(x), 448.0)
+    raw = size.to(tl.uint32, bitcast=True)
+    normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - 960  # 960 = (127 - 7) << 3: from one bias to the other
+    small = round_even(size * 512.0).to(tl.int32).to(tl.uint32)  # below 2^-6 the codes are multiples of 2^-9
+    code = tl.where(size < 0.015625, small, normal).to(tl.uint8)
+    return tl.where(x != x, 0x7F, code).to(tl.uint8) | sign
+
+
+@triton.jit
+def metadata(base, index, mask, SCALE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, SYM: tl.constexpr):
+    """Scale and zero fp32 at an index of their regions; a symmetric code's zero follows from its scale."""
+    scale = tl.load((base + SCALE).to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0.0).to(tl.float32)
+    if SYM:
+        zero = scale * (-(2.0 ** (BITS - 1)))
+    else:
+        zero = tl.load((base + ZERO).to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0.0).to(tl.float32)
+    return scale, zero
