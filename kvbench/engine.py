@@ -126,7 +126,8 @@ class Engine:
                 finished.add(request.sample_id)
                 continue
             num_rows = request.num_samples + (reference is not None) + len(request.choices)
-            sample = Sample(request, time.perf_counter() - begin, num_rows)
+            prefill_s = None if self.prompts.limit_bytes else time.perf_counter() - begin  # replays take no prefill
+            sample = Sample(request, prefill_s, num_rows)
             for repeat in range(request.num_samples):
                 own = row if repeat == 0 else self._open_row(row)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._room(request))

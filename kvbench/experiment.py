@@ -13,7 +13,7 @@ from kvbench.parts import Parts
 
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
-    | {"reference", "fidelity", "store"},
+    | {"reference", "fidelity", "store", "prompt_cache_bytes"},
     "fidelity.": {"max_tokens"},
 }
 FULL = "full"  # the one method the harness knows by name: the reference of every other

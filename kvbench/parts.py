@@ -4,10 +4,15 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.errors import unknown_name
+
+if TYPE_CHECKING:
+    from kvbench.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,39 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
         seed=cfg.seed,
         backend=cfg.backend.name,
         fidelity_max_tokens=cfg.fidelity.max_tokens,
+        prompts=_prompts(read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))),
     )
+
+
+def read_bytes(key: str, value: object) -> int:
+    """Read a setting in bytes.
+
+    Args:
+        key: The setting, for messages.
+        value: A whole number of bytes, or text such as 512MiB or 8GiB.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    from kvbench.policy import Budget
+
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    try:
+        found = Budget.parse(value) if isinstance(value, str) else None
+    except ValueError:
+        found = None
+    if found is None or found.unit != "bytes":
+        raise ValueError(f"{key}={value} is no number of bytes; write a whole number, or text such as 512MiB or 8GiB")
+    return int(found.value)
+
+
+@cache
+def _prompts(limit_bytes: int) -> "PromptCache":
+    """The prompts that all jobs of this process share."""
+    from kvbench.prompt_cache import PromptCache
+
+    return PromptCache(limit_bytes)
 
 
 class _LastOne:

@@ -50,7 +50,7 @@ class Sample:
     """A request in flight: its outcomes so far and how many rows are still open."""
 
     request: Request
-    prefill_s: float
+    prefill_s: float | None  # None: not measured
     open_rows: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fidelity: dict | None = None

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench import listing
-from kvbench.parts import _LastOne, make_engine, make_policy
+from kvbench.parts import _LastOne, make_engine, make_policy, read_bytes
 
 
 def test_every_shipped_method_builds():
@@ -44,6 +44,19 @@ def test_engine_from_configuration(tiny_model):
     store["page_bites"] = 1
     with pytest.raises(ValueError, match="key=store.page_bites does not exist. Did you mean store.page_bytes?"):
         make_engine(OmegaConf.create(settings), tiny_model(), policy)
+
+
+@pytest.mark.parametrize(("value", "count"), [(0, 0), (4096, 4096), ("512MiB", 2**29), ("1.5GiB", 3 * 2**29)])
+def test_bytes_settings(value, count):
+    """A number of bytes can be written out or with a unit."""
+    assert read_bytes("x", value) == count
+
+
+@pytest.mark.parametrize("value", [-1, True, 0.5, "0.5", "256", "8 gigs", None])
+def test_bytes_settings_refused(value):
+    """Ratios, negative numbers and unknown units are no bytes."""
+    with pytest.raises(ValueError, match="prompt_cache_bytes=.* is no number of bytes; write a whole number"):
+        read_bytes("prompt_cache_bytes", value)
 
 
 def test_last_one_is_shared():

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench import listing
-from kvbench.parts import default_parts
+from kvbench.parts import _prompts, default_parts
 from kvbench.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -70,3 +70,19 @@ def test_interrupted_run_equals_a_whole_one(tmp_path, method):
     assert samples(resumed.folder) == samples(whole.folder)
     assert resumed.record.metrics == whole.record.metrics
     assert resumed.record.ledger == whole.record.ledger
+
+
+def test_kept_prompts_change_no_answer(tmp_path):
+    """Jobs that replay each other's prompts leave the records of fresh runs, but for the prefill time."""
+    for budget in (0.5, 0.25):
+        fresh, kept = compose("snapkv", tmp_path / "fresh"), compose("snapkv", tmp_path / "kept")
+        kept.prompt_cache_bytes = "1GiB"
+        for cfg in (fresh, kept):
+            cfg.method.budget = budget
+        one = run_experiment(fresh, method="snapkv", **QUIET)
+        other = run_experiment(kept, method="snapkv", **QUIET)
+        assert one.record.hash == other.record.hash
+        assert samples(one.folder) == samples(other.folder)
+        assert one.record.timing.prefill_s > 0
+        assert other.record.timing.prefill_s is None
+    assert _prompts(2**30).num_reused >= 6
