@@ -39,6 +39,7 @@ def load_task(
 
     Args:
         task_cfg: The `task` group of the configuration; `name` says which task, the other keys are that task's own.
+            With `harness: lm_eval` it is a task of lm-eval.
         model: Its tokenizer, context length and chat template are used; its weights are not.
         limit: Samples per subset, the first ones; None for all.
         seed: Decides generated data.
@@ -50,12 +51,14 @@ def load_task(
     Raises:
         ValueError: a setting is unknown or out of range, or data is missing or broken; the message says what to do.
     """
-    name = task_cfg.get("name")
-    if name not in BENCHMARKS:
+    name, harness = task_cfg.get("name"), task_cfg.get("harness")
+    if harness not in (None, "lm_eval"):
+        raise unknown_name("task.harness", harness, ("lm_eval",))
+    if harness is None and name not in BENCHMARKS:
         raise unknown_name("task.name", name, BENCHMARKS)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"limit={limit!r} must be a whole number of at least 1, or null for all samples")
     if model.tokenizer is None:
         raise ValueError(f"task={name} needs a tokenizer and model {model.name} has none; choose another model")
-    load = import_module(f"kvbench.tasks.{BENCHMARKS[name]}").load
+    load = import_module(f"kvbench.tasks.{BENCHMARKS[name] if harness is None else 'harness'}").load
     return load(task_cfg, model, limit=limit, seed=seed, protocol=Protocol.from_mapping(protocol))

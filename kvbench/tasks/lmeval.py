@@ -31,15 +31,15 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
     """
     from lm_eval.tasks import TaskManager
 
-    with _quiet():
+    with quiet():
         manager = TaskManager(include_defaults=False, include_path=str(folder), metadata=dict(metadata))
         return {name: manager.load([name])["tasks"][name] for name in names}
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide lm-eval's advice on how to pass metadata to a custom data set: we do."""
-    logger = logging.getLogger("lm_eval.api.task")
+def quiet() -> Iterator[None]:
+    """Hide what lm-eval says while it loads: advice on metadata, which we pass, and progress of single tasks."""
+    logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -14,6 +14,7 @@ TINY = {
     "model.num_layers": 2,
     "model.dtype": "float32",
     "model.device": "cpu",
+    "backend": "torch",
 }
 CONTEXT = "Instances of the class are created by calling the object. " * 6 + "Which one is it?\nAnswer:"
 CHOICES = [" A", " B", " the third of them", " D"]

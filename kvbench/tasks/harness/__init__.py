@@ -1,0 +1,243 @@
+"""`task=lm_eval task.name=NAME`: any task of lm-eval, asked and scored by it, answered through the compressed cache.
+
+Prompts, choices, filters and metrics are lm-eval's own. Answers are generated and choices scored over the pages: the
+prompt is prefilled once, compressed, and its last token is read after that, so that even one-letter choices depend on
+the method (see `kvbench.tasks.choices`).
+
+Differs: lm-eval's own models cut a prompt that is too long at its beginning; here an answered one loses its middle.
+    Thoughts in front of `</think>` are taken off before the filters see a chat's answer.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.requests import Request
+from kvbench.tasks.choices import choice_request
+from kvbench.tasks.harness.find import build_tasks
+from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
+from kvbench.tasks.prompts import PromptBuilder, generation_rules, template_settings
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import check_keys
+from kvbench.tasks.taskset import TaskSet, fingerprint
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
+
+    from kvbench.models import LoadedModel
+
+_FOLDER = Path(__file__).resolve().parent
+_OTHER_WAY = "`python -m kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
+
+
+def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+    """Load a task, a group or a tag of lm-eval.
+
+    Args:
+        cfg: `name` (lm-eval's), `num_fewshot`, `include_path`, `data_dir`, `metric` (the one that stands for the task).
+        model: Tokenizes the prompts; its chat template is used with `protocol.chat_template=always` only.
+        limit: Documents per task, the first ones; None for all.
+        seed: Chooses few-shot examples and shuffled choices; 0 gives lm-eval's own.
+        protocol: How the documents are asked; with `query_aware=false` everything in front of the question is the
+            context.
+
+    Raises:
+        ValueError: An unknown name, data that is missing, or a task that this loop cannot run.
+    """
+    check_keys(cfg, ("harness", "num_fewshot", "include_path", "data_dir", "metric"))
+    name, shots = cfg["name"], cfg.get("num_fewshot")
+    if not name:
+        raise ValueError("task=lm_eval needs the name of one of lm-eval's tasks: task.name=hellaswag, for example")
+    if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int) or shots < 0):
+        raise ValueError(f"task.num_fewshot={shots!r} must be a whole number of at least 0, or null for the task's own")
+    tasks = build_tasks(
+        name, include_path=cfg.get("include_path"), data_dir=cfg.get("data_dir"), seed=seed, num_fewshot=shots
+    )
+    asker = _Asker.make(model, protocol)
+    requests: list[Request] = []
+    docs: dict[str, Doc] = {}
+    for leaf, task in tasks.items():
+        _check(leaf, task, protocol)
+        for request, doc in asker.ask(leaf, task, limit):
+            requests.append(request)
+            docs[request.sample_id] = doc
+    metrics = common_metrics(tasks)
+    references = {key: [json.dumps(doc.doc, sort_keys=True, default=str), doc.leaf] for key, doc in docs.items()}
+    for leaf, task in tasks.items():
+        first = next((key for key, doc in docs.items() if doc.leaf == leaf), None)
+        if first:
+            references[first].append(json.dumps(task.dump_config(), sort_keys=True, default=str))
+    choices = any(request.choices for request in requests)
+    rules = {
+        "harness": f"lm-eval {version('lm_eval')}",
+        "lm_eval_task": name,
+        "num_fewshot": {leaf: task.get_config("num_fewshot") for leaf, task in tasks.items()},
+        "chat_template": asker.rendered,
+        "thinking": asker.thinking,
+        "thoughts": "not graded",
+        "truncation": "beginning" if choices else "middle",
+    }
+    if choices:
+        rules["choices"] = "scored over pages; the last prompt token is read after compression"
+    else:
+        rules["max_new_tokens"] = requests[0].max_new_tokens if requests else None
+    return HarnessTaskSet(
+        name=f"lm_eval_{name}",
+        protocol=protocol.to_dict() | rules,
+        fingerprint=fingerprint(requests, references, _FOLDER),
+        requests=requests,
+        metrics=metrics,
+        primary=_primary(cfg.get("metric"), metrics),
+        scorer=lambda key, text: docs[key].score_text(text),
+        docs=docs,
+    )
+
+
+def _primary(wanted: str | None, metrics: Mapping[str, object]) -> str:
+    from kvbench.errors import unknown_name
+
+    if wanted is not None and wanted not in metrics:
+        raise unknown_name("task.metric", wanted, metrics)
+    return wanted or next(iter(metrics))
+
+
+def _check(leaf: str, task: "Task", protocol: Protocol) -> None:
+    """Refuse what this loop cannot run, with the way that can."""
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        raise ValueError(
+            f"task.name={leaf} scores whole texts (loglikelihood_rolling): without a prompt there is no cache to "
+            "compress; take a task with a prompt"
+        )
+    if getattr(task, "UNSAFE_CODE", False):
+        raise ValueError(
+            f"task.name={leaf} runs generated code outside a cage in lm-eval; take task=humaneval_plus or "
+            "task=mbpp_plus, which run it in one"
+        )
+    if task.config.repeats > 1:
+        raise ValueError(
+            f"task.name={leaf} asks for {task.config.repeats} answers and lets them vote, which kvbench's run does not "
+            f"do; {_OTHER_WAY}, or take protocol=sampled with a task that answers once"
+        )
+    if getattr(task, "multiple_input", 0):
+        raise ValueError(f"task.name={leaf} compares prompts, not continuations of one; {_OTHER_WAY}")
+    if task.OUTPUT_TYPE != "generate_until" and protocol.num_samples > 1:
+        raise ValueError(
+            f"task.name={leaf} scores choices, which are not sampled; set protocol.num_samples=1 and temperature=0"
+        )
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Turns lm-eval's documents into requests for one model and protocol."""
+
+    model: "LoadedModel"
+    protocol: Protocol
+    rendered: bool
+    settings: dict[str, object]
+
+    @classmethod
+    def make(cls, model: "LoadedModel", protocol: Protocol) -> "_Asker":
+        rendered = protocol.chat_template == "always"
+        if rendered and not model.chat_template:
+            raise ValueError(
+                f"protocol.chat_template=always, but the tokenizer of model {model.name} has no chat template; use "
+                "auto or never, or an instruction-tuned model"
+            )
+        if protocol.thinking is not None and not rendered:
+            raise ValueError(
+                f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and lm-eval's tasks are asked as "
+                "plain text; set protocol.chat_template=always"
+            )
+        settings = template_settings(model.tokenizer, protocol, model.name) if rendered else {}
+        return cls(model, protocol, rendered, settings)
+
+    @property
+    def thinking(self) -> str:
+        """The label of result rows, as in `PromptBuilder.thinking`."""
+        return {None: "template", True: "on", False: "off"}[self.protocol.thinking] if self.rendered else "no chat"
+
+    def _render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+        return self.model.tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self.settings,
+        )
+
+    def ask(self, leaf: str, task: "Task", limit: int | None) -> "list[tuple[Request, Doc]]":
+        """The requests of a task's first documents, each with what scores it."""
+        asked = []
+        for doc_id, doc in task.doc_iterator(limit=limit):
+            text = task.fewshot_context(
+                doc,
+                num_fewshot=task.get_config("num_fewshot"),
+                apply_chat_template=self.rendered,
+                fewshot_as_multiturn=self.rendered,
+                chat_template=partial(self._render) if self.rendered else None,
+                gen_prefix=task.doc_to_prefix(doc),
+            )
+            made = task.construct_requests(
+                doc=doc, ctx=text, metadata=(leaf, doc_id, 1), apply_chat_template=self.rendered
+            )
+            instances = made if isinstance(made, list) else [made]
+            if len({instance.args[0] for instance in instances}) > 1:
+                raise ValueError(f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}")
+            build = self._generation if task.OUTPUT_TYPE == "generate_until" else self._choices
+            request, opened = build(f"{leaf}/{doc_id}", leaf, task, doc, instances)
+            asked.append((request, Doc(leaf, task, doc, instances, self.rendered, opened)))
+        return asked
+
+    def _border(self, leaf: str, task: "Task", doc: dict, text: str) -> int:
+        """Where the question begins; the end of the prompt when the protocol does not divide it."""
+        if self.protocol.query_aware:
+            return len(text)
+        question = task.doc_to_text(doc)
+        start = text.rfind(question.strip()) if isinstance(question, str) else -1
+        if start <= 0 or not task.get_config("num_fewshot"):
+            raise ValueError(
+                f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
+                f"task.name={leaf} have none; set task.num_fewshot above 0, or protocol.query_aware=true"
+            )
+        return start
+
+    def _generation(
+        self, sample_id: str, leaf: str, task: "Task", doc: dict, instances: "list[Instance]"
+    ) -> tuple[Request, bool]:
+        text, generation = instances[0].args[:2]
+        rules, protocol = generation_rules(generation, self.protocol)
+        builder = PromptBuilder(self.model, protocol, rules, rendered=self.rendered)
+        border = self._border(leaf, task, doc, text)
+        gold = task.doc_to_target(doc)
+        gold = gold[0] if isinstance(gold, list) and gold else gold
+        request = builder.build(
+            sample_id=sample_id,
+            subset=leaf,
+            context=text[:border],
+            question=text[border:],
+            gold=gold if isinstance(gold, str) else "",
+        )
+        return request, builder.opens_thoughts(request)
+
+    def _choices(
+        self, sample_id: str, leaf: str, task: "Task", doc: dict, instances: "list[Instance]"
+    ) -> tuple[Request, bool]:
+        text = instances[0].args[0]
+        border = self._border(leaf, task, doc, text)
+        gold = task.doc_to_target(doc) if task.OUTPUT_TYPE == "multiple_choice" else 0
+        request = choice_request(
+            self.model,
+            sample_id=sample_id,
+            subset=leaf,
+            context=text[:border],
+            question=text[border:],
+            continuations=[instance.args[1] for instance in instances],
+            rendered=self.rendered,
+            gold=gold if isinstance(gold, int) and 0 <= gold < len(instances) else None,
+        )
+        return replace(request, meta={"num_choices": len(instances)}), False

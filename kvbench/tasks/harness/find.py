@@ -1,0 +1,256 @@
+"""Finds lm-eval's tasks by name without its index of 14,000 YAMLs, and builds them from what is on this machine."""
+
+import os
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.tasks.lmeval import quiet
+from kvbench.tasks.source import MissingDataError
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+
+_NAME = re.compile(rb"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE)
+_TAGS = re.compile(rb"^[\"']?tag[\"']?:([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
+
+
+def tasks_folder() -> Path:
+    """Where lm-eval keeps its tasks."""
+    return Path(find_spec("lm_eval").submodule_search_locations[0]) / "tasks"
+
+
+@cache
+def _files(root: Path) -> list[Path]:
+    """Every YAML below a folder, and every file that YAMLs include, in lm-eval's own order."""
+    found = [
+        Path(folder, name)
+        for folder, _, names in os.walk(root)
+        for name in names
+        if name.endswith((".yaml", ".yml", "_yaml"))
+    ]
+    return sorted(found, key=lambda path: path.as_posix())
+
+
+def folders_of(name: str, roots: Iterable[Path]) -> list[Path]:
+    """The folders that define a task, a group or a tag.
+
+    Args:
+        name: As lm-eval knows it.
+        roots: Where to look; the first that has it counts.
+
+    Returns:
+        One folder for a task or a group, one or more for a tag; empty when there is none of that name.
+    """
+    wanted = name.encode()
+    for root in roots:
+        files = _files(root)
+        # A file that is named after the task is nearly always the one; reading all takes seconds.
+        likely = [path for path in files if name in path.name]
+        for path in (*likely, *files):
+            if path.suffix in (".yaml", ".yml") and wanted in _NAME.findall(path.read_bytes()):
+                return [path.parent]
+        tagged = {
+            path.parent
+            for path in files
+            if any(wanted in re.findall(rb"[\w.-]+", words) for words in _TAGS.findall(path.read_bytes()))
+        }
+        if tagged:
+            return sorted(tagged)
+    return []
+
+
+def manager_of(
+    names: Iterable[str], include_path: str | None = None, metadata: Mapping[str, Any] | None = None
+) -> "TaskManager":
+    """lm-eval's task manager over the folders of some tasks, and of everything that their groups name.
+
+    Args:
+        names: Tasks, groups or tags.
+        include_path: A folder with further task YAMLs; it is looked in first.
+        metadata: Handed to the tasks.
+
+    Raises:
+        ValueError: No such name, or no such folder; the message has the nearest names.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not Path(include_path).expanduser().is_dir():
+        raise ValueError(f"task.include_path={include_path} is not a folder; give one that holds task YAMLs")
+    own = [Path(include_path).expanduser()] if include_path else []
+    roots, folders, seen = [*own, tasks_folder()], {}, set()
+    todo = list(names)
+    while todo:
+        for name in todo:
+            found = folders_of(name, roots)
+            if not found:
+                raise _unknown(name, roots)
+            folders |= dict.fromkeys(found)
+        seen |= set(todo)
+        with quiet():
+            # Later folders win, so the user's own come last.
+            ordered = sorted(folders, key=lambda folder: any(folder.is_relative_to(root) for root in own))
+            manager = TaskManager(include_defaults=False, include_path=ordered, metadata=dict(metadata or {}))
+        todo = sorted(_children(manager.task_index) - set(manager.task_index) - seen)
+    return manager
+
+
+def _children(index: Mapping[str, Any]) -> set[str]:
+    """The names that the groups of an index list, other than tasks that they define themselves."""
+    names = set()
+    for entry in index.values():
+        for child in (entry.cfg or {}).get("task") or () if entry.kind.name == "GROUP" else ():
+            if isinstance(child, str):
+                names.add(child)
+    return names
+
+
+def _unknown(name: str, roots: Iterable[Path]) -> ValueError:
+    known = {found.decode() for root in roots for path in _files(root) for found in _NAME.findall(path.read_bytes())}
+    near = get_close_matches(name, known, n=5, cutoff=0.5)
+    hint = f" Near: {', '.join(near)}." if near else ""
+    return ValueError(
+        f"task.name={name}: lm-eval {version('lm_eval')} has no task, group or tag of that name.{hint} A task of your "
+        "own needs task.include_path=FOLDER with its YAML."
+    )
+
+
+def build_tasks(
+    name: str, *, include_path: str | None, data_dir: str | None, seed: int, num_fewshot: int | None
+) -> "dict[str, Task]":
+    """Build lm-eval's task objects, their data loaded.
+
+    Data is looked for in the local caches first and then, when it answers, on the hub.
+
+    Args:
+        name: A task, a group or a tag.
+        include_path: See `manager_of`.
+        data_dir: A local copy of the data set's repository, instead of its name on the hub.
+        seed: 0 gives lm-eval's own seeds: 0 for what tasks shuffle, 1234 for the choice of examples.
+        num_fewshot: Examples in front of each question; None takes the task's own.
+
+    Returns:
+        Name -> task of every leaf, in lm-eval's order.
+
+    Raises:
+        MissingDataError: The data is not here and not to be had.
+        ValueError: Unknown name, or a task that needs a package that is not installed.
+    """
+    manager = manager_of([name], include_path)
+    specs = _specs(name, manager.task_index, data_dir)
+    state = random.getstate()
+    random.seed(seed)  # some tasks shuffle their choices with the global generator
+    try:
+        with quiet():
+            tasks = _load(manager, name, specs)
+    finally:
+        random.setstate(state)
+    for task in tasks.values():
+        default = task.get_config("num_fewshot")
+        # lm-eval's rule: a task that says 0 itself cannot be given examples.
+        if num_fewshot is not None and default != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif default is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=1234 + seed)
+    return tasks
+
+
+def _load(manager: "TaskManager", name: str, specs: list) -> "dict[str, Task]":
+    import datasets
+
+    from kvbench.model_files import hub_reachable
+
+    try:
+        try:
+            with _offline():
+                return manager.load(specs)["tasks"]
+        except (OSError, ValueError, datasets.exceptions.DatasetsError):
+            if not hub_reachable():
+                raise
+            return manager.load(specs)["tasks"]
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"task.name={name} needs the package {error.name}, which is not installed; `pip install {error.name}`, or "
+            "see the README of the task in lm-eval"
+        ) from error
+    except KeyError as error:
+        raise ValueError(
+            f"task.name={name}: its data has no split {error} (or lm-eval no task of that name); give a whole copy of "
+            "the data set's repository as task.data_dir, or leave it out"
+        ) from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise _missing(name, manager, error) from error
+
+
+def _missing(name: str, manager: "TaskManager", error: Exception) -> MissingDataError:
+    from huggingface_hub import constants
+
+    paths = {(entry.cfg or {}).get("dataset_path") for entry in manager.task_index.values()}
+    repos = sorted(path for path in paths if path and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)))[:3]
+    why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "OfflineModeIsEnabled" in why or "offline" in why.lower():
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "it cannot be reached from here"
+    which = " or ".join(repos) or "its data set"
+    fetch = f"`hf download {repos[0]} --repo-type dataset --local-dir DIR`" if repos else "fetch it"
+    return MissingDataError(
+        f"task.name={name} of lm-eval has no data here: {which} is neither in the cache of the datasets library nor to "
+        f"be had from the hub ({why}). Run this task once where there is a network (gated data also needs `hf auth "
+        f"login`), or {fetch} there and set task.data_dir=DIR. Without it, `python -m kvbench task=longctx` runs on "
+        "generated data."
+    )
+
+
+def _specs(name: str, index: Mapping[str, Any], data_dir: str | None) -> list:
+    """What lm-eval's manager is asked to load: the members of a tag, and with `data_dir` every task by itself."""
+    if not data_dir:
+        # A tag is spread over folders, and lm-eval's index keeps one folder's tasks of it.
+        return sorted(_tagged(name, index)) if index[name].kind.name == "TAG" else [name]
+    folder = Path(data_dir).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"task.data_dir={data_dir} is not a folder; give a local copy of the data set's repository")
+    # Only members of a group take changes on top of what lm-eval has registered under their name.
+    members = [leaf | {"dataset_path": str(folder)} for leaf in _leaves({"task": name}, index)]
+    return [{"group": f"kvbench_{name}", "task": members}]
+
+
+def _tagged(name: str, index: Mapping[str, Any]) -> set[str]:
+    return {key for key, entry in index.items() if name in entry.tags and entry.kind.name != "TAG"}
+
+
+def _leaves(item: Mapping[str, Any], index: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tasks of a group, nested groups and tags resolved, with what the groups change of them."""
+    name = item.get("group", item.get("task"))
+    changes = {key: value for key, value in item.items() if key not in ("group", "task")}
+    entry = index.get(name)
+    if entry is None or entry.kind.name in ("TASK", "PY_TASK"):
+        yield {"task": name, **changes}
+        return
+    members = entry.cfg["task"] if entry.kind.name == "GROUP" else sorted(_tagged(name, index))
+    for member in members:
+        yield from _leaves(changes | (member if isinstance(member, Mapping) else {"task": member}), index)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """No network for the data libraries: their client retries for half a minute where there is none."""
+    import datasets
+    from huggingface_hub import constants
+
+    places = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(place, key) for place, key in places]
+    try:
+        for place, key in places:
+            setattr(place, key, True)
+        yield
+    finally:
+        for (place, key), value in zip(places, before, strict=True):
+            setattr(place, key, value)

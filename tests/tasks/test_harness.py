@@ -1,0 +1,263 @@
+"""Any lm-eval task by name: the same scores as lm-eval's own loop, through the compressed cache; clear errors."""
+
+import json
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbench.lm import KvbenchLM
+from kvbench.run import score_outcome
+from kvbench.tasks import load_task
+from kvbench.tasks.harness import find
+
+TINY = {
+    "model": "random",
+    "model.preset": "tiny",
+    "model.num_layers": 2,
+    "model.dtype": "float32",
+    "model.device": "cpu",
+    "backend": "torch",
+}
+DATA = (
+    "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder}/rows.json\n    train: {folder}/shots.json\n"
+)
+PICK = """task: demo_pick
+tag: demo_tag
+test_split: test
+fewshot_split: train
+fewshot_config: {sampler: first_n}
+output_type: multiple_choice
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_choice: "{{choices}}"
+doc_to_target: label
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+"""
+WRITE = """task: demo_write
+tag: [demo_tag, other]
+test_split: test
+fewshot_split: train
+output_type: generate_until
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: "{{choices[label]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 6}
+filter_list:
+  - name: raw
+    filter: [{function: take_first}]
+  - name: letters
+    filter: [{function: regex, regex_pattern: "([A-Za-z]+)"}, {function: take_first}]
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+LAST = """task: demo_last
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{question}}"
+doc_to_target: " {{choices[label]}}"
+metric_list:
+  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+GROUP = "group: demo_group\ntask: [demo_pick, demo_inner]\n"
+INNER = "group: demo_inner\ntask: [demo_last]\n"
+CHOICES = (["red", "a light green", "blue"], ["one", "twenty"], ["A", "B", "C", "D"], ["x", "y"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Gives a folder with task YAMLs of our own and their data; one group's member lies in a folder below."""
+    root = tmp_path_factory.mktemp("lmeval")
+    rows = [
+        {"question": f"Which is number {n}? " * (4 + n), "choices": choices, "label": n % len(choices)}
+        for n, choices in enumerate(CHOICES)
+    ]
+    for name, part in (("rows", rows), ("shots", rows[::-1])):
+        (root / f"{name}.json").write_text("\n".join(map(json.dumps, part)))
+    (root / "deep").mkdir()
+    for path, text in {"pick": PICK, "write": WRITE, "deep/last": LAST}.items():
+        (root / f"{path}.yaml").write_text(text + DATA.format(folder=root))
+    (root / "group.yaml").write_text(GROUP)
+    (root / "deep" / "inner.yaml").write_text(INNER)
+    return root
+
+
+@cache
+def lm_of(method: str = "full", **more) -> KvbenchLM:
+    """A tiny random model under a method."""
+    return KvbenchLM(method=method, batch_size=2, **TINY, **more)
+
+
+def task_of(folder: Path, lm: KvbenchLM, name: str, protocol: dict | None = None, **settings):
+    """The task as `task=lm_eval` loads it."""
+    cfg = {"harness": "lm_eval", "name": name, "include_path": str(folder)} | settings
+    return load_task(cfg, lm.model, limit=None, seed=0, protocol=dict(lm.cfg.protocol) | (protocol or {}))
+
+
+def answered(lm: KvbenchLM, task) -> list[dict]:
+    """Journal-like records of every request, scored."""
+    outcomes = lm._run(task.requests, fidelity_max_tokens=4)
+    return [
+        {
+            "sample_id": request.sample_id,
+            "subset": request.subset,
+            "text": outcomes[request.sample_id].text,
+            "choices": outcomes[request.sample_id].choices,
+            "scores": score_outcome(task, request, outcomes[request.sample_id]),
+        }
+        for request in task.requests
+    ]
+
+
+@pytest.mark.parametrize("method", [{}, {"method": "snapkv", "method.budget": 16, "method.window": 4}])
+@pytest.mark.parametrize(
+    ("name", "shots"), [("demo_pick", 0), ("demo_pick", 2), ("demo_write", 2), ("demo_last", None)]
+)
+def test_scores_are_those_of_lm_evals_own_loop(folder, name, shots, method) -> None:
+    """Per document and in the aggregate: the same metrics from lm-eval's evaluator with kvbench as its model."""
+    import lm_eval
+
+    lm = lm_of(**method)
+    task = task_of(folder, lm, name, num_fewshot=shots)
+    records = answered(lm, task)
+    theirs = lm_eval.simple_evaluate(
+        model=lm,
+        tasks=[name],
+        task_manager=find.manager_of([name], str(folder)),
+        num_fewshot=shots,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+    reported = task.aggregate(records)["lm_eval"][name]
+    for key, value in theirs["results"][name].items():
+        metric, _, filter_name = key.partition(",")
+        if metric in ("alias", "name", "sample_len") or metric.endswith("_stderr"):
+            continue
+        found = metric if filter_name == "none" else key
+        # Perplexities are exp of sums of logits, which differ in the last bits with the batch they were computed in.
+        assert reported[found] == pytest.approx(value, rel=1e-3), key
+    samples = sorted(theirs["samples"][name], key=lambda sample: sample["doc_id"])
+    per_document = [sample for sample in samples if sample["filter"] in ("none", "raw")]
+    assert len(per_document) == len(records) == 4
+    for record, sample in zip(records, per_document, strict=True):
+        for metric in ("acc", "acc_norm"):
+            if metric in sample:
+                assert record["scores"][metric] == sample[metric]
+        if name == "demo_write":
+            assert record["text"] == sample["resps"][0][0]
+
+
+def test_choices_of_the_full_cache_are_transformers_own(folder) -> None:
+    """Each choice of each document: the sum of a plain forward pass, with the examples in front."""
+    from kvbench.models import load_model
+
+    lm = lm_of(**{"method.tier": "native"})
+    plain = load_model({**dict(lm.cfg.model)}).model
+    task = task_of(folder, lm, "demo_pick", num_fewshot=2)
+    for record, request in zip(answered(lm, task), task.requests, strict=True):
+        prompt = [token for segment in request.segments for token in segment]
+        assert lm.model.tokenizer.decode(prompt, skip_special_tokens=True).count("Question:") == 3
+        for tokens, found in zip(request.choices, record["choices"], strict=True):
+            with torch.no_grad():
+                logp = plain(torch.tensor([[*prompt, *tokens]])).logits[0].float().log_softmax(-1)
+            wanted = sum(float(logp[len(prompt) - 1 + at, token]) for at, token in enumerate(tokens))
+            assert found["loglikelihood"] == pytest.approx(wanted, abs=1e-3)
+
+
+def test_groups_and_tags_find_their_members(folder) -> None:
+    """A group's members in other folders are found; a tag is spread over YAMLs; protocols name the task."""
+    lm = lm_of()
+    group = task_of(folder, lm, "demo_group")
+    assert {request.subset for request in group.requests} == {"demo_pick", "demo_last"}
+    assert list(group.metrics) == ["acc"]  # what both report
+    with pytest.raises(ValueError, match="share no metric that is a mean over documents"):
+        task_of(folder, lm, "demo_tag")
+    assert task_of(folder, lm, "other").primary == "exact_match,raw"
+    assert task_of(folder, lm, "other", metric="exact_match,letters").primary == "exact_match,letters"
+    assert group.protocol["harness"].startswith("lm-eval ") and group.protocol["lm_eval_task"] == "demo_group"
+    assert group.fingerprint != task_of(folder, lm, "demo_pick").fingerprint
+
+
+def test_agnostic_prompts_hold_no_question_token_before_compression(folder) -> None:
+    """The examples are the context; without examples there is none, and the protocol is refused."""
+    lm = lm_of()
+    for name in ("demo_pick", "demo_write"):
+        aware = task_of(folder, lm, name, num_fewshot=2)
+        parts = task_of(folder, lm, name, {"query_aware": False}, num_fewshot=2)
+        assert parts.protocol["query_aware"] is False
+        for one, other in zip(aware.requests, parts.requests, strict=True):
+            assert sum(one.segments, ()) == sum(other.segments, ())
+            first, second = (lm.model.tokenizer.decode(part, skip_special_tokens=True) for part in other.segments)
+            assert first.count("Question:") == 2 and second.count("Question:") == 1
+    with pytest.raises(ValueError, match="prompts of task.name=demo_pick have none"):
+        task_of(folder, lm, "demo_pick", {"query_aware": False}, num_fewshot=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": None}, "task.name=hellaswag, for example"),
+        ({"name": "demo_pik"}, "no task, group or tag of that name. Near: demo_pick"),
+        ({"num_fewshot": -1}, "num_fewshot=-1 must be a whole number"),
+        ({"metric": "f1"}, "task.metric=f1"),
+        ({"include_path": "/nowhere"}, "include_path=/nowhere is not a folder"),
+        ({"shots": 1}, "shots"),
+        ({"data_dir": "/nowhere"}, "data_dir=/nowhere is not a folder"),
+    ],
+)
+def test_wrong_settings_say_what_is_right(folder, settings, message) -> None:
+    """Each names the value and the remedy."""
+    with pytest.raises(ValueError, match=message):
+        task_of(folder, lm_of(), settings.pop("name", "demo_pick"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("output_type: loglikelihood_rolling", "scores whole texts"),
+        ("repeats: 3", "asks for 3 answers"),
+        ("unsafe_code: true", "runs generated code outside a cage"),
+    ],
+)
+def test_what_the_loop_cannot_run_is_refused(folder, tmp_path, change, message) -> None:
+    """The message names the way that can."""
+    text = WRITE.replace("demo_write", "odd").replace("output_type: generate_until\n", "")
+    text += change + ("" if "output_type" in change else "\noutput_type: generate_until") + "\n"
+    (tmp_path / "odd.yaml").write_text(text + DATA.format(folder=folder))
+    with pytest.raises(ValueError, match=message):
+        task_of(tmp_path, lm_of(), "odd")
+
+
+@pytest.mark.parametrize("name", ["mmlu", "mmlu_pro", "gpqa", "hellaswag"])
+def test_missing_data_is_told_in_seconds(name) -> None:
+    """lm-eval's own tasks are found without its index; without their data the command that fetches it is named."""
+    from omegaconf import OmegaConf
+
+    from kvbench import listing
+
+    file = name if name != "hellaswag" else "lm_eval"
+    cfg = OmegaConf.load(listing.conf_folder() / "task" / f"{file}.yaml")
+    cfg.name = cfg.name or name
+    lm = lm_of()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"hf download .* --repo-type dataset --local-dir DIR.*task.data_dir=DIR"):
+        load_task(cfg, lm.model, limit=1, seed=0)
+    assert time.monotonic() - start < 10
+
+
+def test_data_from_a_local_copy_of_the_repository(folder, tmp_path) -> None:
+    """`task.data_dir` stands in for the data set's name on the hub, for a group, a tag and a task."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name, split in (("rows", "test"), ("shots", "train")):
+        (copy / f"{split}.jsonl").write_text((folder / f"{name}.json").read_text())
+    tasks = tmp_path / "yamls"
+    tasks.mkdir()
+    (tasks / "far.yaml").write_text(PICK.replace("demo_pick", "far") + "dataset_path: nobody/nothing\nnum_fewshot: 0\n")
+    (tasks / "group.yaml").write_text("group: far_group\ntask: [far]\n")
+    for name in ("far", "far_group", "demo_tag"):
+        task = task_of(tasks, lm_of(), name, data_dir=str(copy))
+        assert [request.sample_id for request in task.requests] == [f"far/{n}" for n in range(4)]
