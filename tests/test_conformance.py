@@ -1,38 +1,32 @@
 """What every method must do at the settings of its YAML file; conf/method/*.yaml is the list, nothing else to edit.
 
-Names with a meaning: `sinks` first tokens are never evicted; `window` or `recent` last tokens of a prompt are kept (as
-far as a `budget` allows), and a method that acts in decode keeps that many last tokens at every step.
+Declarations, losslessness, determinism, batches, protected tokens. test_conformance_decode.py has the long answers,
+test_conformance_budget.py budgets, tiers and granularity; conformance_helpers.py says which names have a meaning.
 """
 
 import copy
 import dataclasses
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from conformance_helpers import (
+    FOLDER,
+    METHODS,
+    SHAPES,
+    distinct,
+    fields_of,
+    lossless_of,
+    policy_of,
+    protected,
+    watched,
+)
 from engine_helpers import answers, comparable, forced_logits, random_tokens, request
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
-from kvbench import ledger
-from kvbench.policy import Budget, Policy
+from kvbench.methods.full import Full
+from kvbench.policy import Policy
 from kvbench.views import StoreDecodeView
-
-FOLDER = Path(__file__).resolve().parent.parent / "conf" / "method"
-METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-
-
-def settings_of(name):
-    """The YAML file of a method as a config."""
-    return OmegaConf.load(FOLDER / f"{name}.yaml")
-
-
-@cache
-def policy_of(name) -> Policy:
-    """The method at the settings of its YAML file."""
-    return instantiate(settings_of(name))
 
 
 @pytest.fixture
@@ -41,9 +35,15 @@ def loaded(tiny_model):
     return tiny_model("llama", "gqa3", 64)
 
 
+# Files and declarations ----
+
+
 def test_methods_are_found():
-    """The list is not empty, or this file would pass without testing anything."""
+    """The list is not empty, or these files would pass without testing anything; an alias is the method it stands
+    for."""
     assert {"full", "snapkv", "kivi", "diffkv", "streaming_llm"} <= set(METHODS)
+    assert policy_of("leankv") == policy_of("diffkv")
+    assert set(METHODS) - set(distinct()) <= {"leankv"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -52,11 +52,16 @@ def test_settings_file_is_complete(name):
     text, policy = (FOLDER / f"{name}.yaml").read_text(), policy_of(name)
     assert text.startswith("# ") and re.search(r"^# source: \S", text, re.MULTILINE)
     assert isinstance(policy, Policy)
-    listed = set(settings_of(name)) - {"_target_"}
-    assert listed == {field.name for field in dataclasses.fields(policy) if field.init}
+    assert fields_of(name) == {field.name for field in dataclasses.fields(policy) if field.init}
     documentation = type(policy).__doc__
-    for word in ("Args:", "Source:", "Differs:", *(f"{field}:" for field in sorted(listed))):
+    for word in ("Args:", "Source:", "Differs:", *(f"{field}:" for field in sorted(fields_of(name)))):
         assert word in documentation, f"the docstring of {type(policy).__name__} lacks {word!r}"
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER.parents[1] / "methods").glob("*.py")), ids=lambda path: path.stem)
+def test_method_files_are_short(path):
+    """A method only decides: its file stays under 150 lines."""
+    assert len(path.read_text().splitlines()) < 150
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -69,42 +74,41 @@ def test_declarations_fit_together(name):
     assert again == policy and again.tiers == policy.tiers
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_100_steps_from_short_and_long_prompts(loaded, name):
-    """From 1, 5, 10 and 600 tokens, 100 decode steps in one batch: full answers, and a ledger that always adds up."""
-    policy = policy_of(name)
-    prompts = {"one": 1, "five": 5, "ten": 10, "long": 600}
-    requests = [request(key, random_tokens(n), max_new_tokens=101) for key, n in prompts.items()]
-    steps = []
-
-    def check(running, step):
-        steps.append(step)
-        if len(steps) % 10 == 1:
-            store, rows = running.store, running._open
-            pages = store.table.used_page_ids()
-            assert len(pages.unique()) == len(pages) == store.pool.num_used
-            items = [ledger.itemise(store, row) for row in rows]
-            parts = ("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes")
-            assert sum(item[part] for item in items for part in parts) == store.pool.num_used * store.pool.page_bytes
-            held = ledger.resident_bytes(store, torch.tensor(rows)).tolist()
-            assert held == [item["resident_bytes"] for item in items]
-
-    outcomes = answers(loaded, policy, requests, on_step=check)
-    assert len(steps) == 100
-    for key, num_tokens in prompts.items():
-        outcome = outcomes[key, 0]
-        assert (outcome.status, outcome.finish, len(outcome.token_ids)) == ("ok", "length", 101)
-        held, kept = outcome.ledger, outcome.kept
-        assert kept["tokens_seen"] == num_tokens + 100 and kept["prompt_tokens"] == num_tokens
-        assert held["resident_bytes"] == sum(held[item] for item in ledger.ITEMS)
-        assert min(held[item] for item in ledger.ITEMS) >= 0
-        assert held["peak_bytes"] >= held["resident_bytes"] and held["peak_bytes"] >= held["average_bytes"] > 0
-        assert held["fp16_bytes"] == (num_tokens + 100) * 4 * 64 * 4
-        assert 0 < kept["slot_ratio"] <= 1 and sum(kept["slots_per_tier"]) <= (num_tokens + 100) * kept["lists"]
-        assert policy.check_outcome(vars(outcome)) is None
+# What comes out ----
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.fixture(scope="module")
+def full_logits(tiny_model):
+    """Gives, per head shape and tier, the logits of the full cache on the prompts and continuations of
+    `test_lossless_settings_equal_full`."""
+
+    @cache
+    def build(heads, tier):
+        prompts, forced = [random_tokens(n, seed=4) for n in (1, 33, 90)], [random_tokens(16, seed=5)] * 3
+        loaded = tiny_model("llama", heads, 64)
+        return loaded, prompts, forced, forced_logits(loaded, Full(tier=tier), prompts, forced)
+
+    return build
+
+
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("name", distinct())
+def test_lossless_settings_equal_full(full_logits, name, heads):
+    """With its lossless settings a method gives the full cache's logits (1e-4 in fp32) after 1, 33 and 90 tokens and
+    along 16 more, with 1, 3 and 7 query heads per KV head."""
+    changes = lossless_of(name)
+    assert changes or name == "full", f"conf/method/{name}.yaml needs a line '# lossless: key=value ...'"
+    policy = policy_of(name, **changes)
+    tier = "native" if policy.tiers[0].native else "fp16"
+    loaded, prompts, forced, want = full_logits(heads, tier)
+    reports = []
+    got = forced_logits(loaded, policy, prompts, forced, reports)
+    for a, b, prompt, (_, kept) in zip(want, got, prompts, reports, strict=True):
+        assert (a - b).abs().max() < 1e-4
+        assert sum(kept["slots_per_tier"]) == (len(prompt) + 16) * kept["lists"]
+
+
+@pytest.mark.parametrize("name", distinct())
 def test_runs_repeat_themselves(loaded, name):
     """The same seed gives the same tokens and the same bytes."""
     requests = [request(str(n), random_tokens(n), gold=random_tokens(4)) for n in (1, 40, 200)]
@@ -112,16 +116,16 @@ def test_runs_repeat_themselves(loaded, name):
     assert {k: comparable(o) for k, o in first.items()} == {k: comparable(o) for k, o in second.items()}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_ragged_batch_equals_single_rows(loaded, name):
+@pytest.mark.parametrize("name", distinct())
+def test_a_ragged_batch_equals_single_rows(tiny_model, name):
     """Rows fed the same tokens in one batch and alone: the same slots, and logits that only rounding tells apart.
 
     Tolerance: matrix products differ in the last bit between batch sizes, and where that crosses a rounding boundary of
     a tier, one stored element by a step. Another row's cache would move the logits by whole standard deviations.
     """
-    policy = policy_of(name)
-    prompts = [random_tokens(n) for n in (1, 10, 70, 300)]
-    forced = [random_tokens(16, seed=i) for i in range(len(prompts))]
+    loaded, policy = tiny_model("llama", "gqa7", 64), policy_of(name)
+    prompts = [random_tokens(n) for n in (1, 10, 70, 200)]
+    forced = [random_tokens(10, seed=i) for i in range(len(prompts))]
     reports = []
     together = forced_logits(loaded, policy, prompts, forced, reports)
     for prompt, tokens, logits, (_, kept) in zip(prompts, forced, together, reports, strict=True):
@@ -132,7 +136,7 @@ def test_a_ragged_batch_equals_single_rows(loaded, name):
         assert kept["slots_per_tier"] == pytest.approx(own[0][1]["slots_per_tier"], rel=0.01, abs=4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", distinct())
 def test_the_context_can_come_before_the_question(loaded, name):
     """A prompt in two segments is answered, and every token of it is seen once."""
     asked = request("a", random_tokens(300), random_tokens(20, seed=1), gold=random_tokens(5))
@@ -142,51 +146,53 @@ def test_the_context_can_come_before_the_question(loaded, name):
     assert outcome.fidelity["num_tokens"] == 5
 
 
-def protected(policy, num_prompt_tokens, tokens_seen) -> set[int]:
-    """Positions that the method's own fields promise to keep, by the names in this file's first lines."""
-    sinks = getattr(policy, "sinks", 0)
-    last = getattr(policy, "window", getattr(policy, "recent", 0))
-    end = tokens_seen if policy.acts_in_decode else num_prompt_tokens
-    last = min(last, end) if isinstance(last, int) else 0
-    if hasattr(policy, "budget"):
-        budget = Budget.parse(policy.budget)
-        if budget.unit == "bytes" or budget.tokens(num_prompt_tokens, 1, 1.0) < sinks + last:
-            return set()  # what yields to so small a budget is the method's own business
-    return {*range(min(sinks, tokens_seen)), *range(end - last, end)}
+# What stays ----
 
 
-@pytest.mark.parametrize("num_tokens", [10, 300])
-@pytest.mark.parametrize("name", METHODS)
-def test_protected_tokens_are_never_evicted(loaded, name, num_tokens):
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("name", distinct())
+def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
-    policy, steps = policy_of(name), [0]
-    asked = request("a", random_tokens(num_tokens), max_new_tokens=41)
+    loaded, policy, plans, steps = tiny_model("llama", heads, 64), policy_of(name), [], [0]
+    lengths = [10, 300]
 
     def check(running, step):
         steps[0] += 1
-        store, row = running.store, running._open[0]
-        seen = int(store.tokens_seen[row])
-        assert seen == num_tokens + steps[0]
-        if store.residual is not None:  # tokens behind a buffer are immutable: a step only adds one to every list
-            counts = store.residual.num_tokens[store.lists_of(torch.tensor([row]))].tolist()
-            lists, prompt = len(counts), store.meters[row].prompt_slots["prompt_slots"]
-            assert sum(counts) == prompt + steps[0] * lists and max(counts) <= seen
-            return
-        must = protected(policy, num_tokens, seen) | {seen - 1}
-        view = StoreDecodeView(store, torch.tensor([row]))
-        arrays = [view.slots(tier) for tier in range(len(store.formats))]
-        for layer in range(2):
-            for head in range(store.num_heads):
-                fields = [(a.pos[0, layer, head], a.valid[0, layer, head]) for a in arrays]
-                held = [p for pos, valid in fields for p in pos[valid].tolist()]
-                assert len(held) == len(set(held)) and set(held) <= set(range(seen))
-                assert must <= set(held)
+        store = running.store
+        for row, length in zip(running._open, lengths, strict=True):
+            seen = int(store.tokens_seen[row])
+            assert seen == length + steps[0]
+            if store.residual is not None:  # tokens behind a buffer are immutable: a step only adds one to every list
+                counts = store.residual.num_tokens[store.lists_of(torch.tensor([row]))].tolist()
+                prompt = store.meters[row].prompt_slots["prompt_slots"]
+                assert sum(counts) == prompt + steps[0] * len(counts) and max(counts) <= seen
+            else:
+                view = StoreDecodeView(store, torch.tensor([row]))
+                arrays = [view.slots(tier) for tier in range(len(store.formats))]
+                check_positions(arrays, seen, protected(policy, length, seen) | {seen - 1})
 
-    answers(loaded, policy, [asked], on_step=check, track=("pos",) if policy.residual is None else ())
-    assert steps[0] == 40
+    requests = [request(str(n), random_tokens(n), max_new_tokens=25) for n in lengths]
+    track = ("pos",) if policy.residual is None else ()
+    answers(loaded, watched(policy, plans), requests, on_step=check, track=track)
+    assert steps[0] == 24
+    for _, tier_of in plans:
+        length = tier_of.shape[-1]
+        must = sorted(protected(policy, length, length))
+        assert (tier_of[..., must] >= 0).all()
 
 
-@pytest.mark.parametrize("name", METHODS)
+def check_positions(arrays, seen: int, must: set[int]) -> None:
+    """Every list of a row holds all of `must`, and each position below `seen` at most once, over all tiers."""
+    layers, heads = arrays[0].pos.shape[1:3]
+    for layer in range(layers):
+        for head in range(heads):
+            fields = [(a.pos[0, layer, head], a.valid[0, layer, head]) for a in arrays]
+            held = [p for pos, valid in fields for p in pos[valid].tolist()]
+            assert len(held) == len(set(held)) and set(held) <= set(range(seen))
+            assert must <= set(held)
+
+
+@pytest.mark.parametrize("name", distinct())
 def test_a_nan_is_reported_not_hidden(loaded, name):
     """A model that gives NaN fails with its layer, whatever the method does with the numbers."""
     model = copy.deepcopy(loaded.model)
