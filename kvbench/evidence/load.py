@@ -1,0 +1,211 @@
+"""Stored runs, sorted into groups that may be compared: same model, same questions, same code; the rest is named, not
+mixed in.
+"""
+
+import fnmatch
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from kvbench.evidence.runs import CONDITIONS, FULL, Group, StoredRun, read_samples
+from kvbench.results import RunRecord
+
+
+def patterns(value: object) -> list[str] | None:
+    """A setting that is a name, a list of names or null as a list of glob patterns; null means all."""
+    if value is None:
+        return None
+    return [str(item) for item in value] if isinstance(value, ListConfig | list | tuple) else [str(value)]
+
+
+def _matches(name: str, wanted: Sequence[str] | None) -> bool:
+    return wanted is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
+
+
+def _fits(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
+    for key, value in where.items():
+        allowed = value if isinstance(value, list | tuple) else [value]
+        if key not in settings or settings[key] not in allowed:
+            return False
+    return True
+
+
+def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
+    """Read every run under `results_dir` that the filters let through, in groups that may be compared.
+
+    Args:
+        cfg: `results_dir`; `tasks`, `models`, `methods` (a name, a pattern, a list, or null for all); `where` (settings
+            and their values, or null); `code` (`newest`, or the first digits of the hash of a version).
+        also: Methods that the filters on method and settings let through in any case, beside the full cache.
+
+    Raises:
+        ValueError: The folder does not exist, or nothing in it fits the filters.
+    """
+    root = Path(cfg.results_dir)
+    if not root.is_dir():
+        raise ValueError(f"results_dir={cfg.results_dir} is not a folder; run an experiment first, or give its folder")
+    where = OmegaConf.to_container(cfg.where, resolve=True) if OmegaConf.is_config(cfg.where) else cfg.where or {}
+    if not isinstance(where, dict):
+        raise ValueError(f"where={cfg.where} is not a list of settings; write it like 'where={{budget:0.25}}'")
+    filters = [patterns(cfg.get(name)) for name in ("tasks", "models", "methods")]
+    # The reference is always there: without it nothing can be said of the others.
+    if filters[2] is not None:
+        filters[2] = [*filters[2], FULL, *also]
+    runs, unreadable, seen = [], [], []
+    for path in sorted(root.glob("*/*/*/*/run.json")):
+        name = path.parent.relative_to(root).as_posix()
+        seen.append(name)
+        if not all(_matches(part, wanted) for part, wanted in zip(name.split("/"), filters, strict=False)):
+            continue
+        try:
+            record = RunRecord.load(path.parent)
+            samples, damaged = read_samples(path.parent / "samples.jsonl")
+        except (ValueError, OSError) as error:
+            unreadable.append(f"{name} is left out: {error}")
+            continue
+        run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
+        if damaged and record.status != "running":
+            unreadable.append(f"{name}: {damaged} lines of samples.jsonl are no whole record and do not count")
+        if record.method in (FULL, *also) or _fits(run.settings, where):
+            runs.append(run)
+    groups = _sort(runs, str(cfg.code))
+    if not groups:
+        raise ValueError(_nothing(cfg, seen, unreadable))
+    for group in groups:
+        mine = f"{group.runs[0].name.split('/')[0]}/" if group.runs else ""
+        group.notes += [note for note in unreadable if note.startswith(mine)]
+    return groups
+
+
+def _nothing(cfg: DictConfig, seen: Sequence[str], unreadable: Sequence[str]) -> str:
+    if unreadable:
+        return f"no run under {cfg.results_dir} can be read; the first: {unreadable[0]}"
+    if not seen:
+        return f"there is no run under results_dir={cfg.results_dir}; `python -m kvbench` makes one"
+    parts = [sorted({name.split("/")[place] for name in seen}) for place in range(3)]
+    there = "; ".join(
+        f"{what}: {', '.join(names)}" for what, names in zip(("tasks", "models", "methods"), parts, strict=True)
+    )
+    return f"no run under results_dir={cfg.results_dir} fits tasks, models, methods and where. There are {there}"
+
+
+def _question(run: StoredRun) -> str:
+    """What two runs must share to be comparable, as text that can be sorted."""
+    identity = run.record.identity
+    task = {key: value for key, value in identity.get("task", {}).items() if key != "limit"}
+    parts = [task, *(identity.get(name) for name in ("model", "generation", "seed", "fidelity", "store"))]
+    return json.dumps([run.record.task, run.record.model, *parts], sort_keys=True)
+
+
+def version(run: StoredRun) -> str:
+    """The version of everything outside the method that computed the run, as text."""
+    code = run.record.identity.get("code", {})
+    return f"{code.get('harness', '')[:8]} torch {code.get('torch')} transformers {code.get('transformers')}"
+
+
+def _sort(runs: Sequence[StoredRun], code: str) -> list[Group]:
+    by_question: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        by_question.setdefault(_question(run), []).append(run)
+    groups = []
+    for key in sorted(by_question):
+        members = by_question[key]
+        first = members[0].record
+        group = Group(task=first.task, model=first.model, title=f"{first.task} with {first.model}")
+        group.runs = _usable(_one_version(members, code, group.notes), group.notes)
+        if group.runs or group.notes:
+            groups.append(group)
+    _tell_apart(groups)
+    for group in groups:
+        _name(group)
+        group.runs.sort(key=lambda run: (run.method != FULL, run.label))
+    return groups
+
+
+def _one_version(members: list[StoredRun], code: str, notes: list[str]) -> list[StoredRun]:
+    """The runs of one version of the code: the asked one, or the one that ran last."""
+    versions: dict[str, list[StoredRun]] = {}
+    for run in members:
+        versions.setdefault(version(run), []).append(run)
+    if code == "newest":
+        chosen = max(versions, key=lambda name: max(run.record.started for run in versions[name]))
+    else:
+        chosen = next((name for name in sorted(versions) if name.startswith(code)), None)
+    for name, others in sorted(versions.items()):
+        if name != chosen:
+            methods = ", ".join(sorted({run.method for run in others}))
+            notes.append(
+                f"{len(others)} runs of another version of the code are left out ({methods}; code={name.split()[0]} "
+                f"shows them instead): made with {name}" + (f", these with {chosen}" if chosen else "")
+            )
+    return versions.get(chosen, [])
+
+
+def _usable(members: list[StoredRun], notes: list[str]) -> list[StoredRun]:
+    """The runs whose samples count; says why the others do not."""
+    total = max((run.total for run in members if run.complete and run.total), default=None)
+    kept: dict[str, StoredRun] = {}
+    for run in members:
+        run.total = run.total or total
+        if run.record.status == "failed":
+            notes.append(f"{run.name} FAILED and is left out: {run.record.message}")
+        elif not run.samples:
+            notes.append(f"{run.name} is left out: it has no finished sample yet")
+        else:
+            same = json.dumps(
+                [run.method, run.record.identity.get("method"), run.conditions], sort_keys=True, default=str
+            )
+            old = kept.get(same)
+            if old is not None:
+                run, old = sorted((run, old), key=lambda item: item.record.started, reverse=True)
+                notes.append(f"{old.name} is left out: {run.name} has the same settings and newer code of the method")
+            kept[same] = run
+    result = sorted(kept.values(), key=lambda run: run.name)
+    for run in result:
+        if not run.complete:
+            notes.append(f"{run.name} is incomplete: {run.progress}; giving its command again finishes it")
+    return result
+
+
+def _tell_apart(groups: Sequence[Group]) -> None:
+    """Add to the titles what differs between groups of the same task and model."""
+    for group in groups:
+        twins = [other for other in groups if (other.task, other.model) == (group.task, group.model)]
+        if len(twins) == 1 or not group.runs:
+            continue
+        mine = group.runs[0]
+        others = [other.runs[0].settings for other in twins if other is not group and other.runs]
+        skip = {*mine.record.identity.get("method", {}), *CONDITIONS}
+        words = [
+            f"{key}={value}"
+            for key, value in mine.settings.items()
+            if key not in skip and any(other.get(key) != value for other in others)
+        ]
+        if words:
+            group.title += f" ({', '.join(words)})"
+    several = {title for title, count in Counter(group.title for group in groups).items() if count > 1}
+    for group in groups:
+        if group.title in several and group.runs:
+            group.title += f" data {group.runs[0].record.identity.get('task', {}).get('fingerprint', '')[:6]}"
+
+
+def _name(group: Group) -> None:
+    """Give every run a label: its method, and what tells it from the group's other runs of that method."""
+    usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0] if group.runs else ()
+    for run in group.runs:
+        same = [other for other in group.runs if other.method == run.method]
+        mine = run.record.identity.get("method", {})
+        words = [
+            f"{key}={value}"
+            for key, value in mine.items()
+            if any(other.record.identity.get("method", {}).get(key) != value for other in same)
+        ]
+        words += [
+            f"{name.removesuffix('_size')} {value}"
+            for name, value, common in zip(CONDITIONS, run.conditions, usual, strict=True)
+            if value != common
+        ]
+        run.label = " ".join([run.method, *words])

@@ -1,0 +1,217 @@
+"""Two runs sample by sample: the values of a metric, the samples both have, the answers that were lost or gained."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbench.errors import unknown_name
+from kvbench.evidence.runs import Group, StoredRun
+from kvbench.intervals import YES_NO
+from kvbench.summary import values_by_sample
+
+Sample = tuple[str, str]  # subset, sample id
+
+
+class NoCommonSample(ValueError):
+    """Two runs share no sample, so nothing can be said about them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What is compared: where it lies in a sample's record, and how it is read."""
+
+    name: str
+    """Name in the records."""
+    part: str
+    """`scores` or `fidelity`."""
+    higher_is_better: bool
+    """Direction."""
+    title: str
+    """Name for people, with the unit."""
+    scale: float
+    """What a value is multiplied with before it is shown."""
+    unit: str
+    """Unit of a shown difference."""
+
+    def values(self, run: StoredRun) -> dict[Sample, float]:
+        """One value per sample, the mean over its answers; without the samples that did not end well."""
+        found, _ = values_by_sample(run.samples.values(), lambda record: record[self.part][self.name])
+        return {(subset, sample): value for subset, values in found.items() for sample, value in values.items()}
+
+
+FIDELITY = {
+    "nll": ("gold NLL", "nats per token", False, 1.0),
+    "kl": ("KL to the full cache", "nats per token", False, 1.0),
+    "top1": ("same first choice as the full cache", "points", True, 100.0),
+}
+IN_RECORD = {"nll": "nll", "kl": "kl_mean", "top1": "top1_agreement"}
+
+
+def measure(name: str, group: Group) -> Measure:
+    """Find a metric.
+
+    Args:
+        name: `score` for the task's primary metric; `nll`, `kl` or `top1` for the teacher-forced ones; or any name of
+            the task's scores.
+        group: Runs that must have it.
+
+    Raises:
+        ValueError: No run has it; lists what there is.
+    """
+    if name in FIDELITY:
+        title, unit, higher, scale = FIDELITY[name]
+        return Measure(
+            name=IN_RECORD[name], part="fidelity", higher_is_better=higher, title=title, scale=scale, unit=unit
+        )
+    records = [run.record for run in group.runs]
+    chosen = next((record.primary for record in records if record.primary), "") if name == "score" else name
+    found = next((record.metrics[chosen] for record in records if chosen in record.metrics), None)
+    if found is None:
+        there = {metric for record in records for metric in record.metrics}
+        raise unknown_name("metric", name, {"score", *FIDELITY, *there})
+    return Measure(
+        name=chosen,
+        part="scores",
+        higher_is_better=found.higher_is_better,
+        title=chosen,
+        scale=100.0,
+        unit="points",
+    )
+
+
+def strata(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each subset, in sorted order."""
+    result: dict[str, list[Sample]] = {}
+    for sample in sorted(samples):
+        result.setdefault(sample[0], []).append(sample)
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """The values of two runs on the samples both have."""
+
+    samples: dict[str, list[Sample]]
+    """Subset -> samples."""
+    mine: dict[Sample, float]
+    theirs: dict[Sample, float]
+    total: int
+    """Samples at least one of the two was asked or is still to be asked."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the comparison."""
+        return sum(map(len, self.samples.values()))
+
+    @property
+    def differences(self) -> list[np.ndarray]:
+        """This run minus the other, for each subset."""
+        return [np.array([self.mine[s] - self.theirs[s] for s in members]) for members in self.samples.values()]
+
+    @property
+    def yes_no(self) -> bool:
+        """Every value is 0 or 1."""
+        return all(values[s] in YES_NO for values in (self.mine, self.theirs) for m in self.samples.values() for s in m)
+
+    def pairs(self) -> dict[str, list[tuple[float, float]]]:
+        """(mine, theirs) for each subset."""
+        return {name: [(self.mine[s], self.theirs[s]) for s in members] for name, members in self.samples.items()}
+
+
+def pair(run: StoredRun, other: StoredRun, what: Measure) -> Pairs:
+    """Put two runs side by side on the samples both have.
+
+    Args:
+        run: The run that is judged.
+        other: What it is compared with.
+        what: The metric.
+
+    Raises:
+        NoCommonSample: They share no sample that ended well in both.
+    """
+    mine, theirs = what.values(run), what.values(other)
+    shared = mine.keys() & theirs.keys()
+    if not shared:
+        raise NoCommonSample(
+            f"{run.label} and {other.label} have no sample with {what.title} in common ({run.progress} and "
+            f"{other.progress} are there); a paired comparison needs the same samples in both"
+        )
+    return Pairs(samples=strata(shared), mine=mine, theirs=theirs, total=num_samples(run, other))
+
+
+def num_samples(*runs: StoredRun) -> int:
+    """How many samples the runs are about, also those that are missing or did not end well."""
+    known = {sample for run in runs for sample, _ in run.samples}
+    totals = []
+    for run in runs:
+        repeats = max((repeat for _, repeat in run.samples), default=0) + 1
+        totals.append((run.total or 0) // repeats)
+    return max(len(known), *totals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A sample whose score got worse or better."""
+
+    sample: str
+    subset: str
+    mine: float
+    theirs: float
+    text: str
+    """Answer of the run; the first one whose score differs, when there are several."""
+    other_text: str
+    """Answer of the other run."""
+    expected: str
+    """The right answer, when the task keeps it."""
+    lost: bool
+
+
+def changes(run: StoredRun, other: StoredRun, pairs: Pairs, what: Measure) -> list[Change]:
+    """The samples that differ, the largest losses first, then the largest gains.
+
+    Args:
+        run: The run that is judged.
+        other: What it is compared with.
+        pairs: `pair(run, other, what)`.
+        what: The metric.
+    """
+    sign = 1 if what.higher_is_better else -1
+    found = []
+    for members in pairs.samples.values():
+        for sample in members:
+            mine, theirs = pairs.mine[sample], pairs.theirs[sample]
+            if mine == theirs:
+                continue
+            first, second = _answers(run, other, sample[1], what)
+            found.append(
+                Change(
+                    sample=sample[1],
+                    subset=sample[0],
+                    mine=mine,
+                    theirs=theirs,
+                    text=str(first.get("text", "")),
+                    other_text=str(second.get("text", "")),
+                    expected=_expected(first),
+                    lost=sign * (mine - theirs) < 0,
+                )
+            )
+    return sorted(found, key=lambda item: (not item.lost, -abs(item.mine - item.theirs), item.subset, item.sample))
+
+
+def _answers(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> tuple[dict, dict]:
+    both: Sequence[tuple[dict, dict]] = [
+        (record, other.samples[key]) for key, record in run.samples.items() if key[0] == sample and key in other.samples
+    ]
+    differ = (
+        pair
+        for pair in both
+        if (pair[0].get(what.part) or {}).get(what.name) != (pair[1].get(what.part) or {}).get(what.name)
+    )
+    return next(differ, both[0] if both else ({}, {}))
+
+
+def _expected(record: dict) -> str:
+    meta = record.get("meta") or {}
+    found = next((meta[key] for key in ("answer", "answers", "gold", "target") if key in meta), "")
+    return "; ".join(map(str, found)) if isinstance(found, list) else str(found)

@@ -1,0 +1,136 @@
+"""Results folders of made-up runs, in the real format, for the tests of what reads them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from kvbench import summary
+from kvbench.identity import hash_identity, run_folder
+from kvbench.journal import dump_line
+from kvbench.provenance import Git, Machine, Versions
+from kvbench.results import RunRecord, Session
+from kvbench.summary import metrics
+
+VERSIONS = Versions(python="3.11.7", kvbench="0.1.0", torch="2.13.0", transformers="5.23.0", lm_eval="0.4.13")
+MACHINE = Machine(device="cpu (X)", host="Linux x86_64", num_cpus=2, num_threads=2, omp_wait_policy="PASSIVE")
+
+
+class Info:
+    """What a task says of its metric."""
+
+    higher_is_better = True
+    description = "the answer is right"
+
+
+def sample(number, subset, score, *, ratio=0.5, text=None, nll=0.1, status="ok", repeat=0, tiers=(40,), seconds=0.1):
+    """One journal record; `ratio` is resident bytes over fp16 bytes."""
+    fp16 = 100_000.0 + 1000 * (number % 7)
+    resident = ratio * fp16
+    ok = status == "ok"
+    return {
+        "sample_id": f"{subset}/{number}",
+        "subset": subset,
+        "repeat": repeat,
+        "status": status,
+        "text": (f"answer {score}" if text is None else text) if ok else "",
+        "token_ids": [1, 2],
+        "finish": "eos",
+        "scores": {"exact": score} if ok else {},
+        "fidelity": {"nll": nll, "nll_full": 0.1, "kl_mean": nll - 0.1, "top1_agreement": 1.0} if ok else None,
+        "ledger": {
+            "payload_bytes": 0.8 * resident,
+            "quant_meta_bytes": 0.1 * resident,
+            "table_bytes": 0.1 * resident,
+            "resident_bytes": resident,
+            "average_bytes": 0.9 * resident,
+            "average_ratio": 0.9 * ratio,
+            "peak_bytes": resident + 50_000,
+            "fp16_bytes": fp16,
+        },
+        "kept": {"tokens_seen": 100, "lists": 1, "slots_per_tier": list(tiers), "slot_ratio": sum(tiers) / 100},
+        "num_prompt_tokens": 90,
+        "meta": {"answer": "42"},
+        "message": "",
+        "timing": {"prefill_s": 1.0, "decode_share_s": seconds, "decode_tokens": 5},
+    }
+
+
+def store(root, method, scores, *, settings=None, status="complete", total=None, message="", **changes):
+    """Write one run.
+
+    Args:
+        root: Results folder.
+        method: Name of the method.
+        scores: Subset -> scores; the run has one sample for each.
+        settings: Settings of the method.
+        status: Of the run.
+        total: Answers the run should have had; those there when not given.
+        message: Why it failed.
+        changes: `task`, `model`, `backend`, `batch_size`, `harness`, `method_code`, `fingerprint`, `started`, `seed`,
+            `length`; `statuses` (sample number -> status); the rest goes to `sample`, where a function is called with
+            the sample's number.
+
+    Returns:
+        The run's folder.
+    """
+    known = {"task": "toy", "model": "tiny", "backend": "torch", "batch_size": 4, "harness": "a" * 64, "seed": 0}
+    known |= {"method_code": "b" * 64, "fingerprint": "f" * 64, "started": "2026-01-01T00:00:00+00:00", "length": 9}
+    known |= {"statuses": {}}
+    known |= {key: changes.pop(key) for key in list(changes) if key in known}
+    records, number = [], 0
+    for subset, values in scores.items():
+        for score in values:
+            extra = {key: value(number) if callable(value) else value for key, value in changes.items()}
+            extra["status"] = known["statuses"].get(number, "ok")
+            records.append(sample(number, subset, float(score), **extra))
+            number += 1
+    identity = {
+        "model": {"fingerprint": "w", "dtype": "float32", "device": "cpu"},
+        "task": {"name": known["task"], "fingerprint": known["fingerprint"], "limit": None}
+        | {"protocol": {"query_aware": True, "length": known["length"]}},
+        "method": {"_target_": f"kvbench.methods.{method}.X", "tier": "fp16", **(settings or {})},
+        "generation": {"temperature": 0.0},
+        "store": {"page_bytes": "auto"},
+        "fidelity": {"max_tokens": 64},
+        "batch_size": known["batch_size"],
+        "seed": known["seed"],
+        "backend": known["backend"],
+        "code": {"harness": known["harness"], "method": known["method_code"], "torch": "2", "transformers": "5"},
+    }
+    digest = hash_identity(identity)
+    folder = run_folder(Path(root), known["task"], known["model"], method, digest)
+    folder.mkdir(parents=True)
+    (folder / "samples.jsonl").write_bytes(b"".join(map(dump_line, records)))
+    record = RunRecord(status=status, message=message, task=known["task"], model=known["model"], method=method)
+    record.hash, record.identity, record.backend, record.seed = digest, identity, known["backend"], known["seed"]
+    record.versions, record.machine, record.git = VERSIONS, MACHINE, Git(commit="c" * 40, dirty=False)
+    record.started = record.ended = known["started"]
+    record.sessions = [Session(started=known["started"], num_done=len(records))]
+    record.protocol = identity["task"]["protocol"]
+    if status != "running":
+        record.counts.total = len(records) if total is None else total
+        record.counts.done = len(records)
+        record.counts.ok = sum(item["status"] == "ok" for item in records)
+        record.metrics = metrics(records, {"exact": Info}, "exact")
+        record.ledger = summary.ledger(records)
+        record.timing = summary.timing(records, 1.0)
+    record.save(folder)
+    return folder
+
+
+def flips(scores, lost, gained):
+    """The scores with the first `lost` ones of the last subset's right answers wrong and the first `gained` wrong ones
+    right."""
+    changed = {subset: list(values) for subset, values in scores.items()}
+    values = changed[list(changed)[-1]]
+    for index in [i for i, value in enumerate(values) if value == 1][:lost]:
+        values[index] = 0
+    for index in [i for i, value in enumerate(scores[list(changed)[-1]]) if value == 0][:gained]:
+        values[index] = 1
+    return changed
+
+
+def yes_no(rate, sizes, seed=0):
+    """Right and wrong answers of some subsets."""
+    rng = np.random.default_rng(seed)
+    return {name: (rng.random(size) < rate).astype(int).tolist() for name, size in sizes.items()}

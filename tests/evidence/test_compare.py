@@ -1,0 +1,232 @@
+"""Reading stored runs and comparing them: what may be mixed, what is named instead, and the numbers in the end."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from stored import flips, store, yes_no
+
+from kvbench.cli import main
+from kvbench.commands import compose_command
+from kvbench.evidence import compare, pairing
+from kvbench.evidence.load import load_groups
+from kvbench.evidence.runs import read_samples
+
+SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
+
+
+def settings(root, *words):
+    """The settings of `kvbench compare`."""
+    return compose_command("compare", [f"results_dir={root}", "resamples=200", *words])
+
+
+def test_groups_hold_only_what_may_be_compared(tmp_path):
+    """Another task, model, data, protocol or seed is another group; another method, batch size or backend is not."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "full", SCORES, batch_size=1)
+    store(tmp_path, "half", SCORES)
+    store(tmp_path, "half", SCORES, task="other")
+    store(tmp_path, "half", SCORES, model="big")
+    store(tmp_path, "half", SCORES, fingerprint="0" * 64)
+    store(tmp_path, "half", SCORES, length=99)
+    store(tmp_path, "half", SCORES, seed=5)
+    groups = {group.title: [run.label for run in group.runs] for group in load_groups(settings(tmp_path))}
+    assert groups.pop("other with tiny") == groups.pop("toy with big") == ["half"]
+    main_title = next(title for title, labels in groups.items() if len(labels) == 3)
+    assert sorted(groups.pop(main_title)) == ["full", "full batch 1", "half"]
+    assert len(groups) == 3 and all(labels == ["half"] for labels in groups.values())
+    assert any("length=99" in title for title in groups) and any("seed=5" in title for title in groups)
+
+
+def test_filters(tmp_path):
+    """Names, patterns and settings choose runs, the full cache stays; what fits nothing says what there is."""
+    store(tmp_path, "full", SCORES)
+    for budget in (0.25, 0.5):
+        store(tmp_path, "snapkv", SCORES, settings={"budget": budget})
+    store(tmp_path, "kivi", SCORES)
+
+    def labels(*words):
+        (group,) = load_groups(settings(tmp_path, *words))
+        return [run.label for run in group.runs]
+
+    assert labels() == ["full", "kivi", "snapkv budget=0.25", "snapkv budget=0.5"]
+    assert labels("methods='snap*'", "where={budget:0.25}") == ["full", "snapkv"]
+    assert labels("methods=[kivi,x]") == ["full", "kivi"]
+    assert labels("where={budget:[0.25,0.5]}") == ["full", "snapkv budget=0.25", "snapkv budget=0.5"]
+    with pytest.raises(ValueError, match="fits tasks, models, methods and where. There are tasks: toy; models: tiny"):
+        load_groups(settings(tmp_path, "tasks=nope"))
+    with pytest.raises(ValueError, match="is not a folder"):
+        load_groups(settings(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="there is no run under"):
+        load_groups(settings(tmp_path / "empty"))
+    with pytest.raises(ValueError, match="where=5 is not"):
+        load_groups(settings(tmp_path, "where=5"))
+
+
+def test_odd_runs_are_named_and_left_out(tmp_path):
+    """Failed, empty, unreadable, old-schema, other-version and replaced runs are each said in words; no number of
+    theirs is used."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "good", SCORES)
+    store(tmp_path, "broken", SCORES, status="failed", message="did not do its work")
+    store(tmp_path, "empty", {}, status="running")
+    store(tmp_path, "older", SCORES, harness="0" * 64, started="2025-01-01T00:00:00+00:00")
+    store(tmp_path, "good", SCORES, method_code="0" * 64, started="2025-01-01T00:00:00+00:00")
+    unreadable = store(tmp_path, "torn", SCORES)
+    (unreadable / "run.json").write_text("{")
+    schema = store(tmp_path, "schema", SCORES)
+    content = json.loads((schema / "run.json").read_text())
+    (schema / "run.json").write_text(json.dumps(content | {"schema_version": 99}))
+    (group,) = load_groups(settings(tmp_path))
+    assert [run.label for run in group.runs] == ["full", "good"]
+    said = "\n".join(group.notes)
+    for part in (
+        "FAILED and is left out: did not do its work",
+        "has no finished sample yet",
+        "1 runs of another version of the code are left out (older; code=00000000",
+        "has the same settings and newer code of the method",
+        "is not readable as JSON",
+        "has schema version 99, this kvbench reads 1",
+    ):
+        assert part in said, part
+    (old,) = load_groups(settings(tmp_path, "code='00000000'"))
+    assert [run.label for run in old.runs] == ["older"]
+
+
+def test_incomplete_run_is_compared_on_what_is_there(tmp_path, capsys):
+    """Of a killed run the finished samples are paired, n of N is shown, and its total comes from its neighbours."""
+    store(tmp_path, "full", SCORES)
+    folder = store(tmp_path, "half", {"a": [0, 0, 1]}, status="running")
+    with open(folder / "samples.jsonl", "ab") as file:
+        file.write(b'{"sample_id": "b/4", "subs')
+    before = (folder / "samples.jsonl").read_bytes()
+    assert main(["compare", f"results_dir={tmp_path}", "resamples=200", "regressions=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 of 12" in shown and "is incomplete: 3 of 12 answers" in shown
+    assert (folder / "samples.jsonl").read_bytes() == before
+    assert read_samples(folder / "samples.jsonl")[1] == 1
+
+
+def test_sets_that_do_not_meet_are_refused(tmp_path, capsys):
+    """Two runs without a common sample are not compared, and with nothing left the command fails."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "other", {"z": [1, 0, 1]})
+    assert main(["compare", f"results_dir={tmp_path}"]) == 2
+    assert "other and full have no sample with exact in common" in capsys.readouterr().err
+    store(tmp_path, "good", SCORES)
+    assert main(["compare", f"results_dir={tmp_path}"]) == 0
+    assert "! not compared: other and full have no sample" in capsys.readouterr().out
+
+
+def test_numbers_of_a_comparison(tmp_path):
+    """Difference, lost, gained, tests and texts are those of the samples; the CSV holds them unrounded."""
+    scores = yes_no(0.7, {"a": 40, "b": 40})
+    store(tmp_path, "full", scores)
+    store(tmp_path, "worse", flips(scores, lost=14, gained=2))
+    store(tmp_path, "same", scores)
+    cfg = settings(tmp_path, f"out={tmp_path}/deep/table.csv")
+    (group,) = load_groups(cfg)
+    rows, _ = compare.compare_group(group, cfg)
+    compare.correct(rows)
+    same, worse = rows
+    assert (worse.num_lost, worse.num_gained) == (14, 2) and worse.value == pytest.approx(-12 / 80)
+    assert worse.interval[0] < worse.value < worse.interval[1] < 0 and worse.verdict == "worse"
+    assert worse.p_holm == pytest.approx(2 * worse.p) and worse.test == "mcnemar"
+    assert worse.changes[0].lost and not worse.changes[-1].lost
+    assert (worse.changes[0].text, worse.changes[0].other_text) == ("answer 0.0", "answer 1.0")
+    assert worse.changes[0].expected == "42"
+    assert same.interval_kind == "newcombe" and same.interval[0] < 0 < same.interval[1]
+    assert same.verdict == "cannot tell" and same.p_equal == pytest.approx(0.99**80)
+    assert compare.main(cfg) == 0
+    table = list(csv.DictReader((tmp_path / "deep/table.csv").open()))
+    assert [row["run"] for row in table] == ["same", "worse"]
+    assert float(table[1]["low"]) == worse.interval[0] and table[1]["verdict"] == "worse"
+
+
+def test_other_metrics_and_other_references(tmp_path):
+    """nll is better when lower; a run can be compared with any other, by method, by hash, and never by a name that
+    fits two."""
+    scores = yes_no(0.7, {"a": 30})
+    rng = np.random.default_rng(0)
+    noise = rng.random(30) / 10
+    store(tmp_path, "full", scores, nll=lambda number: 0.1 + noise[number])
+    for budget, extra in ((0.25, 0.5), (0.5, 0.2)):
+        store(
+            tmp_path, "snapkv", scores, settings={"budget": budget},
+            nll=lambda number, extra=extra: 0.1 + extra + noise[-number],
+        )  # fmt: skip
+    cfg = settings(tmp_path, "metric=nll", "margin=0.05")
+    (group,) = load_groups(cfg)
+    rows, _ = compare.compare_group(group, cfg)
+    assert [row.verdict for row in rows] == ["worse", "worse"] and rows[0].value == pytest.approx(0.5, abs=0.05)
+    assert rows[0].test == "sign flip" and rows[0].num_lost == 30
+    with pytest.raises(ValueError, match="against=snapkv fits 2 runs of toy with tiny; give the digits of one"):
+        compare.compare_group(group, settings(tmp_path, "against=snapkv"))
+    digits = next(run.record.hash for run in group.runs if run.label.endswith("0.25"))[:8]
+    found, notes = compare.compare_group(group, settings(tmp_path, "metric=nll", f"against='{digits}'"))
+    assert not notes
+    assert [row.verdict for row in found] == ["better", "better"]
+    assert compare.find(group, "nothing") is None
+    with pytest.raises(ValueError, match="metric=nil does not exist. Did you mean nll"):
+        pairing.measure("nil", group)
+
+
+def test_reference_of_the_same_conditions_is_preferred(tmp_path):
+    """A run is compared with the full cache of its own batch size; one with another batch size is the same thing
+    measured twice, and is compared too."""
+    scores = yes_no(0.7, {"a": 30})
+    store(tmp_path, "full", scores)
+    store(tmp_path, "full", flips(scores, 2, 1), batch_size=8)
+    store(tmp_path, "x", scores)
+    store(tmp_path, "y", scores)
+    store(tmp_path, "x", flips(scores, 2, 1), batch_size=8)
+    store(tmp_path, "z", scores, batch_size=2)
+    cfg = settings(tmp_path)
+    (group,) = load_groups(cfg)
+    assert group.reference.label == "full" and [run.label for run in group.repeats] == ["full batch 8"]
+    rows, notes = compare.compare_group(group, cfg)
+    others = {row.run.label: (row.other.label, row.num_lost) for row in rows}
+    assert others["x batch 8"] == ("full batch 8", 0) and others["x"] == ("full", 0)
+    assert others["full batch 8"] == ("full", 2)
+    assert notes == [
+        "full batch 8 and full ran with another batch size or backend, which adds noise",
+        "z batch 2 and full ran with another batch size or backend, which adds noise",
+    ]
+
+
+def test_out_of_memory_and_repeated_answers(tmp_path):
+    """Samples that did not end well are left out and counted in N; several answers to one prompt are one sample."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "oom", SCORES, statuses={0: "oom", 3: "nan"})
+    cfg = settings(tmp_path)
+    (group,) = load_groups(cfg)
+    ((row,), _) = compare.compare_group(group, cfg)
+    assert (row.pairs.num_samples, row.pairs.total) == (10, 12)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("margin=0", "margin=0 is not a number above 0"),
+        ("resamples=3", "resamples=3 is not a whole number of at least 100"),
+        ("metric=wat", "metric=wat does not exist"),
+        ("against=nobody", "no run fits against=nobody"),
+    ],
+)
+def test_bad_settings(tmp_path, capsys, word, message):
+    """A setting that makes no sense is refused in one line."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "half", SCORES)
+    assert main(["compare", f"results_dir={tmp_path}", word]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_settings_are_plain(tmp_path):
+    """The command can also be called from Python with its composed settings."""
+    store(tmp_path, "full", SCORES)
+    cfg = OmegaConf.merge(settings(tmp_path), {"methods": ["full"]})
+    with pytest.raises(ValueError, match="nothing to compare. There is only one run"):
+        compare.main(cfg)
