@@ -73,4 +73,4 @@ class KeyNorm(Policy):
         return shrink_to_share(view, self._budget, 0)
 
     def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, mean=self.skip_layers > 0)
+        return self.share_complaint(record, self._budget, 0, mean=self.skip_layers > 0)
