@@ -14,7 +14,7 @@ HEAD_DIM, LAYERS = 64, 2
 
 @pytest.mark.parametrize("name", BUDGETED)
 def test_the_budget_is_met_at_five_budgets(tiny_model, name):
-    """Ratio, tokens or bytes: after the prompt and ten steps later, the mean list holds what was asked, or a page off."""
+    """Ratio, tokens or bytes: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
     for budget in BUDGETS:
         policy = policy_of(name, budget=budget)
