@@ -48,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if arguments[:1] == ["lm_eval"]:
+            from kvbench import lm_eval_cli
+
+            return lm_eval_cli.main(arguments[1:])
         if "--version" in arguments:
             print(f"kvbench {kvbench.__version__}")
             return 0

@@ -17,6 +17,7 @@ GROUPS = {
 COMMANDS = {
     "run": "one experiment (or several with -m) and its full-cache reference; the default",
     "list": "the methods, tasks, models, protocols, backends and experiments there are",
+    "lm_eval": "lm-eval's own command line with kvbench among its models (--model kvbench --tasks ...)",
     "help": "this text; `<command> --help` explains one command",
 }
 

@@ -3,7 +3,7 @@
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
@@ -69,24 +69,26 @@ def folders_of(name: str, roots: Iterable[Path]) -> list[Path]:
 
 
 def manager_of(
-    names: Iterable[str], include_path: str | None = None, metadata: Mapping[str, Any] | None = None
+    names: Iterable[str], include_path: Sequence[str] = (), *, extra: Sequence[Path] = (), kind: type | None = None
 ) -> "TaskManager":
     """lm-eval's task manager over the folders of some tasks, and of everything that their groups name.
 
     Args:
         names: Tasks, groups or tags.
-        include_path: A folder with further task YAMLs; it is looked in first.
-        metadata: Handed to the tasks.
+        include_path: Folders with further task YAMLs; they are looked in first.
+        extra: Folders that are looked in last.
+        kind: The class of manager; lm-eval's by default.
 
     Raises:
         ValueError: No such name, or no such folder; the message has the nearest names.
     """
     from lm_eval.tasks import TaskManager
 
-    if include_path is not None and not Path(include_path).expanduser().is_dir():
-        raise ValueError(f"task.include_path={include_path} is not a folder; give one that holds task YAMLs")
-    own = [Path(include_path).expanduser()] if include_path else []
-    roots, folders, seen = [*own, tasks_folder()], {}, set()
+    own = [Path(path).expanduser() for path in include_path]
+    for path in own:
+        if not path.is_dir():
+            raise ValueError(f"task.include_path={path} is not a folder; give one that holds task YAMLs")
+    roots, folders, seen = [*own, tasks_folder(), *extra], {}, set()
     todo = list(names)
     while todo:
         for name in todo:
@@ -98,7 +100,7 @@ def manager_of(
         with quiet():
             # Later folders win, so the user's own come last.
             ordered = sorted(folders, key=lambda folder: any(folder.is_relative_to(root) for root in own))
-            manager = TaskManager(include_defaults=False, include_path=ordered, metadata=dict(metadata or {}))
+            manager = (kind or TaskManager)(include_defaults=False, include_path=ordered)
         todo = sorted(_children(manager.task_index) - set(manager.task_index) - seen)
     return manager
 
@@ -132,7 +134,7 @@ def build_tasks(
 
     Args:
         name: A task, a group or a tag.
-        include_path: See `manager_of`.
+        include_path: Folder with further task YAMLs, or None.
         data_dir: A local copy of the data set's repository, instead of its name on the hub.
         seed: 0 gives lm-eval's own seeds: 0 for what tasks shuffle, 1234 for the choice of examples.
         num_fewshot: Examples in front of each question; None takes the task's own.
@@ -144,7 +146,7 @@ def build_tasks(
         MissingDataError: The data is not here and not to be had.
         ValueError: Unknown name, or a task that needs a package that is not installed.
     """
-    manager = manager_of([name], include_path)
+    manager = manager_of([name], [include_path] if include_path else [])
     specs = _specs(name, manager.task_index, data_dir)
     state = random.getstate()
     random.seed(seed)  # some tasks shuffle their choices with the global generator
