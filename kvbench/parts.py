@@ -66,6 +66,9 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
         cfg: The whole configuration.
         model: The loaded model.
         policy: The method.
+
+    Raises:
+        ValueError: An unknown key, or a method that does not fit the model.
     """
     from kvbench.engine import Engine
     from kvbench.layout import StoreOptions
@@ -76,7 +79,7 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
     for key in options:
         if key not in known:
             raise unknown_name("key", f"store.{key}", [f"store.{name}" for name in known])
-    return Engine(
+    engine = Engine(
         model,
         policy,
         store=StoreOptions(**options),
@@ -86,6 +89,8 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
         fidelity_max_tokens=cfg.fidelity.max_tokens,
         prompts=_prompts(read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))),
     )
+    policy.check_model(engine.shape.num_layers, engine.shape.num_kv_heads)  # here: before the first prompt is read
+    return engine
 
 
 def read_bytes(key: str, value: object) -> int:

@@ -22,7 +22,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
 - knorm: any tier; key norms, no query; head; the smallest norms; append.
 - random: any tier; none; head; a seeded choice; append.
-- duo_attention would be: k16v16; none; head; a table per layer and head; as streaming_llm for some heads.
+- duo_attention: any tier; none; head; all tokens or sinks and recent, by a table; as streaming_llm for some heads.
 """
 
 from dataclasses import dataclass
@@ -177,6 +177,13 @@ class Policy:
     def residual(self) -> Residual | None:
         """The 16-bit buffer in front of tier 0; none by default."""
         return None
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        """Refuses a model that the method's settings do not fit, before anything is read. Default: fits all.
+
+        Raises:
+            ValueError: With what would fit.
+        """
 
     def max_slots(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
         """Upper bound on the slots of one list over all tiers, for sizing page tables. Default: every token."""

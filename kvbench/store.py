@@ -38,13 +38,14 @@ class CompressedStore:
         backend: Operations from `kvbench.kernels.dispatch.get_backend`.
 
     Raises:
-        ValueError: The policy's tiers do not fit the model or the options.
+        ValueError: The policy does not fit the model or the options.
     """
 
     def __init__(
         self, policy: Policy, shape: ModelShape, *, rows: int, max_prompt_tokens: int, max_new_tokens: int,
         options: StoreOptions, backend: SimpleNamespace,
     ) -> None:  # fmt: skip
+        policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend
         self.formats = compile_formats(policy, shape, options)
         self.num_heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from engine_helpers import open_settings
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -31,9 +32,9 @@ def settings_of(name: str):
 
 
 @cache
-def policy_of(name: str, **changes) -> Policy:
-    """The method at the settings of its YAML file, with some changed."""
-    return instantiate(settings_of(name), **changes)
+def policy_of(name: str, heads: str = "gqa3", **changes) -> Policy:
+    """The method at the settings of its YAML file, with some changed; what the file leaves open fits a tiny model."""
+    return instantiate(settings_of(name), **(open_settings(name, 4 if heads == "mha" else 2) | changes))
 
 
 def fields_of(name: str) -> set[str]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from engine_helpers import answers, random_tokens, request
+from engine_helpers import answers, open_settings, random_tokens, request
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -21,8 +21,9 @@ def test_every_method_answers_alike_on_both_backends(path: Path, tiny_model):
     except BuildError as error:
         pytest.skip(str(error))
     requests = [request("a", random_tokens(170)), request("b", random_tokens(23), max_new_tokens=12)]
+    settings = open_settings(path.stem)
     want, got = (
-        answers(tiny_model(), instantiate(OmegaConf.load(path)), requests, batch_size=2, backend=backend)
+        answers(tiny_model(), instantiate(OmegaConf.load(path), **settings), requests, batch_size=2, backend=backend)
         for backend in ("torch", "cpu")
     )
     for key, outcome in want.items():

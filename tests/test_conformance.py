@@ -98,7 +98,7 @@ def test_lossless_settings_equal_full(full_logits, name, heads):
     along 16 more, with 1, 3 and 7 query heads per KV head."""
     changes = lossless_of(name)
     assert changes or name == "full", f"conf/method/{name}.yaml needs a line '# lossless: key=value ...'"
-    policy = policy_of(name, **changes)
+    policy = policy_of(name, heads, **changes)
     tier = "native" if policy.tiers[0].native else "fp16"
     loaded, prompts, forced, want = full_logits(heads, tier)
     reports = []
@@ -153,7 +153,7 @@ def test_the_context_can_come_before_the_question(loaded, name):
 @pytest.mark.parametrize("name", distinct())
 def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
-    loaded, policy, plans, steps = tiny_model("llama", heads, 64), policy_of(name), [], [0]
+    loaded, policy, plans, steps = tiny_model("llama", heads, 64), policy_of(name, heads), [], [0]
     lengths = [10, 300]
 
     def check(running, step):

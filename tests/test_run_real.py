@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_helpers import open_settings
 from omegaconf import OmegaConf
 
 from kvbench import listing
@@ -24,6 +25,7 @@ def compose(method: str, results_dir: Path) -> OmegaConf:
     cfg.backend = {"name": "torch"}
     changes = {"model.preset": "tiny", "task.length": 1200, "task.items": 2, "task.kinds": ["kv", "passkey", "recall"]}
     changes |= {"results_dir": str(results_dir), "batch_size": 2, "reference": "none", "protocol.max_new_tokens": 6}
+    changes |= {f"method.{key}": value for key, value in open_settings(method).items()}
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value)
     return cfg

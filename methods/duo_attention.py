@@ -1,0 +1,129 @@
+"""DuoAttention: some heads keep everything, the others only sinks and recent tokens, by a table learnt beforehand."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvbench.policy import EVICT, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, Tier, rank_descending
+
+
+@dataclass(kw_only=True)
+class DuoAttention(Policy):
+    """Keeps all tokens in retrieval heads; streaming heads keep the first `sinks` and the last `recent` tokens.
+
+    Which head is which comes from a table of gates, one per layer and KV head, that the authors' training finds for a
+    model (0: the head can stream, 1: it needs the whole context).
+
+    Args:
+        table: Path of a file with one line per layer and one number per KV head, parted by tabs, commas or blanks (the
+            authors' full_attention_heads.tsv), or of a .json file with a list of lists; or the list of lists itself.
+            There is no default: gates belong to one model.
+        sparsity: Share of heads that stream, those with the lowest gates, in [0, 1]; null = those with a gate <= 0.5.
+        sinks: First tokens that streaming heads keep; >= 0.
+        recent: Last tokens that streaming heads keep; >= 1.
+        tier: Precision of what is kept.
+
+    Source: mit-han-lab/duo-attention duo_attn/utils.py (load_attn_pattern, sparsify_attention_heads) and
+        patch/static_kv_cache.py; sinks 64 and recent 256 are its defaults, sparsity 0.5 its choice for GQA models.
+    Differs: the prompt's own output is exact in all heads (the original masks streaming heads while it reads the
+        prompt, as in its training); the number of streaming heads is `sparsity` of all heads rounded down, and of equal
+        gates the later head streams (the original takes a quantile after adding noise).
+    """
+
+    table: str | Sequence[Sequence[float]] | None = None
+    sparsity: float | None = 0.5
+    sinks: int = 64
+    recent: int = 256
+    tier: str = "fp16"
+    acts_in_decode = True
+
+    def __post_init__(self) -> None:
+        self._tier = Tier.parse(self.tier)
+        if self.sparsity is not None and not 0 <= self.sparsity <= 1:
+            raise ValueError(f"sparsity={self.sparsity} must be in [0, 1], or null to part the gates at 0.5")
+        if self.sinks < 0 or self.recent < 1:
+            raise ValueError(f"sinks={self.sinks} must be >= 0 and recent={self.recent} >= 1")
+        if self.table is None:
+            return
+        self.table = read_gates(self.table)  # the gates themselves, so that a run's identity does not hang on a path
+        gates = torch.tensor(self.table).clamp(0, 1)
+        if self.sparsity is None:
+            self._streams = gates <= 0.5
+        else:
+            num_full = gates.numel() - int(self.sparsity * gates.numel() + 1e-9)
+            self._streams = (rank_descending(gates.flatten()) >= num_full).view_as(gates)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        if self.table is None:
+            raise ValueError(
+                "method.table=null: duo_attention needs the gates of this model; give a file of "
+                f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH"
+            )
+        found = tuple(self._streams.shape)
+        if found != (num_layers, num_kv_heads):
+            raise ValueError(
+                f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
+                f"{num_kv_heads} KV heads; gates belong to one model, give those of this one"
+            )
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        tier_of = view.filled(0)
+        outside = torch.arange(view.num_tokens, device=tier_of.device)
+        outside = (outside >= self.sinks) & (outside < view.num_tokens - self.recent)
+        streams = self._streams.to(tier_of.device)[view.layers]
+        return PrefillPlan(tier_of=tier_of.masked_fill(streams[..., None] & outside, EVICT))
+
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        """In streaming heads, overwrite number t takes slot sinks + t mod recent, so no positions need to be stored."""
+        turns = view.tokens_seen - view.prompt_tokens.clamp(min=self.sinks + self.recent)
+        slot = torch.where(turns >= 0, self.sinks + turns % self.recent, -1)
+        return DecodePlan(slot=torch.where(self._streams.to(slot.device), slot[:, None, None], -1))
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if not kept:
+            return None
+        streams, limit = int(self._streams.sum()), self.sinks + self.recent
+        for seen, held in (
+            (kept["prompt_tokens"], kept["prompt_slots"]),
+            (kept["tokens_seen"], sum(kept["slots_per_tier"])),
+        ):
+            expected = (kept["lists"] - streams) * seen + streams * min(seen, limit)
+            if held != expected:
+                return f"{held} slots after {seen} tokens, but {streams} streaming heads of {limit} make {expected}"
+        return None
+
+
+def read_gates(table: str | Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """Gates per layer and KV head, from a file or from nested sequences.
+
+    Raises:
+        ValueError: There is no such file, or it is not a table of numbers with equally many in every line.
+    """
+    rows = table
+    if isinstance(table, str):
+        path = Path(table).expanduser()
+        if not path.is_file():
+            raise ValueError(f"method.table={table} is no file; give a table of gates, one line per layer")
+        text = path.read_text()
+        lines = [re.split(r"[\s,]+", line.strip()) for line in text.splitlines() if line.strip()]
+        try:
+            rows = json.loads(text) if path.suffix == ".json" else lines
+        except ValueError as error:
+            raise ValueError(f"method.table={table} is no JSON ({error}); write a list of lists of gates") from None
+    try:
+        gates = tuple(tuple(float(gate) for gate in row) for row in rows)
+    except (TypeError, ValueError):
+        gates = ()
+    if not gates or not gates[0] or len({len(row) for row in gates}) > 1:
+        name = table if isinstance(table, str) else "the list"
+        raise ValueError(f"method.table: {name} is not one line per layer with one number per KV head in each")
+    return gates
