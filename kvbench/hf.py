@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.layout import ModelShape
@@ -194,6 +194,11 @@ def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
     return None
 
 
+def detach(model: PreTrainedModel) -> None:
+    """Gives the model back its own attention."""
+    model.set_attn_implementation("sdpa")
+
+
 def attach(model: PreTrainedModel) -> None:
     """Routes the model's attention through kvbench.
 
@@ -202,6 +207,40 @@ def attach(model: PreTrainedModel) -> None:
     """
     check_supported(model)
     model.set_attn_implementation(NAME)
+
+
+OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
+
+
+def own_cache(model: PreTrainedModel, kind: str) -> Cache:
+    """One of transformers' own caches, empty, to compare with; the model must not be attached then.
+
+    Args:
+        kind: `dynamic`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+
+    Raises:
+        ImportError: transformers is too old for it, or the package that quantises is missing.
+    """
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    backend, _, bits = kind.partition("-")
+    try:
+        return QuantizedCache(backend, model.config.get_text_config(), **({"nbits": int(bits)} if bits else {}))
+    except ValueError as error:  # an unknown backend, or one whose package is missing
+        raise ImportError(" ".join(str(error).split())) from error
+
+
+def own_cache_bytes(cache: Cache) -> int:
+    """Bytes of the tensors that one of transformers' own caches holds."""
+
+    def held(value: object) -> int:
+        if isinstance(value, Tensor):
+            return value.nbytes
+        if isinstance(value, dict):
+            value = list(value.values())
+        return sum(held(item) for item in value) if isinstance(value, list | tuple) else 0
+
+    return sum(held(vars(layer)) for layer in cache.layers)
 
 
 @torch.no_grad()

@@ -71,6 +71,10 @@ class Bench:
         self._done += 1
         self._progress(self._done, len(self.cells) * self.rounds, self._label)
 
+    def stage(self, text: str) -> None:
+        """Says what is being prepared."""
+        self._progress(self._done, len(self.cells) * self.rounds, f"{self._label}: {text}")
+
     def add(self, found: dict) -> None:
         """Takes the figures of a cell; what was refused is named at once."""
         self._found.append(found)

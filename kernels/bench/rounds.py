@@ -116,15 +116,17 @@ def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]
 
 
 def time_rounds(
-    variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, on_round: Callable[[], object] = lambda: None
-) -> dict[str, list[float]]:
+    variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, warmup: int = 1,
+    on_round: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:  # fmt: skip
     """Seconds per call of every variant in every round.
 
     Args:
         variants: What to time, names distinct.
-        rounds: Timed rounds, after one that warms up and is thrown away.
+        rounds: Timed rounds.
         seed: Of the orders.
         timer: Returns the seconds that a function takes.
+        warmup: Rounds before them whose times are thrown away.
         on_round: Called after each round.
 
     Returns:
@@ -133,14 +135,14 @@ def time_rounds(
     order, found = random.Random(seed), {variant.name: [] for variant in variants}
     if len(found) != len(variants):
         raise AssertionError("two variants of a cell have the same name")
-    for turn in range(rounds + 1):
+    for turn in range(-warmup, rounds):
         queue = list(variants)
         order.shuffle(queue)
         for variant in queue:
             if variant.before_round is not None:
                 variant.before_round()
             seconds = timer(lambda variant=variant: _sweep(variant)) / variant.num_buffers
-            if turn:
+            if turn >= 0:
                 found[variant.name].append(seconds)
         on_round()
     return found
@@ -166,7 +168,7 @@ def ratios(baseline: Sequence[float], other: Sequence[float]) -> dict[str, float
 
 def measure_cell(
     cell: dict, variants: Sequence[Variant], *, baselines: Sequence[str], rounds: int, seed: int, timer: Timer,
-    probe: Variant | None = None, on_round: Callable[[], object] = lambda: None,
+    warmup: int = 1, probe: Variant | None = None, on_round: Callable[[], object] = lambda: None,
 ) -> dict:  # fmt: skip
     """Checks, times and summarises the variants of one cell.
 
@@ -177,6 +179,7 @@ def measure_cell(
         rounds: Timed rounds.
         seed: Of the orders.
         timer: See `choose_timer`.
+        warmup: Rounds that are thrown away.
         probe: Measures the bandwidth within the same rounds; its `bytes_per_call` per second is the 100 %.
         on_round: Called after each round.
 
@@ -187,7 +190,7 @@ def measure_cell(
     """
     right, refused = refuse_wrong(variants)
     timed = [*right, *([probe] if probe else [])]
-    seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, on_round=on_round)
+    seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, warmup=warmup, on_round=on_round)
     rows = []
     for variant in timed:
         row = {"name": variant.name, "seconds": seconds[variant.name], **spread(seconds[variant.name])}

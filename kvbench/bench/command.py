@@ -16,6 +16,8 @@ from kvbench.errors import unknown_name
 # what -> module with Settings, QUICK and run(settings, progress). Those in kernels/ need torch alone.
 MODULES = {
     "attention": "kvbench.kernels.bench.attention",
+    "decode": "kvbench.bench.decode",
+    "throughput": "kvbench.bench.throughput",
 }
 
 

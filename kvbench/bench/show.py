@@ -28,7 +28,7 @@ class Bar:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._live = None
+        self._live, self._label = None, ""
         self._started = self._spoken = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -52,8 +52,8 @@ class Bar:
         state = f"{done}/{total} rounds{left}: {label}"
         if self._live is not None:
             self._live.update(self._task, completed=done, total=total, state=state)
-        elif done == 0 or now - self._spoken >= PLAIN_EVERY_S:
-            self._spoken = now
+        elif label != self._label or now - self._spoken >= PLAIN_EVERY_S:
+            self._spoken, self._label = now, label
             print(f"{self.what}: {state}", file=sys.stderr, flush=True)
 
 

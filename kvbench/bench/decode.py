@@ -1,0 +1,255 @@
+"""Whole-model decoding and prompt reading beside transformers' own cache, every method in the same rounds."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import torch
+
+from kvbench.bench import choices
+from kvbench.bench.decoders import OwnDecoder, StoreDecoder, relative
+from kvbench.hf import OWN_CACHES
+from kvbench.kernels.bench import machine, report
+from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
+from kvbench.kernels.bench.settings import Common, check_list, check_whole
+from kvbench.kernels.dispatch import get_backend
+from kvbench.models import LoadedModel
+
+OWN = "transformers"
+BASELINES = (OWN, "full")
+# Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
+# amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
+REFERENCE_TOLERANCE = {torch.float32: 5e-3}
+FULL_TOLERANCE = {torch.float32: 2e-2}
+LOW_PRECISION_TOLERANCE = 5e-2
+QUICK = {"context": 1024, "batches": [1], "rounds": 3, "steps": 2, "prefill_rounds": 1, "peak": False}
+PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
+
+
+@dataclass(kw_only=True)
+class WholeModel(Common):
+    """Settings of every bench that runs a whole model; the last entry of `threads` counts.
+
+    Args:
+        model: A choice of model=, then settings of it.
+        methods: Choices of method=, then settings of each.
+        context: Prompt tokens.
+        steps: Decode steps in each timing.
+    """
+
+    model: str = "smollm2-135m"
+    methods: list[str] = field(default_factory=lambda: ["full", "snapkv budget=0.25", "diffkv", "kivi bits=2"])
+    context: int = 4096
+    steps: int = 4
+
+    def check(self) -> None:
+        """Raises ValueError for a value out of range, with the rule."""
+        super().check()
+        check_whole("context", self.context, 1)
+        check_whole("steps", self.steps, 1)
+        if not self.methods or len(set(self.methods)) != len(self.methods):
+            raise ValueError(f"methods={self.methods} must be one or more, each once")
+        for text in self.methods:
+            choices.make_method(text)
+        choices.compose_choice("model", self.model)
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads to use."""
+        return self.threads[-1] or machine.num_cpus()
+
+
+@dataclass(kw_only=True)
+class Settings(WholeModel):
+    """What to measure.
+
+    Args:
+        batches: Sequences.
+        prefill_rounds: Rounds of whole prompts; 0 = none.
+        quantised: transformers' quantised caches where their packages are there.
+        peak: Peak memory of a prompt, each in a process of its own.
+    """
+
+    batches: list[int] = field(default_factory=lambda: [1, 4])
+    prefill_rounds: int = 3
+    quantised: bool = True
+    peak: bool = True
+
+    def check(self) -> None:
+        """Raises ValueError for a value out of range, with the rule."""
+        super().check()
+        check_list("batches", self.batches, 1)
+        check_whole("prefill_rounds", self.prefill_rounds, 0)
+
+
+def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
+    """Measures prompt reading once and decoding at every batch size.
+
+    Args:
+        settings: What to measure.
+        progress: Told what is done.
+
+    Returns:
+        The document that `kernels.bench.report` describes.
+    """
+    device = machine.pick_device(settings.device)
+    backend = get_backend(settings.kernels, device)
+    base = {"context": settings.context, "threads": settings.num_threads if device == "cpu" else 0}
+    cells = [{"phase": "decode", "batch": batch, **base} for batch in settings.batches]
+    if settings.prefill_rounds:
+        cells.insert(0, {"phase": "prompt", "batch": 1, **base})
+    bench = report.begin("decode", settings, device, backend, cells)
+    torch.set_num_threads(settings.num_threads)
+    peaks = measure_peaks(settings, device, bench.notes) if settings.peak else {}
+    model = choices.make_model(settings.model, device)
+    for cell in bench.todo(progress):
+        bench.stage("reading prompts")
+        timer = choose_timer(settings.clock, device, cell["threads"])
+        rounds = settings.rounds
+        if cell["phase"] == "prompt":
+            variants, rounds = prompt_variants(settings, model), settings.prefill_rounds
+        else:
+            variants = decode_variants(settings, model, cell["batch"])
+        found = measure_cell(
+            cell, variants, baselines=BASELINES, rounds=rounds, seed=settings.seed, timer=timer,
+            on_round=bench.on_round, warmup=int(cell["phase"] == "decode"),  # a prompt's checks have warmed up
+        )  # fmt: skip
+        for row in found["variants"]:
+            if cell["phase"] == "prompt":
+                row["peak_bytes"] = peaks.get(row["name"])
+        bench.add(found)
+        del variants
+    document = bench.document()
+    document["model"] = {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
+    return document
+
+
+def own_kinds(settings: Settings, notes: list[str] | None = None) -> dict[str, str]:
+    """Names of the rows that are transformers' own, and the cache of each that can be had here."""
+    kinds = {OWN: "dynamic"}
+    for kind in OWN_CACHES[1:] if settings.quantised else ():
+        package = PACKAGES.get(kind.partition("-")[0])
+        if package is None or _is_there(package):
+            kinds[f"{OWN} {kind}"] = kind
+    return kinds
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _own_decoders(settings: Settings, model: LoadedModel) -> dict[str, OwnDecoder]:
+    found = {}
+    for name, kind in own_kinds(settings).items():
+        try:
+            found[name] = OwnDecoder(model, kind)
+        except ImportError:
+            continue  # this transformers has no such cache
+    return found
+
+
+def tolerance(table: dict, model: LoadedModel) -> float:
+    """The bound for a model's dtype."""
+    return table.get(model.dtype, LOW_PRECISION_TOLERANCE)
+
+
+def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[Variant]:
+    """Every cache filled with the same prompts, ready for the same tokens."""
+    room = (settings.rounds + 2) * settings.steps + 2
+    text = choices.sample_tokens(model, batch, settings.context + room)
+    prompts = [tokens[: settings.context] for tokens in text]
+    answers = [tokens[settings.context :] for tokens in text]
+    own = _own_decoders(settings, model)
+    variants = []
+    for name, decoder in own.items():
+        decoder.prefill(prompts)
+        variants.append(_variant(name, decoder, settings, answers))
+    for method in settings.methods:
+        policy = choices.make_method(method)
+        decoder = StoreDecoder(
+            model, policy, rows=batch, context=settings.context, new_tokens=room, kernels=settings.kernels
+        )
+        decoder.focus()
+        for prompt in prompts:
+            decoder.prefill(prompt)
+        variant = _variant(method, decoder, settings, answers)
+        variant.check = lambda decoder=decoder: decoder.reference_error(answers[0][0])
+        variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)
+        variants.append(variant)
+    return variants
+
+
+def _variant(name: str, decoder: OwnDecoder | StoreDecoder, settings: Settings, answers: list[list[int]]) -> Variant:
+    """`steps` decode steps at a time; every timing goes on where the last one stopped."""
+    state = {"at": 0}
+
+    def call(_: int) -> None:
+        for _ in range(settings.steps):
+            decoder.step([answer[state["at"]] for answer in answers])
+            state["at"] += 1
+
+    extra = {"tokens_per_call": len(answers) * settings.steps, "cache_bytes": decoder.cache_bytes()}
+    return Variant(name=name, call=call, before_round=decoder.focus, extra=extra)
+
+
+def prompt_variants(settings: Settings, model: LoadedModel) -> list[Variant]:
+    """One prompt, read into an empty cache in each timing."""
+    text = choices.sample_tokens(model, 1, settings.context + 1)[0]
+    prompt, own = text[: settings.context], _own_decoders(settings, model)
+    own[OWN].prefill([prompt])
+    exact = own[OWN].logits[0].clone()
+
+    def own_error(decoder: OwnDecoder) -> float:
+        decoder.prefill([prompt])
+        return relative(decoder.logits[0], exact)
+
+    variants = [
+        Variant(
+            name=name, call=lambda _, decoder=decoder: decoder.prefill([prompt]), before_round=decoder.focus,
+            check=lambda decoder=decoder: own_error(decoder), tolerance=tolerance(FULL_TOLERANCE, model),
+        )
+        for name, decoder in own.items()
+    ]  # fmt: skip
+    for method in settings.methods:
+        decoder = StoreDecoder(
+            model, choices.make_method(method), rows=1, context=settings.context, new_tokens=1, kernels=settings.kernels
+        )
+
+        def call(_: int, decoder: StoreDecoder = decoder) -> None:
+            decoder.drop(decoder.prefill(prompt))
+
+        def check(decoder: StoreDecoder = decoder) -> float:
+            decoder.focus()
+            decoder.drop(decoder.prefill(prompt))
+            return relative(decoder.logits[-1], exact)  # a prompt's own answer is exact for every method
+
+        variants.append(
+            Variant(
+                name=method, call=call, before_round=decoder.focus, check=check,
+                tolerance=tolerance(FULL_TOLERANCE, model),
+            )
+        )  # fmt: skip
+    return variants
+
+
+def measure_peaks(settings: Settings, device: str, notes: list[str]) -> dict[str, int]:
+    """Bytes that reading one prompt adds at its worst moment, its cache included; each in a fresh process."""
+    found = {}
+    for name in [*own_kinds(settings), *settings.methods]:
+        order = {
+            "model": settings.model, "device": device, "context": settings.context, "name": name,
+            "kind": own_kinds(settings).get(name), "kernels": settings.kernels, "threads": settings.num_threads,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "kvbench.bench.peak", json.dumps(order)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            found[name] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+        except (ValueError, IndexError, KeyError):
+            reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            notes.append(f"peak memory of {name} not measured: {reason[0][:200]}")
+    return found

@@ -1,0 +1,149 @@
+"""Two ways to decode that a bench drives step by step: kvbench's engine, and transformers with a cache of its own."""
+
+import torch
+from torch import Tensor
+
+from kvbench import hf, ledger
+from kvbench.engine import Engine
+from kvbench.kernels.dispatch import get_backend
+from kvbench.layout import StoreOptions
+from kvbench.models import LoadedModel
+from kvbench.policy import Policy
+from kvbench.requests import Request
+from kvbench.store import CompressedStore
+
+REFERENCE_ROWS = 2  # copies of a row, for one step by the backend and one by the reference
+
+
+class StoreDecoder(Engine):
+    """The engine, one prompt at a time in and all rows on together, token by token from outside.
+
+    Args:
+        model: The model, shared with other decoders.
+        policy: The method.
+        rows: Sequences.
+        context: Prompt tokens.
+        new_tokens: Tokens that will be decoded at most.
+        kernels: Backend.
+    """
+
+    def __init__(
+        self, model: LoadedModel, policy: Policy, *, rows: int, context: int, new_tokens: int, kernels: str = "auto"
+    ) -> None:
+        super().__init__(
+            model, policy, store=StoreOptions(), batch_size=rows, seed=0, backend=kernels, fidelity_max_tokens=0
+        )
+        # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
+        self.store = CompressedStore(
+            policy, self.shape, rows=rows + REFERENCE_ROWS, options=self.options, backend=self.backend,
+            max_prompt_tokens=context, max_new_tokens=new_tokens,
+        )  # fmt: skip
+        self.rows: list[int] = []
+        self._open: list[int] = []
+        self.logits: list[Tensor] = []
+
+    def focus(self) -> None:
+        """Routes the shared model's attention to this decoder."""
+        hf.attach(self.loaded.model)
+
+    def prefill(self, prompt: list[int]) -> int:
+        """Reads a prompt into a new row; returns it."""
+        row = self._open_row()
+        request = Request(sample_id=str(row), subset="bench", segments=(tuple(prompt),))
+        self.logits.append(self._prefill(row, request)[0])
+        self.rows.append(row)
+        return row
+
+    def fork(self, source: int) -> int:
+        """Copies a row."""
+        row = self._open_row(source)
+        self.rows.append(row)
+        return row
+
+    def drop(self, row: int) -> None:
+        """Forgets a row."""
+        self._close(row)
+        if row in self.rows:
+            self.rows.remove(row)
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """One token for every row; next logits fp32 [B, vocabulary]."""
+        logits, bad = self._step(self.rows, tokens)
+        if bad:
+            raise RuntimeError(f"logits are not finite in rows {sorted(bad)}")
+        return logits
+
+    def row_bytes(self) -> Tensor:
+        """What each row holds, int64 [B]."""
+        return ledger.resident_bytes(self.store, torch.tensor(self.rows, device=self.device))
+
+    def cache_bytes(self) -> int:
+        """What all rows hold."""
+        return int(self.row_bytes().sum())
+
+    def reference_error(self, token: int) -> float:
+        """Difference of one step between the backend and the plain reference on two copies of the first row, as a share
+        of the largest logit."""
+        self.focus()
+        found, own = [], self.store.backend
+        for backend in (own, get_backend("torch", self.device)):
+            row = self._open_row(self.rows[0])
+            self.store.backend = backend
+            try:
+                found.append(self._step([row], [token])[0][0])
+            finally:
+                self.store.backend = own
+                self._close(row)
+        return relative(found[0], found[1])
+
+
+class OwnDecoder:
+    """transformers' own forward with one of its own caches; all rows share one length, so nothing is padded.
+
+    Args:
+        model: The model, shared with other decoders.
+        kind: One of `hf.OWN_CACHES`.
+
+    Raises:
+        ImportError: See `hf.own_cache`.
+    """
+
+    def __init__(self, model: LoadedModel, kind: str = "dynamic") -> None:
+        self.loaded, self.kind = model, kind
+        self.cache = hf.own_cache(model.model, kind)
+        self.logits: Tensor | None = None
+
+    def focus(self) -> None:
+        """Gives the shared model its own attention."""
+        hf.detach(self.loaded.model)
+
+    @torch.no_grad()
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Reads prompts of one length into an empty cache."""
+        self.focus()
+        self.cache = hf.own_cache(self.loaded.model, self.kind)
+        self.logits = self._forward(prompts)
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """One token for every row; next logits fp32 [B, vocabulary]."""
+        return self._forward([[token] for token in tokens])
+
+    @torch.no_grad()
+    def _forward(self, tokens: list[list[int]]) -> Tensor:
+        ids = torch.tensor(tokens, device=self.loaded.device)
+        out = self.loaded.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].float()
+
+    def repeat(self, rows: int) -> None:
+        """Copies rows in turn until there are as many."""
+        held = self.cache.layers[0].keys.shape[0]
+        self.cache.batch_select_indices(torch.arange(rows, device=self.loaded.device) % held)
+
+    def cache_bytes(self) -> int:
+        """What the cache's tensors hold."""
+        return hf.own_cache_bytes(self.cache)
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """Largest difference as a share of the largest exact element."""
+    return float((found - exact).abs().max() / exact.abs().max())

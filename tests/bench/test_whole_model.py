@@ -1,0 +1,154 @@
+"""The whole-model benches on a tiny random model: what is run, what is refused, and the arithmetic of rates."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbench.bench import choices, decode, show, throughput
+from kvbench.bench.decoders import OwnDecoder, StoreDecoder
+from kvbench.kernels.bench import machine, report
+from kvbench.kernels.dispatch import get_backend
+
+MODEL = "random preset=tiny num_layers=2 dtype=float32"
+COMMON = {"model": MODEL, "context": 96, "rounds": 2, "steps": 1, "threads": [1], "kernels": "torch", "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def small_probe(monkeypatch):
+    """A bandwidth probe that costs nothing."""
+    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model of two layers."""
+    return choices.make_model(MODEL, "cpu")
+
+
+def test_decode_measures_prompts_and_every_batch():
+    """transformers' own cache, its dependency-free quantised one and every method, at both batch sizes; what is shown
+    is tokens per second."""
+    methods = ["full", "snapkv budget=0.5 window=8", "kivi bits=2 residual_tokens=32"]
+    settings = decode.Settings(**COMMON, methods=methods, batches=[1, 2], prefill_rounds=1, peak=False)
+    settings.check()
+    document = decode.run(settings)
+    report.check_document(document)
+    assert [cell["cell"]["phase"] for cell in document["cells"]] == ["prompt", "decode", "decode"]
+    for cell in document["cells"]:
+        assert not cell["refused"], cell["refused"]
+        assert {"transformers", "transformers fp8", *methods} == {row["name"] for row in cell["variants"]}
+    rows = {row["name"]: row for row in document["cells"][2]["variants"]}
+    assert rows["full"]["tokens_per_call"] == 2 and len(rows["full"]["seconds"]) == 2
+    # Two sequences of 96 tokens, 2 layers, keys and values in fp32.
+    shape = choices.make_model(MODEL, "cpu").model.config
+    elements = 2 * 96 * 2 * 2 * shape.num_key_value_heads * shape.head_dim
+    assert rows["transformers"]["cache_bytes"] == 4 * elements
+    assert 2 * elements <= rows["full"]["cache_bytes"] < 2.6 * elements
+    assert rows["snapkv budget=0.5 window=8"]["cache_bytes"] < rows["full"]["cache_bytes"]
+    assert show.render(document)
+
+
+def test_both_decoders_give_the_same_logits(model):
+    """The two ways to drive the same model agree at every step in the model's own precision, batch for batch."""
+    text = choices.sample_tokens(model, 2, 40)
+    own = OwnDecoder(model)
+    own.prefill([tokens[:32] for tokens in text])
+    store = StoreDecoder(
+        model, choices.make_method("full tier=native"), rows=2, context=32, new_tokens=8, kernels="torch"
+    )
+    store.focus()
+    for tokens in text:
+        store.prefill(tokens[:32])
+    assert torch.allclose(torch.stack(store.logits), own.logits, atol=1e-4)
+    for index in range(32, 36):
+        tokens = [line[index] for line in text]
+        own.focus()
+        expected = own.step(tokens)
+        store.focus()
+        assert torch.allclose(store.step(tokens), expected, atol=1e-4)
+
+
+def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
+    """A backend whose attention is off by one in a hundred is refused; the copies that were checked leave no trace."""
+    real = get_backend("torch")
+
+    def off(*arguments, **named):
+        out, lse, scores = real.paged_decode(*arguments, **named)
+        return out * 1.5, lse, scores
+
+    settings = decode.Settings(**COMMON, methods=["full"], batches=[1], quantised=False)
+    (own, full) = decode.decode_variants(settings, model, 1)
+    assert own.name == "transformers" and own.check is None
+    assert full.check() <= 1e-6
+    decoder = full.before_round.__self__
+    before = (decoder.cache_bytes(), decoder.store.tokens_seen.tolist(), decoder.store.pool.num_used)
+    decoder.store.backend = SimpleNamespace(**{**vars(real), "paged_decode": off})
+    assert full.check() > full.tolerance
+    assert (decoder.cache_bytes(), decoder.store.tokens_seen.tolist(), decoder.store.pool.num_used) == before
+
+
+def test_throughput_fills_the_memory_and_no_more():
+    """Every batch is the largest that fits at its final length, and a method that cannot hold one is named."""
+    settings = throughput.Settings(
+        **COMMON,
+        methods=["full", "snapkv budget=0.25 window=8", "kivi bits=2 residual_tokens=32"],
+        kv_mb=1,
+        new_tokens=3,
+    )
+    settings.check()
+    document = throughput.run(settings)
+    report.check_document(document)
+    (cell,) = document["cells"]
+    assert not cell["refused"]
+    rows = {row["name"]: row for row in cell["variants"]}
+    for name, row in rows.items():
+        assert row["cache_bytes"] <= 1e6
+        if name != "transformers":
+            assert (row["batch"] + 1) * row["sequence_bytes"] > 1e6
+    assert rows["snapkv budget=0.25 window=8"]["batch"] > rows["full"]["batch"] > rows["transformers"]["batch"] > 0
+    assert rows["full"]["rate_ratios"]["full"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+
+
+def test_rates_count_the_batch():
+    """Twice the tokens in the same time is twice the throughput."""
+    rows = [
+        {"name": "transformers", "seconds": [2.0, 4.0], "tokens_per_call": 10},
+        {"name": "full", "seconds": [2.0, 4.0], "tokens_per_call": 20},
+    ]
+    throughput.add_rates(rows)
+    assert rows[1]["rate_ratios"]["transformers"]["median"] == 2.0
+    assert rows[0]["rate_ratios"]["full"]["median"] == 0.5
+
+
+def test_one_sequence_that_does_not_fit_is_said(model):
+    """No batch of zero is timed."""
+    notes = []
+    settings = throughput.Settings(**COMMON, kv_mb=1, new_tokens=3, max_batch=2)
+    assert throughput.fitting(settings, 2_000_000, "full", notes) == 0
+    assert throughput.fitting(settings, 100_000, "kivi", notes) == 2
+    assert "full: one sequence holds 2.0 MB" in notes[0] and "max_batch=2" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (throughput.Settings, {"new_tokens": 5}, "new_tokens=5 is below the 48 tokens"),
+        (decode.Settings, {"methods": []}, "methods=.. must be one or more"),
+        (decode.Settings, {"methods": ["full", "full"]}, "each once"),
+        (decode.Settings, {"methods": ["fulll"]}, "method=fulll does not exist. Did you mean full"),
+        (decode.Settings, {"methods": ["snapkv budge=1"]}, "method.budge"),
+        (decode.Settings, {"model": "smol"}, "model=smol does not exist"),
+        (decode.Settings, {"batches": [0]}, "batches=0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(kind, changes, message):
+    """Before anything is loaded."""
+    with pytest.raises(ValueError, match=message):
+        kind(**changes).check()
+
+
+def test_prompts_longer_than_the_model_are_refused(model):
+    """The message names the model's length and what to lower."""
+    with pytest.raises(ValueError, match="lower context"):
+        choices.sample_tokens(model, 1, model.max_tokens + 1)
