@@ -32,8 +32,9 @@ def largest_remainder(parts: list, denominator: object, total: int) -> list[int]
 
 
 def pyramid_budgets(
-    base: int, room: int, num_tokens: int, num_layers: int, *, beta: int, official_rounding: bool = False
-) -> list[int]:
+    base: int, room: int, num_tokens: int, num_layers: int, *, beta: int, official_rounding: bool = False,
+    uniform_middle: bool = True,
+) -> list[int]:  # fmt: skip
     """Prefix tokens per layer that fall linearly from the first layer to the last; their sum is base * num_layers.
 
     Args:
@@ -43,13 +44,16 @@ def pyramid_budgets(
         num_layers: Layers.
         beta: The last layer keeps base / beta.
         official_rounding: Round the step between layers down, which may spend more than the sum.
+        uniform_middle: Prompts below twice the base get it in every layer; AdaKV's code has no such branch.
 
     Source: KVCache-Factory at c97f9d7, PyramidKVCluster.
     Differs: largest remainder instead of a floored step; one layer works.
     """
     if base >= room:
         return [room] * num_layers
-    if num_layers == 1 or num_tokens < 2 * base:  # the released code's guard: uniform where the top would not fit
+    if num_layers == 1 or (
+        uniform_middle and num_tokens < 2 * base
+    ):  # the released code's guard: uniform where the top would not fit
         return [base] * num_layers
     low = base // beta
     high = 2 * base - low

@@ -37,7 +37,7 @@ class AdaSnapKV(Policy):
         pool: `max`, `avg` or `none`.
         pool_kernel: Odd width of the pool.
         official_rounding: Round each head's budget half to even as the released code does, which may lose or gain
-            tokens.
+            tokens; its pyramid has no uniform branch for prompts below twice the budget either.
         decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
             0 = never, as the papers have it.
         tier: Precision of what is kept.
@@ -107,6 +107,7 @@ class AdaSnapKV(Policy):
                     view.num_layers,
                     beta=self.beta,
                     official_rounding=self.official_rounding,
+                    uniform_middle=not self.official_rounding,
                 )
                 base = layers[int(view.layers[0])]
             own = torch.tensor(self.head_budgets(score, base), device=score.device)[:, None]

@@ -74,15 +74,6 @@ def test_golden_full_metric(case, near):
     assert got[0].tolist() == pytest.approx(golden("kvc")[case], abs=1e-6)
 
 
-def test_power_decides_who_goes():
-    """Of the golden pair, L1 evicts the peaked key and L2 the flat one."""
-    peaked, flat = (golden("kvc")[power] for power in ("l1", "l2"))
-    assert peaked[0] < peaked[1] and flat[0] > flat[1]
-    peaked_row, flat_row = torch.tensor([0.9, 0, 0, 0]), torch.tensor([0.3, 0.3, 0.3, 0.2])
-    for power, want in ((1, peaked), (2, flat)):
-        assert [float((x**power).sum()) for x in (peaked_row, flat_row)] == pytest.approx(want, abs=1e-6)
-
-
 def run_store(policy, prompt: int, steps: int):
     """A store of two layers and heads after a prompt and some steps."""
     torch.manual_seed(3)
