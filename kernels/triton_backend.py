@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kvbench.kernels import triton_decode
+from kvbench.kernels import triton_decode, triton_pages
 
 
 def refusal(device: torch.device) -> str:
@@ -31,5 +31,10 @@ def backend(reference: SimpleNamespace) -> SimpleNamespace:
         "refusal": refusal,
         "paged_decode": triton_decode.paged_decode,
         "add_scores": triton_decode.add_scores,
+        "write_keys": triton_pages.write_keys,
+        "write_values": triton_pages.write_values,
+        "read_slots": triton_pages.read_slots,
+        "move_slots": triton_pages.move_slots,
+        "demote": triton_pages.demote,
     }
     return SimpleNamespace(**{**vars(reference), **own})

@@ -46,6 +46,18 @@ def _group_metadata(
 
 
 @triton.jit
+def _planes(raw, BITS: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr, AXIS: tl.constexpr):
+    """Bytes [WP, BT] (AXIS 0) or [BT, WP] (AXIS 1) to codes with P * WP entries along that axis."""
+    shift = (tl.arange(0, P) * BITS).to(tl.uint8)
+    if P == 1:
+        return raw
+    elif AXIS == 0:
+        return tl.reshape((raw[None, :, :] >> shift[:, None, None]) & ((1 << BITS) - 1), [P * WP, BT])
+    else:
+        return tl.reshape((raw[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1), [BT, P * WP])
+
+
+@triton.jit
 def _key_logits(
     q, q_sum, base, start, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
@@ -58,12 +70,24 @@ def _key_logits(
     if BITS >= 16:
         k = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + w[:, None] * T + t[None, :], mask=rows, other=0.0)
         return tl.dot(q, k.to(OP), input_precision="ieee")
-    raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
-    if BITS == 0:
+    elif BITS == 0:
+        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
         return tl.dot(q, e4m3_values(raw).to(OP), input_precision="ieee")
-    if P > 1:
-        shift = (tl.arange(0, P) * BITS).to(tl.uint8)
-        raw = tl.reshape((raw[None, :, :] >> shift[:, None, None]) & ((1 << BITS) - 1), [P * WP, BT])
+    else:
+        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
+        codes = _planes(raw, BITS, P, WP, BT, 0)
+        return _coded_logits(q, q_sum, codes, base, start, live, D, T, BT, OP, BITS, P, W, WP, SCALE, ZERO, GROUPS,
+                             CHANNEL, SYM)  # fmt: skip
+
+
+@triton.jit
+def _coded_logits(
+    q, q_sum, codes, base, start, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
+    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr,
+):  # fmt: skip
+    """q . k for codes [P * WP, BT] in planar order."""
+    t = start + tl.arange(0, BT)
     j = tl.arange(0, P * WP)
     channel = (j // WP) * W + j % WP
     held = (j % WP) < W
@@ -72,20 +96,20 @@ def _key_logits(
         scale, zero = metadata(base, (start // CHANNEL) * D + channel, (j % WP) < width, SCALE, ZERO, BITS, SYM)
         constant = tl.sum(q.to(tl.float32) * zero[None, :], 1)
         scaled = (q.to(tl.float32) * scale[None, :]).to(OP)
-        return tl.dot(scaled, code_values(raw, BITS, OP), input_precision="ieee") + constant[:, None]
+        return tl.dot(scaled, code_values(codes, BITS, OP), input_precision="ieee") + constant[:, None]
     elif CHANNEL > 0:
         index = (t // CHANNEL)[None, :] * D + channel[:, None]
         scale, zero = metadata(base, index, held[:, None] & live[None, :], SCALE, ZERO, BITS, SYM)
-        k = code_values(raw, BITS, tl.float32) * scale + zero
+        k = code_values(codes, BITS, tl.float32) * scale + zero
         return tl.dot(q, k.to(OP), input_precision="ieee")
     elif GROUPS > 1:
         mask = held[:, None] & live[None, :]
         scale, zero = _group_metadata(base, channel[:, None], t[None, :], mask, SCALE, ZERO, BITS, SYM, GROUPS, D, T)
-        k = code_values(raw, BITS, tl.float32) * scale + zero
+        k = code_values(codes, BITS, tl.float32) * scale + zero
         return tl.dot(q, k.to(OP), input_precision="ieee")
     else:
         scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
-        dots = tl.dot(q, code_values(raw, BITS, OP), input_precision="ieee")
+        dots = tl.dot(q, code_values(codes, BITS, OP), input_precision="ieee")
         return dots * scale[None, :] + q_sum[:, None] * zero[None, :]
 
 
@@ -101,17 +125,27 @@ def _weighted_values(
     if BITS >= 16:
         v = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + t[:, None] * W + w[None, :], mask=cells, other=0.0)
         return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
-    raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
-    if BITS == 0:
+    elif BITS == 0:
+        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
         return tl.dot(p.to(OP), e4m3_values(raw).to(OP), input_precision="ieee")
-    if P > 1:
-        shift = (tl.arange(0, P) * BITS).to(tl.uint8)
-        raw = tl.reshape((raw[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1), [BT, P * WP])
+    else:
+        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
+        codes = _planes(raw, BITS, P, WP, BT, 1)
+        return _coded_values(p, codes, base, t, live, D, T, BT, OP, BITS, P, W, WP, SCALE, ZERO, GROUPS, SYM)
+
+
+@triton.jit
+def _coded_values(
+    p, codes, base, t, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
+    GROUPS: tl.constexpr, SYM: tl.constexpr,
+):  # fmt: skip
+    """Sum of p[g, t] * v[t] for codes [BT, P * WP] in planar order."""
     if GROUPS > 1:
         if W == WP and (GROUPS & (GROUPS - 1)) == 0:  # channels are in order: one load per group, not per channel
             r = tl.arange(0, GROUPS)
             scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SCALE, ZERO, BITS, SYM)
-            grouped = tl.reshape(code_values(raw, BITS, tl.float32), [BT, GROUPS, P * WP // GROUPS])
+            grouped = tl.reshape(code_values(codes, BITS, tl.float32), [BT, GROUPS, P * WP // GROUPS])
             v = tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BT, P * WP])
         else:
             j = tl.arange(0, P * WP)
@@ -120,17 +154,17 @@ def _weighted_values(
             scale, zero = _group_metadata(
                 base, channel[None, :], t[:, None], mask, SCALE, ZERO, BITS, SYM, GROUPS, D, T
             )
-            v = code_values(raw, BITS, tl.float32) * scale + zero
+            v = code_values(codes, BITS, tl.float32) * scale + zero
         return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
     else:
         scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
         constant = tl.sum(p * zero[None, :], 1)
         if OP == tl.float32:  # noqa: SIM300
-            sums = tl.dot(p * scale[None, :], code_values(raw, BITS, tl.float32), input_precision="ieee")
+            sums = tl.dot(p * scale[None, :], code_values(codes, BITS, tl.float32), input_precision="ieee")
         else:  # codes are exact in fp16; the scales, as shares of the block's largest, keep the weights in its range
             top = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
             weight = (p * (scale / top)[None, :]).to(tl.float16)
-            sums = tl.dot(weight, code_values(raw, BITS, tl.float16)) * top
+            sums = tl.dot(weight, code_values(codes, BITS, tl.float16)) * top
         return sums + constant[:, None]
 
 

@@ -146,6 +146,17 @@ def e4m3_bytes(x):
 
 
 @triton.jit
+def elements(x, ELEM: tl.constexpr):
+    """fp32 values as elements, halves to even; to bf16 by their bits, which the interpreter's own cast cuts off."""
+    if ELEM == tl.bfloat16:  # noqa: SIM300
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(ELEM)
+
+
+@triton.jit
 def metadata(base, index, mask, SCALE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, SYM: tl.constexpr):
     """Scale and zero fp32 at an index of their regions; a symmetric code's zero follows from its scale."""
     scale = tl.load((base + SCALE).to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0.0).to(tl.float32)
