@@ -14,6 +14,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - snapkv, pyramidkv: any token tier; last w, max-pool 7, group mean; head; top C_l - w and the window; append.
 - ada_snapkv: as snapkv, but scope layer: `view.score` of all heads of the layer is ranked together.
 - kivi: channel keys; none; head; all; `Residual` (oldest value, all keys), flushed after attention.
+- kvquant_style: as kivi, but keys per channel before the rotary embedding (`pre_rope`); `Residual` of one group.
 - minikv: channel keys; all queries, sum; head or model; heavy and recent; `Residual` (all), before attention.
 - kv_compress: k16v16; last 8 or all but near, squared, pooled; model; blocks ranked over all layers and heads;
   `plan_compact` every n steps.
@@ -154,7 +155,7 @@ class Policy:
     """
 
     scope: ClassVar[Literal["head", "layer", "model"]] = "head"
-    position_mode: ClassVar[Literal["absolute", "cache_relative"]] = "absolute"
+    position_mode: ClassVar[Literal["absolute", "cache_relative", "pre_rope"]] = "absolute"  # see CompressedStore
     granularity: ClassVar[Literal["kv_head", "q_head"]] = (
         "kv_head"  # q_head stores every query head's copy and is billed for it; a field where the method has the option
     )

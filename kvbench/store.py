@@ -28,6 +28,10 @@ __all__ = ["CompressedStore", "PoolExhausted"]
 class CompressedStore:
     """Pages, tables and buffers of all rows of a batch, under one policy.
 
+    By the policy's `position_mode` pages hold keys as the model gives them, with their rotary position (`absolute`), or
+    without it, and then they are rotated when read: to their index in the cache (`cache_relative`) or to their true
+    position (`pre_rope`; nothing may be evicted, so that slot i holds token i). Residual rings hold them as given.
+
     Args:
         policy: Decides.
         shape: The model's shape.
@@ -49,12 +53,7 @@ class CompressedStore:
         self.policy, self.shape, self.backend = policy, shape, backend
         self.formats = compile_formats(policy, shape, options)
         self.num_heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
-        if policy.position_mode == "cache_relative" and shape.inv_freq is None:
-            raise ValueError(
-                f"{type(policy).__name__} re-rotates keys to their place in the cache, but this model's rotary "
-                "embedding is not of the plain kind that allows it; set method.position_mode=absolute where the "
-                "method has that option"
-            )
+        _check_positions(policy, shape)
         size = self.formats[0].page_bytes
         limit = options.budget_bytes // size if options.budget_bytes is not None else None
         self.pool = PagePool(size, 64 if limit is None else limit, shape.device, growable=limit is None)
@@ -197,7 +196,8 @@ class CompressedStore:
         """
         if self.num_heads != self.shape.num_kv_heads:
             k, v = (x.repeat_interleave(self.num_heads // self.shape.num_kv_heads, 1) for x in (k, v))
-        k = self.unrotate(k, self.tokens_seen[self._step.rows][:, None])
+        if self.residual is None:  # a ring holds keys as they come; they lose their position on the way to a page
+            k = self.unrotate(k, self.tokens_seen[self._step.rows][:, None])
         return store_step.attend(self, self._step, layer, q, k, v, scale)
 
     def end_step(self) -> None:
@@ -219,6 +219,9 @@ class CompressedStore:
             if self.residual is not None:
                 num_k, num_v = self.residual.num_k[lists].long(), self.residual.num_v[lists].long()
             tiers.append(TierPages(fmt, ids, num_k, num_v))
+            if self.policy.position_mode == "pre_rope":
+                position = torch.arange(pages * fmt.tokens_per_page, device=ids.device).float()
+                tiers[-1].rotation = (position[:, None] * self.shape.inv_freq).expand(len(rows), -1, -1)
         if self.residual is None:
             return tiers, None
         return tiers, Ring(*self.residual.of_layer(rows, layer), self.residual.num_tokens[lists].long())
@@ -235,8 +238,8 @@ class CompressedStore:
         return x if x.shape[0] == self.num_heads else x.repeat_interleave(self.num_heads // x.shape[0], 0)
 
     def unrotate(self, k: Tensor, position: Tensor) -> Tensor:
-        """Keys without their rotary position when the policy re-rotates them, else unchanged; `position` broadcasts
-        against k[..., 0]."""
+        """Keys without their rotary position when pages hold them so, else unchanged; `position` broadcasts against
+        k[..., 0]."""
         if self.policy.position_mode == "absolute":
             return k
         angle = -position[..., None].float() * self.shape.inv_freq
@@ -244,3 +247,23 @@ class CompressedStore:
 
     def row_bytes(self, row: int) -> int:
         return int(ledger.resident_bytes(self, torch.tensor([row], device=self.shape.device))[0])
+
+
+def _check_positions(policy: Policy, shape: ModelShape) -> None:
+    """Refuses a `position_mode` that the model or the rest of the policy does not carry.
+
+    Raises:
+        ValueError: Keys of this model cannot be rotated, or slots would lose their places.
+    """
+    if policy.position_mode == "absolute":
+        return
+    if shape.inv_freq is None:
+        raise ValueError(
+            f"{type(policy).__name__} stores keys without their rotary position and rotates them on reading, but this "
+            "model's rotary embedding is not of the plain kind that allows it; set method.position_mode=absolute or "
+            "method.pre_rope=false where the method has that option"
+        )
+    if policy.position_mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every or len(policy.tiers) > 1):
+        raise ValueError(
+            f"{type(policy).__name__}: position_mode='pre_rope' needs one tier in which slot i stays token i"
+        )

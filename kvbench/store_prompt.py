@@ -89,8 +89,10 @@ def _write(
 ) -> None:
     """Writes the kept tokens of one layer, per tier in position order."""
     tier_of = plan.tier_of[index]
+    if store.policy.position_mode == "pre_rope" and bool((tier_of != 0).any()):
+        raise AssertionError("position_mode='pre_rope' keeps every token")
     stored = plan.score[index] if plan.score is not None else score[index] if score is not None else None
-    k = store.unrotate(k, torch.arange(k.shape[1], device=k.device))
+    paged_k = store.unrotate(k, torch.arange(k.shape[1], device=k.device))
     lists = store.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
     for tier, fmt in enumerate(store.formats):
         chosen = tier_of == tier
@@ -98,11 +100,11 @@ def _write(
         head, token = chosen.nonzero(as_tuple=True)
         ordinal = torch.arange(len(head), device=k.device) - (count.cumsum(0) - count)[head]
         if store.residual is not None:
-            _write_ring(store, row, layer, lists, k, v, head, token, ordinal, count)
+            _write_ring(store, row, layer, lists, k, paged_k, v, head, token, ordinal, count)
             continue
         store.table.reserve(lists, tier, count)
         page, slot = store.table.lookup(lists[head], tier, ordinal)
-        store.backend.write_keys(store.pool.pages, fmt, page, slot, k[head, token])
+        store.backend.write_keys(store.pool.pages, fmt, page, slot, paged_k[head, token])
         store.backend.write_values(store.pool.pages, fmt, page, slot, v[head, token])
         if fmt.slot.track:
             value = stored[head, token] if stored is not None else torch.zeros(len(head), device=k.device)
@@ -115,6 +117,7 @@ def _write_ring(
     layer: int,
     lists: Tensor,
     k: Tensor,
+    paged_k: Tensor,
     v: Tensor,
     head: Tensor,
     token: Tensor,
@@ -125,13 +128,13 @@ def _write_ring(
     ring, fmt = store.residual, store.formats[0]
     num_k, num_v = ring.split_prompt(count)
     store.table.reserve(lists, 0, torch.maximum(num_k, num_v))
-    for limit, source, buffer, write in (
-        (num_k, k, ring.k, store.backend.write_keys),
-        (num_v, v, ring.v, store.backend.write_values),
+    for limit, source, paged_source, buffer, write in (
+        (num_k, k, paged_k, ring.k, store.backend.write_keys),
+        (num_v, v, v, ring.v, store.backend.write_values),
     ):
         paged = ordinal < limit[head]
         page, slot = store.table.lookup(lists[head[paged]], 0, ordinal[paged])
-        write(store.pool.pages, fmt, page, slot, source[head[paged], token[paged]])
+        write(store.pool.pages, fmt, page, slot, paged_source[head[paged], token[paged]])
         rest = ~paged
         where = ordinal[rest] % buffer.shape[3]
         buffer[row, layer, head[rest], where] = source[head[rest], token[rest]].to(buffer.dtype)
@@ -152,7 +155,8 @@ def append_chunk(
     first = store.table.reserve(lists, 0, torch.full_like(lists, chunk))
     slots = (first[:, None] + torch.arange(chunk, device=k.device)).flatten()
     page, slot = store.table.lookup(lists.repeat_interleave(chunk), 0, slots)
-    store.backend.write_keys(store.pool.pages, fmt, page, slot, k.flatten(0, 1))
+    paged_k = store.unrotate(k, int(store.tokens_seen[row]) + torch.arange(chunk, device=k.device))
+    store.backend.write_keys(store.pool.pages, fmt, page, slot, paged_k.flatten(0, 1))
     store.backend.write_values(store.pool.pages, fmt, page, slot, v.flatten(0, 1))
     if fmt.slot.track:
         position = int(store.tokens_seen[row]) + torch.arange(chunk, device=k.device)

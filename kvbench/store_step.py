@@ -263,7 +263,10 @@ def _flush(store: "CompressedStore", step: Step, layer: int, view: Ring, counts:
             continue
         ordinal = token[row, head, index]
         page, slot = store.table.lookup(lists[row, head], 0, ordinal)
-        write(store.pool.pages, store.formats[0], page, slot, buffer[row, head, ordinal % buffer.shape[2]])
+        leaving = buffer[row, head, ordinal % buffer.shape[2]]
+        if buffer is view.k:
+            leaving = store.unrotate(leaving, ordinal)
+        write(store.pool.pages, store.formats[0], page, slot, leaving)
 
 
 def _flat(value: Tensor | None, default: int, lists: Tensor) -> Tensor:

@@ -193,7 +193,8 @@ def test_cache_relative_positions_need_a_plain_rotary_embedding():
         position_mode = "cache_relative"
 
     with pytest.raises(
-        ValueError, match="Relative re-rotates keys to their place in the cache, but this model's rotary"
+        ValueError,
+        match="Relative stores keys without their rotary position and rotates them .*, but this model's rotary",
     ):
         store_of(Relative())
 

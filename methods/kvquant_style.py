@@ -1,0 +1,58 @@
+"""Keys quantised per channel before the rotary embedding, as KVQuant does; values per token."""
+
+from dataclasses import dataclass
+
+from kvbench.policy import Policy, Residual, Tier
+
+
+@dataclass(kw_only=True)
+class KVQuantStyle(Policy):
+    """Quantises keys as they are before the rotary embedding, in groups of consecutive tokens per channel, and rotates
+    them when they are read; values per token.
+
+    Rotation mixes pairs of channels by an angle that changes from token to token, so channels with outliers are easier
+    to tell apart before it. `pre_rope=false` gives the same format after it, to measure just that.
+
+    Args:
+        bits: 1, 2, 4 or 8 for keys and values.
+        group: Tokens per key scale, a multiple of 8; the newest up to `group` tokens wait in 16 bits for a whole group.
+        v_splits: Equal groups that a value vector is cut into, each with its own scale.
+        pre_rope: Quantise keys before the rotary embedding, or as they are after it.
+        native: Store the model's own dtype instead (lossless; for tests).
+
+    Source: KVQuant (Hooper et al. 2024), its per-channel, pre-RoPE keys and per-token values alone;
+        SqueezeAILab/KVQuant.
+    Differs: this is not the whole method. Codes are uniform, not non-uniform by calibrated sensitivity; no outliers are
+        kept apart in a sparse matrix; the first token is not kept in 16 bits. Key scales are taken from each group of
+        tokens while running, not from calibration data, which is why whole groups wait in 16 bits.
+    """
+
+    bits: int = 4
+    group: int = 64
+    v_splits: int = 1
+    pre_rope: bool = True
+    native: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group < 8 or self.group % 8:
+            raise ValueError(f"group={self.group} must be a multiple of 8 and >= 8")
+        quantised = Tier(
+            k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_splits=self.v_splits
+        )
+        self._tier = Tier(native=True) if self.native else quantised
+        self._residual = Residual(num_tokens=self.group, v_flush="all", when="after_attention", hold_prompt=False)
+        self.position_mode = "pre_rope" if self.pre_rope else "absolute"
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    @property
+    def residual(self) -> Residual:
+        return self._residual
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if kept and kept["tokens_seen"] > 2 * self.group and kept["slots_per_tier"][0] == 0:
+            return f"{kept['tokens_seen']} tokens seen but none was quantised"
+        return None

@@ -1,0 +1,159 @@
+"""Keys stored before the rotary embedding: what lies in the pages, and what attention sees of it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from store_helpers import make_store, plain_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvbench.methods.kvquant_style import KVQuantStyle
+from kvbench.policy import Policy, Tier
+
+DIM = 16
+INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
+
+
+def rotated(x: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Rotary embedding of x [H, n, D] at positions first, first + 1, ..., by transformers' own function."""
+    angle = (first + torch.arange(x.shape[1])).float()[:, None] * INV_FREQ
+    angle = torch.cat([angle, angle], -1)
+    return apply_rotary_pos_emb(x[None], x[None], angle.cos()[None], angle.sin()[None])[0][0]
+
+
+def inputs(num_tokens: int):
+    """Queries of four heads, keys and values of two, before any rotation."""
+    torch.manual_seed(num_tokens)
+    return torch.randn(4, num_tokens, DIM), *torch.randn(2, 2, num_tokens, DIM)
+
+
+def filled(policy, num_tokens: int, raw_q, raw_k, v):
+    """A store that has read a prompt, keys rotated to their positions as a model gives them."""
+    store = make_store(policy, num_q_heads=4, num_kv_heads=2, head_dim=DIM, inv_freq=INV_FREQ)
+    row = store.open_row()
+    q, k = rotated(raw_q[:, :num_tokens]), rotated(raw_k[:, :num_tokens])
+    store.prefill_layer(row, 0, q, k, v[:, :num_tokens], 0.25)
+    return store, row
+
+
+def step(store, row, position: int, raw_q, raw_k, v) -> torch.Tensor:
+    """Feeds the token at `position`; returns the attention output [Hq, D]."""
+    q, k = (rotated(x[:, position : position + 1], position)[:, 0] for x in (raw_q, raw_k))
+    store.begin_step(torch.tensor([row]))
+    out = store.attend(0, q[None], k[None], v[None, :, position], 0.25)[0]
+    store.end_step()
+    return out
+
+
+def in_pages(store, row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values fp32 [H, n, D] as the pages of a one-layer row hold them, not rotated."""
+    lists = store.lists_of(torch.tensor([row]))
+    count = int(store.slots_per_tier(lists)[0][0])
+    index = torch.arange(count).repeat(len(lists))
+    page, slot = store.table.lookup(lists.repeat_interleave(count), 0, index)
+    keys, values = store.backend.read_slots(store.pool.pages, store.formats[0], page, slot)
+    return keys.unflatten(0, (-1, count)), values.unflatten(0, (-1, count))
+
+
+@dataclass(kw_only=True)
+class Plain(Policy):
+    """Keeps everything in one token-axis tier, before the rotary embedding, and has no residual buffer."""
+
+    tier: str = "native"
+    position_mode = "pre_rope"
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (Tier.parse(self.tier),)
+
+
+@pytest.mark.parametrize(
+    "policy", [KVQuantStyle(group=8, native=True), KVQuantStyle(group=8, native=True, pre_rope=False), Plain()]
+)
+@pytest.mark.parametrize("num_tokens", [1, 8, 21])
+def test_attention_sees_true_positions(policy, num_tokens):
+    """Unquantised, every step equals plain attention on keys rotated by transformers, through buffer and pages."""
+    raw_q, raw_k, v = inputs(num_tokens + 20)
+    store, row = filled(policy, num_tokens, raw_q, raw_k, v)
+    q, k = rotated(raw_q), rotated(raw_k)
+    for position in range(num_tokens, num_tokens + 20):
+        out = step(store, row, position, raw_q, raw_k, v)
+        want = plain_attention(q[:, position], k[:, : position + 1], v[:, : position + 1], 0.25)
+        assert (out - want).abs().max() < 2e-5
+
+
+def test_a_segment_is_appended_before_its_rotation():
+    """Without a buffer a later segment comes at once: it attends to rotated history, and its keys lie unrotated."""
+    raw_q, raw_k, v = inputs(30)
+    store, row = filled(Plain(), 17, raw_q, raw_k, v)
+    q, k = rotated(raw_q), rotated(raw_k)
+    out = store.append_chunk(row, 0, q[:, 17:29], k[:, 17:29], v[:, 17:29], 0.25)
+    want = torch.stack(
+        [plain_attention(q[:, i], k[:, : i + 1], v[:, : i + 1], 0.25) for i in range(17, 29)], dim=1
+    )  # fmt: skip
+    assert (out - want).abs().max() < 2e-5
+    assert (in_pages(store, row)[0] - raw_k[:, :29]).abs().max() < 1e-5
+
+
+def test_pages_hold_raw_keys_quantised_per_channel():
+    """21 prompt tokens in groups of 8: 16 lie in pages as round((k - min) / scale) of the raw channel over 8 tokens,
+    five wait; with the third step the next group follows from the buffer."""
+    raw_q, raw_k, v = inputs(40)
+    store, row = filled(KVQuantStyle(bits=4, group=8), 21, raw_q, raw_k, v)
+
+    def by_hand(x):
+        """4-bit codes per channel over groups of 8 tokens, scale and zero in fp16."""
+        grouped = x.unflatten(1, (-1, 8))
+        low = grouped.amin(2, keepdim=True).half().float()
+        scale = ((grouped.amax(2, keepdim=True) - grouped.amin(2, keepdim=True)) / 15).half().float()
+        return (((grouped - low) / scale).round().clamp(0, 15) * scale + low).flatten(1, 2)
+
+    keys, _ = in_pages(store, row)
+    assert keys.shape[1] == 16 and (keys - by_hand(raw_k[:, :16])).abs().max() < 2e-3
+    for position in range(21, 24):
+        step(store, row, position, raw_q, raw_k, v)
+    keys, values = in_pages(store, row)
+    # The buffer is fp16 and rotated: a value near the border between two codes may take the other one, one step away.
+    off = (keys - by_hand(raw_k[:, :24])).abs()
+    step_size = (raw_k[:, :24].unflatten(1, (-1, 8)).amax(2) - raw_k[:, :24].unflatten(1, (-1, 8)).amin(2)).max() / 15
+    assert keys.shape[1] == 24 and off.max() < 1.05 * step_size and (off > 2e-3).float().mean() < 0.02
+    assert (values - v[:, :24]).abs().max() < (v.amax(-1) - v.amin(-1)).max() / 15 / 2 + 2e-3
+
+
+def test_rotation_spoils_channels_that_are_far_from_zero():
+    """Keys that differ between channels far more than between tokens: 2 bits before the rotation lose over ten times
+    less than after it."""
+    raw_q, raw_k, v = inputs(64)
+    raw_k = 0.05 * raw_k + 4 * torch.randn(2, 1, DIM)
+    errors = {}
+    for pre_rope in (True, False):
+        store, row = filled(KVQuantStyle(bits=2, group=32, pre_rope=pre_rope), 64, raw_q, raw_k, v)
+        keys, _ = in_pages(store, row)
+        errors[pre_rope] = float(((rotated(keys) if pre_rope else keys) - rotated(raw_k)).pow(2).mean().sqrt())
+    assert errors[True] < 0.1 * errors[False]
+
+
+def test_models_that_cannot_rotate_are_refused():
+    """Without plain rotary frequencies the method says what to set instead, and does run with it."""
+    with pytest.raises(ValueError, match=r"KVQuantStyle stores keys without.*or method.pre_rope=false"):
+        make_store(KVQuantStyle(), inv_freq=None)
+    make_store(KVQuantStyle(pre_rope=False), inv_freq=None)
+
+
+def test_policies_that_lose_slots_are_refused():
+    """A position is known by the slot, so nothing that evicts can be stored before its rotation."""
+
+    class Evicting(Plain):
+        acts_in_decode = True
+
+    with pytest.raises(ValueError, match="Evicting: position_mode='pre_rope' needs one tier in which slot i stays"):
+        make_store(Evicting(), inv_freq=INV_FREQ, head_dim=DIM)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"group": 12}, "group=12 must be a multiple of 8"), ({"bits": 3}, "k_bits=3")]
+)
+def test_bad_settings(settings, message):
+    """A bad setting is named with its rule."""
+    with pytest.raises(ValueError, match=message):
+        KVQuantStyle(**settings)
