@@ -28,8 +28,8 @@ class KVCompress(Policy):
     Args:
         budget: Mean over layers and heads of what stays: ratio of the prompt, tokens per head, or bytes; rounded up to
             blocks.
-        variant: `window`: squared attention of the last `window` queries, max-pooled. `full`: of all queries but those
-            within `skip_near`.
+        variant: `window`: squared attention of the last `obs_window` queries, max-pooled. `full`: of all queries but
+            those within `skip_near`.
         power: 2 (squared attention, the paper's) or 1.
         obs_window: Observation window of the `window` variant: its queries are the score; its cached tokens but one and
             the incoming one are protected.
@@ -38,6 +38,7 @@ class KVCompress(Policy):
         protected: Last tokens that are never evicted in the `full` variant, the incoming one counted.
         block: Tokens per block.
         continual: Also evict while decoding, whenever new blocks would exceed the budget.
+        floor_tokens: Tokens per head below which no budget goes; the released compression-rate mode has 128.
         tier: Precision of what is kept.
 
     Source: KV-Compress sections 4.1-4.3; vllm-kvcompress at 5e2a6394.
@@ -52,6 +53,7 @@ class KVCompress(Policy):
     protected: int = 32
     block: int = 16
     continual: bool = False
+    floor_tokens: int = 0
     tier: str = "fp16"
     scope = "model"
 
@@ -59,6 +61,8 @@ class KVCompress(Policy):
         self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
         if self.variant not in ("window", "full"):
             raise ValueError(f"variant={self.variant!r} must be 'window' or 'full'")
+        if self.floor_tokens < 0 or self.skip_near < 0:
+            raise ValueError(f"floor_tokens={self.floor_tokens} and skip_near={self.skip_near} must be >= 0")
         if self.block < 1 or self.obs_window < 1 or self.protected < 1:
             raise ValueError(
                 f"block={self.block}, obs_window={self.obs_window} and protected={self.protected} must be >= 1"
@@ -108,18 +112,15 @@ class KVCompress(Policy):
             free = slots.valid[row] & (slots.pos[row] <= edge)
             lists = slots.score[row].masked_fill(~free, float("inf")).flatten(0, 1)
             held = slots.valid[row].sum(-1).flatten()
-            opening = (
-                held % self.block == 0
-            ).sum()  # blocks that the incoming tokens will open count against the budget
+            opening = (held % self.block == 0).sum()  # the blocks that incoming tokens will open count too
             surplus = num_blocks(held, self.block).sum() + opening - self._blocks(allowed, len(lists))
             keep.append(~choose_blocks(lists, held, self.block, surplus).view(slots.valid[row].shape))
         return CompactPlan(keep=[torch.stack(keep)])
 
     def check_outcome(self, record: dict) -> str | None:
         spare = 2 * self.block if self.continual else None  # a new block per list between evictions, and one opening
-        return self.budget_complaint(
-            record, self._budget, at_least=self._protected, mean=True, block=self.block, at_end=spare
-        )
+        fewest = max(self._protected, -(-self.floor_tokens // self.block) * self.block)
+        return self.budget_complaint(record, self._budget, at_least=fewest, mean=True, block=self.block, at_end=spare)
 
     @property
     def _protected(self) -> int:
@@ -127,5 +128,5 @@ class KVCompress(Policy):
 
     def _blocks(self, tokens: int, lists: int) -> int:
         """Blocks that the budget allows over all lists."""
-        rounded = -(-tokens // self.block) * self.block
+        rounded = -(-max(tokens, self.floor_tokens) // self.block) * self.block
         return -(-rounded * lists // self.block)
