@@ -16,6 +16,8 @@ from kvbench.errors import unknown_name
 # what -> module with Settings, QUICK and run(settings, progress). Those in kernels/ need torch alone.
 MODULES = {
     "attention": "kvbench.kernels.bench.attention",
+    "prefill": "kvbench.kernels.bench.prefill",
+    "manager": "kvbench.kernels.bench.manager",
     "decode": "kvbench.bench.decode",
     "throughput": "kvbench.bench.throughput",
 }
@@ -36,9 +38,7 @@ def main(cfg: DictConfig) -> int:
     from kvbench.bench import show
 
     if cfg.load is not None:
-        document = read_document(Path(str(cfg.load)))
-        folder = Path(str(cfg.load)).parent
-        show.publish(document, folder)
+        show.publish(read_document(Path(str(cfg.load))), Path(str(cfg.load)))
         return 0
     names = list(MODULES) if cfg.what == "all" else [cfg.what]
     jobs = [(name, *settings_of(cfg, name)) for name in names]  # a bad setting of the last must not wait for the first
@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> int:
             document = module.run(settings, bar.update)
         document["provenance"] = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash()}
         document["quick"] = bool(cfg.quick)
-        show.publish(document, result_folder(Path(str(cfg.out)), name))
+        show.publish(document, result_folder(Path(str(cfg.out)), name) / "bench.json")
         code = max(code, int(any(cell["refused"] for cell in document["cells"])))
     return code
 

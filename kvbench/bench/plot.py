@@ -63,14 +63,9 @@ def _points(axes: "Axes", names: Sequence[str], groups: Sequence[dict[str, dict 
     axes.set_xlim(-0.5, len(groups) - 0.5)
 
 
-def _ratio_axis(axes: "Axes", baseline: str, log: bool) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    if log:
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-        axes.yaxis.set_minor_locator(LogLocator(base=2, subs=(), numticks=2))
+def _ratio_axis(axes: "Axes", baseline: str) -> None:
+    axes.set_yscale("log", base=2)
+    _plain_ticks(axes.yaxis, "{:g}x")
     axes.axhline(1.0, **BASELINE_STYLE)
     axes.set_ylabel(f"speed relative to {baseline}", fontsize=9)
     axes.grid(axis="y", alpha=0.3)
@@ -126,7 +121,7 @@ def _attention(figure: object, document: dict, cells: Sequence[dict]) -> None:
         ticks = [f"{c['cell']['length']} x {c['cell']['batch']}" for c in group]
         axes.set_xticks(range(len(group)), ticks)
         axes.set_xlabel("tokens x sequences", fontsize=9)
-        _ratio_axis(axes, baseline, log=True)
+        _ratio_axis(axes, baseline)
         where = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
         axes.set_title(f"{shape} (query heads x KV heads x dim){where}", fontsize=9)
     for axes in list(figure.axes)[len(panels) :]:
@@ -134,28 +129,153 @@ def _attention(figure: object, document: dict, cells: Sequence[dict]) -> None:
     _legend(figure, figure.axes[0], 5)
 
 
-def _bars(figure: object, document: dict, cells: Sequence[dict]) -> None:
-    """Speed relative to the first baseline, a panel per cell."""
-    rows = [row for cell in cells for row in cell["variants"]]
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    styles = {name: _style(index) for index, name in enumerate(names)}
-    baseline = next(iter(rows[0]["ratios"]))
-    figure.set_size_inches(max(7.0, min(13.0, 1.5 + 1.9 * len(cells))), 4.6)
+def _prefill(figure: object, document: dict, cells: Sequence[dict]) -> None:
+    """How many times as long as attention alone each row takes; a marker per cell."""
+    names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"] if row["name"] != "attention"))
+    figure.set_size_inches(8.5, 1.9 + 0.4 * len(names))
     axes = figure.subplots()
-    values = [{r["name"]: r.get("rate_ratios", r["ratios"]).get(baseline) for r in cell["variants"]} for cell in cells]
-    _points(axes, names, values, styles)
-    axes.set_xticks(range(len(cells)), [_tick(cell["cell"]) for cell in cells])
-    peak = max(v["q3"] for group in values for v in group.values() if v)
-    low = min(v["q1"] for group in values for v in group.values() if v)
-    is_log = peak > 4 * max(low, 1e-9)
-    _ratio_axis(axes, baseline, log=is_log)
-    if not is_log:
-        axes.set_ylim(bottom=0)
-    _legend(figure, axes, 5)
+    for index, cell in enumerate(cells):
+        found = {row["name"]: row["ratios"].get("attention") for row in cell["variants"]}
+        rows = [i for i, name in enumerate(names) if found.get(name)]
+        values = [_inverse(found[names[i]]) for i in rows]
+        shift = 0.5 * ((index + 0.5) / len(cells) - 0.5)
+        where = [row + shift for row in rows]
+        _across(axes, where, values, label=_line(cell["cell"]), **_style(index))
+    axes.set_xscale("log", base=2)
+    _plain_ticks(axes.xaxis, "{:g}x")
+    axes.axvline(1.0, **BASELINE_STYLE)
+    axes.set_xlabel("time relative to the prompt's attention alone", fontsize=9)
+    _names(axes, names)
+    _legend(figure, axes, 2)
 
 
-def _tick(cell: dict) -> str:
-    return "\n".join(f"{name} {value}" for name, value in cell.items() if value != 0)
+def _manager(figure: object, document: dict, cells: Sequence[dict]) -> None:
+    """Time against the number of lists, a panel per operation."""
+    panels = _panels(cells, ("operation",))
+    figure.set_size_inches(max(7.0, 1.0 + 3.6 * len(panels)), 4.2)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, ((operation,), group) in zip(grid, panels.items(), strict=True):
+        lines = _panels(group, ("threads",))
+        for index, ((threads,), own) in enumerate(lines.items()):
+            for name, dash in (("all at once", "-"), ("one by one", "--")):
+                rows = [(c["cell"]["lists"], r) for c in own for r in c["variants"] if r["name"] == name]
+                label = f"{name}, {threads} threads" if len(lines) > 1 else name
+                style = _style(2 * index + (name == "one by one")) | {"linestyle": dash}
+                _upright(axes, [x for x, _ in rows], [_scaled(r, 1e3) for _, r in rows], label=label, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sorted({c["cell"]["lists"] for c in group}))
+        _plain_ticks(axes.xaxis, "{:g}", keep=True)
+        _plain_ticks(axes.yaxis, "{:g}", keep=True)
+        axes.set_title(operation, fontsize=9)
+        axes.set_xlabel("lists", fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.tick_params(labelsize=8)
+    grid[0].set_ylabel("ms", fontsize=9)
+    _legend(figure, grid[0], 4)
 
 
-_DRAW = {"attention": _attention, "prefill": _bars, "manager": _bars, "decode": _bars, "throughput": _bars}
+def _decode(figure: object, document: dict, cells: Sequence[dict]) -> None:
+    """Tokens per second against what the cache holds, a panel per batch; seconds per prompt in front."""
+    names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
+    styles = {name: _style(index) for index, name in enumerate(names)}
+    figure.set_size_inches(max(7.0, 0.5 + 4.4 * len(cells)), 4.6)
+    for axes, cell in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells, strict=True):
+        axes.set_title(_line(cell["cell"]), fontsize=9)
+        for name, row in {row["name"]: row for row in cell["variants"]}.items():
+            if rate := row.get("tokens_per_call"):
+                _upright(axes, [row["cache_bytes"] / 1e6], [_rate(row, rate)], label=name, **styles[name])
+            else:
+                _across(axes, [names.index(name)], [_scaled(row, 1.0)], label=name, **styles[name])
+        if cell["cell"]["phase"] == "prompt":
+            axes.set_xlabel("seconds to read the prompt", fontsize=9)
+            axes.set_xlim(left=0)
+            _names(axes, names)
+        else:
+            axes.set_xlabel("MB that the cache holds after the prompt", fontsize=9)
+            axes.set_ylabel("tokens/s", fontsize=9)
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.tick_params(labelsize=8)
+    _legend(figure, figure.axes[0], 4)
+
+
+def _throughput(figure: object, document: dict, cells: Sequence[dict]) -> None:
+    """Tokens per second and sequences in the same memory."""
+    (cell,) = cells[:1]
+    rows = cell["variants"]
+    figure.set_size_inches(8.5, 1.9 + 0.4 * len(rows))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for index, row in enumerate(rows):
+        _across(left, [index], [_rate(row, row["tokens_per_call"])], **_style(index))
+        right.plot([row["batch"]], [index], linestyle="none", markersize=6, **_style(index))
+        right.annotate(f" {row['batch']}", (row["batch"], index), fontsize=8, va="center", xytext=(5, 0),
+                       textcoords="offset points")  # fmt: skip
+    for axes, label in ((left, "tokens/s, all sequences together"), (right, "sequences")):
+        axes.set_xlabel(label, fontsize=9)
+        axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
+        axes.grid(axis="x", alpha=0.3)
+        axes.tick_params(labelsize=8)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    _names(left, [row["name"] for row in rows])
+    left.set_title(_line(cell["cell"]), fontsize=9, loc="left")
+
+
+def _across(axes: "Axes", rows: Sequence[float], values: Sequence[dict], **style: object) -> None:
+    """Points with horizontal quartiles."""
+    low = [max(0.0, v["median"] - v["q1"]) for v in values]
+    high = [max(0.0, v["q3"] - v["median"]) for v in values]
+    axes.errorbar(
+        [v["median"] for v in values], rows, xerr=[low, high], linestyle="none", markersize=6, capsize=3, **style
+    )
+
+
+def _upright(axes: "Axes", xs: Sequence[float], values: Sequence[dict], **style: object) -> None:
+    """Points with vertical quartiles."""
+    low = [max(0.0, v["median"] - v["q1"]) for v in values]
+    high = [max(0.0, v["q3"] - v["median"]) for v in values]
+    style = {"linestyle": "none"} | style
+    axes.errorbar(xs, [v["median"] for v in values], yerr=[low, high], markersize=6, capsize=3, linewidth=1.2, **style)
+
+
+def _names(axes: "Axes", names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.3)
+    axes.tick_params(labelsize=8)
+
+
+def _plain_ticks(axis: object, form: str, keep: bool = False) -> None:
+    """Numbers instead of powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if not keep:
+        axis.set_major_locator(LogLocator(base=2, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _inverse(ratio: dict) -> dict:
+    return {"median": 1 / ratio["median"], "q1": 1 / ratio["q3"], "q3": 1 / ratio["q1"]}
+
+
+def _scaled(row: dict, factor: float) -> dict:
+    return {key: row[key] * factor for key in ("median", "q1", "q3")}
+
+
+def _rate(row: dict, tokens: int) -> dict:
+    return {"median": tokens / row["median"], "q1": tokens / row["q3"], "q3": tokens / row["q1"]}
+
+
+def _line(cell: dict) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in cell.items() if value != 0)
+
+
+_DRAW = {
+    "attention": _attention,
+    "prefill": _prefill,
+    "manager": _manager,
+    "decode": _decode,
+    "throughput": _throughput,
+}

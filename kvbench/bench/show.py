@@ -57,23 +57,29 @@ class Bar:
             print(f"{self.what}: {state}", file=sys.stderr, flush=True)
 
 
-def publish(document: dict, folder: Path) -> None:
-    """Prints the tables and writes bench.json, table.txt and bench.png into a folder."""
+def publish(document: dict, path: Path) -> None:
+    """Prints the tables and writes what is not there yet: the JSON file `path`, and beside it table and picture.
+
+    Args:
+        document: What was measured.
+        path: For example bench.json; the table goes to bench.txt, the picture to bench.png.
+    """
     from kvbench.bench import plot
 
     report.check_document(document)
-    report.write(document, folder / "bench.json")
+    if not path.exists():
+        report.write(document, path)
     rendered = render(document)
-    with (folder / "table.txt").open("w", encoding="utf-8") as file:
+    with path.with_suffix(".txt").open("w", encoding="utf-8") as file:
         Console(file=file, width=WIDTH).print(rendered)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
     console.print(rendered)
-    picture = plot.draw(document, folder / "bench.png")
-    for path in (folder / "bench.json", folder / "table.txt", picture):
-        if path is not None:
-            console.print(Text(str(path), overflow="fold"), soft_wrap=True)
+    picture = plot.draw(document, path.with_suffix(".png"))
+    for file in (path, path.with_suffix(".txt"), picture):
+        if file is not None:
+            console.print(Text(str(file), overflow="fold"), soft_wrap=True)
 
 
 def number(value: float) -> str:
@@ -101,8 +107,8 @@ def best_dense(rows: Sequence[dict]) -> str | None:
     return min(dense, key=lambda row: row["median"])["name"] if dense else None
 
 
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column(headings[0], no_wrap=True)
     for heading in headings[1:]:
         table.add_column(heading, justify="right")
@@ -143,17 +149,33 @@ def _attention(cell: dict) -> Table:
                 _cost(row.get("versus")),
             ]
         )
-    return _table(_title("attention", cell), headings, lines)
+    return _table(headings, lines)
 
 
-def _general(what: str, cell: dict) -> Table:
+def _general(cell: dict) -> Table:
     rows = cell["variants"]
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
-    lines = [[row["name"], duration(row), *(span(row["ratios"].get(name)) for name in baselines)] for row in rows]
-    return _table(_title(what, cell), ["", "time", *(f"x {name}" for name in baselines)], lines)
+    costs = ["costs"] if any("versus" in row for row in rows) else []
+    headings = ["", "time", *(f"x {name}" for name in baselines), *costs]
+    lines = []
+    for row in rows:
+        line = [row["name"], duration(row), *(span(row["ratios"].get(name)) for name in baselines)]
+        lines.append([*line, *(_cost(row.get("versus")) for _ in costs)])
+    return _table(headings, lines)
 
 
-def _decode(what: str, cell: dict) -> Table:
+def _manager(cells: Sequence[dict]) -> Table:
+    """All cells in one table: two rows each would be a page of headings."""
+    lines = []
+    for cell in cells:
+        rows = {row["name"]: row for row in cell["variants"]}
+        both = [duration(rows[name]) if name in rows else NONE for name in ("all at once", "one by one")]
+        ratio = rows["all at once"]["ratios"].get("one by one") if "all at once" in rows else None
+        lines.append([*(str(value) for value in cell["cell"].values()), *both, span(ratio)])
+    return _table([*cells[0]["cell"], "all at once", "one by one", "x one by one"], lines)
+
+
+def _decode(cell: dict) -> Table:
     """Tokens per second and bytes; the rows are (batch x steps) tokens per call."""
     rows = cell["variants"]
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
@@ -167,7 +189,7 @@ def _decode(what: str, cell: dict) -> Table:
         ratio = [row.get("rate_ratios", row["ratios"]).get(name) for name in baselines]
         cells = [str(row[key]) if key == "batch" else format_bytes(row.get(key)) for key, _ in extra]
         lines.append([row["name"], span(speed), *(span(value) for value in ratio), *cells])
-    return _table(_title(what, cell), [*headings, *(title for _, title in extra)], lines)
+    return _table([*headings, *(title for _, title in extra)], lines)
 
 
 def _title(what: str, cell: dict) -> str:
@@ -176,16 +198,19 @@ def _title(what: str, cell: dict) -> str:
 
 def _tables(document: dict) -> list:
     what, parts = document["what"], []
+    if what == "manager" and document["cells"]:
+        return [Text(what, style="bold"), _manager(document["cells"]), Text()]
     for cell in document["cells"]:
         if not cell["variants"]:
             parts += [Text(f"{_title(what, cell)}: {cell.get('skipped') or 'nothing could be timed'}"), Text()]
             continue
+        parts.append(Text(_title(what, cell), style="bold"))
         if what == "attention":
             parts.append(_attention(cell))
         elif cell["variants"][0].get("tokens_per_call"):
-            parts.append(_decode(what, cell))
+            parts.append(_decode(cell))
         else:
-            parts.append(_general(what, cell))
+            parts.append(_general(cell))
         if probe := cell.get("probe"):
             parts.append(
                 Text(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s", style="dim")

@@ -24,12 +24,12 @@ def measured(tmp_path, monkeypatch, capsys):
 
 
 def test_bench_writes_numbers_table_and_picture(measured):
-    """bench.json checks and says where it comes from, table.txt is what was printed, bench.png is a picture."""
+    """bench.json checks and says where it comes from, bench.txt is what was printed, bench.png is a picture."""
     folder, printed = measured
     document = command.read_document(folder / "bench.json")
     assert document["what"] == "attention" and set(document["provenance"]) == {"commit", "dirty", "harness"}
     assert document["settings"]["lengths"] == [96] and document["environment"]["load_average"] is not None
-    table = (folder / "table.txt").read_text()
+    table = (folder / "bench.txt").read_text()
     assert "K4V2 + scores" in table and "load average" in table
     assert table.split() == printed.out.split()[: len(table.split())]
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
