@@ -30,13 +30,23 @@ def main(arguments: Sequence[str]) -> int:
     import kvbench.lm  # noqa: F401  (registers the model)
 
     before = sys.argv
-    sys.argv = ["lm_eval", *arguments]
+    sys.argv = ["lm_eval", *with_device(arguments)]
     try:
         with _small_index(task_names(arguments)):
             lm_eval.__main__.cli_evaluate()
     finally:
         sys.argv = before
     return 0
+
+
+def with_device(arguments: Sequence[str]) -> list[str]:
+    """The arguments for kvbench's model with `--device auto` when they name none: lm-eval would take the first GPU."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-M", "--model")
+    parser.add_argument("--device")
+    found = parser.parse_known_args(list(arguments))[0]
+    extra = ["--device", "auto"] if found.model == "kvbench" and found.device is None else []
+    return [*arguments, *extra]
 
 
 def task_names(arguments: Sequence[str]) -> list[str]:

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvbench.tasks.source import MissingDataError, Rows, Source, file_lines, in_datasets_cache, in_folder, read_rows
+from kvbench.tasks.source import (
+    MissingDataError,
+    Rows,
+    Source,
+    file_lines,
+    in_datasets_cache,
+    in_folder,
+    is_network_error,
+    read_rows,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,8 @@ def find_rows(place: Place, data_dir: str | None, check: Callable[[object], dict
             return read_rows(source, check)
         looked += [where] if where else []
     raise MissingDataError(
-        f"task={place.task} has no data for {place.what}. Looked in: {'; '.join(looked)}. {place.fetch}"
+        f"task={place.task} has no data for {place.what}. Looked in: {'; '.join(looked)}. {place.fetch} "
+        f"`python -m kvbench data task={place.task} to=FOLDER` does it for you where there is a network."
     )
 
 
@@ -113,7 +123,9 @@ def _on_hub(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
     for repo, name in place.hub:
         try:
             path = hf_hub_download(repo, name, repo_type="dataset")
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            if not is_network_error(error):
+                raise
             text = str(error).strip()
             failures.append(f"{repo}: {text.splitlines()[0] if text else type(error).__name__}")
             continue

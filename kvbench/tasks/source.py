@@ -213,6 +213,13 @@ def _arrow_lines(shards: Sequence[Path]) -> Iterator[bytes]:
             yield json.dumps(row).encode()
 
 
+def is_network_error(error: BaseException) -> bool:
+    """Whether a download failed, rather than our code: the hub's client also raises its HTTP library's own errors."""
+    return isinstance(error, OSError | ValueError) or any(
+        kind.__module__.split(".")[0].startswith("httpx") for kind in type(error).__mro__
+    )
+
+
 def on_hub(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | None, str]:
     """Fetch an archive from the hub into the local cache, if the hub answers within two seconds.
 
@@ -237,7 +244,9 @@ def on_hub(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | N
     for repo in repos:
         try:
             source = in_archive(Path(hf_hub_download(repo, filename, repo_type="dataset")), subset, "hub")
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            if not is_network_error(error):
+                raise
             text = str(error).strip()
             failures.append(f"{repo}: {text.splitlines()[0] if text else type(error).__name__}")
             continue

@@ -42,6 +42,15 @@ def test_lm_evals_command_line_knows_kvbench(folder, tmp_path, capsys) -> None:
     assert "no task, group or tag of that name" in capsys.readouterr().err
 
 
+def test_device_is_chosen_as_kvbench_does() -> None:
+    """lm-eval's default is the first GPU, also where there is none; other models keep it."""
+    from kvbench.lm_eval_cli import with_device
+
+    assert with_device(["--model", "kvbench"])[2:] == ["--device", "auto"]
+    assert with_device(["--model=kvbench", "--device", "cpu"])[1:] == ["--device", "cpu"]
+    assert with_device(["--model", "hf"]) == ["--model", "hf"]
+
+
 @pytest.mark.parametrize(
     ("words", "names"),
     [

@@ -1,7 +1,5 @@
 """Rows of LongBench: what a row must hold, and where the files are."""
 
-from pathlib import Path
-
 from kvbench.tasks.longbench.metrics import REFERENCE
 from kvbench.tasks.source import MissingDataError, Rows, in_datasets_cache, in_folder, in_hub_cache, on_hub, read_rows
 
@@ -36,10 +34,10 @@ def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Row
             return {"test": read_rows(source, lambda row: check_row(row, subset))}
         looked.append(where)
     raise MissingDataError(
-        f"task=longbench has no data for the subset {subset}. Looked in: {'; '.join(looked)}. To get it, run "
-        f"`hf download {HUB_REPOS[0]} {HUB_ARCHIVE} --repo-type dataset --local-dir longbench && "
-        f"python -m zipfile -e {Path('longbench') / HUB_ARCHIVE} longbench` where there is a network and set "
-        "task.data_dir=longbench/data. Without it, `python -m kvbench task=longctx` runs on generated data."
+        f"task=longbench has no data for the subset {subset}. Looked in: {'; '.join(looked)}. To get it, run `python "
+        f"-m kvbench data task=longbench task.subsets=[{subset}] to=longbench` where there is a network (or unpack "
+        f"{HUB_ARCHIVE} of {HUB_REPOS[0]} by hand), and set task.data_dir=longbench. Without it, `python -m kvbench "
+        "task=longctx` runs on generated data."
     )
 
 

@@ -1,0 +1,1 @@
+"""Fetching and checking the benchmarks' files; not part of a run, whose hash covers the rows it reads."""

@@ -1,0 +1,83 @@
+"""The `data` command: fetch a benchmark for machines without a network, or check the files at hand."""
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.data.catalogue import REPOSITORIES, files_of
+from kvbench.data.check import Report, check_copy, check_file, read_manifest
+from kvbench.data.fetch import fetch_copy, fetch_files
+
+MAX_LISTED = 50  # broken rows that are shown; all are counted
+
+
+def main(cfg: DictConfig) -> int:
+    """Fetch or check.
+
+    Args:
+        cfg: The settings of conf/command/data.yaml.
+
+    Returns:
+        0 everything is there and right, 1 something is missing or wrong.
+
+    Raises:
+        ValueError: A setting is wrong, or the data cannot be fetched.
+    """
+    if (cfg.to is None) == (cfg.check is None):
+        raise ValueError("give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)")
+    if not cfg.get("task"):
+        raise ValueError("which benchmark? For example task=longbench; `python -m kvbench data --help` lists them")
+    settings = OmegaConf.to_container(cfg.task, resolve=True)
+    # A task of lm-eval is called after its variant (gpqa_diamond_...), its data after the family.
+    name = str(settings.get("name"))
+    task = next((known for known in REPOSITORIES if settings.get("harness") and name.startswith(known)), name)
+    files = None if task in REPOSITORIES else files_of(task, settings.get("subsets") or settings.get("subjects"))
+    folder = Path(str(cfg.to if cfg.check is None else cfg.check)).expanduser()
+    if cfg.to is not None:
+        if files is None:
+            fetch_copy(task, REPOSITORIES[task], folder, _say)
+        else:
+            fetch_files(task, files, folder, _say)
+    elif not folder.is_dir():
+        raise ValueError(f"check={folder} is not a folder (looked for {folder.absolute()})")
+    manifest = read_manifest(folder)
+    if files is None:
+        reports = check_copy(folder, manifest)
+    else:
+        reports = [check_file(file, folder, manifest, bool(cfg.partial)) for file in files]
+    return _show(task, folder, reports, bool(cfg.partial))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show(task: str, folder: Path, reports: list[Report], partial_data: bool) -> int:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), title=f"{task} in {folder}", title_justify="left")
+    for heading, side in (("file", "left"), ("rows", "right"), ("of", "right"), ("broken", "right")):
+        table.add_column(heading, justify=side, no_wrap=True)
+    table.add_column("sha256", no_wrap=True)
+    table.add_column("")
+    for report in reports:
+        state = "; ".join((*report.faults, *report.notes)) or ("good" if report.good else "")
+        counts = [str(report.rows), str(report.wanted), str(len(report.broken))] if report.wanted else ["", "", ""]
+        table.add_row(report.name, *counts, report.sha256[:16], Text(state, overflow="fold"))
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console.print(table)
+    broken = [row for report in reports for row in report.broken]
+    for row in broken[:MAX_LISTED]:
+        console.print(Text(f"{row['file']}:{row['line']}: {row['reason']}"), soft_wrap=True)
+    if len(broken) > MAX_LISTED:
+        console.print(f"and {len(broken) - MAX_LISTED} more broken rows")
+    nothing = not any(report.path for report in reports)
+    if all(report.good for report in reports) and not nothing:
+        whole = "All good." if all(report.rows == report.wanted for report in reports) else "A part, and good."
+        console.print(Text(f"{whole} Use it with: task={task} task.data_dir={folder}"), soft_wrap=True)
+        return 0
+    hint = "" if partial_data or broken else " (partial=true takes a part of the benchmark for good)"
+    console.print(Text(f"Not complete or not right, see above{hint}."), soft_wrap=True)
+    return 1
