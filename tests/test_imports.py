@@ -27,7 +27,7 @@ INTERNALS = (
     "cache_utils",
     "masking_utils",
 )
-DATA_SUFFIXES = {".py", ".yaml", ".txt", ".json", ".cpp", ".h"}
+DATA_SUFFIXES = {".py", ".csv", ".jinja", ".yaml", ".txt", ".json", ".cpp", ".h"}
 
 
 def source_files(root):

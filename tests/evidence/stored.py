@@ -22,10 +22,12 @@ class Info:
     description = "the answer is right"
 
 
-def sample(number, subset, score, *, ratio=0.5, text=None, nll=0.1, status="ok", repeat=0, tiers=(40,), seconds=0.1):
-    """One journal record; `ratio` is resident bytes over fp16 bytes."""
+def sample(
+    number, subset, score, *, ratio=0.5, bits=4, text=None, nll=0.1, status="ok", repeat=0, tiers=(40,), seconds=0.1
+):
+    """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element."""
     fp16 = 100_000.0 + 1000 * (number % 7)
-    resident = ratio * fp16
+    resident, payload = ratio * fp16, sum(tiers) / 100 * bits / 16 * fp16
     ok = status == "ok"
     return {
         "sample_id": f"{subset}/{number}",
@@ -38,9 +40,9 @@ def sample(number, subset, score, *, ratio=0.5, text=None, nll=0.1, status="ok",
         "scores": {"exact": score} if ok else {},
         "fidelity": {"nll": nll, "nll_full": 0.1, "kl_mean": nll - 0.1, "top1_agreement": 1.0} if ok else None,
         "ledger": {
-            "payload_bytes": 0.8 * resident,
-            "quant_meta_bytes": 0.1 * resident,
-            "table_bytes": 0.1 * resident,
+            "payload_bytes": payload,
+            "quant_meta_bytes": 0.5 * (resident - payload),
+            "table_bytes": 0.5 * (resident - payload),
             "resident_bytes": resident,
             "average_bytes": 0.9 * resident,
             "average_ratio": 0.9 * ratio,

@@ -1,0 +1,235 @@
+"""Quality against cost: one point per run on the samples all of them have, and which points beat which for sure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from omegaconf import DictConfig
+
+from kvbench.evidence import stats
+from kvbench.evidence.costs import AXES, Cost, Interval, cost_of
+from kvbench.evidence.pairing import Measure, Sample, measure, num_samples, strata
+from kvbench.evidence.published import PublishedPoint
+from kvbench.evidence.runs import Group, StoredRun
+
+ENOUGH = 0.9  # a run that lacks more than a tenth of the samples is not drawn: it would take them from all others
+
+
+@dataclass(kw_only=True)
+class Point:
+    """One run: its quality and its costs."""
+
+    key: str
+    """Method and settings, for finding the same thing in another group."""
+    label: str
+    method: str
+    family: str
+    """`16 bits, keeps all`, `quantises`, `evicts`, or `quantises and evicts`: what it was seen to do."""
+    score: float
+    """Mean of the metric."""
+    score_interval: Interval | None
+    quality: float
+    """What is drawn: the paired difference to the full cache, or the score without one."""
+    interval: Interval | None
+    draws: np.ndarray
+    costs: dict[str, Cost]
+    names: list[str] = field(default_factory=list)
+    """Folders of the runs."""
+
+
+@dataclass(kw_only=True)
+class Panel:
+    """All points of one group, or of the average over groups."""
+
+    title: str
+    what: Measure
+    points: list[Point]
+    num_samples: int
+    total: int
+    freedom: float
+    """Degrees of freedom of the pairwise differences."""
+    reference: str | None
+    """Key of the full cache that the quality is a difference to; None when there is none."""
+    band: Interval | None = None
+    """Where the full cache lands when it is run again with another batch size or backend."""
+    notes: list[str] = field(default_factory=list)
+    published: list[PublishedPoint] = field(default_factory=list)
+    """What papers printed for the task; not measured here."""
+
+    def find(self, key: str | None) -> Point | None:
+        """The point of a key."""
+        return next((point for point in self.points if point.key == key), None)
+
+
+def family(runs: Sequence[StoredRun]) -> str:
+    """What a method was seen to do in any of its runs: store fewer bits, keep fewer tokens, both or neither."""
+    evicts = quantises = False
+    for run in runs:
+        for record in run.samples.values():
+            if record["status"] != "ok" or not (record.get("kept") or {}).get("slot_ratio"):
+                continue
+            share = record["kept"]["slot_ratio"]
+            evicts |= share < 0.999
+            # Without a residual the payload of 16-bit slots is exactly their share of the fp16 bytes.
+            quantises |= record["ledger"]["payload_bytes"] < 0.97 * share * record["ledger"]["fp16_bytes"]
+    if evicts and quantises:
+        return "quantises and evicts"
+    return "evicts" if evicts else "quantises" if quantises else "16 bits, keeps all"
+
+
+def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[Sample, float]]:
+    """The quality values of the runs that can be drawn, by folder."""
+    found = {run.name: what.values(run) for run in group.runs}
+    whole = max((num_samples(run) for run in group.runs if run.complete), default=0)
+    result = {}
+    for run in group.runs:
+        values = found[run.name]
+        if not run.complete and not incomplete:
+            notes.append(f"{run.label} is not drawn: it is incomplete ({run.progress})")
+        elif not values:
+            notes.append(f"{run.label} is not drawn: no sample of it has {what.title}")
+        elif run.complete and len(values) < ENOUGH * whole:
+            notes.append(f"{run.label} is not drawn: only {len(values)} of {whole} samples ended well")
+        else:
+            result[run.name] = values
+    return result
+
+
+def build(group: Group, cfg: DictConfig) -> Panel | None:
+    """Put the runs of a group on common ground: the samples that every drawn run has.
+
+    Args:
+        group: The runs.
+        cfg: `metric`, `quality`, `incomplete`, `resamples`, `seed`.
+
+    Returns:
+        None when there is nothing to draw; the group's notes then say why.
+
+    Raises:
+        ValueError: The metric does not exist.
+    """
+    what, notes = measure(str(cfg.metric), group), list(group.notes)
+    found = _drawable(group, what, cfg.incomplete, notes)
+    runs = [run for run in group.runs if run.name in found]
+    shared = set.intersection(*map(set, found.values())) if found else set()
+    if not shared:
+        group.notes = [*notes, f"{group.title}: no sample that all runs share, so nothing is drawn"]
+        return None
+    samples, total = strata(shared), max(map(num_samples, runs))
+    if len(shared) < total:
+        notes.append(f"every number here is over the {len(shared)} of {total} samples that all drawn runs have")
+    scores = [np.array([[found[run.name][s] for run in runs] for s in members]) for members in samples.values()]
+    reference = group.reference if group.reference in runs and cfg.quality == "difference" else None
+    if cfg.quality == "difference" and reference is None:
+        notes.append(f"{group.title}: there is no complete run of the full cache, so scores are drawn, not differences")
+    column = runs.index(reference) if reference else None
+    quality = scores if column is None else [values - values[:, column : column + 1] for values in scores]
+    score_draws = stats.resampled_means(scores, cfg.resamples, cfg.seed)
+    draws = score_draws if column is None else score_draws - score_draws[:, column : column + 1]
+    costs = {name: cost_of(axis, runs, samples, cfg) for name, axis in AXES.items()}
+    points = []
+    for index, run in enumerate(runs):
+        points.append(
+            Point(
+                key=_key(run),
+                label=run.label,
+                method=run.method,
+                family=family([other for other in runs if other.method == run.method]),
+                score=stats.mean([values[:, index] for values in scores]),
+                score_interval=_interval([values[:, index] for values in scores], score_draws[:, index]),
+                quality=stats.mean([values[:, index] for values in quality]),
+                interval=_interval([values[:, index] for values in quality], draws[:, index]),
+                draws=draws[:, index],
+                costs={name: column[index] for name, column in costs.items() if column[index] is not None},
+                names=[run.name],
+            )
+        )
+    panel = Panel(
+        title=group.title, what=what, points=points, num_samples=len(shared), total=total,
+        freedom=max(1, len(shared) - len(samples)), reference=_key(reference) if reference else None, notes=notes,
+    )  # fmt: skip
+    repeats = [_key(run) for run in group.repeats if run in runs]
+    _set_band(panel, repeats)
+    _check_time(panel, runs)
+    return panel
+
+
+def _key(run: StoredRun) -> str:
+    settings = json.dumps(run.record.identity.get("method"), sort_keys=True)
+    return " ".join([run.method, settings, *run.conditions])
+
+
+def _interval(values: Sequence[np.ndarray], draws: np.ndarray) -> Interval | None:
+    error = stats.standard_error(values)
+    return stats.percentiles(draws, error[1]) if error else None
+
+
+def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
+    """The noise band: the union of the intervals of the full cache's repetitions, which are then no points."""
+    ends = [end for key in repeats for end in (panel.find(key).interval or (panel.find(key).quality,) * 2)]
+    if panel.reference is None or not repeats:
+        panel.notes.append(
+            "no noise band: run method=full with another batch_size or backend too, and it shows what is only noise"
+        )
+        return
+    panel.band = min(ends), max(ends)
+    panel.points = [point for point in panel.points if point.key not in repeats]
+
+
+def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
+    """Times of several machines or backends do not belong on one axis."""
+    places = {run.record.machine.device if run.record.machine else "" for run in runs}
+    if len(places) > 1:
+        for point in panel.points:
+            point.costs.pop("time", None)
+        panel.notes.append(f"no time axis: the runs were made on {len(places)} machines ({', '.join(sorted(places))})")
+
+
+def average(panels: Sequence[Panel]) -> Panel | None:
+    """The mean over groups of what is in all of them, every group with the same weight.
+
+    Returns:
+        None when the groups are fewer than two, measure different things, or have fewer than two points in common.
+    """
+    if len(panels) < 2 or len({(panel.what.scale, panel.what.higher_is_better) for panel in panels}) > 1:
+        return None
+    keys = [point.key for point in panels[0].points if all(panel.find(point.key) for panel in panels)]
+    if len(keys) < 2:
+        return None
+    result = Panel(
+        title=f"mean over {len(panels)}: {'; '.join(panel.title for panel in panels)}",
+        what=panels[0].what,
+        points=[],
+        num_samples=sum(panel.num_samples for panel in panels),
+        total=sum(panel.total for panel in panels),
+        freedom=sum(panel.freedom for panel in panels),
+        reference=panels[0].reference if panels[0].reference in keys else None,
+    )
+    for key in keys:
+        parts = [panel.find(key) for panel in panels]
+        # The resamples of two groups have nothing to do with each other: shift them against each other.
+        draws = sum(np.roll(part.draws, 7 * index) for index, part in enumerate(parts)) / len(parts)
+        costs = {}
+        for name in AXES:
+            if all(name in part.costs for part in parts):
+                rolled = [np.roll(part.costs[name].draws, 7 * index) for index, part in enumerate(parts)]
+                values, mixed = [part.costs[name].value for part in parts], sum(rolled) / len(parts)
+                costs[name] = Cost(value=float(np.mean(values)), interval=stats.percentiles(mixed), draws=mixed)
+        whole = all(part.interval for part in parts)
+        result.points.append(
+            Point(
+                key=key,
+                label=parts[0].label,
+                method=parts[0].method,
+                family=parts[0].family,
+                score=float(np.mean([part.score for part in parts])),
+                score_interval=None,
+                quality=float(np.mean([part.quality for part in parts])),
+                interval=stats.percentiles(draws, result.freedom) if whole else None,
+                draws=draws,
+                costs=costs,
+                names=[name for part in parts for name in part.names],
+            )  # fmt: skip
+        )
+    return result

@@ -1,0 +1,177 @@
+"""`kvbench pareto`: quality against bytes or time, with intervals, as pictures, a table and a CSV."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.errors import unknown_name
+from kvbench.evidence import draw, published
+from kvbench.evidence.compare_table import number, write_file
+from kvbench.evidence.costs import AXES
+from kvbench.evidence.dominance import standing
+from kvbench.evidence.frontier import Panel, average, build
+from kvbench.evidence.load import load_groups, patterns
+from kvbench.evidence.runs import Group
+from kvbench.identity import folder_name
+
+KINDS = ("png", "svg")
+QUALITIES = ("difference", "score")
+
+
+def check(cfg: DictConfig) -> None:
+    """Check the settings of the picture.
+
+    Raises:
+        ValueError: Names the setting, its value and the rule.
+    """
+    for name, known in (("axes", AXES), ("kinds", KINDS)):
+        for value in patterns(cfg[name]) or ():
+            if value not in known:
+                raise unknown_name(name, value, known)
+    if cfg.quality not in QUALITIES:
+        raise unknown_name("quality", cfg.quality, QUALITIES)
+    for name in ("incomplete", "published"):
+        if not isinstance(cfg[name], bool):
+            raise ValueError(f"{name}={cfg[name]} is neither true nor false")
+    for name, least in (("resamples", 100), ("seed", 0)):
+        if isinstance(cfg[name], bool) or not isinstance(cfg[name], int) or cfg[name] < least:
+            raise ValueError(f"{name}={cfg[name]} is not a whole number of at least {least}")
+
+
+def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
+    """One panel for each group with something to draw, and their average when there are several.
+
+    Args:
+        groups: The runs.
+        cfg: The settings in conf/command/pareto.yaml.
+
+    Raises:
+        ValueError: Nothing can be drawn; says why.
+    """
+    pairs = [(group, build(group, cfg)) for group in groups]
+    for group, panel in pairs:
+        if panel is not None and cfg.published:
+            _add_published(group, panel)
+    found = [panel for _, panel in pairs if panel is not None]
+    if not found:
+        reasons = [note for group in groups for note in group.notes]
+        raise ValueError(f"nothing can be drawn. {' '.join(reasons[:3])}")
+    mean = average(found)
+    return found if mean is None else [*found, mean]
+
+
+def _add_published(group: Group, panel: Panel) -> None:
+    methods = sorted({point.method for point in panel.points})
+    panel.published = published.points(group.task, methods) if panel.reference and panel.what.part == "scores" else []
+    if panel.published:
+        papers = ", ".join(sorted({point.row.paper for point in panel.published}))
+        panel.notes.append(f"crosses: printed in the papers ({papers}) for other models; not measured here")
+    else:
+        panel.notes.append(f"no paper printed a score with its memory for {group.task} and these methods")
+
+
+def render(panel: Panel, axis: str, console: Console) -> None:
+    """Print the points of one panel, the cheapest first."""
+    table = Table(
+        title=f"{panel.title}: {AXES[axis].title}", title_justify="left", title_style="bold", box=None, padding=(0, 1),
+        pad_edge=False,
+    )  # fmt: skip
+    table.add_column("run", overflow="fold")
+    what = f"difference, {panel.what.unit}" if panel.reference else f"{panel.what.title}, {panel.what.unit}"
+    for heading in (AXES[axis].unit, panel.what.title, what, "standing"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    places = standing(panel, axis)
+    for point in sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value):
+        cost, scale = point.costs[axis], AXES[axis].scale
+        low, high = (end * scale for end in cost.interval)
+        quality = number(point.quality, panel.what.scale, signed=panel.reference is not None)
+        if point.interval:
+            ends = [number(end, panel.what.scale, signed=panel.reference is not None) for end in point.interval]
+            quality += f" [{ends[0]}, {ends[1]}]"
+        table.add_row(
+            point.label,
+            f"{cost.value * scale:.3g} [{low:.3g}, {high:.3g}]",
+            number(point.score, panel.what.scale),
+            quality,
+            places[point.key],
+        )
+    console.print(table)
+    for note in panel.notes:
+        console.print(Text(f"! {note}"), soft_wrap=True)
+
+
+def csv_of(panels: Sequence[Panel]) -> bytes:
+    """Every point of every panel with all its costs, unrounded: ratios, seconds, and the metric's own unit."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    costs = [f"{name}{end}" for name in AXES for end in ("", "_low", "_high", "_standing")]
+    writer.writerow(
+        ["group", "run", "method", "family", "metric", "n", "score", "quality", "quality_low", "quality_high", *costs]
+    )
+    for panel in panels:
+        places = {name: standing(panel, name) for name in AXES}
+        for point in panel.points:
+            cells = []
+            for name in AXES:
+                cost = point.costs.get(name)
+                cells += [cost.value, *cost.interval, places[name][point.key]] if cost else [None] * 4
+            low, high = point.interval or (None, None)
+            writer.writerow(
+                [
+                    panel.title, point.label, point.method, point.family, panel.what.name, panel.num_samples,
+                    point.score, point.quality, low, high, *cells,
+                ]
+            )  # fmt: skip
+    return buffer.getvalue().encode()
+
+
+def file_stem(panel: Panel) -> str:
+    """The start of a panel's file names."""
+    return folder_name(panel.title.partition(":")[0].replace(" with ", "_")).lower()
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench pareto`.
+
+    Args:
+        cfg: The settings in conf/command/pareto.yaml.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: A setting is wrong, or nothing can be drawn.
+    """
+    check(cfg)
+    panels = panels_of(load_groups(cfg), cfg)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "pareto"
+    written = [out / "pareto.csv"]
+    write_file(written[0], csv_of(panels))
+    for panel in panels:
+        for axis in patterns(cfg.axes) or list(AXES):
+            console.print()
+            render(panel, axis, console)
+            for kind in patterns(cfg.kinds) or KINDS:
+                picture = draw.render(panel, axis, kind)
+                if picture is not None:
+                    written.append(out / f"{file_stem(panel)}_{axis}.{kind}")
+                    write_file(written[-1], picture)
+    console.print(
+        Text(
+            "\n[a, b]: 95 % bootstrap interval. frontier: no estimate is both cheaper and better. open: one is, but "
+            "that can be chance. dominated: one is, beyond chance (both paired intervals exclude zero).",
+            style="dim",
+        )
+    )
+    for path in written:
+        console.print(Text(str(path), overflow="fold"), soft_wrap=True)
+    return 0

@@ -1,0 +1,186 @@
+"""`kvbench published`: the numbers that papers printed, with where they stand. Never corrected, not measured here."""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.errors import unknown_name
+from kvbench.evidence.compare_table import write_file
+from kvbench.evidence.load import patterns
+
+COLUMNS = "paper locator model method variant task metric value unit memory_pct memory_kind".split()
+# Names of the papers that are not ours with other punctuation.
+METHODS = {"kvc": "kvcompress", "duoattn": "duoattention"}
+TASKS = {"longbenchavg16": "longbench", "math": "math", "mathtest": "math"}
+NOTE = "As printed in the papers, never corrected and not measured here; memory is nominal or unstated."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One printed number."""
+
+    paper: str
+    locator: str
+    """Table, section or abstract."""
+    model: str
+    method: str
+    variant: str
+    """Setting, as the paper names it."""
+    task: str
+    metric: str
+    value: float
+    unit: str
+    memory_pct: float | None
+    """Memory in % of the uncompressed cache, when the paper gives one."""
+    memory_kind: str
+    """`nominal`, or `unstated`: the paper does not say whether metadata counts."""
+    conditions: str
+    """What the paper says of the setting: `key=value;...`."""
+
+
+def plain(name: str) -> str:
+    """A name without case and punctuation, a plus sign spelt out, so that `HumanEval+` finds `humaneval_plus`."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
+
+
+def method_name(name: str) -> str:
+    """A paper's or our own name of a method in one spelling."""
+    return METHODS.get(plain(name), plain(name))
+
+
+def task_name(name: str) -> str:
+    """A paper's or our own name of a task in one spelling."""
+    return TASKS.get(plain(name), plain(name))
+
+
+@cache
+def rows() -> tuple[Published, ...]:
+    """Every printed number that kvbench knows, in the order of the papers' tables."""
+    folder = files("kvbench.evidence")
+    with (folder / "published_conditions.csv").open(encoding="ascii", newline="") as file:
+        conditions = {row["conditions"]: row["text"] for row in csv.DictReader(file)}
+    with (folder / "published.csv").open(encoding="ascii", newline="") as file:
+        found = []
+        for row in csv.DictReader(file):
+            row["value"], row["memory_pct"] = (
+                float(row["value"]),
+                float(row["memory_pct"]) if row["memory_pct"] else None,
+            )
+            found.append(Published(**row | {"conditions": conditions[row["conditions"]]}))
+    return tuple(found)
+
+
+def select(
+    papers: Sequence[str] | None = None,
+    models: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+) -> list[Published]:
+    """The numbers of some papers, models, methods and tasks.
+
+    Args:
+        papers, models, methods, tasks: Names, in any case and punctuation; a star matches anything; None means all.
+
+    Raises:
+        ValueError: A name is in none of the rows.
+    """
+    result = list(rows())
+    for what, wanted, name_of in (
+        ("papers", papers, plain),
+        ("models", models, plain),
+        ("methods", methods, method_name),
+        ("tasks", tasks, task_name),
+    ):
+        if wanted is None:
+            continue
+        field = what.removesuffix("s")
+        known = {getattr(row, field) for row in rows()}
+        tests = [re.compile(".*".join(name_of(part) for part in name.split("*")) + "$") for name in wanted]
+        for name, test in zip(wanted, tests, strict=True):
+            if not any(test.match(name_of(other)) for other in known):
+                raise unknown_name(what, name, known)
+        result = [row for row in result if any(test.match(name_of(getattr(row, field))) for test in tests)]
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedPoint:
+    """A printed score as a difference to the same table's uncompressed cache."""
+
+    row: Published
+    difference: float
+    """In the unit of the score, 0.01 being one point."""
+
+
+def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
+    """Printed scores that can stand in a picture: a known memory share, and an uncompressed cache beside them.
+
+    Args:
+        task: Our name of the task.
+        methods: Our names of methods.
+    """
+    wanted = {method_name(name) for name in methods}
+    same_task = [row for row in rows() if task_name(row.task) == task_name(task) and row.unit == "points"]
+    full = {(row.paper, row.locator, row.model, row.metric): row.value for row in same_task if row.method == "Full"}
+    found = []
+    for row in same_task:
+        base = full.get((row.paper, row.locator, row.model, row.metric))
+        if method_name(row.method) in wanted and row.method != "Full" and row.memory_pct and base is not None:
+            found.append(PublishedPoint(row=row, difference=(row.value - base) / 100))
+    return found
+
+
+def _show(found: Sequence[Published], limit: int, console: Console) -> None:
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for heading in ("paper", "where", "model", "method", "variant", "task", "metric"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("value", "memory %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found[:limit]:
+        memory = "-" if row.memory_pct is None else f"{row.memory_pct:g} ({row.memory_kind})"
+        cells = (row.paper, row.locator, row.model, row.method, row.variant, row.task, row.metric)
+        table.add_row(*map(Text, cells), f"{row.value:g} {row.unit}", memory)
+    console.print(table)
+    if len(found) > limit:
+        console.print(Text(f"{len(found) - limit} more rows; limit=null shows all", style="dim"))
+    console.print(Text(NOTE, style="dim"))
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench published`.
+
+    Args:
+        cfg: The settings in conf/command/published.yaml.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: A name does not exist, or no row has all of them.
+    """
+    wanted = {name: patterns(cfg[name]) for name in ("papers", "models", "methods", "tasks")}
+    found = select(**wanted)
+    if not found:
+        chosen = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
+        raise ValueError(f"no printed number has all of {chosen}; leave one out")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    _show(found, len(found) if cfg.limit is None else int(cfg.limit), console)
+    if cfg.out is not None:
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow([*COLUMNS, "conditions"])
+        writer.writerows([getattr(row, name) for name in (*COLUMNS, "conditions")] for row in found)
+        write_file(Path(str(cfg.out)), buffer.getvalue().encode())
+    return 0

@@ -1,0 +1,247 @@
+"""The frontier: which points count, which beat which beyond chance, and pictures that are the same twice."""
+
+import csv
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from stored import flips, store, yes_no
+
+from kvbench.cli import main
+from kvbench.commands import compose_command
+from kvbench.evidence import draw, frontier
+from kvbench.evidence.dominance import best_so_far, standing
+from kvbench.evidence.layout import Drawing, spread, ticks
+from kvbench.evidence.load import load_groups
+from kvbench.evidence.pareto import panels_of
+
+SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
+
+
+def settings(root, *words):
+    """The settings of `kvbench pareto`."""
+    return compose_command("pareto", [f"results_dir={root}", "resamples=300", *words])
+
+
+def panel_of(root, *words):
+    """The one panel of a results folder."""
+    cfg = settings(root, *words)
+    (panel,) = panels_of(load_groups(cfg), cfg)
+    return panel
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """The full cache twice, and methods of every kind; one is cheap and bad, one dear and bad."""
+    store(tmp_path, "full", SCORES, ratio=1.0, tiers=(100,), bits=16)
+    store(tmp_path, "full", flips(SCORES, 2, 1), ratio=1.0, tiers=(100,), bits=16, batch_size=8)
+    store(tmp_path, "fp8", SCORES, ratio=0.5, tiers=(100,), seconds=0.2)
+    store(tmp_path, "good", flips(SCORES, 1, 1), ratio=0.4, settings={"budget": 0.4})
+    store(tmp_path, "good", flips(SCORES, 8, 0), ratio=0.2, settings={"budget": 0.2})
+    store(tmp_path, "dear", flips(SCORES, 24, 0), ratio=0.7)
+    store(tmp_path, "close", flips(SCORES, 2, 1), ratio=0.45)
+    return tmp_path
+
+
+def test_points_and_their_standing(sweep):
+    """Values are those of the samples; the dear bad method is beaten beyond chance, the close one only by chance."""
+    panel = panel_of(sweep)
+    points = {point.label: point for point in panel.points}
+    # The second full cache is the noise band, not a point.
+    assert sorted(points) == ["close", "dear", "fp8", "full", "good budget=0.2", "good budget=0.4"]
+    low, high = panel.band
+    assert low < -1 / 80 < high
+    assert points["dear"].quality == pytest.approx(-24 / 80) and points["full"].quality == 0
+    assert points["dear"].interval[0] < -24 / 80 < points["dear"].interval[1] < 0
+    assert points["fp8"].costs["resident"].value == pytest.approx(0.5)
+    assert points["fp8"].costs["average"].value == pytest.approx(0.45)
+    assert points["fp8"].costs["time"].value == pytest.approx(0.2 / 5)
+    low, high = points["fp8"].costs["peak"].interval
+    assert low < points["fp8"].costs["peak"].value < high
+    places = {panel.find(key).label: place for key, place in standing(panel, "resident").items()}
+    assert places == {
+        "good budget=0.2": "frontier",
+        "good budget=0.4": "frontier",
+        "close": "open",
+        "fp8": "open",
+        "full": "open",
+        "dear": "dominated",
+    }
+    assert points["full"].family == "16 bits, keeps all" and points["fp8"].family == "quantises"
+    assert points["good budget=0.4"].family == "quantises and evicts"
+
+
+def test_dominance_needs_both_axes(tmp_path):
+    """A method that is better but no cheaper, or cheaper but only as good, beats nothing."""
+    store(tmp_path, "full", SCORES, ratio=1.0)
+    store(tmp_path, "bad", flips(SCORES, 25, 0), ratio=0.3)
+    store(tmp_path, "dearer", SCORES, ratio=0.5)
+    store(tmp_path, "twin", flips(SCORES, 25, 0), ratio=0.2)
+    panel = panel_of(tmp_path)
+    places = {panel.find(key).label: place for key, place in standing(panel, "resident").items()}
+    assert places == {"full": "open", "bad": "open", "dearer": "frontier", "twin": "frontier"}
+
+
+def test_lower_is_better_turns_everything_round(tmp_path):
+    """With nll the run of the lower value is on the frontier, and the picture's axis points up to it."""
+    store(tmp_path, "full", SCORES, ratio=1.0)
+    rng = np.random.default_rng(0)
+    noise = rng.random(80) / 10
+    store(tmp_path, "worse", SCORES, ratio=0.6, nll=lambda number: 0.5 + noise[number])
+    store(tmp_path, "better", SCORES, ratio=0.5, nll=lambda number: 0.2 + noise[number])
+    panel = panel_of(tmp_path, "metric=nll")
+    places = {panel.find(key).label: place for key, place in standing(panel, "resident").items()}
+    assert places == {"full": "frontier", "worse": "dominated", "better": "frontier"}
+    made = draw.figure(panel, "resident")
+    bottom, top = made.axes[0].get_ylim()
+    assert bottom > top
+
+
+def test_odd_runs_are_not_drawn(sweep):
+    """Failed, incomplete, other-version and mostly broken runs are named and are no points; asked for, the incomplete
+    one is drawn and all are put on its samples."""
+    whole = panel_of(sweep)
+    store(sweep, "broken", SCORES, ratio=0.1, status="failed", message="nothing done")
+    store(sweep, "older", SCORES, ratio=0.1, harness="0" * 64, started="2025-01-01T00:00:00+00:00")
+    store(sweep, "oom", SCORES, ratio=0.1, statuses=dict.fromkeys(range(20), "oom"))
+    part = {"a": SCORES["a"], "b": SCORES["b"][:5]}
+    store(sweep, "part", part, ratio=0.1, status="running")
+    panel = panel_of(sweep)
+    assert [point.quality for point in panel.points] == [point.quality for point in whole.points]
+    said = "\n".join(panel.notes)
+    for text in (
+        "broken/", "FAILED and is left out: nothing done", "1 runs of another version of the code are left out (older",
+        "oom is not drawn: only 60 of 80 samples ended well", "part is not drawn: it is incomplete (45 of 80 answers)",
+    ):  # fmt: skip
+        assert text in said, text
+    with_part = panel_of(sweep, "incomplete=true")
+    assert with_part.num_samples == 45 and "part" in [point.label for point in with_part.points]
+    assert "every number here is over the 45 of 80 samples" in "\n".join(with_part.notes)
+
+
+def test_one_sample_that_ran_out_of_memory_is_left_out_for_all(tmp_path):
+    """Every drawn run is on the same samples, so that no method gains by failing on a hard one."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "x", SCORES, statuses={0: "oom"})
+    panel = panel_of(tmp_path)
+    assert panel.num_samples == 79 and all(point.quality == 0 for point in panel.points)
+
+
+def test_without_the_full_cache_scores_are_drawn(tmp_path):
+    """No reference: the quality is the score, and the notes say so; nothing at all is an error."""
+    store(tmp_path, "x", SCORES)
+    panel = panel_of(tmp_path)
+    assert panel.reference is None and panel.points[0].quality == pytest.approx(panel.points[0].score) != 0
+    assert "no complete run of the full cache" in "\n".join(panel.notes)
+
+
+def test_average_over_tasks(sweep):
+    """With two tasks there is a third panel: the mean over both of the runs that both have, with narrower intervals."""
+    for method, lost, ratio in (("full", 0, 1.0), ("good", 20, 0.4), ("dear", 0, 0.7)):
+        budget = {"budget": 0.4} if method == "good" else None
+        store(sweep, method, flips(SCORES, lost, 0), task="second", ratio=ratio, settings=budget)
+    cfg = settings(sweep)
+    second, toy, mean = panels_of(load_groups(cfg), cfg)
+    assert (second.title, toy.title) == ("second with tiny", "toy with tiny")
+    assert sorted(point.method for point in mean.points) == ["dear", "full", "good"]
+    for point in mean.points:
+        parts = [second.find(point.key), toy.find(point.key)]
+        assert point.quality == pytest.approx(np.mean([part.quality for part in parts]))
+        assert point.costs["resident"].value == pytest.approx(np.mean([p.costs["resident"].value for p in parts]))
+    good = next(point for point in mean.points if point.method == "good")
+    widths = [np.ptp(panel.find(good.key).interval) for panel in (mean, second)]
+    assert widths[0] < widths[1]
+    assert frontier.average([toy]) is None
+
+
+def test_command_writes_the_same_bytes_twice(sweep, capsys):
+    """Pictures, table and CSV depend on the results only; the CSV holds every point unrounded."""
+    words = ["pareto", f"results_dir={sweep}", "resamples=300", "axes=[resident]"]
+    assert main([*words, f"out={sweep}/one"]) == 0
+    first = capsys.readouterr().out
+    assert main([*words, f"out={sweep}/two"]) == 0
+    assert first.replace("/one/", "/two/") == capsys.readouterr().out
+    names = sorted(path.name for path in (sweep / "one").iterdir())
+    assert names == ["pareto.csv", "toy_tiny_resident.png", "toy_tiny_resident.svg"]
+    for name in names:
+        assert (sweep / "one" / name).read_bytes() == (sweep / "two" / name).read_bytes(), name
+    rows = list(csv.DictReader((sweep / "one/pareto.csv").open()))
+    assert len(rows) == 6 and {row["resident_standing"] for row in rows} == {"frontier", "open", "dominated"}
+    assert "dominated" in first and "-30.0 [" in first
+
+
+def test_machines_are_not_mixed_on_the_time_axis(sweep):
+    """Runs of two machines have no common time axis; bytes are the same everywhere."""
+    path = next((sweep / "toy/tiny/dear").iterdir()) / "run.json"
+    path.write_text(path.read_text().replace("cpu (X)", "cpu (Y)"))
+    panel = panel_of(sweep)
+    assert all("time" not in point.costs and "peak" in point.costs for point in panel.points)
+    assert "no time axis: the runs were made on 2 machines" in "\n".join(panel.notes)
+    assert draw.render(panel, "time", "png") is None
+
+
+def test_labels_keep_their_distance():
+    """Labels end up apart, inside, in the order of their points; too many of them share the height evenly."""
+    placed = spread([0.5, 0.5, 0.51, 0.0, 1.2], 0.1)
+    assert sorted(placed) == pytest.approx([0.0, 0.5, 0.6, 0.7, 1.0])
+    assert spread([0.99, 1.0], 0.1) == pytest.approx([0.9, 1.0])
+    assert np.diff(spread([0.5] * 30, 0.1)) == pytest.approx([1 / 29] * 29)
+    assert spread([], 0.1) == [] and spread([0.3], 0.1) == [0.3]
+
+
+def test_names_in_the_picture_do_not_overlap(tmp_path):
+    """With 20 methods at three budgets each, no two names of a panel touch, and all are inside the picture."""
+    store(tmp_path, "full", SCORES, ratio=1.0)
+    for index in range(20):
+        for budget in (0.125, 0.25, 0.5):
+            store(
+                tmp_path, f"method_number_{index}", flips(SCORES, int(20 * (1 - budget)), 0),
+                settings={"budget": budget}, ratio=budget + index / 1000,
+            )  # fmt: skip
+    made = draw.figure(panel_of(tmp_path), "resident")
+    renderer = FigureCanvasAgg(made).get_renderer()
+    made.draw(renderer)
+    whole = made.bbox
+    for axes in made.axes:
+        boxes = [Text.get_window_extent(text, renderer) for text in axes.texts if text.get_text().startswith("method")]
+        boxes = [type(box).from_extents(box.x0, box.y0 + 1, box.x1, box.y1 - 1) for box in boxes]
+        assert all(box.x1 < whole.x1 and box.y0 > 0 for box in boxes)
+        assert not any(first.overlaps(second) for i, first in enumerate(boxes) for second in boxes[:i])
+    assert sum(len(axes.texts) for axes in made.axes[1:]) == 20
+
+
+def test_ticks_and_the_staircase():
+    """Ticks are round and few; the staircase takes each cost's best, cheapest first, and drops ties of higher cost."""
+    assert ticks(9, 110) == [10, 20, 30, 50, 70, 100] and len(ticks(18, 36)) <= 6 and len(ticks(1e-3, 1e6)) <= 6
+    assert best_so_far([1, 2, 2, 3, 4], [5, 6, 7, 7, 9], True) == [0, 2, 4]
+    assert best_so_far([1, 2, 3], [5, 4, 6], False) == [0, 1]
+
+
+def test_published_points_are_marked(tmp_path):
+    """Asked for, what papers printed for the task is drawn as crosses with words that say it is not measured here."""
+    store(tmp_path, "full", SCORES, task="gsm8k", ratio=1.0)
+    store(tmp_path, "diffkv", SCORES, task="gsm8k", ratio=0.4)
+    panel = panel_of(tmp_path, "published=true")
+    found = Drawing(panel, "resident").printed("diffkv")
+    assert any(x == 19.3 and y == pytest.approx(75.7 - 76.3) for x, y in found)
+    assert "NOT measured here" in " ".join(draw._words(Drawing(panel, "resident")))
+    assert not panel_of(tmp_path).published and not Drawing(panel, "peak").printed("diffkv")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("axes=[resident,speed]", "axes=speed does not exist"),
+        ("kinds=pdf", "kinds=pdf does not exist"),
+        ("quality=good", "quality=good does not exist"),
+        ("incomplete=3", "incomplete=3 is neither true nor false"),
+        ("resamples=1", "resamples=1 is not a whole number of at least 100"),
+        ("metric=top2", "metric=top2 does not exist. Did you mean top1"),
+    ],
+)
+def test_bad_settings(tmp_path, capsys, word, message):
+    """A setting that makes no sense is refused in one line."""
+    store(tmp_path, "full", SCORES)
+    assert main(["pareto", f"results_dir={tmp_path}", word]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""The printed numbers: read whole, found by name, shown with where they stand."""
+
+import csv
+
+import pytest
+
+from kvbench.cli import main
+from kvbench.evidence import published
+
+
+def test_rows_are_whole():
+    """Every row has a paper, a place, a method, a number and what the paper says of the conditions."""
+    rows = published.rows()
+    assert len(rows) == 1572
+    assert {row.paper for row in rows} == {"DiffKV", "LeanKV", "KV-Compress", "MiniKV"}
+    for row in rows:
+        assert row.locator and row.method and row.task and row.metric and row.unit
+        assert row.memory_kind in ("nominal", "unstated")
+
+
+def test_names_in_any_spelling():
+    """Our names and the papers' names find the same rows; a star matches anything; a wrong name is answered."""
+    ours = published.select(methods=["kv_compress"], tasks=["trec"], models=["llama-3.1-8b*"])
+    assert ours == published.select(methods=["KVC"], tasks=["TREC"], models=["Llama-3.1-8B-Instruct"]) and ours
+    assert {row.task for row in published.select(tasks=["humaneval_plus"])} == {"HumanEval+"}
+    assert {row.paper for row in published.select(papers=["minikv"])} == {"MiniKV"}
+    with pytest.raises(ValueError, match="methods=diffvk does not exist. Did you mean DiffKV"):
+        published.select(methods=["diffvk"])
+
+
+def test_points_are_differences_within_a_table():
+    """A point is a score minus the same paper's uncompressed one; what has no memory share is no point."""
+    found = {(p.row.model, p.row.variant): p.difference for p in published.points("gsm8k", ["diffkv"])}
+    assert found["Llama3-8B", "K8V4-K4V2"] == pytest.approx((75.7 - 76.3) / 100)
+    assert published.points("trec", ["kv_compress"]) == [] == published.points("longctx", ["diffkv"])
+
+
+def test_command_shows_and_writes(tmp_path, capsys):
+    """The table says that nothing of it was measured here; the CSV holds the conditions."""
+    out = tmp_path / "rows.csv"
+    assert main(["published", "methods=diffkv", "tasks=gsm8k", "models='llama3-8b'", f"out={out}"]) == 0
+    shown = capsys.readouterr().out
+    assert "75.7 points" in shown and "19.3 (unstated)" in shown and "not measured here" in shown
+    rows = list(csv.DictReader(out.open()))
+    assert rows[0]["value"] == "75.7" and "alpha_h=1" in rows[0]["conditions"]
+    assert main(["published", "limit=3"]) == 0
+    assert "1569 more rows" in capsys.readouterr().out
+    assert main(["published", "methods=minikv", "tasks=gsm8k"]) == 2
+    assert "no printed number has all of methods=['minikv'], tasks=['gsm8k']" in capsys.readouterr().err
