@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels.bench import caches, machine, peers, report
-from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
+from kvbench.kernels.bench.rounds import Variant, choose_timer, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, parse_shape
 from kvbench.kernels.dispatch import get_backend
 
@@ -133,7 +133,10 @@ def _variants(cell: dict, settings: Settings, device: str, backend: SimpleNamesp
     for name in settings.dense:
         variants += _dense(name, q, k, v, scale, settings)
     for name in settings.formats:
-        variants += _paged(name, q, k, v, scale, settings, backend)
+        try:
+            variants += _paged(name, q, k, v, scale, settings, backend)
+        except Exception as problem:  # a writer that does not compile, memory: the other formats are still measured
+            variants.append(failed_variant(name, problem))
     if device != "cpu" and settings.peers:
         variants += peers.variants(q, k, v, scale, settings.working_set_mb, settings.max_buffers)
     return variants

@@ -121,6 +121,8 @@ def doubts(environment: dict, clock: str, backend: object) -> list[str]:
             "OMP_WAIT_POLICY=PASSIVE: threads sleep between parallel regions, which costs up to 2.5x in tiny steps on "
             "an idle machine; set OMP_WAIT_POLICY=ACTIVE there."
         )
+    if getattr(backend, "name", "") == "triton" and environment["device"] == "cpu":
+        notes.append("Backend triton without a GPU is interpreted: its speed is no claim for anything.")
     if getattr(backend, "is_reference", False):
         notes.append("Backend torch is the plain reference, made to be right: its speed is no claim for any format.")
     return notes

@@ -69,6 +69,15 @@ def cuda_timer(work: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
+def failed_variant(name: str, problem: Exception) -> Variant:
+    """A variant that could not even be prepared: it is refused with the reason."""
+
+    def check() -> float:
+        raise problem
+
+    return Variant(name=name, call=lambda _: None, check=check)
+
+
 def choose_timer(clock: str, device: str, threads: int) -> Timer:
     """The timer for a setting.
 
@@ -102,8 +111,9 @@ def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]
             continue
         try:
             error = float(variant.check())
-        except (RuntimeError, ValueError, AssertionError, MemoryError) as problem:
-            refused.append({"name": variant.name, "reason": f"failed: {' '.join(str(problem).split())[:300]}"})
+        except Exception as problem:  # compilers and drivers have kinds of their own; one variant must not end the run
+            text = " ".join(str(problem).split())[:300]
+            refused.append({"name": variant.name, "reason": f"failed: {type(problem).__name__}: {text}"})
             continue
         if error <= variant.tolerance:  # a NaN is not
             variant.extra["max_error"] = error
