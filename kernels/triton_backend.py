@@ -1,7 +1,12 @@
 """Triton backend: the kernels for NVIDIA and AMD GPUs, written once.
 
-Operations that are not here are the torch reference's: they index by tensors and do not synchronise either, or
-(gathering dense keys for a chunked prompt) are on no hot path.
+Operations that are not here are the torch reference's: tracked fields are written by indexing, which does not
+synchronise; prompt attention is torch's own fused kernel; gathering dense keys for a chunked prompt is on no hot path.
+
+Capture-safe, once warmed up: `paged_decode`, `add_scores`, `write_keys`, `write_values`, `write_tracked`,
+`read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages` `reserve`, `truncate`,
+`lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual buffer (it reads how long
+the lists are), `DevicePages.check`, `stats` and `free_ids`.
 """
 
 import os
@@ -9,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kvbench.kernels import triton_decode, triton_pages
+from kvbench.kernels import triton_decode, triton_manager, triton_pages, triton_prefill
 
 
 def refusal(device: torch.device) -> str:
@@ -36,5 +41,8 @@ def backend(reference: SimpleNamespace) -> SimpleNamespace:
         "read_slots": triton_pages.read_slots,
         "move_slots": triton_pages.move_slots,
         "demote": triton_pages.demote,
+        "prompt_scores": triton_prefill.prompt_scores,
+        "attention_with_lse": triton_prefill.attention_with_lse,
+        "DevicePages": triton_manager.DevicePages,
     }
     return SimpleNamespace(**{**vars(reference), **own})

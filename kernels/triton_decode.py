@@ -22,6 +22,7 @@ from kvbench.kernels.torch_attention import Reduce, Ring, TierPages
 from kvbench.kernels.triton_parts import (
     ELEMENT,
     INTERPRETED,
+    LOG2_E,
     LOWEST,
     MIN_DOT,
     code_values,
@@ -33,7 +34,6 @@ from kvbench.kernels.triton_parts import (
 )
 
 _REDUCE = {"sum": 0, "mean": 1, "max": 2}
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -59,13 +59,19 @@ def _planes(raw, BITS: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, BT: tl.c
 
 @triton.jit
 def _key_logits(
-    q, q_sum, base, start, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    q, q_sum, base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
     ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
-    """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales folded in after the product."""
+    """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales folded in after the product.
+
+    Reads whole runs of slots that begin before `held`, because a mask that may change from slot to slot makes every
+    load a single byte; the logits of slots from `held` on are anything.
+    """
     t = start + tl.arange(0, BT)
     w = tl.arange(0, WP)
+    RUN: tl.constexpr = 16 if T % 16 == 0 else 8
+    live = ((t // RUN) * RUN < held) & (t < T)
     rows = (w < W)[:, None] & live[None, :]
     if BITS >= 16:
         k = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + w[:, None] * T + t[None, :], mask=rows, other=0.0)
@@ -76,13 +82,14 @@ def _key_logits(
     else:
         raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
         codes = _planes(raw, BITS, P, WP, BT, 0)
-        return _coded_logits(q, q_sum, codes, base, start, live, D, T, BT, OP, BITS, P, W, WP, SCALE, ZERO, GROUPS,
-                             CHANNEL, SYM)  # fmt: skip
+        return _coded_logits(
+            q, q_sum, codes, base, start, held, live, D, T, BT, OP, BITS, P, W, WP, SCALE, ZERO, GROUPS, CHANNEL, SYM
+        )
 
 
 @triton.jit
 def _coded_logits(
-    q, q_sum, codes, base, start, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    q, q_sum, codes, base, start, held, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
     GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr,
 ):  # fmt: skip
@@ -90,20 +97,20 @@ def _coded_logits(
     t = start + tl.arange(0, BT)
     j = tl.arange(0, P * WP)
     channel = (j // WP) * W + j % WP
-    held = (j % WP) < W
+    real = (j % WP) < W
     if CHANNEL > 0 and CHANNEL % BT == 0:  # the block lies within one group of tokens: scale the query instead
-        width = tl.where(tl.max(live.to(tl.int32), 0) > 0, W, 0)  # nothing of a group that was never written
+        width = tl.where(start < held, W, 0)  # nothing of a group that was never written
         scale, zero = metadata(base, (start // CHANNEL) * D + channel, (j % WP) < width, SCALE, ZERO, BITS, SYM)
         constant = tl.sum(q.to(tl.float32) * zero[None, :], 1)
         scaled = (q.to(tl.float32) * scale[None, :]).to(OP)
         return tl.dot(scaled, code_values(codes, BITS, OP), input_precision="ieee") + constant[:, None]
     elif CHANNEL > 0:
         index = (t // CHANNEL)[None, :] * D + channel[:, None]
-        scale, zero = metadata(base, index, held[:, None] & live[None, :], SCALE, ZERO, BITS, SYM)
+        scale, zero = metadata(base, index, real[:, None] & live[None, :], SCALE, ZERO, BITS, SYM)
         k = code_values(codes, BITS, tl.float32) * scale + zero
         return tl.dot(q, k.to(OP), input_precision="ieee")
     elif GROUPS > 1:
-        mask = held[:, None] & live[None, :]
+        mask = real[:, None] & live[None, :]
         scale, zero = _group_metadata(base, channel[:, None], t[None, :], mask, SCALE, ZERO, BITS, SYM, GROUPS, D, T)
         k = code_values(codes, BITS, tl.float32) * scale + zero
         return tl.dot(q, k.to(OP), input_precision="ieee")
@@ -220,8 +227,8 @@ def _attend_part(
         page = tl.load(ids + pid * num_columns + index, mask=index < num_columns, other=0).to(tl.int64)
         base = pages + page * page_bytes
         logit = _key_logits(
-            query, q_sum, base, start, live_k, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS,
-            K_CHANNEL, K_SYM, K_ELEM,
+            query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
+            K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
         )  # fmt: skip
         live = live_k
         if RK > 0:
@@ -359,13 +366,15 @@ def _num_processors(device: torch.device) -> int:
 
 @cache
 def _block_slots(fmt: PageFormat) -> int:
-    """Slots that one step of the inner loop reads: large, a power of two, and wasting little of a page's tail."""
+    """Slots that one step of the inner loop reads, a power of two.
+
+    A step is taken to cost as much as 32 slots beside its own; where that is wrong on a GPU, it costs time only.
+    """
     slots, group = fmt.tokens_per_page, fmt.slot.k_channel_group if fmt.slot.channel_keys else 0
     if group >= MIN_DOT and group & (group - 1) == 0:
         return min(group, 64)  # within one group of tokens, one scale per channel serves the block
-    sizes = (128, 64, 32, 16) if fmt.slot.head_dim <= 64 else (64, 32, 16)
-    padded = {size: -(-slots // size) * size for size in sizes}
-    return next((size for size in sizes if padded[size] <= 1.125 * slots), min(sizes, key=lambda size: padded[size]))
+    sizes = (16, 32, 64, 128) if fmt.slot.head_dim <= 64 else (16, 32, 64)
+    return min(sizes, key=lambda size: -(-slots // size) * (size + 32))
 
 
 def _operand(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> tl.dtype:
@@ -434,7 +443,7 @@ def paged_decode(
         launch(
             _attend_part, (lists, count), q, pages, tier.ids.contiguous(), tier.num_k.contiguous(),
             tier.num_v.contiguous(), ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, weights, tops,
-            scale * _LOG2_E, pages.shape[1], columns, num_parts, first, cut, heads, *strides, G=group_size,
+            scale * LOG2_E, pages.shape[1], columns, num_parts, first, cut, heads, *strides, G=group_size,
             GP=group_pad, D=head_dim, T=slots, BT=block, OP=operand, SCORES=bool(group), RK=lengths[0], RV=lengths[1],
             **side_constants(fmt, "k", "K_"), **side_constants(fmt, "v", "V_"), num_warps=4,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from kvbench.kernels.format import PageFormat
 
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
+LOG2_E = 1.4426950408889634  # exponentials are of base 2: logits carry this factor
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 
 # What takes launches in place of a GPU: kernels.triton_compile and the test of host synchronisation set it.
