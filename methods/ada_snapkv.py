@@ -45,8 +45,8 @@ class AdaSnapKV(Policy):
             and every query head's copy is stored and billed.
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster (normalize off, alpha 0.2 for GQA).
-    Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; KV-head granularity
-        with the group's mean.
+    Differs: largest-remainder rounding keeps the layer's total exact unless `official_rounding`; by default
+        one kept set per KV head with the group's mean.
     """
 
     budget: float | int | str = 0.25

@@ -42,7 +42,8 @@ class KVCompress(Policy):
         tier: Precision of what is kept.
 
     Source: KV-Compress sections 4.1-4.3; vllm-kvcompress at 5e2a6394.
-    Differs: one sequence at a time, which avoids the released code's under-eviction in batches.
+    Differs: one sequence at a time, which avoids the released code's under-eviction in batches; a budget is rounded up
+        to blocks (the released rate mode rounds down) and may lie below 128 tokens, which `floor_tokens` forbids.
     """
 
     budget: float | int | str = 0.25

@@ -15,7 +15,7 @@ class Uniform(Policy):
         splits: Equal groups that a vector is cut into, each with its own scale.
 
     Source: Atom/QServe style KV quantisation as DiffKV section 2.2 describes it; DiffKV's INT4 baseline (K4V4,
-        thresholds 0).
+        thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1).
     Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured.
     """
 

@@ -1,5 +1,6 @@
 """The documents that are generated from the code, and the published protocols."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -22,11 +23,33 @@ def test_method_document_is_the_codes():
 
 @pytest.mark.parametrize("name", sorted(listing.options("method")))
 def test_every_method_is_in_the_document(name):
-    """A method has a row and a section that say where it comes from and what differs."""
+    """A method has two full rows, what it keeps and where it comes from, and a section that explains every setting."""
     text = (ROOT / "docs" / "methods.md").read_text()
-    assert f"| [{name}](#{name}) |" in text
-    part = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
-    assert "- Source: " in part and "- Differs: " in part and "methods.md" not in part
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| [{name}](#{name}) |")]
+    assert [len(cells) for cells in rows] == [7, 3]
+    assert all(cell.strip("| ") for cells in rows for cell in cells)
+    part = text.split(f"\n### {name}\n")[1].split("\n### ")[0]
+    settings = OmegaConf.load(ROOT / "conf" / "method" / f"{name}.yaml")
+    for key in set(settings) - {"_target_"}:
+        assert re.search(rf"^- `{key}=.*`: \S", part, re.MULTILINE), key
+    assert "\nSource: " in part and "methods.md" not in part
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("full", "(N + T) 4 d; 256 / 512"),
+        ("int4", "(N + T) (d + 8); 72 / 136"),
+        ("snapkv", "(B + T) 4 d; 256 / 512"),
+        ("h2o", "B (4 d + 8); 264 / 520"),
+        ("kivi", "(N + T - R) 0.75 d + 4 R d, R = 128; 48 / 96"),
+        ("minikv", "(B + T - R) d + 4 R d, R = 128; 64 / 128"),
+        ("diffkv", "n0 (1.5 d + 16) + n1 (0.75 d + 16); 112 / 208, 64 / 112"),
+    ],
+)
+def test_memory_formulas_are_the_papers(name, formula):
+    """The formula of the document, worked out from the page format, is the one that the papers' bits give by hand."""
+    assert method_table.memory(instantiate(OmegaConf.load(ROOT / "conf" / "method" / f"{name}.yaml"))) == formula
 
 
 # The published protocols, by table or figure of their paper.
