@@ -156,11 +156,13 @@ def _general(cell: dict) -> Table:
     rows = cell["variants"]
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     costs = ["costs"] if any("versus" in row for row in rows) else []
-    headings = ["", "time", *(f"x {name}" for name in baselines), *costs]
+    peak = ["peak memory added"] if any(row.get("peak_bytes") for row in rows) else []
+    headings = ["", "time", *(f"x {name}" for name in baselines), *costs, *peak]
     lines = []
     for row in rows:
         line = [row["name"], duration(row), *(span(row["ratios"].get(name)) for name in baselines)]
-        lines.append([*line, *(_cost(row.get("versus")) for _ in costs)])
+        line += [_cost(row.get("versus")) for _ in costs]
+        lines.append([*line, *(format_bytes(row.get("peak_bytes")) for _ in peak)])
     return _table(headings, lines)
 
 
@@ -180,7 +182,7 @@ def _decode(cell: dict) -> Table:
     rows = cell["variants"]
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     headings = ["", "tokens/s", *(f"x {name}" for name in baselines)]
-    extra = [("batch", "batch"), ("cache_bytes", "cache"), ("peak_bytes", "prompt's peak")]
+    extra = [("batch", "batch"), ("cache_bytes", "cache")]
     extra = [(key, title) for key, title in extra if any(row.get(key) is not None for row in rows)]
     lines = []
     for row in rows:
