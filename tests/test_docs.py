@@ -100,15 +100,16 @@ def test_every_published_protocol_composes(name):
 
 
 def test_every_published_method_runs(tiny_model):
-    """Each protocol's method answers a prompt on a model it was never meant for, and finds its own work done."""
+    """Each protocol's method answers prompts of any length on a model it was never meant for, and finds its own work
+    done."""
     loaded, seen = tiny_model("llama", "gqa3", 64), []
-    asked = [request("0", random_tokens(160), max_new_tokens=3)]
+    asked = [request(str(n), random_tokens(n), max_new_tokens=3) for n in (1, 2, 9, 160)]
     for name in EXPERIMENTS:
         config = composed(name).method
         if config not in seen:
             seen.append(config)
             policy = instantiate(config)
-            outcome = answers(loaded, policy, asked)["0", 0]
-            assert outcome.status == "ok", name
-            assert policy.check_outcome(vars(outcome)) is None, name
+            for (length, _), outcome in answers(loaded, policy, asked).items():
+                assert outcome.status == "ok", (name, length, outcome.message)
+                assert policy.check_outcome(vars(outcome)) is None, (name, length)
     assert len(seen) > 30
