@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels with the system's compiler, once per source, flags, compiler and CPU."""
+"""Compiles the C++ kernels with the system's compiler, once per source, flags, compiler and machine type."""
 
 import hashlib
 import os
@@ -10,8 +10,10 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
-# No -ffast-math: a NaN among the inputs must come out as one. Contraction into fused multiply-adds is allowed.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
+# No -ffast-math: a NaN among the inputs must come out as one. No contraction: multiply-adds are fused where the source
+# says so, and nowhere else, because the bytes of a page may not depend on it. No -march=native: which instructions are
+# used is chosen when the library is loaded (cpu_abi.py), so that a cache folder can be shared between machines.
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
 
 
 class BuildError(ValueError):
@@ -39,13 +41,16 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler found ({named}); install g++ or clang++, or set CXX, or choose backend=torch")
 
 
-def build_library(name: str, sources: tuple[str, ...], source_dir: Path = SOURCE_DIR) -> Path:
+def build_library(
+    name: str, sources: tuple[str, ...], source_dir: Path = SOURCE_DIR, *, flags: tuple[str, ...] = ()
+) -> Path:
     """The shared library of these sources, compiled now unless an equal build is cached.
 
     Args:
         name: What the file is called, before its hash.
         sources: File names in `source_dir`; the first one is compiled, the others are what it includes.
         source_dir: Where they are.
+        flags: Compiler flags beside `FLAGS`.
 
     Returns:
         The library's path.
@@ -55,7 +60,7 @@ def build_library(name: str, sources: tuple[str, ...], source_dir: Path = SOURCE
     """
     compiler = find_compiler()
     parts = [(source_dir / source).read_text() for source in sources]
-    parts += [" ".join(FLAGS), _version(compiler), _cpu()]
+    parts += [" ".join((*FLAGS, *flags)), _version(compiler), platform.machine()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     target = cache_dir() / f"{name}-{digest}.so"
     if target.exists():
@@ -64,7 +69,7 @@ def build_library(name: str, sources: tuple[str, ...], source_dir: Path = SOURCE
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
-            _compile(compiler, source_dir / sources[0], built)
+            _compile(compiler, source_dir / sources[0], built, flags)
             os.replace(built, target)  # another process may have been as quick: both files are the same
     except OSError as error:
         raise BuildError(
@@ -73,11 +78,11 @@ def build_library(name: str, sources: tuple[str, ...], source_dir: Path = SOURCE
     return target
 
 
-def _compile(compiler: str, source: Path, target: Path) -> None:
+def _compile(compiler: str, source: Path, target: Path, flags: tuple[str, ...]) -> None:
     """Compiles with OpenMP, or without where the compiler has none (one thread then)."""
     output = ""
     for extra in (["-fopenmp"], []):
-        command = [compiler, *FLAGS, *extra, str(source), "-o", str(target)]
+        command = [compiler, *FLAGS, *flags, *extra, str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         if done.returncode == 0:
             return
@@ -89,13 +94,3 @@ def _version(compiler: str) -> str:
     """What the compiler says of itself."""
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
     return f"{compiler} {done.stdout}"
-
-
-def _cpu() -> str:
-    """What -march=native depends on: the CPU's feature flags where the system lists them, else its name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    flags = {line for line in lines if line.lower().startswith(("flags", "features", "model name", "cpu part"))}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(flags)])

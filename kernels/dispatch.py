@@ -27,6 +27,8 @@ _TORCH = SimpleNamespace(
     chunk_attention=torch_attention.chunk_attention,
     prompt_scores=torch_attention.prompt_scores,
     prompt_low_counts=torch_attention.prompt_low_counts,
+    open_step=None,  # one layer of a decode step in one call (cpu_step.open_step); None: operation by operation
+    slot_extreme=None,  # reductions of tracked fields where they lie (cpu_pages.slot_extreme); None: gathered
 )
 
 

@@ -35,8 +35,8 @@ def quantize(
         scale = x.abs().amax(-1, keepdim=True) / (half - 1)
         zero = torch.zeros_like(scale)
     else:
-        low = x.amin(-1, keepdim=True)
-        scale = (x.amax(-1, keepdim=True) - low) / top
+        low = x.amin(-1, keepdim=True) + 0.0  # -0 and 0 are equal: which is smallest or largest may not show
+        scale = (x.amax(-1, keepdim=True) - low + 0.0) / top
         zero = low
     scale16, zero16 = scale.half(), zero.half()
     dead = scale16 == 0

@@ -1,12 +1,12 @@
 """One decode step of the store: plan once for all lists, apply in one batch, then attend layer by layer."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvbench import ledger, scores
+from kvbench import layer_steps, ledger, scores
 from kvbench.kernels.pool import PoolExhausted
 from kvbench.kernels.torch_attention import Ring
 from kvbench.policy import APPEND, EVICT, DecodePlan
@@ -29,6 +29,7 @@ class Step:
         tier: The new token's tier.
         width: Per layer and tier, pages to read.
         flush: Behind a residual buffer: the counts (keys, values) in pages before and after this step, int64 [M] each.
+        layers: Does a whole layer in one call, where the backend can; None = operation by operation.
     """
 
     rows: Tensor
@@ -39,6 +40,7 @@ class Step:
     tier: int = 0
     width: list[list[int]] = field(default_factory=list)
     flush: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    layers: Any | None = None
 
 
 def begin(store: "CompressedStore", rows: Tensor) -> Step:
@@ -50,6 +52,9 @@ def begin(store: "CompressedStore", rows: Tensor) -> Step:
         _compact(store, rows)
         step.view = StoreDecodeView(store, rows)
         _apply(store, step, store.policy.plan_decode(step.view))
+    step.layers = layer_steps.prepare(store, step)
+    if step.layers is not None:
+        return step
     pages = [
         store.table.num_pages(tier)[step.lists].view(len(rows), store.shape.num_layers, -1)
         for tier in range(len(store.formats))
@@ -60,6 +65,8 @@ def begin(store: "CompressedStore", rows: Tensor) -> Step:
 
 def attend(store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """One layer's attention; see `CompressedStore.attend`."""
+    if step.layers is not None:
+        return step.layers.attend(layer, q, k, v, scale)
     spec, pool = store.policy.score, store.pool
     if store.residual is not None:
         return _attend_residual(store, step, layer, q, k, v, scale)
@@ -205,12 +212,7 @@ def _rotate_to_cache_positions(store: "CompressedStore", step: Step, tiers: list
     """Attaches the angles that put each stored key at its index in the cache, seen from the newest token."""
     if len(tiers) != 1:
         raise AssertionError("cache-relative positions are defined for one tier")
-    width = tiers[0].ids.shape[-1] * tiers[0].fmt.tokens_per_page
-    age = store.policy.cache_positions(step.view, width)
-    shift = step.view.tokens_seen - (
-        tiers[0].num_k[:, 0] - 1
-    )  # the query keeps its true position; keys move so that the distances are those in the cache
-    tiers[0].rotation = (age + shift[:, None])[..., None].float() * store.shape.inv_freq
+    tiers[0].rotation = layer_steps.cache_angles(store, step, tiers[0].num_k[:, 0], tiers[0])
 
 
 # Behind a residual buffer ----

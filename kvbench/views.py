@@ -80,8 +80,10 @@ class StoreDecodeView(DecodeView):
         first: int = 0,
         over_layer: bool = False,
     ) -> Extreme:
-        arrays = self.slots(tier)
         self._require(tier, "pos" if by == "pos" or before is not None or first else "score")
+        if not over_layer and self._store.backend.slot_extreme is not None:
+            return self._search(tier, by, before=before, first=first)
+        arrays = self.slots(tier)
         value = {
             "mean": lambda: self.mean_score(tier),
             "score": lambda: arrays.score,
@@ -96,10 +98,32 @@ class StoreDecodeView(DecodeView):
 
     def find(self, tier: int, position: Tensor) -> Extreme:
         self._require(tier, "pos")
+        if self._store.backend.slot_extreme is not None:
+            return self._search(tier, "mean", exact=position)
         arrays = self.slots(tier)
         match = arrays.valid & (arrays.pos == position[:, None, None, None])
         value = self.mean_score(tier).masked_fill(~match, float("inf"))
         return self._pick(arrays, value, match)
+
+    def _search(
+        self, tier: int, by: Literal["mean", "score", "pos"], *, before: Tensor | None = None,
+        exact: Tensor | None = None, first: int = 0,
+    ) -> Extreme:  # fmt: skip
+        """The same reductions by a backend that makes them where the fields lie."""
+        store, fmt = self._store, self._store.formats[tier]
+        per_list = self.shape[1] * self.shape[2]
+        held = store.table.num_slots[tier, self._lists].long()
+        ids = store.table.page_ids(self._lists, tier, int(-(-held.max() // fmt.tokens_per_page)))
+        window = store.policy.score.prefill_queries
+        floor = self.prompt_tokens - window if window != ALL_QUERIES else None
+        seen, floor, before, exact = (
+            None if x is None else x.repeat_interleave(per_list) for x in (self.tokens_seen, floor, before, exact)
+        )
+        found = store.backend.slot_extreme(
+            store.pool.pages, fmt, ids, held, by=by, seen=seen, floor=floor, before=before, exact=exact, first=first
+        )
+        value, slot, pos = (x.view(self.shape) for x in found)
+        return Extreme(value=value, slot=slot, pos=pos)
 
     def _pick(self, arrays: SlotArrays, value: Tensor, eligible: Tensor) -> Extreme:
         """Smallest value, then smallest position; slot -1 where nothing is eligible."""

@@ -1,374 +1,70 @@
-// Attention of one query token per sequence over compressed pages, without ever writing a dense key or value: dequantisation is folded
-// into the two products, logit = s * (q . code) + z * sum(q) and out = sum (p * s) * code + sum p * z. kernels/torch_attention.py says what it
-// means, kernels/format.py how a page lies, kernels/cpu.py fills in the structs below.
-//
-// A list (one sequence, one KV head) is cut into chunks of a fixed number of pages. Each chunk is worked on by one thread, alone, and the
-// chunks of a list are merged in their order, so a result depends neither on the number of threads nor on the other lists of the batch.
+// The C functions that kernels/cpu*.py call. Those that return a number return 0 when done, 1 without memory, 2 on a page id out of range.
 #include <atomic>
 #include <new>
 
-#include "plan.h"
+#include "attend.h"
+#include "reduce.h"
+#include "step.h"
+#include "write.h"
 
 namespace kvb {
 
-struct Scratch {
-  std::vector<float> q, scaled_q, q_sum, dots, logit, weight, k_meta, v_meta, sum, loose, z_sum, row, factor;
-  std::vector<uint8_t> keys;
-};
+// Runs f(i) for 0 <= i < n, on several threads when there is enough to do; f returns false on a page id out of range.
+template <class F> static int for_all(long n, int num_threads, F f) {
+  std::atomic<int> status{0};
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
+  for (long i = 0; i < n; i++) {
+    try {
+      if (!f(i)) status = 2;
+    } catch (const std::bad_alloc&) {
+      status = 1;
+    }
+  }
+  return status;
+}
 
-// Queries as the key loops want them: [G][P][kQueryStride], channels outside [first, last) zero; and the sums over those channels.
-static void arrange_queries(const float* q, long G, long D, int num_planes, long first, long last, float* out, float* sum) {
-  const long width = D / num_planes;
-  for (long g = 0; g < G; g++) {
-    sum[g] = 0.0f;
-    for (long plane = 0; plane < num_planes; plane++)
-      for (long w = 0, d = plane * width; w < width; w++, d++) {
-        const float x = d >= first && d < last ? q[g * D + d] : 0.0f;
-        out[(g * num_planes + plane) * kQueryStride + w] = x;
-        sum[g] += x;
+// Attention of a call; before(list) and after(list) run for every list, before any chunk and after the merge.
+template <class Before, class After> static int attend(const Call& call, Before before, After after) {
+  static thread_local Plan plan_of_thread;
+  Plan& plan = plan_of_thread;
+  try {
+    make_plan(call, plan);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  const long work = plan.num_lists * plan.chunks_per_list;
+  std::atomic<int> status{0};
+#pragma omp parallel num_threads(call.num_threads) if (call.num_threads > 1)
+  {
+    static thread_local Scratch scratch;
+    auto guarded = [&](auto f) {
+      try {
+        if (!f()) status = 2;
+      } catch (const std::bad_alloc&) {
+        status = 1;
       }
+    };
+#pragma omp for schedule(static)
+    for (long list = 0; list < plan.num_lists; list++) guarded([&] { return before(list); });
+#pragma omp for schedule(dynamic, 1)
+    for (long i = 0; i < work; i++) {
+      const long list = i / plan.chunks_per_list, chunk = i % plan.chunks_per_list;
+      int tier = call.num_tiers - 1;
+      while (chunk < plan.tiers[tier].first_chunk) tier--;
+      guarded([&] { return run_chunk(call, plan, list, tier, chunk - plan.tiers[tier].first_chunk, scratch); });
+    }
+#pragma omp for schedule(static)
+    for (long list = 0; list < plan.num_lists; list++)
+      guarded([&] {
+        if (status) return true;  // page ids are checked by then
+        merge_list(call, plan, list, scratch);
+        return after(list);
+      });
   }
+  return status;
 }
 
-// Dots of slots [begin, end) of one page's K region with all G queries, four at a time.
-static void all_dots(int kind, const uint8_t* codes, long T, long begin, long end, const float* q, long G, int first, int last, float* out,
-                     long stride) {
-  for (long g = 0; g < G; g += kMaxGroup) {
-    const long count = std::min<long>(kMaxGroup, G - g);
-    kKeyDots[count - 1][kind](codes, T, begin, end, q + g * planes_of(kind) * kQueryStride, first, last, out + g * stride, stride);
-  }
-}
-
-// Logits of the first n slots of a page: out[g * stride + t].
-static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, Scratch& s, float* out,
-                        long stride) {
-  const int kind = tier.k_kind, P = planes_of(kind);
-  const long G = call.group_size, D = call.head_dim, T = p.slots, unit = unit_bytes_of(kind);
-  const uint8_t* codes = page + tier.k_codes;
-  const long region = p.k_width * T * unit, after = call.page_bytes - tier.k_codes - region;
-  if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
-    s.keys.assign(region + kLanes * unit, 0);
-    std::memcpy(s.keys.data(), codes, region);
-    codes = s.keys.data();
-  }
-  const Vec scale = splat(call.scale);
-  if (!coded(kind)) {
-    all_dots(kind, codes, T, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
-    for (long g = 0; g < G; g++)
-      for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
-    return;
-  }
-  const float half = float(1 << (bits_of(kind) - 1));
-  if (tier.k_channel_group) {
-    const long group = tier.k_channel_group;
-    s.k_meta.resize(2 * D);
-    s.scaled_q.resize(s.q.size());
-    for (long begin = 0; begin < n; begin += group) {
-      const long end = std::min(begin + group, n), index = begin / group;
-      float *by = s.k_meta.data(), *zero = by + D;
-      widen<kF16>(page + tier.k_scale + index * D * 2, D, by);
-      if (!tier.symmetric) widen<kF16>(page + tier.k_zero + index * D * 2, D, zero);
-      else for (long d = 0; d < D; d++) zero[d] = -half * by[d];
-      for (long g = 0; g < G; g++) {
-        float constant = 0.0f;
-        for (int plane = 0; plane < P; plane++) {
-          const long at = (g * P + plane) * kQueryStride, d0 = plane * p.k_width;
-          Vec partial = splat(0.0f);
-          long w = 0;
-          for (; w + kLanes <= p.k_width; w += kLanes) {
-            const Vec x = load(s.q.data() + at + w);
-            store(s.scaled_q.data() + at + w, mul(x, load(by + d0 + w)));
-            partial = fma(x, load(zero + d0 + w), partial);
-          }
-          constant += sum_of(partial);
-          for (; w < p.k_width; w++) {
-            s.scaled_q[at + w] = s.q[at + w] * by[d0 + w];
-            constant += s.q[at + w] * zero[d0 + w];
-          }
-        }
-        s.q_sum[g] = constant;
-      }
-      all_dots(kind, codes, T, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
-      for (long g = 0; g < G; g++)
-        for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * call.scale;
-    }
-    return;
-  }
-  const long groups = tier.k_groups, channels = D / groups, padded = (T + kLanes - 1) / kLanes * kLanes;
-  s.k_meta.resize(2 * padded);
-  if (groups > 1) s.dots.resize(G * padded);
-  for (long r = 0; r < groups; r++) {
-    float *by = s.k_meta.data(), *zero = by + padded, *dots = groups > 1 ? s.dots.data() : out;
-    widen<kF16>(page + tier.k_scale + r * T * 2, n, by);
-    if (!tier.symmetric) widen<kF16>(page + tier.k_zero + r * T * 2, n, zero);
-    else for (long t = 0; t < n; t++) zero[t] = -half * by[t];
-    int first = 0, last = p.k_width;
-    if (p.k_width % channels == 0) first = r * channels % p.k_width, last = first + channels;
-    const long dots_stride = groups > 1 ? padded : stride;
-    all_dots(kind, codes, T, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
-    for (long g = 0; g < G; g++) {
-      const Vec total = splat(s.q_sum[r * G + g]);
-      long t = 0;
-      for (; t + kLanes <= n; t += kLanes) {
-        Vec x = mul(scale, fma(load(by + t), load(dots + g * dots_stride + t), mul(load(zero + t), total)));
-        if (r) x = add(x, load(out + g * stride + t));
-        store(out + g * stride + t, x);
-      }
-      for (; t < n; t++) {
-        const float x = call.scale * (by[t] * dots[g * dots_stride + t] + zero[t] * s.q_sum[r * G + g]);
-        out[g * stride + t] = r ? out[g * stride + t] + x : x;
-      }
-    }
-  }
-}
-
-static void widen_any(int kind, const uint8_t* p, long n, float* out) {
-  if (kind == kF16) widen<kF16>(p, n, out);
-  else if (kind == kBF16) widen<kBF16>(p, n, out);
-  else widen<kF32>(p, n, out);
-}
-
-static float dot(const float* a, const float* b, long n) {
-  Vec sum = splat(0.0f);
-  long i = 0;
-  for (; i + kLanes <= n; i += kLanes) sum = fma(load(a + i), load(b + i), sum);
-  float total = sum_of(sum);
-  for (; i < n; i++) total += a[i] * b[i];
-  return total;
-}
-
-static void add_scaled(float weight, const float* x, long n, float* sum) {
-  const Vec factor = splat(weight);
-  long i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(sum + i, fma(factor, load(x + i), load(sum + i)));
-  for (; i < n; i++) sum[i] += weight * x[i];
-}
-
-// Adds the first n values of a page, weighted by p[g * stride + t].
-static void page_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* page, long n, const float* p, long stride,
-                        Scratch& s) {
-  const int kind = tier.v_kind, P = planes_of(kind);
-  const long G = call.group_size, D = call.head_dim, T = plan.slots, groups = coded(kind) ? tier.v_groups : 1;
-  const long padded = (T + kLanes - 1) / kLanes * kLanes;
-  const uint8_t* codes = page + tier.v_codes;
-  Weights weights = {p, 0, stride, int(D / groups)};
-  if (coded(kind)) {
-    const float half = float(1 << (bits_of(kind) - 1));
-    s.v_meta.resize(2 * padded);
-    s.weight.resize(groups * G * padded);
-    weights = {s.weight.data(), G * padded, padded, int(D / groups)};
-    for (long r = 0; r < groups; r++) {
-      float *by = s.v_meta.data(), *zero = by + padded;
-      widen<kF16>(page + tier.v_scale + r * T * 2, n, by);
-      if (!tier.symmetric) widen<kF16>(page + tier.v_zero + r * T * 2, n, zero);
-      for (long g = 0; g < G; g++) {
-        float* w = s.weight.data() + (r * G + g) * padded;
-        const float* source = p + g * stride;
-        Vec sum = splat(0.0f);
-        float rest = 0.0f;
-        long t = 0;
-        for (; t + kLanes <= n; t += kLanes) {
-          const Vec x = load(source + t), scaled = mul(x, load(by + t));
-          store(w + t, scaled);
-          sum = tier.symmetric ? fma(splat(-half), scaled, sum) : fma(x, load(zero + t), sum);
-        }
-        for (; t < n; t++) {
-          w[t] = source[t] * by[t];
-          rest += tier.symmetric ? -half * w[t] : source[t] * zero[t];
-        }
-        s.z_sum[g * groups + r] += sum_of(sum) + rest;
-      }
-    }
-  }
-  if (plan.v_direct) {
-    for (long g = 0; g < G; g += kMaxGroup) {
-      const long count = std::min<long>(kMaxGroup, G - g);
-      Weights part = weights;
-      part.at += g * weights.head_stride;
-      kAddValues[groups > 1][count - 1][kind](codes, plan.v_width, T, n, part, plan.v_padded, s.sum.data() + g * P * plan.v_padded);
-    }
-    return;
-  }
-  for (long t = 0; t < n; t++)  // groups narrower than a register: rare, and worth no code of its own
-    for (long d = 0; d < D; d++) {
-      const float code = scalar_element(kind, codes + t * plan.v_width, plan.v_width, d);
-      const long at = d / weights.group_channels * weights.group_stride + t;
-      for (long g = 0; g < G; g++) s.loose[g * D + d] += weights.at[at + g * weights.head_stride] * code;
-    }
-}
-
-// Pages lie anywhere: the next one is asked for, codes and scales, while this one is worked on.
-KVB_INLINE void prefetch_keys(const Tier& tier, const uint8_t* page) {
-  prefetch(page + tier.k_codes, tier.v_codes - tier.k_codes);
-  if (coded(tier.k_kind)) prefetch(page + tier.k_scale, tier.v_scale - tier.k_scale);
-}
-
-KVB_INLINE void prefetch_values(const Tier& tier, const uint8_t* page, long T, long width) {
-  prefetch(page + tier.v_codes, T * width * unit_bytes_of(tier.v_kind));
-  if (coded(tier.v_kind)) prefetch(page + tier.v_scale, 2 * T * tier.v_groups * (tier.symmetric ? 1 : 2));
-}
-
-// One chunk of one list: its maximum, its sum of exponentials and its unnormalised output. Returns false on a page id out of range.
-static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, long chunk, Scratch& s) {
-  const Tier& tier = call.tiers[tier_index];
-  const TierPlan& p = plan.tiers[tier_index];
-  const Ring* ring = call.ring;
-  const long G = plan.G, D = plan.D, T = p.slots;
-  const long total = list_slots(call, tier, list), begin = chunk * p.chunk_slots, end = std::min(total, begin + p.chunk_slots);
-  if (begin >= end) return true;
-  const long num_k = std::min<long>(tier.num_k[list], total), num_v = std::min<long>(tier.num_v[list], total);
-  const long seq = list / call.num_heads, head = list % call.num_heads, first_page = begin / T;
-  auto page_at = [&](long index) -> const uint8_t* {
-    const int64_t id = index < tier.num_columns ? tier.ids[list * tier.num_columns + index] : -1;
-    return id >= 0 && id < call.num_pages ? call.pages + id * call.page_bytes : nullptr;
-  };
-  const float* q = call.q + list * G * D;
-  const int P = planes_of(tier.k_kind);
-  const long k_groups = coded(tier.k_kind) && !tier.k_channel_group ? tier.k_groups : 1;
-  s.q.resize(k_groups * G * P * kQueryStride);
-  s.q_sum.resize(k_groups * G);
-  for (long r = 0; r < k_groups; r++)
-    arrange_queries(q, G, D, P, r * (D / k_groups), (r + 1) * (D / k_groups), s.q.data() + r * G * P * kQueryStride, &s.q_sum[r * G]);
-  float* p_chunk;
-  long stride;
-  if (call.reduce != kNone) {
-    stride = plan.score_slots;
-    p_chunk = plan.probability.get() + list * G * stride + p.score_begin + begin;
-  } else {
-    stride = p.chunk_slots;
-    s.logit.resize(G * stride);
-    p_chunk = s.logit.data();
-  }
-  s.loose.assign(G * D, 0.0f);
-  if (ring) s.row.resize(D);
-  const long ring_unit = ring ? unit_bytes_of(ring->kind) : 0;
-  const long k_alive = ring ? std::max(num_k, total - ring->k_length) : 0, v_alive = ring ? std::max(num_v, total - ring->v_length) : 0;
-  for (long at = begin; at < end; at += T) {
-    const long block = std::min(T, end - at), held = std::max<long>(0, std::min(block, num_k - at));
-    float* out = p_chunk + at - begin;
-    if (held) {
-      const uint8_t *page = page_at(at / T), *next = at + T < std::min(end, num_k) ? page_at(at / T + 1) : page_at(first_page);
-      if (!page) return false;
-      if (next && at + T < end) prefetch_keys(tier, next);
-      else if (next) prefetch_values(tier, next, T, p.v_width);
-      page_logits(call, tier, p, page, held, s, out, stride);
-    }
-    for (long t = held; t < block; t++) {
-      if (at + t < k_alive) {
-        for (long g = 0; g < G; g++) out[g * stride + t] = kLowest;
-        continue;
-      }
-      const long entry = (at + t) % ring->k_length;
-      widen_any(ring->kind, ring->k + seq * ring->k_row_stride + head * ring->k_head_stride + entry * D * ring_unit, D, s.row.data());
-      for (long g = 0; g < G; g++) out[g * stride + t] = call.scale * dot(q + g * D, s.row.data(), D);
-    }
-  }
-  const long n = end - begin, part = (list * plan.chunks_per_list + p.first_chunk + chunk) * G;
-  for (long g = 0; g < G; g++) {
-    float* x = p_chunk + g * stride;
-    float top = kLowest;
-    Vec tops = splat(kLowest);
-    long t = 0;
-    for (; t + kLanes <= n; t += kLanes) tops = max_of(load(x + t), tops);  // a NaN is passed over here and met by the sum
-    float lanes[kLanes];
-    store(lanes, tops);
-    for (float lane : lanes) top = std::max(top, lane);
-    for (; t < n; t++) top = std::max(top, x[t]);
-    Vec sum = splat(0.0f);
-    const Vec shift = splat(top);
-    for (t = 0; t + kLanes <= n; t += kLanes) {
-      const Vec e = exp_of(sub(load(x + t), shift));
-      store(x + t, e);
-      sum = add(sum, e);
-    }
-    float rest = 0.0f;
-    if (t < n) {
-      float tail[kLanes] = {0};
-      std::memcpy(tail, x + t, (n - t) * sizeof(float));
-      store(tail, exp_of(sub(load(tail), shift)));
-      for (long i = 0; i < n - t; i++) rest += tail[i];
-      std::memcpy(x + t, tail, (n - t) * sizeof(float));
-    }
-    plan.max[part + g] = top;
-    plan.sum[part + g] = sum_of(sum) + rest;
-  }
-  const int VP = planes_of(tier.v_kind);
-  const long v_groups = coded(tier.v_kind) ? tier.v_groups : 1;
-  s.sum.assign(G * VP * p.v_padded, 0.0f);
-  s.z_sum.assign(G * v_groups, 0.0f);
-  for (long at = begin; at < end; at += T) {
-    const long block = std::min(T, end - at), held = std::max<long>(0, std::min(block, num_v - at));
-    const float* weight = p_chunk + at - begin;
-    if (held) {
-      const uint8_t *page = page_at(at / T), *next = at + T < std::min(end, num_v) ? page_at(at / T + 1) : nullptr;
-      if (!page) return false;
-      if (next) prefetch_values(tier, next, T, p.v_width);
-      page_values(call, tier, p, page, held, weight, stride, s);
-    }
-    if (!ring) continue;  // values past num_v count as zero
-    for (long t = held; t < block; t++) {
-      if (at + t < v_alive) continue;
-      const long entry = (at + t) % ring->v_length;
-      widen_any(ring->kind, ring->v + seq * ring->v_row_stride + head * ring->v_head_stride + entry * D * ring_unit, D, s.row.data());
-      for (long g = 0; g < G; g++) add_scaled(weight[g * stride + t], s.row.data(), D, &s.loose[g * D]);
-    }
-  }
-  const long channels = D / v_groups;
-  for (long g = 0; g < G; g++) {
-    float* out = plan.acc.get() + (part + g) * D;
-    for (long plane = 0; plane < VP; plane++)
-      std::memcpy(out + plane * p.v_width, &s.sum[(g * VP + plane) * p.v_padded], p.v_width * sizeof(float));
-    for (long r = 0; r < v_groups; r++)
-      for (long d = r * channels; d < (r + 1) * channels; d++) out[d] += s.loose[g * D + d] + s.z_sum[g * v_groups + r];
-  }
-  return true;
-}
-
-// Merges the chunks of a list in their order, and writes output, log-sum-exp and scores.
-static void merge_list(const Call& call, Plan& plan, long list, Scratch& s) {
-  const long G = plan.G, D = plan.D, chunks = plan.chunks_per_list;
-  s.factor.assign(chunks * G, 0.0f);  // what each chunk's exponentials are multiplied by to become probabilities
-  for (long g = 0; g < G; g++) {
-    const float* top = plan.max.data() + list * chunks * G + g;
-    const float* sum = plan.sum.data() + list * chunks * G + g;
-    float most = kLowest, total = 0.0f;
-    for (long c = 0; c < chunks; c++) most = std::max(most, top[c * G]);
-    for (long c = 0; c < chunks; c++)
-      if (sum[c * G] != 0.0f) total += (s.factor[c * G + g] = std::exp(top[c * G] - most)) * sum[c * G];
-    float* out = call.out + (list * G + g) * D;
-    std::fill(out, out + D, total == 0.0f ? NAN : 0.0f);  // attention over nothing has no value
-    for (long c = 0; c < chunks; c++) {
-      if (sum[c * G] == 0.0f) continue;
-      s.factor[c * G + g] /= total;
-      add_scaled(s.factor[c * G + g], plan.acc.get() + ((list * chunks + c) * G + g) * D, D, out);
-    }
-    call.lse[list * G + g] = most + std::log(total);
-  }
-  if (call.reduce == kNone) return;
-  for (int i = 0; i < call.num_tiers; i++) {
-    const Tier& tier = call.tiers[i];
-    const TierPlan& p = plan.tiers[i];
-    const long width = (long)tier.num_columns * p.slots, held = std::min<long>(width, tier.num_k[list]);
-    float* scores = tier.scores + list * width;
-    std::fill(scores + held, scores + width, 0.0f);
-    for (long begin = 0; begin < held; begin += p.chunk_slots) {
-      const long n = std::min(held - begin, p.chunk_slots);
-      const float* factor = s.factor.data() + (p.first_chunk + begin / p.chunk_slots) * G;
-      const float* e = plan.probability.get() + list * G * plan.score_slots + p.score_begin + begin;
-      for (long g = 0; g < G; g++) {
-        const float by = factor[g], *from = e + g * plan.score_slots;
-        float* to = scores + begin;
-        for (long t = 0; t < n; t++) {
-          float x = from[t] * by;
-          if (call.power == 2) x *= x;
-          to[t] = g == 0 ? x : call.reduce == kMax ? (to[t] > x ? to[t] : x) : to[t] + x;
-        }
-      }
-      if (call.reduce == kMean)
-        for (long t = 0; t < n; t++) scores[begin + t] /= float(G);
-    }
-  }
-}
+static bool in_pool(int64_t id, long num_pages) { return id >= 0 && id < num_pages; }
 
 }  // namespace kvb
 
@@ -378,54 +74,108 @@ const char* kvb_path() { return KVB_PATH; }
 
 int kvb_max_channels() { return kvb::kMaxChannels; }
 
-// 0 done; 1 out of memory; 2 a page id out of range.
 int kvb_paged_decode(const kvb::Call* call) {
-  using namespace kvb;
-  try {
-    Plan plan = make_plan(*call);
-    const long work = plan.num_lists * plan.chunks_per_list;
-    std::atomic<int> status{0};
-#pragma omp parallel num_threads(call->num_threads)
-    {
-      static thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-      for (long i = 0; i < work; i++) {
-        const long list = i / plan.chunks_per_list, chunk = i % plan.chunks_per_list;
-        int tier = call->num_tiers - 1;
-        while (chunk < plan.tiers[tier].first_chunk) tier--;
-        try {
-          if (!run_chunk(*call, plan, list, tier, chunk - plan.tiers[tier].first_chunk, scratch)) status = 2;
-        } catch (const std::bad_alloc&) {
-          status = 1;
-        }
-      }
-#pragma omp for schedule(static)
-      for (long list = 0; list < plan.num_lists; list++) {
-        try {
-          merge_list(*call, plan, list, scratch);
-        } catch (const std::bad_alloc&) {
-          status = 1;
-        }
-      }
-    }
-    return status;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  auto nothing = [](long) { return true; };
+  return kvb::attend(*call, nothing, nothing);
 }
 
-// Adds each tier's scores to the fp32 scores that its pages track, `score` bytes into a page. Returns as above.
-int kvb_add_scores(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, long score, long num_lists) {
+// One layer of a step: q [S, H * G, D], k and v [S, H, D], out as q.
+int kvb_step(const kvb::Step* step, int layer, float* q, const float* k, const float* v, float* out, float scale) {
+  using namespace kvb;
+  Call call = step->call;
+  Tier tiers[3];
+  const long offset = (long)layer * call.num_heads;
+  for (int i = 0; i < call.num_tiers; i++) {
+    tiers[i] = call.tiers[i];
+    tiers[i].ids += offset * tiers[i].num_columns;
+    tiers[i].num_k += offset;
+    tiers[i].num_v += offset;
+  }
+  Ring ring;
+  if (call.ring) {
+    ring = *call.ring;
+    ring.k += offset * ring.k_head_stride;
+    ring.v += offset * ring.v_head_stride;
+    ring.num_tokens += offset;
+    call.ring = &ring;
+  }
+  call.tiers = tiers;
+  call.q = q;
+  call.out = out;
+  call.scale = scale;
+  static thread_local Encoder encoder;
+  return attend(
+      call, [&](long list) { return write_new(*step, call, list, offset, k, v, encoder); },
+      [&](long list) { return step->page || step->flush_first || flush_list(*step, call, list, offset, encoder); });
+}
+
+// Adds each tier's scores to the fp32 scores that its pages track.
+int kvb_add_scores(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, long num_lists, int num_threads) {
   const long T = tier->slots_per_page, width = tier->num_columns * T;
-  for (long list = 0; list < num_lists; list++)
+  return kvb::for_all(num_lists, num_threads, [&](long list) {
     for (long begin = 0; begin < tier->num_k[list]; begin += T) {
       const int64_t id = begin < width ? tier->ids[list * tier->num_columns + begin / T] : -1;
-      if (id < 0 || id >= num_pages) return 2;
-      float* to = (float*)(pages + id * page_bytes + score);
+      if (!kvb::in_pool(id, num_pages)) return false;
+      float* to = (float*)(pages + id * page_bytes + tier->score);
       const float* from = tier->scores + list * width + begin;
       const long n = std::min<long>(T, tier->num_k[list] - begin);
       for (long t = 0; t < n; t++) to[t] += from[t];
     }
-  return 0;
+    return true;
+  });
+}
+
+// Encodes n vectors x [n, D] into the key or value side of slots; with per-channel keys, aligned runs of a whole group.
+int kvb_write(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, int key, long n, const int64_t* page,
+              const int64_t* slot, const float* x, long D, int num_threads) {
+  using namespace kvb;
+  const long group = key && tier->k_channel_group ? tier->k_channel_group : 1;
+  return for_all(n / group, num_threads, [&](long i) {
+    static thread_local Encoder encoder;
+    const long at = i * group;
+    if (!in_pool(page[at], num_pages) || slot[at] < 0 || slot[at] + group > tier->slots_per_page) return false;
+    uint8_t* to = pages + page[at] * page_bytes;
+    if (group > 1) {
+      std::vector<const float*> rows(group);
+      for (long t = 0; t < group; t++) rows[t] = x + (at + t) * D;
+      write_key_group(*tier, to, slot[at], rows.data(), D, encoder);
+    } else if (key) {
+      write_key(*tier, to, slot[at], x + at * D, D, encoder);
+    } else {
+      write_value(*tier, to, slot[at], x + at * D, D, encoder);
+    }
+    return true;
+  });
+}
+
+// Decodes n slots into keys and values [n, D].
+int kvb_read(const uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, long n, const int64_t* page,
+             const int64_t* slot, float* k, float* v, long D, int num_threads) {
+  using namespace kvb;
+  return for_all(n, num_threads, [&](long i) {
+    if (!in_pool(page[i], num_pages) || slot[i] < 0 || slot[i] >= tier->slots_per_page) return false;
+    read_side(*tier, pages + page[i] * page_bytes, slot[i], true, D, k + i * D);
+    read_side(*tier, pages + page[i] * page_bytes, slot[i], false, D, v + i * D);
+    return true;
+  });
+}
+
+// Copies the bytes of n slots; no source is a target.
+int kvb_move(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, long n, const int64_t* src_page,
+             const int64_t* src_slot, const int64_t* dst_page, const int64_t* dst_slot, long D, int num_threads) {
+  using namespace kvb;
+  const long T = tier->slots_per_page;
+  return for_all(n, num_threads, [&](long i) {
+    if (!in_pool(src_page[i], num_pages) || !in_pool(dst_page[i], num_pages)) return false;
+    if (src_slot[i] < 0 || src_slot[i] >= T || dst_slot[i] < 0 || dst_slot[i] >= T) return false;
+    move_slot(*tier, pages + src_page[i] * page_bytes, src_slot[i], pages + dst_page[i] * page_bytes, dst_slot[i], D);
+    return true;
+  });
+}
+
+// The smallest slot of every list.
+int kvb_search(const uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, const kvb::Search* search, long num_lists) {
+  return kvb::for_all(num_lists, search->num_threads,
+                      [&](long list) { return kvb::search_list(pages, page_bytes, num_pages, *tier, *search, list); });
 }
 }

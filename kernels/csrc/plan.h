@@ -14,30 +14,33 @@ constexpr long kChunkSlots = 512;
 
 struct Tier {
   int32_t slots_per_page, num_columns, k_kind, v_kind, k_channel_group, k_groups, v_groups, symmetric;
-  int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero;  // byte offsets in a page
-  const int64_t *ids, *num_k, *num_v;                          // [S, H, columns], [S, H], [S, H]
-  float* scores;                                               // [S, H, columns * slots], or null
+  int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero, score, pos;  // byte offsets in a page, -1 where not tracked
+  const int64_t *ids, *num_k, *num_v;                                      // [list, columns], [list], [list]
+  float* scores;                                                           // [list, columns * slots], or null
+  const float *cos, *sin;                                                  // [S, columns, rotated / 2, slots], or null
 };
 
 struct Ring {
-  const uint8_t *k, *v;
-  const int64_t* num_tokens;                                               // [S, H]
+  uint8_t *k, *v;
+  const int64_t *num_tokens, *rows;                                        // [list]; [S] rows of the buffers, or null: 0, 1, ..
   int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;         // bytes
   int32_t k_length, v_length, kind;
 };
 
 struct Call {
   const float* q;  // [S, H * G, D]
-  const uint8_t* pages;
+  uint8_t* pages;
   const Tier* tiers;
-  const Ring* ring;  // or null
+  Ring* ring;  // or null
   float *out, *lse;
-  int64_t page_bytes, num_pages;
-  int32_t num_seq, num_heads, group_size, head_dim, num_tiers, power, reduce, num_threads;
+  const int64_t* seen;  // [S] position of the query, for skip_near
+  int64_t page_bytes, num_pages, seq_stride;  // `list` in the tables of tiers and rings is sequence * seq_stride + head
+  int32_t num_seq, num_heads, group_size, head_dim, num_tiers, power, reduce, num_threads, rotated, update, skip_near;
   float scale;
 };
 
 enum Reduce { kNone, kSum, kMean, kMax };
+enum Update { kReturn, kAdd, kReplace };  // what becomes of scores: handed back, added to those in the pages, or put in their place
 
 struct TierPlan {
   long slots, chunk_slots, num_chunks, first_chunk;  // of the longest list
@@ -45,21 +48,35 @@ struct TierPlan {
   bool v_direct;  // a register of values never spans two groups of channels
 };
 
+struct Buffer {  // written before it is read, so it need not be cleared
+  std::unique_ptr<float[]> data;
+  long size = 0;
+  void reserve(long wanted) {
+    if (wanted <= size) return;
+    data.reset(new float[wanted]);
+    size = wanted;
+  }
+  float* get() const { return data.get(); }
+};
+
 struct Plan {
   std::vector<TierPlan> tiers;
   long num_lists, chunks_per_list, G, D, score_slots;
-  std::vector<float> max, sum;                    // [list][chunk][G]
-  std::unique_ptr<float[]> acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]; written before they are read
+  std::vector<float> max, sum;  // [list][chunk][G]
+  Buffer acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]
 };
 
 static bool coded(int kind) { return kind <= kCode8; }
 
-static long list_slots(const Call& call, const Tier& tier, long list) {
-  return call.ring ? call.ring->num_tokens[list] : tier.num_k[list];
+static long row_of(const Call& call, long list) { return list / call.num_heads * call.seq_stride + list % call.num_heads; }
+
+static long list_slots(const Call& call, const Tier& tier, long row) {
+  return call.ring ? call.ring->num_tokens[row] : tier.num_k[row];
 }
 
-static Plan make_plan(const Call& call) {
-  Plan plan;
+// A plan is kept from call to call: its memory is not asked for again.
+static void make_plan(const Call& call, Plan& plan) {
+  plan.tiers.clear();
   plan.num_lists = (long)call.num_seq * call.num_heads;
   plan.G = call.group_size;
   plan.D = call.head_dim;
@@ -70,7 +87,7 @@ static Plan make_plan(const Call& call) {
     p.slots = tier.slots_per_page;
     p.chunk_slots = p.slots * std::max<long>(1, kChunkSlots / p.slots);
     long longest = 0;
-    for (long list = 0; list < plan.num_lists; list++) longest = std::max(longest, list_slots(call, tier, list));
+    for (long list = 0; list < plan.num_lists; list++) longest = std::max(longest, list_slots(call, tier, row_of(call, list)));
     p.num_chunks = (longest + p.chunk_slots - 1) / p.chunk_slots;
     p.first_chunk = plan.chunks_per_list;
     plan.chunks_per_list += p.num_chunks;
@@ -93,9 +110,8 @@ static Plan make_plan(const Call& call) {
   const long parts = plan.num_lists * plan.chunks_per_list * plan.G;
   plan.max.assign(parts, kLowest);
   plan.sum.assign(parts, 0.0f);
-  plan.acc.reset(new float[parts * plan.D]);
-  if (call.reduce != kNone) plan.probability.reset(new float[plan.num_lists * plan.G * plan.score_slots]);
-  return plan;
+  plan.acc.reserve(parts * plan.D);
+  if (call.reduce != kNone) plan.probability.reserve(plan.num_lists * plan.G * plan.score_slots);
 }
 
 }  // namespace kvb

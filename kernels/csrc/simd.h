@@ -11,7 +11,12 @@
 #define KVB_INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX512F__) && !defined(KVBENCH_PORTABLE)
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define KVB_PATH "avx512vnni"
+#define KVB_VNNI 1
+#else
 #define KVB_PATH "avx512"
+#endif
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVBENCH_PORTABLE)
 #define KVB_PATH "avx2"
@@ -39,6 +44,42 @@ KVB_INLINE float scalar_f16(uint16_t half) {
 }
 
 KVB_INLINE float scalar_bf16(uint16_t half) { return scalar_of_bits(uint32_t(half) << 16); }
+
+KVB_INLINE uint32_t bits_of_scalar(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// Rounding is half to even, as torch's conversions do it.
+KVB_INLINE uint16_t to_f16(float x) {
+  const uint32_t bits = bits_of_scalar(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+  if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00u);                 // 65536 and more
+  if (magnitude < 0x38800000u) {                                                  // below 2^-14: a multiple of 2^-24
+    const float shifted = scalar_of_bits(magnitude) + 0.5f;                       // whose last bit is 2^-24
+    return uint16_t(sign | (bits_of_scalar(shifted) - 0x3f000000u));
+  }
+  return uint16_t(sign | (((magnitude + 0xfffu + (magnitude >> 13 & 1u)) >> 13) - 0x1c000u));
+}
+
+KVB_INLINE uint16_t to_bf16(float x) {
+  const uint32_t bits = bits_of_scalar(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+KVB_INLINE uint8_t to_fp8(float x) {  // e4m3, saturating
+  const uint32_t bits = bits_of_scalar(x), sign = bits >> 24 & 0x80u;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return uint8_t(sign | 0x7fu);
+  if (magnitude > 0x43e00000u) magnitude = 0x43e00000u;                           // 448
+  if (magnitude < 0x3c800000u) {                                                  // below 2^-6: a multiple of 2^-9
+    const float shifted = scalar_of_bits(magnitude) + 16384.0f;
+    return uint8_t(sign | (bits_of_scalar(shifted) - 0x46800000u));
+  }
+  return uint8_t(sign | (((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3)));
+}
 
 struct Fp8Table {
   float value[256];
@@ -68,6 +109,10 @@ KVB_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 KVB_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 KVB_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 KVB_INLINE Vec max_of(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+KVB_INLINE Vec min_of(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+KVB_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+KVB_INLINE void store_u8(uint8_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+KVB_INLINE void store_f16(uint8_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, 0)); }
 KVB_INLINE float sum_of(Vec a) { return _mm512_reduce_add_ps(a); }
 KVB_INLINE Ints load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
@@ -99,6 +144,14 @@ KVB_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 KVB_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 KVB_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 KVB_INLINE Vec max_of(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+KVB_INLINE Vec min_of(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+KVB_INLINE Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+KVB_INLINE void store_u8(uint8_t* p, Vec x) {
+  const Ints whole = _mm256_cvtps_epi32(x);
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(halves, halves));
+}
+KVB_INLINE void store_f16(uint8_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, 0)); }
 KVB_INLINE float sum_of(Vec a) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -135,7 +188,15 @@ KVB_INLINE Vec load(const float* p) {
 }
 KVB_INLINE void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 KVB_INLINE Vec splat(float x) { return Vec{x, x, x, x}; }
-KVB_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+KVB_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__FP_FAST_FMAF)
+  Vec x;
+  for (int i = 0; i < kLanes; i++) x[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return x;
+#else
+  return a * b + c;
+#endif
+}
 KVB_INLINE Vec mul(Vec a, Vec b) { return a * b; }
 KVB_INLINE Vec add(Vec a, Vec b) { return a + b; }
 KVB_INLINE Vec sub(Vec a, Vec b) { return a - b; }
@@ -143,6 +204,21 @@ KVB_INLINE Vec max_of(Vec a, Vec b) {
   Vec x;
   for (int i = 0; i < kLanes; i++) x[i] = a[i] > b[i] ? a[i] : b[i];
   return x;
+}
+KVB_INLINE Vec min_of(Vec a, Vec b) {
+  Vec x;
+  for (int i = 0; i < kLanes; i++) x[i] = a[i] < b[i] ? a[i] : b[i];
+  return x;
+}
+KVB_INLINE Vec div(Vec a, Vec b) { return a / b; }
+KVB_INLINE void store_u8(uint8_t* p, Vec x) {
+  for (int i = 0; i < kLanes; i++) p[i] = uint8_t(x[i]);
+}
+KVB_INLINE void store_f16(uint8_t* p, Vec x) {
+  for (int i = 0; i < kLanes; i++) {
+    const uint16_t half = to_f16(x[i]);
+    std::memcpy(p + 2 * i, &half, 2);
+  }
 }
 KVB_INLINE float sum_of(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 KVB_INLINE Ints load_u8(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }

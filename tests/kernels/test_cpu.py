@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_attention import PAGE_BYTES, Cache, tier_format
 
-from kvbench.kernels import build, cpu, dispatch, torch_attention
+from kvbench.kernels import build, cpu, cpu_abi, dispatch, torch_attention
 from kvbench.kernels.build import BuildError, build_library
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.torch_attention import Ring, TierPages
@@ -223,25 +223,35 @@ def test_a_page_that_does_not_exist_is_refused():
 
 
 @needs_compiler
-def test_portable_and_avx2_code_equal_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The code for other machines, compiled here, attends alike."""
-    lists = {"portable": ("-DKVBENCH_PORTABLE", "-O1")}
-    if "avx2" in Path("/proc/cpuinfo").read_text():
-        lists["avx2"] = ("-mno-avx512f", "-O1")
+def test_every_build_equals_the_reference(monkeypatch: pytest.MonkeyPatch):
+    """All builds that this CPU runs, from portable C++ to the widest registers, attend alike; rotated keys too."""
     formats = [tier_format(bits, 80, v_groups=2) for bits in ("8,4", "2,1")]
     cache = Cache(formats, [[[1, 70]], [[530, 0]]], 80)
     channel = Cache([tier_format("2,2", 64, k_channel_group=32)], [[[96, 33]]], 64)
     elements = Cache([tier_format("16,16", 64), tier_format("8,8", 64, fp8=True)], [[[9, 80]], [[3, 20]]], 64)
-    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
-    for path, flags in lists.items():
-        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
-        library = cpu.load.__wrapped__()
-        assert library.kvb_path().decode() == path
-        monkeypatch.setattr(cpu, "load", lambda library=library: library)
-        for each, head_dim in ((cache, 80), (channel, 64), (elements, 64)):
+    rotated = Cache([tier_format("4,4", 64)], [[[9, 40]]], 64)
+    width = rotated.tiers[0].ids.shape[-1] * rotated.tiers[0].fmt.tokens_per_page
+    rotated.tiers[0].rotation = torch.randn(1, width, 20, generator=torch.Generator().manual_seed(4))
+    assert cpu_abi.available_isas()[0] == "portable"
+    for isa in cpu_abi.available_isas():
+        monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
+        assert cpu.load().kvb_path().decode() == isa
+        for each, head_dim in ((cache, 80), (channel, 64), (elements, 64), (rotated, 64)):
             assert_equal(random_queries(1, 14, head_dim), each.pages, each.tiers, None, group="max")
-        monkeypatch.undo()
-        monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+
+
+@needs_compiler
+def test_a_build_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """The variable's value must be a build, and one for this CPU; the error names those that are."""
+    monkeypatch.setenv("KVBENCH_CPU_ISA", "sse9")
+    with pytest.raises(ValueError, match="KVBENCH_CPU_ISA=sse9 does not exist; choose auto or one of portable, avx2"):
+        dispatch.get_backend("auto")
+    monkeypatch.setattr(cpu_abi, "best_isa", lambda: "avx2")
+    monkeypatch.setenv("KVBENCH_CPU_ISA", "avx512")
+    with pytest.raises(ValueError, match="KVBENCH_CPU_ISA=avx512 does not run on this CPU; choose portable, avx2"):
+        cpu_abi.chosen_isa()
+    monkeypatch.setenv("KVBENCH_CPU_ISA", "auto")
+    assert cpu_abi.chosen_isa() == "avx2"
 
 
 # Compiling ------------------------------------------------------------------------------------------------------------
