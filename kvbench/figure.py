@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.journal import write_atomic
+from kvbench.labels import label_runs
 from kvbench.progress import format_bytes
 from kvbench.results import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette: told apart with every kind of colour blindness. The hatches do the same in black and white.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+# Okabe and Ito's palette, with black for its yellow, which print loses: told apart with every kind of colour blindness.
+# The hatches do the same in black and white.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo", "")
+STYLES = ("-", "--", ":")
 MARKERS = ("s", "o", "^", "D", "v", "P", "X", "*")
 
 # Bytes of the ledger that are sums or something else than an item.
@@ -27,17 +30,18 @@ def ledger_items(record: RunRecord) -> dict[str, float]:
 
 
 def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
-    for index, record in enumerate(records):
-        metric, ratio = record.metrics.get(record.primary), record.ledger.get("resident_ratio")
-        if metric is None or metric.value is None or ratio is None:
+    for index, method in enumerate(dict.fromkeys(record.method for record in records)):
+        points = [point for record in records if record.method == method and (point := _point(record))]
+        if not points:
             continue
-        value = 100 * metric.value
-        low = value if metric.low is None else 100 * metric.low
-        high = value if metric.high is None else 100 * metric.high
+        points.sort()
+        ratio, value, low, high, count = zip(*points, strict=True)
+        span = [[a - b for a, b in zip(value, low, strict=True)], [b - a for a, b in zip(value, high, strict=True)]]
         style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-        span = [[max(0.0, value - low)], [max(0.0, high - value)]]
-        label = f"{record.method} (n={metric.num_samples})"
-        axes.errorbar(100 * ratio, value, yerr=span, capsize=4, markersize=8, label=label, **style)
+        # From the ninth method on colours come again: the lines tell those apart.
+        style |= {"linestyle": STYLES[index // len(COLOURS) % len(STYLES)], "linewidth": 1.2}
+        counts = f"{min(count)}" if min(count) == max(count) else f"{min(count)}-{max(count)}"
+        axes.errorbar(ratio, value, yerr=span, capsize=4, markersize=7, label=f"{method} (n={counts})", **style)
     axes.set_xlim(left=0, right=max(110, 1.1 * axes.get_xlim()[1]))
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(-2, bottom - 2), min(102, top + 2))
@@ -46,7 +50,18 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
     axes.set_title("Quality against memory", fontsize=11)
     axes.grid(alpha=0.3)
     if axes.has_data():
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=9)
+
+
+def _point(record: RunRecord) -> tuple[float, float, float, float, int] | None:
+    """Bytes, score and its interval in percent, and n; None when there is nothing to show."""
+    metric, ratio = record.metrics.get(record.primary), record.ledger.get("resident_ratio")
+    if metric is None or metric.value is None or ratio is None:
+        return None
+    value = 100 * metric.value
+    low = value if metric.low is None else min(value, 100 * metric.low)
+    high = value if metric.high is None else max(value, 100 * metric.high)
+    return 100 * ratio, value, low, high, metric.num_samples
 
 
 def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
@@ -70,7 +85,7 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
         for name in names
         if any(ledger_items(record).get(name) for record in records)
     ]
-    axes.set_yticks(range(len(records)), [record.method for record in records])
+    axes.set_yticks(range(len(records)), label_runs(records))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.22 * max(100.0, axes.get_xlim()[1]))
     axes.axvline(100, color="black", linewidth=0.8, linestyle=":")
@@ -78,7 +93,7 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
     axes.set_title("What the bytes are", fontsize=11)
     if handles:
         axes.legend(
-            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False, fontsize=9
+            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9
         )
 
 
@@ -97,7 +112,8 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
 
     records = list({record.hash: record for record in records}.values())
     last = records[-1]
-    figure = Figure(figsize=(11, 4.2 + 0.25 * max(0, len(records) - 3)), dpi=120, layout="constrained")
+    width = 11 + 0.08 * max(0, max(map(len, label_runs(records))) - 12)
+    figure = Figure(figsize=(width, 4.2 + 0.25 * max(0, len(records) - 3)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _quality(left, records)

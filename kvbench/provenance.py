@@ -26,6 +26,7 @@ PRESENTATION = {
     "errors.py",
     "figure.py",
     "intervals.py",
+    "labels.py",
     "listing.py",
     "method_table.py",
     "progress.py",

@@ -1,0 +1,35 @@
+"""Short names for runs in tables and pictures: the method, and what tells it from the other runs of that method."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvbench.results import RunRecord
+
+APART = ("seed", "batch_size", "backend", "limit")  # parts of the identity that may differ when the method does not
+
+
+def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str]:
+    """A name for each run.
+
+    Args:
+        records: Runs that are shown together.
+        separator: What stands between the method and its settings.
+
+    Returns:
+        `snapkv` where there is one run of it, else `snapkv budget=0.25`, or the
+        start of the hash where no setting differs.
+    """
+    labels = []
+    for record in records:
+        same = {other.hash: other.identity for other in records if other.method == record.method}
+        words = _differing(record.identity.get("method", {}), [item.get("method", {}) for item in same.values()])
+        words += _differing({key: record.identity.get(key) for key in APART}, list(same.values()))
+        words = words or ([record.hash[:6]] if len(same) > 1 else [])
+        labels.append(separator.join([record.method, *([" ".join(words)] if words else [])]))
+    return labels
+
+
+def _differing(settings: dict, others: Sequence[dict]) -> list[str]:
+    """The settings that are not the same in all others, as key=value."""
+    return [f"{key}={value}" for key, value in settings.items() if any(other.get(key) != value for other in others)]
