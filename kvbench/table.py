@@ -1,6 +1,5 @@
 """The table at the end of a run: quality and cost of each method beside the full cache, on the terminal."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.labels import label_runs
 from kvbench.progress import format_bytes
 from kvbench.results import Estimate, RunRecord
 
@@ -78,18 +78,12 @@ def _decode(record: RunRecord) -> str:
     return NONE if rate is None else f"{rate:.3g}"
 
 
-def _labels(records: Sequence[RunRecord]) -> list[str]:
-    """Names of the rows; the start of the hash tells apart two runs of one method."""
-    several = {name for name, count in Counter(record.method for record in records).items() if count > 1}
-    return [f"{record.method}\n{record.hash[:6]}" if record.method in several else record.method for record in records]
-
-
 def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str, Cell]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
     table.add_column("method", justify="left", no_wrap=True)
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for label, record in zip(_labels(records), records, strict=True):
+    for label, record in zip(label_runs(records, "\n"), records, strict=True):
         table.add_row(label, *(cell(record) for _, cell in columns))
     return table
 
@@ -119,11 +113,60 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
             notes.append(f"{record.method}: of {counts.total} answers {what}; not in the score.")
         if record.status == "failed":
             notes.append(f"{record.method} FAILED, do not use its numbers: {record.message}")
+    notes += _protocol_notes(records[-1].protocol)
     first = records[-1].counts
     if first.truncated:
         notes.append(f"Prompts longer than the task or model allows, which were shortened: {first.truncated}.")
     if first.quarantined:
         notes.append(f"Rows of the data that could not be read (listed in run.json): {first.quarantined}.")
+    return notes
+
+
+def _answer(name: str, form: str, factor: float = 1.0) -> Cell:
+    def cell(record: RunRecord) -> str:
+        value = record.task_aggregate.get("answers", {}).get(name)
+        return NONE if value is None else form.format(factor * value)
+
+    return cell
+
+
+def _sampled(name: str) -> Cell:
+    def cell(record: RunRecord) -> str:
+        found = record.task_aggregate.get("sampling", {}).get(name)
+        return percent(Estimate(**found) if found else None)
+
+    return cell
+
+
+def _answers(records: Sequence[RunRecord]) -> list[Table]:
+    """How the answers ended, and what several answers to one problem say."""
+    last = records[-1].task_aggregate
+    tables = []
+    if "answers" in last:
+        columns = [
+            ("answers", _answer("num_answers", "{:.0f}")),
+            ("mean tokens", _answer("mean_tokens", "{:.1f}")),
+            ("cut by the limit, %", _answer("cut_share", "{:.1f}", 100)),
+        ]
+        if "num_unparsed" in last["answers"]:
+            columns.append(("nothing to grade", _answer("num_unparsed", "{:.0f}")))
+        tables.append(_table("Answers: how they ended", records, columns))
+    if sampling := last.get("sampling"):
+        # pass@1 is avg@n; the largest k say most.
+        names = [name for name in sampling if name.startswith("avg@")]
+        names += [name for name in sampling if name.startswith("pass@") and name != "pass@1"][-3:]
+        title = f"Sampling: {sampling['num_samples']} answers to each of {sampling['num_problems']} problems"
+        tables.append(_table(title, records, [(f"{name}, %", _sampled(name)) for name in names]))
+    return tables
+
+
+def _protocol_notes(protocol: dict) -> list[str]:
+    """What the protocol changes about the meaning of the numbers."""
+    notes = []
+    if protocol.get("query_aware") is False:
+        notes.append("Query-agnostic: the context was compressed before the question was seen.")
+    if protocol.get("thinking") in ("on", "off"):
+        notes.append(f"Thinking was {protocol['thinking']} in the chat template; thoughts are not graded.")
     return notes
 
 
@@ -158,6 +201,7 @@ def render(records: Sequence[RunRecord]) -> Group:
         Text(),
         _table("Cost: cache bytes per sample, and time", records, cost),
         Text(),
+        *(part for table in _answers(records) for part in (table, Text())),
         *(Text(note, style="dim") for note in _notes(records)),
     )
 
