@@ -9,7 +9,7 @@ from kvbench.requests import Request
 from kvbench.tasks.lmeval import load_lmeval_tasks
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.sampling_stats import answer_statistics, sampling_statistics
+from kvbench.tasks.sampling_stats import sampling_statistics
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ class ProblemSet(TaskSet):
     group_by: str | None = None
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet.aggregate`, and further `answers` (length, share cut, parse failures), `sampling` (avg@n, pass@k;
-        only with several answers per problem) and `groups` (the means by `group_by`)."""
+        """As `TaskSet.aggregate`, and further `sampling` (avg@n, pass@k; only with several answers per problem) and
+        `groups` (the means by `group_by`)."""
         records = list(records)
-        result = super().aggregate(records) | {"answers": answer_statistics(records)}
+        result = super().aggregate(records)
         if sampling := sampling_statistics(records, self.primary):
             result["sampling"] = sampling
         if self.group_by:

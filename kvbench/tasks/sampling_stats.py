@@ -75,12 +75,16 @@ def answer_statistics(records: Iterable[dict]) -> dict:
     """How the answers ended.
 
     Args:
-        records: Journal records; those without a `finish` are left out.
+        records: Journal records; those without a `finish`, and those whose choices were scored, are left out.
 
     Returns:
+        Nothing when choices were scored, else
         `num_answers`, `mean_tokens` (None without answers), `cut_share` (share that the length limit ended) and
         `num_unparsed` (answers in which the grader found nothing to grade; only for tasks that count them).
     """
+    records = list(records)
+    if any("choices" in record for record in records):
+        return {}
     rows = [record for record in records if record.get("status", "ok") == "ok" and record.get("finish")]
     result: dict = {
         "num_answers": len(rows),

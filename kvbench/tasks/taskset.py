@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kvbench.requests import Request
+from kvbench.tasks.sampling_stats import answer_statistics
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class TaskSet:
         Returns:
             `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
             `overall`: the unweighted mean over subsets; `length_buckets`, for subsets that have them: name -> bucket ->
-            the same numbers.
+            the same numbers; `answers`: their length, the share that the limit cut, parse failures.
         """
         records = list(records)
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
@@ -95,6 +96,8 @@ class TaskSet:
         for metric in self.metrics:
             means = [numbers[metric] for numbers in subsets.values() if numbers[metric] is not None]
             result["overall"][metric] = fmean(means) if means else None
+        if answers := answer_statistics(records):
+            result["answers"] = answers
         bucketed = [record for record in records if (record.get("meta") or {}).get("length_bucket")]
         if bucketed:
             result["length_buckets"] = {

@@ -1,4 +1,7 @@
-"""`task=math500` and `task=math`: competition mathematics, asked for a boxed answer, graded by math-verify.
+"""`task=math500` and `task=math`: competition mathematics, graded by math-verify.
+
+`boxed`: the problem alone, as a chat, with the request for a boxed answer; `minerva4`: four worked examples in front,
+as plain text, the form that base models are asked in.
 
 The score is the share of all problems that are right; `run.json` also has it by subject.
 """
@@ -10,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from kvbench.tasks.mathematics.dataset import MATH500, SUBJECTS
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, name_list
+from kvbench.tasks.settings import check_keys, name_list, one_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
     from kvbench.models import LoadedModel
 
+FORMS = ("boxed", "minerva4")
 METRICS = {
     "correct": MetricInfo(True, "the last boxed or final answer equals the reference (math-verify)"),
     "parsed": MetricInfo(True, "the answer holds a final answer to grade; a wrong one is not a parse failure"),
@@ -27,23 +31,24 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     """Load MATH-500, or subjects of MATH.
 
     Args:
-        cfg: `name` (`math500` or `math`), `data_dir`; for `math` also `subjects`, of `SUBJECTS`.
+        cfg: `name` (`math500` or `math`), `form` (of `FORMS`), `data_dir`; for `math` also `subjects`, of `SUBJECTS`.
         model: Tokenizes the prompts.
         limit: Problems, for `math` per subject, from the start of the file; None for all.
         seed: Not used: nothing here is random.
-        protocol: How the problems are asked.
+        protocol: How the problems are asked; with `query_aware=false` the examples of `minerva4` are the context.
 
     Raises:
-        ValueError: An unknown subject or key, or data that is missing or broken.
+        ValueError: An unknown subject, form or key, or data that is missing or broken.
     """
-    name = cfg["name"]
+    name, form = cfg["name"], one_of("task.form", cfg.get("form") or FORMS[0], FORMS)
+    end = "" if form == FORMS[0] else f"_{form}"
     if name == MATH500:
-        check_keys(cfg, ("data_dir",))
-        yaml_names = ["kvbench_math500"]
+        check_keys(cfg, ("data_dir", "form"))
+        yaml_names = [f"kvbench_math500{end}"]
     else:
-        check_keys(cfg, ("data_dir", "subjects"))
+        check_keys(cfg, ("data_dir", "subjects", "form"))
         subjects = name_list("task.subjects", cfg.get("subjects") or "all", SUBJECTS, {"all": SUBJECTS})
-        yaml_names = [f"kvbench_math_{subject}" for subject in subjects]
+        yaml_names = [f"kvbench_math_{subject}{end}" for subject in subjects]
     return load_problems(
         name=name,
         folder=_FOLDER,
@@ -54,7 +59,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         protocol=protocol,
         metrics=METRICS,
         primary="correct",
-        describe={"form": "boxed"},
+        describe={"form": form, "split": "after the examples"} if end else {"form": form},
         meta_keys=("answer", "subject", "level"),
         group_by="subject",
     )

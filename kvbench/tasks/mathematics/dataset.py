@@ -1,5 +1,9 @@
 """Rows of MATH-500 and of the subjects of MATH."""
 
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
 from kvbench.tasks.answers import last_boxed
 from kvbench.tasks.problem_source import Place, find_rows, text_field
 from kvbench.tasks.source import Rows
@@ -62,24 +66,62 @@ def check_row(row: object) -> dict:
     }
 
 
-def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
+def minerva_shots() -> list[dict]:
+    """The four public worked examples, read from the lm-eval package: `problem` and `solution` each.
+
+    Its module is read and not imported, because it refuses the antlr4 that Hydra needs.
+
+    Raises:
+        ValueError: The installed lm-eval keeps them elsewhere.
+
+    Source: Lewkowycz et al. 2022 (arXiv 2206.14858), appendix D; lm-eval tasks/minerva_math/utils.py.
+    """
+    folder = Path(find_spec("lm_eval").submodule_search_locations[0])
+    path = folder / "tasks" / "minerva_math" / "utils.py"
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        (function,) = (node for node in tree.body if getattr(node, "name", "") == "list_fewshot_samples")
+        (returned,) = (node for node in ast.walk(function) if isinstance(node, ast.Return))
+        shots = ast.literal_eval(returned.value)
+        return [{"problem": shot["problem"], "solution": shot["solution"]} for shot in shots[:4]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"task.form=minerva4 takes its examples from lm-eval, and {path} does not have them ({error}); install "
+            "lm-eval 0.4.13, or take task.form=boxed"
+        ) from error
+
+
+def _question(problem: str) -> str:
+    """Source: lm-eval tasks/minerva_math/utils.py, doc_to_text."""
+    return f"Problem:\n{problem}\n\nSolution:"
+
+
+def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: object) -> dict[str, Rows]:
     """The test split; the function that the YAMLs name as `custom_dataset`.
 
     Args:
         subset: `math500` or one of `SUBJECTS`.
         data_dir: Folder with `test.jsonl` (MATH-500) or `<subject>.jsonl`.
+        form: `boxed` or `minerva4`.
 
     Returns:
-        `test`: rows with `problem`, `gold`, `answer`, `subject`, `level`, `context` (empty), `index`.
+        `test`: rows with `problem`, `gold`, `answer`, `subject`, `level`, `context` (the examples), `index`.
 
     Raises:
         MissingDataError: No source has it.
         ValueError: data_dir is no folder, or all rows are broken.
     """
     rows = find_rows(place(subset), data_dir, check_row)
+    context = ""
+    if form == "minerva4":
+        context = "".join(f"{_question(shot['problem'])} {shot['solution']}\n\n" for shot in minerva_shots())
     documents = [
         row
-        | {"context": "", "gold": row["solution"] or f"\\boxed{{{row['answer']}}}", "subject": row["subject"] or subset}
+        | {
+            "context": context,
+            "gold": row["solution"] or f"\\boxed{{{row['answer']}}}",
+            "subject": row["subject"] or subset,
+        }
         for row in rows
     ]
     return {"test": Rows(documents, quarantined=rows.quarantined, origin=rows.origin)}

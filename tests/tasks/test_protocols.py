@@ -1,0 +1,171 @@
+"""Protocols end to end: what a method sees before it compresses, labels in every row, and the terminal table."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from problem_rows import AIME, GSM8K, MATH, folder_of
+from rich.console import Console
+from test_problem_runs import aime_config
+
+from kvbench import listing, table
+from kvbench.parts import default_parts
+from kvbench.run import run_experiment
+from kvbench.tasks import load_task
+
+QUIET = {"say": lambda text: None}
+ROOT = Path(__file__).parents[2]
+
+
+def config(folder: Path, results_dir: Path, task: str, **changes: object):
+    """A task with a tight SnapKV on a tiny random model."""
+    cfg = aime_config(folder, results_dir)
+    cfg.task = OmegaConf.load(listing.conf_folder() / "task" / f"{task}.yaml")
+    plain = {"task.data_dir": str(folder), "protocol.temperature": 0.0, "protocol.num_samples": 1}
+    for key, value in (plain | changes).items():
+        OmegaConf.update(cfg, key, value)
+    return cfg
+
+
+def spied(seen: list[int]):
+    """The real loaders, with a policy that notes how many tokens it sees when it plans a prompt."""
+    parts = default_parts()
+
+    def make_policy(cfg):
+        policy = parts.make_policy(cfg)
+        plan = policy.plan_prefill
+
+        def plan_prefill(view):
+            seen.append(view.num_tokens)
+            return plan(view)
+
+        object.__setattr__(policy, "plan_prefill", plan_prefill)
+        return policy
+
+    return replace(parts, make_policy=make_policy)
+
+
+def test_no_question_token_is_seen_before_compression(tmp_path: Path) -> None:
+    """The policy plans on the context's tokens alone in the agnostic protocol; rows say which protocol they are of."""
+    rows = [GSM8K | {"question": f"Ann has {n} boxes of {n}. How many? " * n} for n in (1, 2)]
+    folder = folder_of(tmp_path, "gsm8k", *rows)
+    runs, seen = {}, {}
+    for aware in (True, False):
+        seen[aware] = []
+        cfg = config(folder, tmp_path / "results", "gsm8k", **{"protocol.query_aware": aware, "batch_size": 1})
+        runs[aware] = run_experiment(cfg, method="snapkv", parts=spied(seen[aware]), **QUIET)
+        task = load_task(cfg.task, default_parts().load_model(cfg.model), limit=None, seed=0, protocol=cfg.protocol)
+        decode = default_parts().load_model(cfg.model).tokenizer.decode
+        wanted = [len(request.segments[0]) for request in task.requests]
+        assert sorted(set(seen[aware])) == sorted(set(wanted))
+        assert all(("Ann has" in decode(r.segments[0])) is aware for r in task.requests)
+    records = {
+        aware: [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+        for aware, run in runs.items()
+    }
+    assert all(row["protocol"]["query_aware"] is aware for aware, rows in records.items() for row in rows)
+    assert [row["num_prompt_tokens"] for row in records[True]] == [row["num_prompt_tokens"] for row in records[False]]
+    assert [row["kept"] for row in records[True]] != [row["kept"] for row in records[False]]
+    assert runs[True].record.hash != runs[False].record.hash
+
+
+def shown(*records) -> str:
+    """What the terminal shows, at 100 columns."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    table.show(list(records), console=console)
+    return console.export_text()
+
+
+def test_the_terminal_shows_how_answers_ended(tmp_path: Path) -> None:
+    """Length, share cut, parse failures apart, avg@n and pass@k with intervals, and the protocol's notes."""
+    folder = folder_of(tmp_path, "aime24", *(AIME | {"problem": f"Find $6\\cdot {n}$. " * 5} for n in range(2)))
+    run = run_experiment(aime_config(folder, tmp_path / "results"), method="snapkv", **QUIET)
+    answers = run.record.task_aggregate["answers"]
+    assert answers == {"num_answers": 16, "mean_tokens": 5.0, "cut_share": 1.0, "num_unparsed": 16}
+    text = shown(run.record)
+    for part in ("Answers: how they ended", "cut by the limit, %", "100.0", "nothing to grade", "mean tokens"):
+        assert part in text, part
+    assert "Sampling: 8 answers to each of 2 problems" in text
+    line = next(line for line in text.splitlines() if "avg@8" in line)
+    assert all(name in line for name in ("pass@2", "pass@4", "pass@8"))
+    assert "0.0 [0.0," in text and "Query-agnostic" not in text
+    folder = folder_of(tmp_path, "gsm8k")
+    cfg = config(folder, tmp_path / "results", "gsm8k", **{"protocol.query_aware": False})
+    text = shown(run_experiment(cfg, method="snapkv", **QUIET).record)
+    assert "Query-agnostic: the context was compressed before the question was seen." in text
+    assert "Sampling" not in text
+
+
+def test_minerva_form(model, tmp_path: Path) -> None:
+    """Four worked examples in front, plain text, graded like the other form; the examples are the context."""
+    folder = folder_of(tmp_path, "math500")
+    cfg = {"name": "math500", "form": "minerva4", "data_dir": str(folder)}
+    task = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64})
+    (request,) = task.requests
+    text = model.tokenizer.decode(request.segments[0], skip_special_tokens=True)
+    assert text.count("Problem:\n") == 5 and text.count("I hope it is correct.") == 4
+    assert text.endswith(f"I hope it is correct.\n\nProblem:\n{MATH['problem']}\n\nSolution:")
+    assert request.stop[0] == "Problem:" and task.protocol["form"] == "minerva4"
+    assert task.score(request, " The final answer is $5/6$. I hope it is correct.") == {"correct": 1.0, "parsed": 1.0}
+    assert task.score(request, " Final Answer: The final answer is $6/5$.")["correct"] == 0.0
+    agnostic = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64, "query_aware": False})
+    first, second = (model.tokenizer.decode(part, skip_special_tokens=True) for part in agnostic.requests[0].segments)
+    assert MATH["problem"] not in first and MATH["problem"] in second
+    with pytest.raises(ValueError, match=r"task.form=minerva.* Did you mean minerva4"):
+        load_task(cfg | {"form": "minerva"}, model, limit=1, seed=0)
+
+
+def test_minerva_subjects_ask_the_same_way(model, tmp_path: Path) -> None:
+    """The subjects of MATH have the form too."""
+    folder = folder_of(tmp_path, "math")
+    cfg = {"name": "math", "form": "minerva4", "subjects": ["algebra"], "data_dir": str(folder)}
+    task = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64})
+    assert model.tokenizer.decode(task.requests[0].segments[0]).count("Problem:\n") == 5
+
+
+def test_a_killed_aime_run_repeats_no_finished_answer(tmp_path: Path) -> None:
+    """SIGKILL in the middle of eight answers per problem; the same command goes on and keeps every finished line."""
+    problems = (AIME | {"problem": f"Find $6\\cdot {n}$. " * 5} for n in range(6))
+    folder = folder_of(tmp_path, "aime24", *problems)
+    words = [
+        "task=aime24", f"task.data_dir={folder}", "model=random", "model.preset=tiny", "model.num_layers=2",
+        "method=snapkv", "method.budget=16", "method.window=4", "backend=torch", "reference=none", "batch_size=1",
+        "protocol=sampled", "protocol.num_samples=8", "protocol.max_new_tokens=120",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "kvbench", *words]
+    settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
+
+    def journal(name: str) -> Path | None:
+        return next((tmp_path / name).rglob("samples.jsonl"), None) if (tmp_path / name).is_dir() else None
+
+    child = subprocess.Popen([*command, "results_dir=cut"], **settings)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and child.poll() is None:
+        path = journal("cut")
+        if path and path.read_bytes().count(b"\n") >= 8:
+            break
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    before = path.read_bytes()
+    before = before[: before.rfind(b"\n") + 1]
+    finished = before.count(b"\n")
+    assert 8 <= finished < 48
+    again = subprocess.run([*command, "results_dir=cut"], **settings, check=True)
+    assert f"{finished} of 48 samples are done" in again.stderr.decode()
+    lines = path.read_bytes().splitlines()
+    assert set(before.splitlines()) <= set(lines)  # byte for byte, timings included
+    rows = [json.loads(line) for line in lines]
+    wanted = [(f"aime24/{number}", repeat) for number in range(6) for repeat in range(8)]
+    assert [(row["sample_id"], row["repeat"]) for row in rows] == wanted
+    record = json.loads((path.parent / "run.json").read_text())
+    assert record["sessions"][-1]["num_done"] == 48 - finished
