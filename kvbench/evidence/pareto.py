@@ -31,7 +31,7 @@ def check(cfg: DictConfig) -> None:
         ValueError: Names the setting, its value and the rule.
     """
     for name, known in (("axes", AXES), ("kinds", KINDS)):
-        for value in patterns(cfg[name]) or ():
+        for value in patterns(cfg.get(name)) or ():
             if value not in known:
                 raise unknown_name(name, value, known)
     if cfg.quality not in QUALITIES:
@@ -57,7 +57,7 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
     pairs = [(group, build(group, cfg)) for group in groups]
     for group, panel in pairs:
         if panel is not None and cfg.published:
-            _add_published(group, panel)
+            add_published(group, panel)
     found = [panel for _, panel in pairs if panel is not None]
     if not found:
         reasons = [note for group in groups for note in group.notes]
@@ -66,7 +66,8 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
     return found if mean is None else [*found, mean]
 
 
-def _add_published(group: Group, panel: Panel) -> None:
+def add_published(group: Group, panel: Panel) -> None:
+    """Put what papers printed for the group's task and methods into its panel, and say so."""
     methods = sorted({point.method for point in panel.points})
     panel.published = published.points(group.task, methods) if panel.reference and panel.what.part == "scores" else []
     if panel.published:

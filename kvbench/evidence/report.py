@@ -1,0 +1,215 @@
+"""`kvbench report`: everything about a results folder in one page that works anywhere and is under 2 MB."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+
+from kvbench.evidence import compare, draw, pareto
+from kvbench.evidence import report_parts as parts
+from kvbench.evidence.compare_table import write_file
+from kvbench.evidence.costs import AXES
+from kvbench.evidence.frontier import Panel, average, build
+from kvbench.evidence.load import load_groups, patterns
+from kvbench.evidence.runs import Group
+from kvbench.progress import format_bytes
+
+MAX_BYTES = 2_000_000
+SHORTEST = 160  # characters of an answer below which it tells little
+FEWEST = 5  # answers of a run
+
+
+def check(cfg: DictConfig) -> None:
+    """Check the settings of the report.
+
+    Raises:
+        ValueError: Names the setting, its value and the rule.
+    """
+    compare.check(cfg)
+    pareto.check(cfg)
+    for name in ("answers", "answer_length"):
+        if isinstance(cfg[name], bool) or not isinstance(cfg[name], int) or cfg[name] < 1:
+            raise ValueError(f"{name}={cfg[name]} is not a whole number of at least 1")
+
+
+def _pictures(panel: Panel | None, axes: Sequence[str]) -> list[dict]:
+    found = []
+    for axis in axes if panel is not None else ():
+        picture = draw.render(panel, axis, "png")
+        if picture is None:
+            continue
+        found.append(
+            {
+                "data": base64.b64encode(_small(picture)).decode("ascii"),
+                "name": AXES[axis].title,
+                "alt": parts.picture_words(panel, axis),
+                "caption": f"{panel.title}: {panel.what.title} against {AXES[axis].title}.",
+            }
+        )
+    return found
+
+
+def _small(png: bytes) -> bytes:
+    """The same picture with 256 colours, a third of the size; an SVG of many points is twice as large."""
+    from PIL import Image  # comes with matplotlib
+
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        buffer, "png", optimize=True
+    )
+    return buffer.getvalue()
+
+
+def _group(group: Group, rows: list[compare.Row], panel: Panel | None, notes: list[str], cfg: DictConfig) -> dict:
+    said = list(dict.fromkeys([*group.notes, *(panel.notes if panel else []), *notes]))
+    return {
+        "title": group.title,
+        "notes": said,
+        "pictures": _pictures(panel, patterns(cfg.axes) or list(AXES)),
+        "tiers": parts.tier_bars(group),
+        "ledger": parts.byte_bars(group),
+        "settings": parts.settings_rows(group),
+        "environment": parts.environment(group),
+        "num_changes": sum(len(row.changes) for row in rows),
+        "changes_note": parts.reference_words(group, rows),
+        "rows": rows,
+        "panel": panel,
+    }
+
+
+def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], dict | None]:
+    """Compute what the page shows.
+
+    Args:
+        groups: The runs.
+        cfg: The settings in conf/command/report.yaml.
+
+    Returns:
+        One part for each group, and the mean over them when there are several.
+    """
+    found = []
+    for group in groups:
+        if not group.runs:
+            continue
+        rows, notes = compare.compare_group(group, cfg) if group.reference else ([], [])
+        panel = build(group, cfg)
+        if panel is not None and cfg.published:
+            pareto.add_published(group, panel)
+        found.append(_group(group, rows, panel, notes, cfg))
+    rows = [row for item in found for row in item["rows"]]
+    compare.correct(rows)
+    for item, group in zip(found, (group for group in groups if group.runs), strict=True):
+        item["table"] = parts.methods_table(group, item["rows"], item["panel"], cfg.margin, len(rows))
+    mean = average([item["panel"] for item in found if item["panel"] is not None])
+    if mean is None:
+        return found, None
+    note = (
+        f"Every group has the same weight. Of {len(found)} groups, the runs that all of them have: {len(mean.points)}."
+    )
+    return found, {"pictures": _pictures(mean, patterns(cfg.axes) or list(AXES)), "note": note}
+
+
+def page(found: list[dict], means: dict | None, cfg: DictConfig) -> tuple[bytes, str]:
+    """Make the page, with as many and as long answers as fit.
+
+    Args:
+        found: Parts of the groups.
+        means: Part of the mean.
+        cfg: `title`, `answers`, `answer_length`.
+
+    Returns:
+        HTML, and a sentence on what was cut, or nothing.
+
+    Raises:
+        ValueError: The page is too large even without answers.
+    """
+    limit, length, cuts = int(cfg.answers), int(cfg.answer_length), []
+    while True:
+        data = [parts.changed_answers(item["rows"], limit, length) for item in found]
+        kept, total = sum(len(item["changes"]) for item in data), sum(item["num_changes"] for item in found)
+        answers = (
+            [f"{kept} of {total} changed answers are shown, the largest changes of each run."] if kept < total else []
+        )
+        if length < cfg.answer_length:
+            answers.append(f"Answers are cut to {length} characters.")
+        cut = " ".join([*answers, *cuts])
+        made = _render(found, means, data, cut, cfg)
+        if len(made) <= MAX_BYTES:
+            return made, cut
+        pictured = [item for item in (*found, means) if item and len(item["pictures"]) > 1]
+        if length > SHORTEST:
+            length = max(SHORTEST, length // 2)
+        elif limit > FEWEST:
+            limit = limit // 2
+        elif pictured:
+            for item in pictured:
+                item["pictures"] = item["pictures"][:1]
+            cuts = ["Only the first picture of each group fits; `kvbench pareto axes=null` draws all."]
+            limit, length = int(cfg.answers), int(cfg.answer_length)
+        else:
+            raise ValueError(
+                f"the report would have {format_bytes(len(made))}, more than {format_bytes(MAX_BYTES)}; choose fewer "
+                "runs with tasks=, models=, methods= or where="
+            )
+
+
+def _render(found: list[dict], means: dict | None, data: list[dict], cut: str, cfg: DictConfig) -> bytes:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    # Answers may hold HTML. The template escapes what it shows; the script's data has no character that could end it,
+    # and is put into the page as text only.
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    template = (files("kvbench.evidence") / "report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    groups = [item | {"changes_note": f"{item['changes_note']} {cut}".strip()} for item in found]
+    num_runs = sum(len(item["settings"]) for item in found)
+    size = f"{num_runs} runs in {len(found)} group{'s' if len(found) > 1 else ''}."
+    made = environment.from_string(template).render(
+        title=str(cfg.title),
+        subtitle=f"{size} Only runs of one model, one set of questions and one version of the code are compared.",
+        groups=groups,
+        means=means,
+        data=Markup(text),
+    )
+    return made.encode()
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench report`.
+
+    Args:
+        cfg: The settings in conf/command/report.yaml.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: A setting is wrong, or there is nothing to report.
+    """
+    check(cfg)
+    groups = load_groups(cfg)
+    found, means = gather(groups, cfg)
+    if not found:
+        reasons = [note for group in groups for note in group.notes]
+        raise ValueError(f"nothing to report. {' '.join(reasons[:3])}")
+    made, cut = page(found, means, cfg)
+    out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "report.html"
+    write_file(out, made)
+    console = Console()
+    for item in found:
+        console.print(Text(f"{item['title']}: {len(item['settings'])} runs"), soft_wrap=True)
+        for note in item["notes"]:
+            console.print(Text(f"! {note}"), soft_wrap=True)
+    if cut:
+        console.print(Text(f"! {cut}"), soft_wrap=True)
+    console.print(Text(f"{out} ({format_bytes(len(made))})", overflow="fold"), soft_wrap=True)
+    return 0

@@ -1,0 +1,297 @@
+"""The parts of the report's page, as plain words and numbers: tables, bars, changed answers, environment."""
+
+import importlib
+import json
+from collections.abc import Sequence
+
+from kvbench import summary
+from kvbench.evidence.compare import Row
+from kvbench.evidence.compare_table import difference, legend, number, p_text, shortened
+from kvbench.evidence.costs import AXES
+from kvbench.evidence.dominance import standing
+from kvbench.evidence.frontier import Panel
+from kvbench.evidence.runs import FULL, Group, StoredRun
+from kvbench.figure import NOT_ITEMS
+from kvbench.policy import Policy
+from kvbench.progress import format_bytes
+
+NUM_STYLES = 8
+
+
+def bytes_of(run: StoredRun) -> dict[str, float]:
+    """The byte ledger over the finished samples, as `run.json` has it for a complete run."""
+    return summary.ledger(list(run.samples.values()))
+
+
+def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin: float, num_family: int) -> dict:
+    """The table of methods: quality, difference to the full cache, bytes and time of every run.
+
+    Args:
+        group: The runs.
+        rows: Their comparisons.
+        panel: Their points, for the standing.
+        margin: Of the equivalence test.
+        num_family: Rows that Holm's correction is over.
+    """
+    by_run = {row.run.name: row for row in rows}
+    places = {}
+    if panel is not None:
+        keys = standing(panel, "resident")
+        places = {name: keys.get(point.key, "") for point in panel.points for name in point.names}
+    what = rows[0].what if rows else panel.what if panel else None
+    shown = []
+    for run in group.runs:
+        row, ledger = by_run.get(run.name), bytes_of(run)
+        cells = [_score(run, what), *(_comparison(row) if row else ["-"] * 6)]
+        cells += [_ratio(ledger, "resident"), places.get(run.name, "")]
+        cells += [_ratio(ledger, "average"), _ratio(ledger, "peak"), _time(run)]
+        verdict = row.verdict if row else "reference" if run is group.reference else "-"
+        shown.append({"label": run.label, "cells": cells, "verdict": verdict, "style": verdict.replace(" ", "-")})
+    title, unit = (what.title, what.unit) if what else ("score", "points")
+    width = number(margin, what.scale if what else 100.0)
+    headings = [
+        "run", "verdict", title, "n", f"difference, {unit} [95 %]", "lost / gained", "p Holm", f"p equal +-{width}",
+        "would show", "resident %", "frontier", "average %", "peak %", "ms / token",
+    ]  # fmt: skip
+    return {
+        "caption": "Paired on the same samples; % of an FP16 full cache for the same tokens. Wide tables scroll.",
+        "headings": headings,
+        "rows": shown,
+        "legend": [
+            *legend(num_family),
+            "frontier: no estimate is both cheaper (resident bytes) and better; open: one is, but that can be chance; "
+            "dominated: one is, and both paired 95 % intervals exclude zero.",
+            "ms / token: of the whole engine, teacher-forced rows included; no claim for backend torch.",
+        ],
+    }
+
+
+def _score(run: StoredRun, what: object) -> str:
+    if what is None:
+        return "-"
+    found = list(what.values(run).items())
+    subsets: dict[str, list[float]] = {}
+    for (subset, _), value in found:
+        subsets.setdefault(subset, []).append(value)
+    means = [sum(values) / len(values) for values in subsets.values()]
+    return number(sum(means) / len(means), what.scale) if means else "-"
+
+
+def _comparison(row: Row) -> list[str]:
+    count, total = row.pairs.num_samples, row.pairs.total
+    return [
+        f"{count}" if count == total else f"{count} of {total}",
+        difference(row),
+        f"{row.num_lost} / {row.num_gained}",
+        p_text(row.p_holm),
+        p_text(row.p_equal),
+        number(row.detectable, row.what.scale),
+    ]
+
+
+def _ratio(ledger: dict[str, float], name: str) -> str:
+    value = ledger.get(f"{name}_ratio")
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _time(run: StoredRun) -> str:
+    rate = summary.timing(list(run.samples.values()), 0.0)
+    seconds = sum(
+        (r.get("timing") or {}).get("decode_share_s", 0.0) for r in run.samples.values() if r["status"] == "ok"
+    )
+    return f"{1000 * seconds / rate.decode_tokens:.3g}" if rate.decode_tokens and seconds else "-"
+
+
+def tier_names(run: StoredRun, count: int) -> list[str]:
+    """What the tiers of a run are, from its method's own code; `tier 0`, ... when the code no longer fits.
+
+    Args:
+        run: The run.
+        count: Tiers in its records; a residual buffer is the last.
+    """
+    settings = dict(run.record.identity.get("method") or {})
+    module, _, name = str(settings.pop("_target_", "")).rpartition(".")
+    names = []
+    if module.startswith("kvbench.methods."):  # what a results folder names is loaded from nowhere else
+        try:
+            kind = getattr(importlib.import_module(module), name)
+            policy = kind(**settings) if issubclass(kind, Policy) else None
+        except (ImportError, AttributeError, TypeError, ValueError):
+            policy = None
+        if policy is not None:
+            names = [tier.name for tier in policy.tiers] + (["16-bit buffer"] if policy.residual else [])
+    return names if len(names) == count else [f"tier {index}" for index in range(count)]
+
+
+def tier_shares(run: StoredRun) -> dict[str, float]:
+    """Share of all tokens, over layers and KV heads, in each tier at the end; what is missing to 1 was evicted."""
+    slots: list[float] = []
+    tokens = 0.0
+    for record in run.samples.values():
+        kept = record.get("kept") or {}
+        per_tier, ratio = kept.get("slots_per_tier"), kept.get("slot_ratio")
+        if record["status"] != "ok" or not per_tier or not ratio:
+            continue
+        slots = [a + b for a, b in zip(slots or [0.0] * len(per_tier), per_tier, strict=True)]
+        tokens += sum(per_tier) / ratio
+    if not tokens:
+        return {}
+    shares: dict[str, float] = {}
+    for name, count in zip(tier_names(run, len(slots)), slots, strict=True):
+        shares[name] = shares.get(name, 0.0) + count / tokens
+    return shares
+
+
+def tier_bars(group: Group) -> dict:
+    """Tokens per tier of every run, as the bars of DiffKV's figure 12."""
+    found = {run.label: shares for run in group.runs if (shares := tier_shares(run))}
+    styles = _styles(name for shares in found.values() for name in shares)
+    rows = []
+    for label, shares in found.items():
+        evicted = max(0.0, 1.0 - sum(shares.values()))
+        parts = [_part(name, share, 1.0, styles[name]) for name, share in shares.items()]
+        parts.append(_part("evicted", evicted, 1.0, "evicted"))
+        text = ", ".join(f"{name} {100 * share:.1f} %" for name, share in [*shares.items(), ("evicted", evicted)])
+        rows.append({"label": label, "parts": parts, "text": text})
+    return {
+        "caption": "Share of all tokens, over layers and KV heads, in each precision at the end of the answer.",
+        "heading": "tokens",
+        "rows": rows,
+        "key": [*styles.items(), ("evicted", "evicted")],
+    }
+
+
+def byte_bars(group: Group) -> dict:
+    """What the resident bytes of every run are."""
+    found = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
+    items = {
+        label: {name: count for name, count in ledger.items() if name.endswith("_bytes") and name not in NOT_ITEMS}
+        for label, ledger in found.items()
+    }
+    styles = _styles(name for mine in items.values() for name, count in mine.items() if count)
+    widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
+    rows = []
+    for label, mine in items.items():
+        whole = sum(mine.values())
+        parts = [_part(_words(name), count, widest, styles[name]) for name, count in mine.items() if count]
+        ratio = f"{format_bytes(whole)}, {100 * whole / found[label]['fp16_bytes']:.1f} %: "
+        text = ", ".join(f"{_words(name)} {100 * count / whole:.1f} %" for name, count in mine.items() if count)
+        rows.append({"label": label, "parts": parts, "text": ratio + text})
+    return {
+        "caption": "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds.",
+        "heading": "bytes",
+        "rows": rows,
+        "key": [(_words(name), style) for name, style in styles.items()],
+    }
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _styles(names: object) -> dict[str, str]:
+    return {name: f"c{index % NUM_STYLES}" for index, name in enumerate(dict.fromkeys(names))}
+
+
+def _part(name: str, count: float, whole: float, style: str) -> dict:
+    return {"style": style, "width": f"{100 * count / whole:.3f}", "text": name}
+
+
+def changed_answers(rows: Sequence[Row], limit: int, length: int) -> dict:
+    """The answers that got worse or better, as the page's script reads them.
+
+    Args:
+        rows: The comparisons.
+        limit: Most answers of one run; the largest changes come first.
+        length: Characters of one text; longer ones are cut in the middle.
+
+    Returns:
+        `runs`, `others`, `subsets`, `samples` (id and right answer), `texts` and `changes`, which holds for each answer
+        the places of these and the two scores.
+    """
+    texts: dict[str, int] = {}
+    samples: dict[tuple[str, str], int] = {}
+    subsets: dict[str, int] = {}
+    changes = []
+
+    def place(text: str) -> int:
+        cut = text if len(text) <= length else f"{text[: length // 2]} [...] {text[-(length // 2) :]}"
+        return texts.setdefault(cut, len(texts))
+
+    used = [row for row in rows if row.changes]
+    for who, row in enumerate(used):
+        for item in sorted(row.changes, key=lambda item: -abs(item.mine - item.theirs))[:limit]:
+            sample = samples.setdefault((item.sample, shortened(item.expected, length)), len(samples))
+            subset = subsets.setdefault(item.subset, len(subsets))
+            scores = [number(value, row.what.scale) for value in (item.theirs, item.mine)]
+            changes.append([who, int(item.lost), subset, sample, place(item.other_text), place(item.text), *scores])
+    return {
+        "runs": [row.run.label for row in used],
+        "others": [row.other.label for row in used],
+        "subsets": list(subsets),
+        "samples": [list(key) for key in samples],
+        "texts": list(texts),
+        "changes": changes,
+    }
+
+
+def environment(group: Group) -> list[tuple[str, str]]:
+    """Versions, machines, code and dates of the runs; what differs between runs is listed."""
+    records = [run.record for run in group.runs]
+
+    def all_of(values: object) -> str:
+        return "; ".join(sorted({str(value) for value in values if value not in (None, "")})) or "not recorded"
+
+    versions, machines = [r.versions for r in records if r.versions], [r.machine for r in records if r.machine]
+    code = [r.identity.get("code", {}) for r in records]
+    dirty = any(r.git.dirty for r in records)
+    return [
+        ("runs", all_of([f"{min(r.started for r in records)} to {max(r.ended for r in records)}"])),
+        ("kvbench", all_of(v.kvbench for v in versions) + f"; code {all_of(c.get('harness', '')[:12] for c in code)}"),
+        ("git", all_of(r.git.commit[:12] for r in records) + ("; with uncommitted changes" if dirty else "")),
+        ("Python", all_of(v.python for v in versions)),
+        ("torch", all_of(v.torch for v in versions)),
+        ("transformers", all_of(v.transformers for v in versions)),
+        ("lm-eval", all_of(v.lm_eval for v in versions)),
+        ("device", all_of(m.device for m in machines)),
+        ("system", all_of(f"{m.host}, {m.num_cpus} CPUs, {m.num_threads} threads" for m in machines)),
+        ("backend", all_of(r.backend for r in records)),
+        ("batch size", all_of(r.identity.get("batch_size") for r in records)),
+        ("seed", all_of(r.seed for r in records)),
+        ("model", all_of(json.dumps(r.identity.get("model"), sort_keys=True) for r in records)),
+        ("protocol", all_of(json.dumps(r.protocol, sort_keys=True) for r in records)),
+    ]
+
+
+def settings_rows(group: Group) -> list[dict]:
+    """Every run with its state, its method's settings and its folder."""
+    rows = []
+    for run in group.runs:
+        mine = {key: value for key, value in run.record.identity.get("method", {}).items() if key != "_target_"}
+        words = ", ".join(f"{key}={value}" for key, value in mine.items())
+        state = "complete" if run.complete else f"incomplete, {run.progress}"
+        odd = [f"{count} {name}" for name in ("oom", "nan") if (count := getattr(run.record.counts, name))]
+        rows.append(
+            {"label": run.label, "state": ", ".join([state, *odd]), "settings": words or "none", "folder": run.name}
+        )
+    return rows
+
+
+def picture_words(panel: Panel, axis: str) -> str:
+    """What a picture shows, for who cannot see it."""
+    places = standing(panel, axis)
+    front = [point.label for point in panel.points if places.get(point.key) == "frontier"]
+    beaten = sum(place == "dominated" for place in places.values())
+    return (
+        f"{panel.title}: {panel.what.title} against {AXES[axis].title} for {len(places)} runs. On the frontier: "
+        f"{', '.join(front)}. Beaten beyond chance: {beaten}. All numbers are in the table of methods."
+    )
+
+
+def reference_words(group: Group, rows: Sequence[Row]) -> str:
+    """One sentence before the changed answers."""
+    if group.reference is None:
+        return f"There is no run of method={FULL} here, so no answer can be called lost."
+    total = sum(len(row.changes) for row in rows)
+    lost = sum(row.num_lost for row in rows)
+    return f"Samples whose value differs from the reference's: {lost} lost and {total - lost} gained, over all runs."
