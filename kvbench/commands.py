@@ -3,7 +3,7 @@
 A command's YAML is its whole documentation: `python -m kvbench <command> --help` prints it.
 """
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from kvbench import listing
 from kvbench.errors import unknown_name
@@ -57,7 +57,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(listing.conf_folder()), version_base="1.3"):
-            return compose(f"command/{name}", arguments)
+            return _with_choices(compose(f"command/{name}", arguments, return_hydra_config=True))
     except (HydraException, OmegaConfBaseException) as error:
         _check_keys(name, arguments)
         raise explain(error, arguments) from error
@@ -65,13 +65,23 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         GlobalHydra.instance().clear()
 
 
+def _with_choices(composed: DictConfig) -> DictConfig:
+    """The settings without Hydra's own; `_choices_` holds the name taken of every group, such as `method: diffkv`."""
+    with open_dict(composed):
+        chosen = composed.pop("hydra").runtime.choices
+        if named := {group: chosen[group] for group in listing.GROUPS if group in chosen}:
+            composed._choices_ = named
+    return composed
+
+
 def _check_keys(name: str, arguments: list[str]) -> None:
     """Name the first word whose key the command does not have; silent when all keys exist."""
     own = OmegaConf.load(listing.conf_folder() / "command" / f"{name}.yaml")
-    if "defaults" in own:  # it takes an experiment's settings too, and `explain` knows those
-        return
     for word in arguments:
         node, prefix = own, ""
+        top = word.lstrip("+~").partition("=")[0].partition(".")[0]
+        if "defaults" in own and top not in own:  # it takes an experiment's settings too, and `explain` knows those
+            continue
         for part in word.partition("=")[0].lstrip("+~").split("."):
             known = [prefix + str(item) for item in node if not str(item).startswith("_")] if node else []
             if prefix + part not in known:

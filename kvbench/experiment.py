@@ -1,12 +1,13 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import identity, listing, provenance
+from kvbench import calibration, identity, listing, provenance
 from kvbench.errors import unknown_name
 from kvbench.journal import Key
 from kvbench.parts import Parts
@@ -98,8 +99,11 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     Raises:
         ValueError: A setting is out of range, or data or weights are missing.
     """
+    cfg = _with_calibration(cfg)
     policy = parts.make_policy(cfg.method)  # first: a bad setting should not cost a model load
     model = parts.load_model(cfg.model)
+    for note in calibration.notes(cfg.method, model, policy):
+        print(note, file=sys.stderr, flush=True)
     task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
     check_requests(task)
     engine = parts.make_engine(cfg, model, policy)
@@ -145,9 +149,20 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     )
 
 
+def _with_calibration(cfg: DictConfig) -> DictConfig:
+    """The configuration with the settings of the calibration file that it names."""
+    method, found = calibration.apply(cfg.method)
+    if found is None:
+        return cfg
+    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    changed.method = method
+    return changed
+
+
 def _method_settings(cfg: DictConfig, policy: object) -> dict:
     """What the YAML says plus the policy's own fields, so that a default that is only in the code counts too."""
     settings = OmegaConf.to_container(cfg, resolve=True)
+    settings.pop(calibration.KEY, None)  # where the numbers come from changes no answer
     if dataclasses.is_dataclass(policy):
         settings |= {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
     return settings

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from kvbench import calibration
 from kvbench.requests import Outcome, Request
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
@@ -77,6 +78,8 @@ class KvbenchLM(LM):
         self._parts = default_parts()
         self.policy = self._parts.make_policy(self.cfg.method)
         self.model = self._parts.load_model(self.cfg.model)
+        for note in calibration.notes(self.cfg.method, self.model, self.policy):
+            _log.warning(note)
         self.protocol = Protocol.from_mapping(self.cfg.protocol)
         self._device = self.model.device
         self._rendered = False

@@ -33,14 +33,18 @@ def make_policy(cfg: DictConfig) -> object:
     """Build the policy that `_target_` names.
 
     Args:
-        cfg: The method group: `_target_` and the policy's fields.
+        cfg: The method group: `_target_`, the policy's fields, and `calibration`, a file whose settings replace some.
 
     Raises:
-        ValueError: The class does not exist, a field is unknown, or a value is out of range.
+        ValueError: The class does not exist, a field is unknown, a value is out of range, or the file does not fit.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import get_class, instantiate
 
+    from kvbench import calibration
+
+    cfg, _ = calibration.apply(cfg)
+    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != calibration.KEY])
     try:
         known = [item.name for item in fields(get_class(cfg._target_)) if item.init]
     except (ImportError, ValueError, TypeError) as error:

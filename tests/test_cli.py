@@ -117,10 +117,10 @@ def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
         (["task=longbnch"], "task=longbnch does not exist. Did you mean longbench? Known: longbench, longctx."),
         (["model=llama"], "model=llama does not exist."),
         (["-m", "method=snapkv,kiwi"], "method=kiwi does not exist. Did you mean kivi?"),
-        (["method.ration=0.5"], "key=method.ration does not exist. Did you mean method.ratio? Known: method.levels, "),
+        (["method.ration=0.5"], "key=method.ration does not exist. Did you mean method.ratio? Known: method."),
         (
             ["method=snapkv", "method.budgte=1"],
-            "Did you mean method.budget? Known: method.budget, method.ratio. (method=snapkv)",
+            "Did you mean method.budget? Known: method.budget, method.calibration, method.ratio. (method=snapkv)",
         ),
         (["-m", "method=snapkv,kivi", "method.budget=1"], "key=method.budget does not exist."),
         (["method.levels.hihg=2"], "key=method.levels.hihg does not exist. Did you mean method.levels.high?"),
