@@ -112,7 +112,7 @@ def make_cfg(folder: Path, **changes) -> OmegaConf:
     plain["method"] = {"_target_": "graded.Graded", "alpha_h": 1.0, "alpha_l": 0.02, "window": 64, "calibration": None}
     del plain["_target_"]
     plain["calibrate"]["grid"] = {"alpha_h": [0, 1, 2, 3], "alpha_l": [0, 0.01, 0.02]}
-    plain["calibrate"] |= {"resamples": 199, "tie": 0.0}
+    plain["calibrate"] |= {"resamples": 199, "tie": 0.0, "tuning_samples": 6, "held_out_samples": 12}
     cfg = OmegaConf.create(plain)
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=True)
