@@ -12,6 +12,7 @@ from kvbench.evidence.costs import AXES, Cost, Interval, cost_of
 from kvbench.evidence.pairing import Measure, Sample, measure, num_samples, strata
 from kvbench.evidence.published import PublishedPoint
 from kvbench.evidence.runs import Group, StoredRun
+from kvbench.intervals import YES_NO, paired_difference
 
 ENOUGH = 0.9  # a run that lacks more than a tenth of the samples is not drawn: it would take them from all others
 
@@ -139,7 +140,8 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
                 score=stats.mean([values[:, index] for values in scores]),
                 score_interval=_interval([values[:, index] for values in scores], score_draws[:, index]),
                 quality=stats.mean([values[:, index] for values in quality]),
-                interval=_interval([values[:, index] for values in quality], draws[:, index]),
+                interval=_interval([values[:, index] for values in quality], draws[:, index])
+                or (_unseen(scores, index, column) if column not in (None, index) else None),
                 draws=draws[:, index],
                 costs={name: column[index] for name, column in costs.items() if column[index] is not None},
                 names=[run.name],
@@ -163,6 +165,14 @@ def _key(run: StoredRun) -> str:
 def _interval(values: Sequence[np.ndarray], draws: np.ndarray) -> Interval | None:
     error = stats.standard_error(values)
     return stats.percentiles(draws, error[1]) if error else None
+
+
+def _unseen(scores: Sequence[np.ndarray], index: int, column: int) -> Interval | None:
+    """Newcombe's interval where no yes-or-no answer differs: a bootstrap has no width there, which is not no doubt."""
+    if not all(np.isin(values[:, [index, column]], YES_NO).all() for values in scores):
+        return None
+    found = paired_difference({str(place): list(map(tuple, v[:, [index, column]])) for place, v in enumerate(scores)})
+    return (found.low, found.high)
 
 
 def _set_band(panel: Panel, repeats: Sequence[str]) -> None:

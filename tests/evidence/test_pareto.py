@@ -54,6 +54,8 @@ def test_points_and_their_standing(sweep):
     assert low < -1 / 80 < high
     assert points["dear"].quality == pytest.approx(-24 / 80) and points["full"].quality == 0
     assert points["dear"].interval[0] < -24 / 80 < points["dear"].interval[1] < 0
+    # No answer of fp8 differs, and that still leaves room for doubt.
+    assert points["fp8"].interval[0] < 0 < points["fp8"].interval[1] and points["full"].interval is None
     assert points["fp8"].costs["resident"].value == pytest.approx(0.5)
     assert points["fp8"].costs["average"].value == pytest.approx(0.45)
     assert points["fp8"].costs["time"].value == pytest.approx(0.2 / 5)
