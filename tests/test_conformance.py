@@ -17,6 +17,7 @@ from conformance_helpers import (
     SHAPES,
     distinct,
     fields_of,
+    having,
     lossless_of,
     policy_of,
     protected,
@@ -96,13 +97,27 @@ def full_logits(tiny_model):
 def test_lossless_settings_equal_full(full_logits, name, heads):
     """With its lossless settings a method gives the full cache's logits (1e-4 in fp32) after 1, 33 and 90 tokens and
     along 16 more, with 1, 3 and 7 query heads per KV head."""
-    changes = lossless_of(name)
+    check_lossless(name, heads, lossless_of(name), *full_logits(heads, tier_of(name)))
+
+
+@pytest.mark.parametrize("name", having("granularity"))
+def test_copies_per_query_head_lose_nothing_either(full_logits, name):
+    """With the KV heads repeated, as official code does, the lossless settings give the same logits."""
+    check_lossless(
+        name, "gqa7", lossless_of(name) | {"granularity": "q_head"}, *full_logits("gqa7", tier_of(name))
+    )  # fmt: skip
+
+
+def tier_of(name) -> str:
+    """The tier that the lossless settings of a method store, `native` wherever it can."""
+    return "native" if policy_of(name, **lossless_of(name)).tiers[0].native else "fp16"
+
+
+def check_lossless(name, heads, changes, loaded, prompts, forced, want) -> None:
+    """A method at the given settings keeps every token and gives the wanted logits (1e-4 in fp32)."""
     assert changes or name == "full", f"conf/method/{name}.yaml needs a line '# lossless: key=value ...'"
-    policy = policy_of(name, heads, **changes)
-    tier = "native" if policy.tiers[0].native else "fp16"
-    loaded, prompts, forced, want = full_logits(heads, tier)
     reports = []
-    got = forced_logits(loaded, policy, prompts, forced, reports)
+    got = forced_logits(loaded, policy_of(name, heads, **changes), prompts, forced, reports)
     for a, b, prompt, (_, kept) in zip(want, got, prompts, reports, strict=True):
         assert (a - b).abs().max() < 1e-4
         assert sum(kept["slots_per_tier"]) == (len(prompt) + 16) * kept["lists"]

@@ -50,4 +50,6 @@ def test_300_tokens_from_short_and_long_prompts(tiny_model, name):
         assert held["peak_bytes"] >= held["resident_bytes"] and held["peak_bytes"] >= held["average_bytes"] > 0
         assert held["fp16_bytes"] == (num_tokens + 300) * 4 * 64 * 4
         assert 0 < kept["slot_ratio"] <= 1 and sum(kept["slots_per_tier"]) <= (num_tokens + 300) * kept["lists"]
+        fields = 4 * len(policy.score.track)  # score and position, four bytes each
+        assert held["track_bytes"] == fields * sum(kept["slots_per_tier"])
         assert policy.check_outcome(vars(outcome)) is None
