@@ -9,6 +9,8 @@ in order (T slots of D channels):
 - V scale, V zero: fp16 [groups, T]
 - score: fp32 [T], when tracked
 - pos: int32 [T], when tracked
+- K low, K high: elements [D], the smallest and largest value per key channel of the page, where steps choose pages by
+  them
 
 16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so
 every region starts on a multiple of 16 bytes without padding. Scores and positions lie inside the page, behind
@@ -144,6 +146,7 @@ class PageFormat:
     Args:
         slot: The slot format.
         page_bytes: Page size, a multiple of 16 that holds at least one quantum of slots.
+        bounds: Every page carries the bounds of its keys per channel.
 
     Raises:
         ValueError: The page is too small or not a multiple of 16.
@@ -151,21 +154,27 @@ class PageFormat:
 
     slot: SlotFormat
     page_bytes: int
+    bounds: bool = False
 
     def __post_init__(self) -> None:
         if self.page_bytes % 16:
             raise ValueError(f"page_bytes={self.page_bytes} must be a multiple of 16")
         if self.tokens_per_page < 1:
-            need = self.slot.quantum_bytes
+            need = self.slot.quantum_bytes + self.bounds_bytes
             raise ValueError(
                 f"page_bytes={self.page_bytes} is below one group of {self.slot.token_quantum} slots ({need} B); "
                 f"set store.page_bytes={-(-need // 16) * 16} or more, or auto"
             )
 
+    @property
+    def bounds_bytes(self) -> int:
+        """Bytes of the bounds of one page."""
+        return 2 * self.slot.head_dim * self.slot.dtype.itemsize * self.bounds
+
     @cached_property
     def tokens_per_page(self) -> int:
         """Slots T per page."""
-        return self.page_bytes // self.slot.quantum_bytes * self.slot.token_quantum
+        return (self.page_bytes - self.bounds_bytes) // self.slot.quantum_bytes * self.slot.token_quantum
 
     @cached_property
     def regions(self) -> dict[str, tuple[int, int]]:
@@ -184,6 +193,8 @@ class PageFormat:
             "score": 4 * tokens * ("score" in slot.track),
             "pos": 4 * tokens * ("pos" in slot.track),
         }
+        if self.bounds:
+            lengths |= dict.fromkeys(("k_low", "k_high"), self.bounds_bytes // 2)
         table, offset = {}, 0
         for name, length in lengths.items():
             table[name] = (offset, length)
@@ -193,8 +204,7 @@ class PageFormat:
     @property
     def used_bytes(self) -> int:
         """Bytes of a full page that hold something."""
-        offset, length = self.regions["pos"]
-        return offset + length
+        return sum(length for _, length in self.regions.values())
 
     @property
     def fill(self) -> float:

@@ -148,6 +148,40 @@ def _ring_output(
     return torch.matmul(by_token[..., : v_pages.shape[2]], v_pages) + torch.matmul(p_values, ring_v)
 
 
+def choose_pages(
+    q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Literal["mean", "max"]
+) -> TierPages:
+    """The pages of each list that can hold the largest logits, in slot order; the newest page is always one of them.
+
+    A page's bound for a query is the sum over channels of max(q * low, q * high), which no logit in it exceeds.
+
+    Args:
+        q: [S, Hq, D].
+        tier: All pages of each list, with bounds.
+        count: int64 [S] pages to choose per list, >= 1; fewer where a list has fewer.
+        width: The largest of `count`, as a number.
+        group: How the bounds of the query heads of a KV head are reduced.
+
+    Returns:
+        The tier with only the chosen pages: ids [S, H, min(width, m)], and the slots that they hold.
+
+    Source: mit-han-lab/Quest evaluation/quest_attention.py and quest/utils/controller.py.
+    """
+    num_seq, num_heads, num_columns = tier.ids.shape
+    tokens = tier.fmt.tokens_per_page
+    q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
+    low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))
+    bound = reduce_group(torch.matmul(q.clamp(min=0), high) + torch.matmul(q.clamp(max=0), low), group, 2)
+    column, last = torch.arange(num_columns, device=q.device), (tier.num_k - 1)[..., None] // tokens
+    bound = bound.masked_fill(column > last, float("-inf")).masked_fill(column == last, float("inf"))
+    order = bound.argsort(dim=-1, descending=True, stable=True)
+    best = (column < count[:, None, None]).expand_as(order)
+    chosen = torch.zeros_like(best).scatter_(-1, order, best) & (column <= last)
+    first = torch.where(chosen, column, num_columns).sort(-1).values[..., :width].clamp(max=num_columns - 1)
+    held = (chosen.sum(-1) - 1) * tokens + tier.num_k - last[..., 0] * tokens
+    return TierPages(tier.fmt, tier.ids.gather(-1, first), held, held)
+
+
 def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
     """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots."""
     tokens = tier.fmt.tokens_per_page

@@ -19,7 +19,7 @@ def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
     Returns:
         k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P,
         groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, score [P, T] fp32, pos [P, T]
-        int32.
+        int32, k_low and k_high [P, D] elements.
     """
     offset, length = fmt.regions[name]
     raw = pages[:, offset : offset + length]
@@ -33,6 +33,8 @@ def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
         return raw.view(torch.float16).unflatten(1, shape)
     if name in ("v_scale", "v_zero"):
         return raw.view(torch.float16).unflatten(1, (slot.v_groups, tokens))
+    if name in ("k_low", "k_high"):
+        return raw.view(slot.dtype)
     return raw.view(torch.float32 if name == "score" else torch.int32)
 
 
@@ -98,6 +100,29 @@ def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: 
         region(pages, fmt, "v_scale")[page, :, slot] = side.scale
         if not fmt.slot.symmetric:
             region(pages, fmt, "v_zero")[page, :, slot] = side.zero
+
+
+def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
+    """Takes keys into the bounds of their pages; slot 0 begins a page anew.
+
+    Args:
+        page: int64 [M] page ids.
+        slot: int64 [M] slots within the page.
+        k: [M, D], as they are written.
+        distinct: No page comes twice, as in a decode step; then nothing is sorted.
+    """
+    k = k.to(fmt.slot.dtype)
+    if distinct:
+        ids, fresh, low, high = page, slot == 0, k, k
+    else:
+        ids, inverse = page.unique(return_inverse=True)
+        index, shape = inverse[:, None].expand_as(k), (len(ids), k.shape[1])
+        fresh = torch.zeros(len(ids), device=k.device).index_add_(0, inverse, (slot == 0).float()) > 0
+        low = k.new_full(shape, float("inf")).scatter_reduce_(0, index, k, "amin")
+        high = k.new_full(shape, float("-inf")).scatter_reduce_(0, index, k, "amax")
+    for name, new, widest in (("k_low", low, torch.minimum), ("k_high", high, torch.maximum)):
+        view = region(pages, fmt, name)
+        view[ids] = torch.where(fresh[:, None], new, widest(new, view[ids]))
 
 
 def write_tracked(

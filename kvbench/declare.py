@@ -1,9 +1,11 @@
-"""What a method declares: precision tiers, attention statistics, residual buffer, budget. Methods import these from
+"""What a method declares: precision tiers, attention statistics, residual buffer, reads. Methods import these from
 `kvbench.policy`."""
 
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from kvbench.budget import Budget
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 
@@ -195,62 +197,34 @@ class Residual:
             raise ValueError(f"residual={self.num_tokens} must be >= 1 token")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How much of the cache a method may keep: a ratio, tokens per KV head, or bytes per sequence.
+@dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """Which pages decode steps read, for methods that keep every token and read some of them.
 
-    Written in a config as 0.25 (ratio in (0, 1]), 256 (tokens, an integer >= 2) or `8MiB` (bytes; B, KiB, MiB, GiB).
+    Every page carries the smallest and the largest value of each key channel. A step reads the pages with the largest
+    bound on a logit, sum over channels of max(q * smallest, q * largest), and always the newest page.
+
+    Args:
+        budget: Tokens read per KV head and step; a ratio refers to the prompt.
+        page_tokens: Slots per page, a multiple of 8.
+        min_pages: Pages read at least, >= 1.
+        dense_layers: First layers that read everything.
+        group_reduce: How the bounds of a KV head's query heads are reduced.
     """
 
-    value: float
-    unit: Literal["ratio", "tokens", "bytes"]
+    budget: Budget
+    page_tokens: int = 16
+    min_pages: int = 3
+    dense_layers: int = 2
+    group_reduce: Literal["mean", "max"] = "max"
 
-    @staticmethod
-    def parse(text: "float | int | str | Budget") -> "Budget":
-        """Reads a budget.
-
-        Raises:
-            ValueError: The text is none of the three forms, or out of range.
-        """
-        if isinstance(text, Budget):
-            return text
-        rule = "write a ratio in (0, 1], a whole number of tokens >= 2, or bytes such as 8MiB"
-        match = re.fullmatch(r"\s*([0-9.]+)\s*(B|KiB|MiB|GiB)\s*", str(text))
-        if match:
-            scale = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]]
-            return Budget(float(match[1]) * scale, "bytes")
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(f"budget={text!r} is not a budget; {rule}") from None
-        if 0 < value <= 1:
-            return Budget(value, "ratio")
-        if value >= 2 and value == int(value):
-            return Budget(value, "tokens")
-        raise ValueError(f"budget={text} is out of range; {rule}")
-
-    def tokens(self, num_tokens: int, lists: int, token_bytes: float) -> int:
-        """Tokens per list, >= 1, that the budget allows a sequence with a prompt of `num_tokens`.
-
-        Args:
-            num_tokens: Prompt length, which a ratio refers to.
-            lists: Layers x KV heads.
-            token_bytes: Bytes of one slot.
-
-        Raises:
-            ValueError: A byte budget is below one token per list.
-        """
-        if self.unit == "ratio":
-            return max(1, int(self.value * num_tokens + 1e-9))  # 0.3 * 10 must give 3, not 2
-        if self.unit == "tokens":
-            return int(self.value)
-        tokens = int(self.value / (lists * token_bytes))
-        if tokens < 1:
-            raise ValueError(
-                f"budget={int(self.value)}B holds less than one token per KV head ({lists} lists x {token_bytes:g} B); "
-                "raise it"
-            )
-        return tokens
+    def __post_init__(self) -> None:
+        if self.page_tokens < 8 or self.page_tokens % 8:
+            raise ValueError(f"page_tokens={self.page_tokens} must be a multiple of 8 and >= 8")
+        if self.min_pages < 1 or self.dense_layers < 0:
+            raise ValueError(f"min_pages={self.min_pages} must be >= 1 and dense_layers={self.dense_layers} >= 0")
+        if self.group_reduce not in ("mean", "max"):
+            raise ValueError(f"group_reduce={self.group_reduce!r} must be 'mean' or 'max'")
 
 
 def check_granularity(granularity: str) -> None:

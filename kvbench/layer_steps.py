@@ -23,7 +23,8 @@ def prepare(store: "CompressedStore", step: "Step") -> Any | None:
     spec, backend = store.policy.score, store.backend
     if backend.open_step is None or (spec.statistic != "probability" and (spec.decode_update or spec.track)):
         return None
-    if store.policy.position_mode == "pre_rope":  # keys are rotated between buffer and page, which no backend does yet
+    # No such operation rotates keys between buffer and page, nor chooses the pages that it reads.
+    if store.policy.position_mode == "pre_rope" or store.policy.reading is not None:
         return None
     shape = (len(step.rows), *store.table.shape[1:])
     tiers, ring = _tiers(store, step, shape), None

@@ -124,6 +124,8 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
             f"store.track={list(track)} cannot be kept behind a residual buffer, whose tokens have no such fields; "
             "set store.track=[]"
         )
+    if policy.reading is not None:
+        return (_readable_format(policy, slots, options),)
     size = choose_page_bytes(slots) if options.page_bytes == "auto" else int(options.page_bytes)
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:
@@ -131,3 +133,28 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
             f"store.budget_bytes={options.budget_bytes} is below one page ({size} B); raise it or set store.page_bytes"
         )
     return formats
+
+
+def _readable_format(policy: Policy, slots: list[SlotFormat], options: StoreOptions) -> PageFormat:
+    """Pages of as many slots as the policy's `ReadSpec` says, each with the bounds of its keys.
+
+    Raises:
+        ValueError: The policy or the options do not go with pages that are chosen by bounds.
+    """
+    moves = policy.acts_in_decode or policy.compact_every or policy.score.decode_update
+    if moves or policy.residual is not None or len(slots) > 1 or policy.position_mode != "absolute":
+        raise ValueError(
+            f"{type(policy).__name__}: pages are read by bounds only where every token stays in the one tier it was "
+            "written to, with its position, and no scores are updated"
+        )
+    if options.page_bytes != "auto":
+        raise ValueError(
+            f"store.page_bytes={options.page_bytes}: the method fixes {policy.reading.page_tokens} tokens per page; "
+            "set store.page_bytes=auto"
+        )
+    needed = policy.reading.page_tokens // slots[0].token_quantum * slots[0].quantum_bytes
+    bounds = 2 * slots[0].head_dim * slots[0].dtype.itemsize
+    page = PageFormat(slots[0], -(-(needed + bounds) // 16) * 16, bounds=True)
+    if options.budget_bytes is not None and options.budget_bytes < page.page_bytes:
+        raise ValueError(f"store.budget_bytes={options.budget_bytes} is below one page ({page.page_bytes} B); raise it")
+    return page

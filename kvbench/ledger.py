@@ -31,6 +31,8 @@ class RowMeter:
         sum_bytes: Sum of resident bytes over decode steps.
         sum_ratio: Sum over decode steps of resident bytes over the fp16 bytes of the same tokens.
         steps: Decode steps.
+        read_bytes: Where steps choose what to read: bytes that attention read, the bounds included.
+        readable_bytes: Bytes that it would have read of everything.
     """
 
     peak_bytes: int = 0
@@ -38,6 +40,8 @@ class RowMeter:
     sum_bytes: float = 0.0
     sum_ratio: float = 0.0
     steps: int = 0
+    read_bytes: float = 0.0
+    readable_bytes: float = 0.0
     prompt_slots: dict = field(default_factory=dict)
 
 
@@ -70,9 +74,9 @@ def itemise(store: "CompressedStore", row: int) -> dict[str, int]:
     """The ledger of one row; the items sum to `resident_bytes`.
 
     Returns:
-        `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes` scores
-        and positions; `slack_bytes` unused bytes of the row's pages; `residual_bytes` tokens in the rings;
-        `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters; `free_list_bytes` one
+        `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes` scores,
+        positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes` tokens in the
+        rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters; `free_list_bytes` one
         free-list entry per page; `resident_bytes` their sum.
     """
     lists = store.lists_of(torch.tensor([row], device=store.tokens_seen.device))
@@ -80,14 +84,15 @@ def itemise(store: "CompressedStore", row: int) -> dict[str, int]:
     num_pages = 0
     for tier, fmt in enumerate(store.formats):
         held = store.table.num_slots[tier, lists].long()
-        num_pages += int((-(-held // fmt.tokens_per_page)).sum())
+        pages = int((-(-held // fmt.tokens_per_page)).sum())
+        num_pages += pages
         keys = values = int(held.sum())
         if store.residual is not None:
             keys, values = int(store.residual.num_k[lists].sum()), int(store.residual.num_v[lists].sum())
         slot = fmt.slot
         total["payload_bytes"] += keys * slot.k_code_bytes + values * slot.v_code_bytes
         total["quant_meta_bytes"] += round(keys * slot.k_meta_bytes + values * slot.v_meta_bytes)
-        total["track_bytes"] += int(held.sum()) * slot.track_bytes
+        total["track_bytes"] += int(held.sum()) * slot.track_bytes + pages * fmt.bounds_bytes
     filled = total["payload_bytes"] + total["quant_meta_bytes"] + total["track_bytes"]
     total["slack_bytes"] = num_pages * store.pool.page_bytes - filled
     total["free_list_bytes"] = num_pages * store.pool.free_list.element_size()
@@ -108,8 +113,8 @@ def report(store: "CompressedStore", row: int) -> tuple[dict, dict]:
         ledger: items, `average_bytes` and `average_ratio` over decode steps, `peak_bytes`, `staging_peak_bytes`,
             `fp16_bytes` of the
         same tokens, `ratio` = resident / fp16, `payload_ratio` = payload / fp16.
-        kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), and the prompt's
-            slots.
+        kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), the prompt's
+            slots, and `read_ratio` = bytes read / bytes held over decode steps where steps choose what to read.
     """
     items, meter = itemise(store, row), store.meters[row]
     seen = int(store.tokens_seen[row])
@@ -134,4 +139,6 @@ def report(store: "CompressedStore", row: int) -> tuple[dict, dict]:
         "slot_ratio": int(sum(c.sum() for c in counts)) / (seen * store.lists_per_row),
         **meter.prompt_slots,
     }
+    if meter.readable_bytes:
+        kept["read_ratio"] = meter.read_bytes / meter.readable_bytes
     return ledger, kept

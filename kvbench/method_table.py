@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from kvbench import listing
-from kvbench.kernels.format import SlotFormat
+from kvbench.kernels.format import PageFormat
 from kvbench.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.policy import ALL_QUERIES, Policy
 
@@ -17,12 +17,13 @@ HEAD = """# Methods
 Generated from the code by `make docs`; a test keeps it so. Every setting can be changed from the command line:
 `method.<setting>=<value>`; the defaults below are those of `conf/method/<name>.yaml`.
 
-Memory is per KV head of one layer, in bytes: codes or 16-bit elements, scales and zeros, tracked scores and positions.
-d is the head dim, N the prompt's tokens, T the generated ones, B the budget in tokens (a mean where heads or layers
-share it), n0 and n1 the tokens that a method without a budget leaves in its tiers, R the most tokens in a 16-bit
-buffer, which is allocated whole. The figures after it are one token's bytes at d = 64 / 128, where an FP16 token takes
-4 d = 256 / 512. Started pages, page tables and the free list come on top; every result itemises them. With
-`granularity=q_head`, the repeat-KV behaviour of official code, all of it counts per query head.
+Memory is per KV head of one layer, in bytes: codes or 16-bit elements, scales and zeros, tracked scores and positions,
+a token's share of the bounds of its page. d is the head dim, N the prompt's tokens, T the generated ones, B the budget
+in tokens (a mean where heads or layers share it), n0 and n1 the tokens that a method without a budget leaves in its
+tiers, R the most tokens in a 16-bit buffer, which is allocated whole. The figures after it are one token's bytes at d
+= 64 / 128, where an FP16 token takes 4 d = 256 / 512. Started pages, page tables and the free list come on top; every
+result itemises them. With `granularity=q_head`, the repeat-KV behaviour of official code, all of it counts per query
+head.
 """
 
 
@@ -54,18 +55,27 @@ def acts(policy: Policy) -> str:
         times.append("when the budget is full")
     elif policy.compact_every:
         times.append(f"every {policy.compact_every} steps")
+    if policy.reading is not None:
+        spec = policy.reading
+        share = "of the prompt's tokens" if spec.budget.unit == "ratio" else spec.budget.unit
+        times.append(f"every step reads {spec.budget.value:g} {share} in pages of {spec.page_tokens}")
     if policy.residual is not None:
         spec = policy.residual
         times.append(f"as tokens leave a 16-bit buffer of {spec.num_tokens}, {spec.when.replace('_', ' ')}")
     return ", ".join(times) or "never (stores every token at its precision)"
 
 
-def formats(policy: Policy, head_dim: int) -> list[SlotFormat]:
-    """How one token is stored in each tier."""
+def formats(policy: Policy, head_dim: int) -> list[PageFormat]:
+    """How tokens are stored in each tier."""
     shape = ModelShape(
         num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=torch.device("cpu")
     )
-    return [page.slot for page in compile_formats(policy, shape, StoreOptions())]
+    return list(compile_formats(policy, shape, StoreOptions()))
+
+
+def token_bytes(page: PageFormat) -> float:
+    """Bytes of one token, its share of the bounds of its page included."""
+    return page.slot.slot_bytes + page.bounds_bytes / page.tokens_per_page
 
 
 def slots(policy: Policy) -> list[str]:
@@ -84,14 +94,15 @@ def slots(policy: Policy) -> list[str]:
 def memory(policy: Policy) -> str:
     """Bytes of one KV head as a formula in d, and of one token in figures."""
     terms, figures = [], []
-    for count, small, large in zip(slots(policy), formats(policy, 64), formats(policy, 128), strict=True):
-        per_channel = (large.slot_bytes - small.slot_bytes) / 64
-        fixed = small.slot_bytes - 64 * per_channel
+    for count, *pages in zip(slots(policy), formats(policy, 64), formats(policy, 128), strict=True):
+        small, large = map(token_bytes, pages)
+        per_channel = (large - small) / 64
+        fixed = small - 64 * per_channel
         each = ("d" if per_channel == 1 else f"{per_channel:g} d") + (f" + {fixed:g}" if fixed else "")
         if policy.residual is not None:
             count = count.replace(")", " - R)")
         terms.append(f"{count} ({each})" if fixed else f"{count} {each}")
-        figures.append(f"{small.slot_bytes:g} / {large.slot_bytes:g}")
+        figures.append(f"{small:g} / {large:g}")
     if policy.residual is not None:
         terms.append(f"4 R d, R = {policy.residual.num_tokens}")
     return f"{' + '.join(terms)}; {', '.join(figures)}"

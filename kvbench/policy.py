@@ -22,6 +22,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - scissorhands: k16v16; last w, counts below 1 / n, decode update; head; the least often low; `plan_compact` when full.
 - tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
 - knorm: any tier; key norms, no query; head; the smallest norms; append.
+- quest: any token tier; none; head; all; append, and a `ReadSpec`: steps read the pages with the largest bounds.
 - random: any tier; none; head; a seeded choice; append.
 - duo_attention: any tier; none; head; all tokens or sinks and recent, by a table; as streaming_llm for some heads.
 """
@@ -40,110 +41,26 @@ from kvbench.allot import (
     rank_descending,
     share_with_cap,
 )
+from kvbench.budget import Budget
 from kvbench.declare import (
     ALL_QUERIES,
     ALLOWED_BITS,
-    Budget,
+    ReadSpec,
     Residual,
     ScoreSpec,
     Tier,
     check_granularity,
     window_score,
 )
+from kvbench.plan_views import DecodeView, PrefillView
 from kvbench.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 
 __all__ = [
     "ALLOWED_BITS", "ALL_QUERIES", "APPEND", "EVICT", "Budget", "CompactPlan", "DecodePlan", "DecodeView",
-    "Extreme", "Policy", "PrefillPlan", "PrefillView", "Residual", "ScoreSpec", "SlotArrays", "Tier",
+    "Extreme", "Policy", "PrefillPlan", "PrefillView", "ReadSpec", "Residual", "ScoreSpec", "SlotArrays", "Tier",
     "check_granularity", "choose_blocks", "largest_remainder", "num_blocks", "pyramid_budgets", "rank_descending",
     "share_with_cap", "shrink_to_share", "window_score",
 ]  # fmt: skip
-
-
-@dataclass(kw_only=True)
-class PrefillView:
-    """What a policy sees of one prompt.
-
-    Args:
-        num_tokens: Prompt length N.
-        num_layers: Layers of the model.
-        num_kv_heads: KV heads per layer.
-        layers: int64 [V], the layers in this view: one for scope `head` and `layer`, all for scope `model`.
-        score: fp32 [V, H, N] exactly as the `ScoreSpec` says, or None.
-        token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
-    """
-
-    num_tokens: int
-    num_layers: int
-    num_kv_heads: int
-    layers: Tensor
-    score: Tensor | None
-    token_bytes: tuple[float, ...]
-
-    def budget_tokens(self, budget: Budget, tier: int = 0) -> int:
-        """Tokens per KV head that a budget allows in a tier, at least 1 and at most the prompt."""
-        lists = self.num_layers * self.num_kv_heads
-        return min(int(budget.tokens(self.num_tokens, lists, self.token_bytes[tier])), self.num_tokens)
-
-    def filled(self, tier: int) -> Tensor:
-        """An int8 [V, H, N] plan that sends every token to `tier`."""
-        shape = (len(self.layers), self.num_kv_heads, self.num_tokens)
-        return torch.full(shape, tier, dtype=torch.int8, device=self.layers.device)
-
-
-class DecodeView:
-    """What a policy sees before a decode step, for all live sequences (S), layers (L) and KV heads (H) together.
-
-    The store's backend implements it. Scores are those of the steps before.
-
-    Attributes:
-        tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
-        prompt_tokens: int64 [S]: prompt length.
-        prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only where `compact_every` > 0.
-        shape: (S, L, H).
-    """
-
-    tokens_seen: Tensor
-    prompt_tokens: Tensor
-    prompt_slots: Tensor
-    shape: tuple[int, int, int]
-
-    def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
-        """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1."""
-        raise NotImplementedError
-
-    def num_slots(self, tier: int) -> Tensor:
-        """int64 [S, L, H]: slots held in a tier."""
-        raise NotImplementedError
-
-    def argmin(
-        self,
-        tier: int,
-        *,
-        by: Literal["mean", "score", "pos"],
-        before: Tensor | None = None,
-        first: int = 0,
-        over_layer: bool = False,
-    ) -> Extreme:
-        """The slot with the smallest value; ties go to the lower position.
-
-        Args:
-            tier: Which tier to search.
-            by: `score` as stored, `mean` = score / queries counted so far, or `pos`.
-            before: int64 [S]: only slots whose position is smaller.
-            first: Only slots whose position is at least this (sinks below are protected).
-            over_layer: Compare the mean over the layer's heads, the same slot for all of them. For methods that decide
-                once per layer, so that slot i holds the same token in every head.
-        """
-        raise NotImplementedError
-
-    def find(self, tier: int, position: Tensor) -> Extreme:
-        """The slot that holds a position (int64 [S]); its `value` is the mean score."""
-        raise NotImplementedError
-
-    def slots(self, tier: int) -> SlotArrays:
-        """All slots of a tier at once. For planning in bulk (`plan_compact`), not for every step."""
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True)
@@ -151,7 +68,7 @@ class Policy:
     """A cache compression method. Subclasses are dataclasses whose fields are the hyper-parameters.
 
     Class attributes to override: `scope`, `position_mode`, `granularity`, `acts_in_decode`, `compact_every`. Override
-        `tiers`, `score` and `residual` as properties.
+        `tiers`, `score`, `reading` and `residual` as properties.
     """
 
     scope: ClassVar[Literal["head", "layer", "model"]] = "head"
@@ -173,6 +90,11 @@ class Policy:
     def score(self) -> ScoreSpec:
         """The statistics needed; none by default."""
         return ScoreSpec()
+
+    @property
+    def reading(self) -> ReadSpec | None:
+        """Which pages decode steps read; all by default."""
+        return None
 
     @property
     def residual(self) -> Residual | None:

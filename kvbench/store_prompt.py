@@ -106,6 +106,8 @@ def _write(
         page, slot = store.table.lookup(lists[head], tier, ordinal)
         store.backend.write_keys(store.pool.pages, fmt, page, slot, paged_k[head, token])
         store.backend.write_values(store.pool.pages, fmt, page, slot, v[head, token])
+        if fmt.bounds:
+            store.backend.widen_bounds(store.pool.pages, fmt, page, slot, paged_k[head, token], distinct=False)
         if fmt.slot.track:
             value = stored[head, token] if stored is not None else torch.zeros(len(head), device=k.device)
             store.backend.write_tracked(store.pool.pages, fmt, page, slot, value, token)
@@ -158,6 +160,8 @@ def append_chunk(
     paged_k = store.unrotate(k, int(store.tokens_seen[row]) + torch.arange(chunk, device=k.device))
     store.backend.write_keys(store.pool.pages, fmt, page, slot, paged_k.flatten(0, 1))
     store.backend.write_values(store.pool.pages, fmt, page, slot, v.flatten(0, 1))
+    if fmt.bounds:
+        store.backend.widen_bounds(store.pool.pages, fmt, page, slot, paged_k.flatten(0, 1), distinct=False)
     if fmt.slot.track:
         position = int(store.tokens_seen[row]) + torch.arange(chunk, device=k.device)
         score = scores.of_keys(k).flatten() if store.policy.score.statistic == "key_norm" else 0.0

@@ -10,6 +10,7 @@ from kvbench import layer_steps, ledger, scores
 from kvbench.kernels.pool import PoolExhausted
 from kvbench.kernels.torch_attention import Ring
 from kvbench.policy import APPEND, EVICT, DecodePlan
+from kvbench.reads import StepReads
 from kvbench.views import StoreDecodeView
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Step:
         slot: int64 [S, L, H] slot in that page.
         tier: The new token's tier.
         width: Per layer and tier, pages to read.
+        reads: Chooses what to read of each layer, and counts it; None = everything is read.
         flush: Behind a residual buffer: the counts (keys, values) in pages before and after this step, int64 [M] each.
         layers: Does a whole layer in one call, where the backend can; None = operation by operation.
     """
@@ -39,6 +41,7 @@ class Step:
     slot: Tensor | None = None
     tier: int = 0
     width: list[list[int]] = field(default_factory=list)
+    reads: StepReads | None = None
     flush: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     layers: Any | None = None
 
@@ -52,6 +55,7 @@ def begin(store: "CompressedStore", rows: Tensor) -> Step:
         _compact(store, rows)
         step.view = StoreDecodeView(store, rows)
         _apply(store, step, store.policy.plan_decode(step.view))
+        step.reads = StepReads.begin(store, step.view)
     step.layers = layer_steps.prepare(store, step)
     if step.layers is not None:
         return step
@@ -74,9 +78,13 @@ def attend(store: "CompressedStore", step: Step, layer: int, q: Tensor, k: Tenso
     page, slot = step.page[:, layer].flatten(), step.slot[:, layer].flatten()
     store.backend.write_keys(pool.pages, fmt, page, slot, k.flatten(0, 1))
     store.backend.write_values(pool.pages, fmt, page, slot, v.flatten(0, 1))
+    if fmt.bounds:
+        store.backend.widen_bounds(pool.pages, fmt, page, slot, k.flatten(0, 1), distinct=True)
     if spec.statistic == "key_norm" and "score" in fmt.slot.track:
         store.backend.region(pool.pages, fmt, "score")[page, slot] = scores.of_keys(k).flatten()
     tiers, _ = store.layer_pages(step.rows, layer, step.width[layer])
+    if step.reads is not None:
+        tiers = [step.reads.choose(store, layer, q, tiers[0])]
     if store.policy.position_mode == "cache_relative":
         _rotate_to_cache_positions(store, step, tiers)
     out, _, reduced = store.backend.paged_decode(
@@ -95,6 +103,8 @@ def end(store: "CompressedStore", step: Step) -> None:
             new_v.to(torch.int32),
         )
     store.tokens_seen[step.rows] += 1
+    if step.reads is not None:
+        step.reads.meter([store.meters[row] for row in step.rows.tolist()])
     held = ledger.resident_bytes(store, step.rows).tolist()
     for row, seen, resident in zip(step.rows.tolist(), store.tokens_seen[step.rows].tolist(), held, strict=True):
         meter = store.meters[row]

@@ -1,0 +1,59 @@
+"""Quest: everything is kept, and each step reads only the pages that can hold large logits."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbench.policy import Budget, Policy, ReadSpec, Tier
+
+
+@dataclass(kw_only=True)
+class Quest(Policy):
+    """Keeps every token; each decode step reads, per KV head, the pages whose keys' bounds promise the largest logits.
+
+    A page holds `page_tokens` tokens and, per channel, the smallest and the largest value of their keys. It saves
+    reads, not memory: the bounds are held on top of the full cache. `read_ratio` in a result is the share of bytes that
+    attention read while decoding, the bounds included.
+
+    Args:
+        read_budget: Tokens read per KV head and step, whole pages, rounded down: ratio of the prompt, tokens, or bytes.
+        page_tokens: Tokens per page, a multiple of 8.
+        min_pages: Pages read at least, the newest included; >= 1.
+        dense_layers: First layers that read everything; >= 0.
+        group: How the bounds of a KV head's query heads are reduced: `max` or `mean`.
+        tier: Precision of what is kept, a token-axis tier; bounds are of keys before they are quantised.
+
+    Source: Quest (Tang et al. 2024); mit-han-lab/Quest evaluation/quest_attention.py (pages of 16, at least three, two
+        dense layers) and quest/utils/controller.py (the newest page is always read and counts).
+    Differs: one set of pages per KV head by the group's bounds (the original has one query head per KV head, or repeats
+        KV heads); the prompt is read in full, as there.
+    """
+
+    read_budget: float | int | str = 0.25
+    page_tokens: int = 16
+    min_pages: int = 3
+    dense_layers: int = 2
+    group: Literal["max", "mean"] = "max"
+    tier: str = "fp16"
+
+    def __post_init__(self) -> None:
+        self._tier = Tier.parse(self.tier)
+        self._reading = ReadSpec(
+            budget=Budget.parse(self.read_budget),
+            page_tokens=self.page_tokens,
+            min_pages=self.min_pages,
+            dense_layers=self.dense_layers,
+            group_reduce=self.group,
+        )
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self._tier,)
+
+    @property
+    def reading(self) -> ReadSpec:
+        return self._reading
+
+    def check_outcome(self, record: dict) -> str | None:
+        """Bounds of pages cost reads too: more than everything means that choosing among them left nothing out."""
+        ratio = record.get("kept", {}).get("read_ratio", 0.0)
+        return f"attention read {ratio:.3f} of the bytes it holds, which saves nothing" if ratio > 1 else None

@@ -1,0 +1,200 @@
+"""Quest: bounds of pages by hand and by an oracle, and attention that is given only the chosen pages."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from store_helpers import make_store, plain_attention
+
+from kvbench import ledger
+from kvbench.kernels.torch_attention import choose_pages
+from kvbench.kernels.torch_pages import region
+from kvbench.layout import StoreOptions, compile_formats
+from kvbench.methods.quest import Quest
+from kvbench.policy import Policy, ReadSpec
+
+DIM = 16
+
+
+def filled(policy, lengths: list[int], total: int, **shape):
+    """A store whose rows have read prompts of the given lengths, with what was and will be read; one layer."""
+    torch.manual_seed(total)
+    heads = {"num_q_heads": 6, "num_kv_heads": 2} | shape
+    store = make_store(policy, head_dim=DIM, rows=len(lengths), **heads)
+    tensors, rows = [], []
+    for length in lengths:
+        q = 2 * torch.randn(heads["num_q_heads"], total, DIM)
+        k, v = torch.randn(2, heads["num_kv_heads"], total, DIM)
+        rows.append(store.open_row())
+        store.prefill_layer(rows[-1], 0, q[:, :length], k[:, :length], v[:, :length], 0.25)
+        tensors.append((q, k, v))
+    return store, rows, tensors
+
+
+def step(store, rows: list[int], tensors, at: list[int]) -> torch.Tensor:
+    """One decode step of all rows, each at its own position; returns [S, Hq, D]."""
+    q, k, v = (torch.stack([t[i][:, p] for t, p in zip(tensors, at, strict=True)]) for i in range(3))
+    store.begin_step(torch.tensor(rows))
+    out = store.attend(0, q, k, v, 0.25)
+    store.end_step()
+    return out
+
+
+def read_by_hand(q, k, size: int, count: int) -> list[list[int]]:
+    """Tokens that each KV head reads for q [Hq, D] over k [H, n, D]: the newest page and the best others."""
+    chosen = []
+    for head, keys in enumerate(k):
+        pages = [keys[i : i + size] for i in range(0, len(keys), size)]
+        group = q.view(len(k), -1, q.shape[-1])[head]
+        bounds = [max(float(torch.maximum(g * p.amin(0), g * p.amax(0)).sum()) for g in group) for p in pages[:-1]]
+        best = sorted(range(len(bounds)), key=lambda i: (-bounds[i], i))[: count - 1]
+        tokens = [t for page in sorted([*best, len(pages) - 1]) for t in range(page * size, (page + 1) * size)]
+        chosen.append([t for t in tokens if t < len(keys)])
+    return chosen
+
+
+def test_bounds_choose_the_page_that_the_query_points_to():
+    """Three pages of 8 keys with channels 0 and 1 in [1, 2] x [-3, 0], [-5, 0.5] x [0, 1], 0 x 0, then the newest.
+
+    Bounds for the query (1, -1) are 2 + 3 = 5, 0.5 + 0 and 0; for (-1, 1) they are -1 + 0, 5 + 1 = 6 and 0. Values are
+    the page's unit vector, so the output shows which pages were read: the newest and the one with the largest bound.
+    """
+    store = make_store(Quest(read_budget=16, page_tokens=8, min_pages=1, dense_layers=0), head_dim=DIM)
+    k, v = torch.zeros(1, 24, DIM), torch.eye(DIM)[torch.arange(24) // 8][None]
+    k[0, [0, 5], 0], k[0, 1:5, 0], k[0, 6:8, 0], k[0, 3, 1] = torch.tensor([1.0, 2.0]), 1.5, 1.5, -3.0
+    k[0, 8, 0], k[0, 9, 0], k[0, 10, 1] = -5.0, 0.5, 1.0
+    row = store.open_row()
+    store.prefill_layer(row, 0, torch.zeros(1, 24, DIM), k, v, 1.0)
+    for direction, best in (((1.0, -1.0), 0), ((-1.0, 1.0), 1)):
+        q = torch.zeros(1, 1, DIM)
+        q[0, 0, :2] = torch.tensor(direction)
+        store.begin_step(torch.tensor([row]))
+        out = store.attend(0, q, torch.zeros(1, 1, DIM), torch.eye(DIM)[3].view(1, 1, -1), 1.0)[0, 0]
+        store.end_step()
+        assert (out > 0).nonzero()[:, 0].tolist() == [best, 3]
+
+
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("shape", [{}, {"num_q_heads": 2}, {"num_q_heads": 14}])
+def test_steps_equal_attention_over_the_chosen_tokens(size, shape):
+    """30 steps of a long and a short row with 3, 1 and 7 query heads per KV head: outputs are those of an oracle."""
+    count, lengths = 3, [121, 5]
+    policy = Quest(read_budget=count * size, page_tokens=size, min_pages=1, dense_layers=0, tier="native")
+    store, rows, tensors = filled(policy, lengths, 160, **shape)
+    left_out = 0
+    for number in range(30):
+        at = [length + number for length in lengths]
+        out = step(store, rows, tensors, at)
+        for (q, k, v), position, own in zip(tensors, at, out, strict=True):
+            group = q.shape[0] // 2
+            tokens = read_by_hand(q[:, position], k[:, : position + 1], size, count)
+            for head, held in enumerate(tokens):
+                part = slice(head * group, (head + 1) * group)
+                want = plain_attention(q[part, position], k[head : head + 1, held], v[head : head + 1, held], 0.25)
+                assert (own[part] - want).abs().max() < 1e-5
+                left_out += position + 1 - len(held)
+    assert left_out > 1000
+
+
+def test_attention_is_given_only_what_it_reads():
+    """No mask: the kernel gets three page ids per list instead of ten, and the slots that lie in them."""
+    policy = Quest(read_budget=24, page_tokens=8, dense_layers=0)
+    store, rows, tensors = filled(policy, [77], 100)
+    seen = []
+
+    def watching(q, pages, tiers, *arguments, **named):
+        seen.append((tiers[0].ids.clone(), tiers[0].num_k.clone()))
+        return plain(q, pages, tiers, *arguments, **named)
+
+    plain = store.backend.paged_decode
+    store.backend = SimpleNamespace(**(vars(store.backend) | {"paged_decode": watching}))
+    step(store, rows, tensors, [77])
+    ((ids, num_k),) = seen
+    assert ids.shape == (1, 2, 3) and num_k.tolist() == [[22, 22]]  # two whole pages, and 6 of 8 in the tenth
+    step(store, rows, tensors, [78])
+    assert seen[1][1].tolist() == [[23, 23]]
+
+
+def test_rows_may_read_different_shares():
+    """A ratio is of each row's own prompt: 6 and 3 of their pages of 8, the newest included, in one call."""
+    store, rows, tensors = filled(Quest(read_budget=0.5, page_tokens=8, dense_layers=0), [96, 40], 120)
+    step(store, rows, tensors, [96, 40])
+    bounds = 2 * DIM * 2
+    for row, whole, prompt in zip(rows, (5, 2), (96, 40), strict=True):
+        meter, pages = store.meters[row], prompt // 8 + 1
+        assert meter.read_bytes == 2 * ((whole * 8 + 1) * 4 * DIM + pages * bounds)
+        assert meter.readable_bytes == 2 * (prompt + 1) * 4 * DIM
+
+
+def test_what_is_read_is_reported():
+    """The share of bytes read, bounds included, over all steps; exactly 1 in layers that read everything."""
+    for dense, expected in ((1, 1.0), (0, None)):
+        policy = Quest(read_budget=24, page_tokens=8, dense_layers=dense)
+        store, rows, tensors = filled(policy, [80], 100)
+        for position in range(80, 90):
+            step(store, rows, tensors, [position])
+        _, kept = ledger.report(store, rows[0])
+        if expected is None:
+            slots = [16 + position % 8 + 1 for position in range(80, 90)]
+            pages = [position // 8 + 1 for position in range(80, 90)]
+            expected = (sum(slots) * 4 * DIM + sum(pages) * 4 * DIM) / (sum(range(81, 91)) * 4 * DIM)
+        assert kept["read_ratio"] == pytest.approx(expected) and kept["slot_ratio"] == 1.0
+        assert policy.check_outcome({"kept": kept}) is None
+    assert "attention read 1.050" in policy.check_outcome({"kept": {"read_ratio": 1.05}})
+
+
+def test_bounds_follow_every_way_of_writing():
+    """Prompt, appended segment and steps, in pages that another row has used before: smallest and largest key of each
+    page, in fp16 as the keys are stored, and billed."""
+    store, rows, _ = filled(Quest(read_budget=24, page_tokens=8), [50], 60)
+    store.close_row(rows[0])
+    row, (q, k, v) = store.open_row(), (torch.randn(6, 60, DIM), *0.1 * torch.randn(2, 2, 60, DIM))
+    store.prefill_layer(row, 0, q[:, :21], k[:, :21], v[:, :21], 0.25)
+    store.append_chunk(row, 0, q[:, 21:35], k[:, 21:35], v[:, 21:35], 0.25)
+    for position in range(35, 43):
+        step(store, [row], [(q, k, v)], [position])
+    lists = store.lists_of(torch.tensor([row]))
+    ids = store.table.page_ids(lists, 0, 6)
+    for name, want in (("k_low", torch.Tensor.amin), ("k_high", torch.Tensor.amax)):
+        held = region(store.pool.pages, store.formats[0], name)[ids]
+        for page in range(6):
+            assert torch.equal(held[:, page], want(k[:, page * 8 : min(43, page * 8 + 8)].half(), 1))
+    items = ledger.itemise(store, row)
+    assert items["track_bytes"] == 2 * 6 * 2 * DIM * 2 and items["payload_bytes"] == 2 * 43 * 4 * DIM
+
+
+def test_no_logit_exceeds_its_bound():
+    """With one query head and count 2, the page of the largest logit before the newest page has to have a bound at
+    least as large as that logit; the chosen page therefore has one too."""
+    store, rows, tensors = filled(Quest(page_tokens=8, tier="native"), [64], 80, num_q_heads=2)
+    lists = store.lists_of(torch.tensor(rows))
+    (tier,), _ = store.layer_pages(torch.tensor(rows), 0, [8])
+    q, k, _ = tensors[0]
+    low, high = (region(store.pool.pages, tier.fmt, n)[store.table.page_ids(lists, 0, 8)] for n in ("k_low", "k_high"))
+    bound = torch.maximum(q[:, 70, None] * low, q[:, 70, None] * high).sum(-1)
+    logits = torch.einsum("hd,hnd->hn", q[:, 70], k[:, :64]).unflatten(1, (8, 8))
+    assert (bound >= logits.amax(-1) - 1e-4).all()
+    chosen = choose_pages(q[None, :, 70], store.pool.pages, tier, torch.tensor([2]), 2, "max")
+    best = bound[:, :7].argmax(1)
+    ids = tier.ids[0]
+    assert chosen.ids[0].tolist() == [[int(ids[h, best[h]]), int(ids[h, 7])] for h in range(2)]
+
+
+def test_what_does_not_go_with_bounds_is_refused():
+    """A policy that evicts, another page size and bad settings are refused with the rule."""
+
+    class Evicting(Quest):
+        acts_in_decode = True
+
+    with pytest.raises(ValueError, match="Evicting: pages are read by bounds only where every token stays"):
+        make_store(Evicting())
+    store = make_store(Quest())
+    with pytest.raises(ValueError, match=r"page_bytes=4096: the method fixes 16 tokens per page; set.*auto"):
+        compile_formats(Quest(), store.shape, StoreOptions(page_bytes=4096))
+    with pytest.raises(ValueError, match="page_tokens=12 must be a multiple of 8"):
+        Quest(page_tokens=12)
+    with pytest.raises(ValueError, match="min_pages=0 must be >= 1 and dense_layers=2 >= 0"):
+        Quest(min_pages=0)
+    with pytest.raises(ValueError, match="group_reduce='sum' must be 'mean' or 'max'"):
+        Quest(group="sum")
+    assert Policy().reading is None and isinstance(Quest().reading, ReadSpec)
