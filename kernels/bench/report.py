@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,11 +48,15 @@ class Bench:
         self.what, self.settings, self.device, self.cells = what, settings, device, cells
         self.environment = machine.describe(device, backend)
         self.notes = machine.doubts(self.environment, getattr(settings, "clock", "wall"), backend)
-        self.bandwidth = machine.Bandwidth(device)
         self.rounds = getattr(settings, "rounds", 1) + 1  # with the one that warms up
         self._found: list[dict] = []
         self._done, self._started = 0, time.time()
         self._progress, self._label = quiet, ""
+
+    @cached_property
+    def bandwidth(self) -> machine.Bandwidth:
+        """The probe, made when a cell first asks for it: it takes a gigabyte."""
+        return machine.Bandwidth(self.device)
 
     def todo(self, progress: Progress) -> Iterator[dict]:
         """The cells in turn, with the thread count of each in force; restores the count at the end."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -107,8 +106,3 @@ def read_document(path: Path) -> dict:
         raise ValueError(f"load={path} is not a document of kvbench bench")
     check_document(document)
     return document
-
-
-def warn(text: str) -> None:
-    """A line on stderr."""
-    print(text, file=sys.stderr, flush=True)

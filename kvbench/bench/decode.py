@@ -101,8 +101,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
     if settings.prefill_rounds:
         cells.insert(0, {"phase": "prompt", "batch": 1, **base})
     bench = report.begin("decode", settings, device, backend, cells)
-    torch.set_num_threads(settings.num_threads)
-    peaks = measure_peaks(settings, device, bench.notes) if settings.peak else {}
+    peaks = measure_peaks(settings, device, bench.notes, progress) if settings.peak else {}
     model = choices.make_model(settings.model, device)
     for cell in bench.todo(progress):
         bench.stage("reading prompts")
@@ -126,7 +125,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
     return document
 
 
-def own_kinds(settings: Settings, notes: list[str] | None = None) -> dict[str, str]:
+def own_kinds(settings: Settings) -> dict[str, str]:
     """Names of the rows that are transformers' own, and the cache of each that can be had here."""
     kinds = {OWN: "dynamic"}
     for kind in OWN_CACHES[1:] if settings.quantised else ():
@@ -237,10 +236,14 @@ def prompt_variants(settings: Settings, model: LoadedModel) -> list[Variant]:
     return variants
 
 
-def measure_peaks(settings: Settings, device: str, notes: list[str]) -> dict[str, int]:
+def measure_peaks(
+    settings: Settings, device: str, notes: list[str], progress: report.Progress = report.quiet
+) -> dict[str, int]:
     """Bytes that reading one prompt adds at its worst moment, its cache included; each in a fresh process."""
     found = {}
-    for name in [*own_kinds(settings), *settings.methods]:
+    names = [*own_kinds(settings), *settings.methods]
+    for name in names:
+        progress(0, 1, f"peak memory of a prompt, {name}")
         order = {
             "model": settings.model, "device": device, "context": settings.context, "name": name,
             "kind": own_kinds(settings).get(name), "kernels": settings.kernels, "threads": settings.num_threads,

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from kvbench.bench import choices
 from kvbench.bench.decode import BASELINES, OWN, REFERENCE_TOLERANCE, WholeModel, tolerance
 from kvbench.bench.decoders import OwnDecoder, StoreDecoder
@@ -63,7 +61,6 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         "threads": settings.num_threads if device == "cpu" else 0,
     }  # fmt: skip
     bench = report.begin("throughput", settings, device, backend, [cell])
-    torch.set_num_threads(settings.num_threads)
     model = choices.make_model(settings.model, device)
     text = choices.sample_tokens(model, DISTINCT_PROMPTS, settings.context + settings.new_tokens)
     for _ in bench.todo(progress):

@@ -4,15 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.kernels.bench import machine, manager, prefill, report, settings
+from kvbench.kernels.bench import manager, prefill, report, settings
 from kvbench.kernels.dispatch import get_backend
-
-
-@pytest.fixture(autouse=True)
-def small_probe(monkeypatch):
-    """A bandwidth probe that costs nothing."""
-    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
-
 
 # Prompts.
 

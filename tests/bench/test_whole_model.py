@@ -7,17 +7,11 @@ import torch
 
 from kvbench.bench import choices, decode, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StoreDecoder
-from kvbench.kernels.bench import machine, report
+from kvbench.kernels.bench import report
 from kvbench.kernels.dispatch import get_backend
 
 MODEL = "random preset=tiny num_layers=2 dtype=float32"
 COMMON = {"model": MODEL, "context": 96, "rounds": 2, "steps": 1, "threads": [1], "kernels": "torch", "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def small_probe(monkeypatch):
-    """A bandwidth probe that costs nothing."""
-    monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +41,21 @@ def test_decode_measures_prompts_and_every_batch():
     assert 2 * elements <= rows["full"]["cache_bytes"] < 2.6 * elements
     assert rows["snapkv budget=0.5 window=8"]["cache_bytes"] < rows["full"]["cache_bytes"]
     assert show.render(document)
+
+
+def test_thread_count_is_given_back():
+    """A bench at one thread leaves the process with the threads that it had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        settings = decode.Settings(
+            **COMMON, methods=["full"], batches=[1], prefill_rounds=0, peak=False, quantised=False
+        )
+        document = decode.run(settings)
+        assert torch.get_num_threads() == before + 1
+        assert document["cells"][0]["cell"]["threads"] == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_both_decoders_give_the_same_logits(model):
