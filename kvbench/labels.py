@@ -25,11 +25,15 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
         same = {other.hash: other.identity for other in records if other.method == record.method}
         words = _differing(record.identity.get("method", {}), [item.get("method", {}) for item in same.values()])
         words += _differing({key: record.identity.get(key) for key in APART}, list(same.values()))
-        words = words or ([record.hash[:6]] if len(same) > 1 else [])
         labels.append(separator.join([record.method, *([" ".join(words)] if words else [])]))
-    return labels
+    names = {}
+    for label, record in zip(labels, records, strict=True):
+        names.setdefault(label, set()).add(record.hash)
+    pairs = zip(labels, records, strict=True)  # what was cut short may not tell two runs apart
+    return [f"{label} {record.hash[:6]}" if len(names[label]) > 1 else label for label, record in pairs]
 
 
 def _differing(settings: dict, others: Sequence[dict]) -> list[str]:
     """The settings that are not the same in all others, as key=value."""
-    return [f"{key}={value}" for key, value in settings.items() if any(other.get(key) != value for other in others)]
+    found = [(key, str(value)) for key, value in settings.items() if any(other.get(key) != value for other in others)]
+    return [f"{key}={text if len(text) <= 24 else text[:22] + '..'}" for key, text in found]

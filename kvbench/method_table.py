@@ -122,7 +122,9 @@ def arguments(doc: str) -> dict[str, str]:
 
 
 def yaml_value(value: object) -> str:
-    """A setting as the YAML file has it."""
+    """A setting as the YAML file has it; of a long list its length."""
+    if OmegaConf.is_list(value) and len(str(value)) > 60:
+        return f"[{len(value)} entries]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -21,7 +21,7 @@ class DuoAttention(Policy):
     Args:
         table: Path of a file with one line per layer and one number per KV head, parted by tabs, commas or blanks (the
             authors' full_attention_heads.tsv), or of a .json file with a list of lists; or the list of lists itself.
-            There is no default: gates belong to one model.
+            Gates belong to one model; the YAML's are the embedded model's, measured by `python -m kvbench gates`.
         sparsity: Share of heads that stream, those with the lowest gates, in [0, 1]; null = those with a gate <= 0.5.
         sinks: First tokens that streaming heads keep; >= 0.
         recent: Last tokens that streaming heads keep; >= 1.
@@ -65,13 +65,15 @@ class DuoAttention(Policy):
         if self.table is None:
             raise ValueError(
                 "method.table=null: duo_attention needs the gates of this model; give a file of "
-                f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH"
+                f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH; "
+                "`python -m kvbench gates` measures them"
             )
         found = tuple(self._streams.shape)
         if found != (num_layers, num_kv_heads):
             raise ValueError(
                 f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
-                f"{num_kv_heads} KV heads; gates belong to one model, give those of this one"
+                f"{num_kv_heads} KV heads; gates belong to one model, give those of this one "
+                "(`python -m kvbench gates` measures them)"
             )
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:

@@ -22,3 +22,10 @@ def test_labels_fall_back():
     assert label_runs([run("h2o", "a", 0, budget=1), run("h2o", "b", 1, budget=1)]) == ["h2o seed=0", "h2o seed=1"]
     assert label_runs([run("h2o", "abcdefgh"), run("h2o", "12345678")]) == ["h2o abcdef", "h2o 123456"]
     assert label_runs([run("h2o", "a"), run("h2o", "a")]) == ["h2o", "h2o"]
+
+
+def test_long_settings_are_cut():
+    """A table of numbers does not fill the line, and two that begin alike are told apart by the hash."""
+    first, second = [[0.25] * 9, [0.5]], [[0.25] * 9, [0.75]]
+    labels = label_runs([run("duo", "aaaaaaaa", table=first), run("duo", "bbbbbbbb", table=second)])
+    assert labels == ["duo table=[[0.25, 0.25, 0.25, 0... aaaaaa", "duo table=[[0.25, 0.25, 0.25, 0... bbbbbb"]
