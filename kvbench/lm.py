@@ -14,6 +14,7 @@ from lm_eval.api.registry import register_model
 
 from kvbench import calibration
 from kvbench.requests import Outcome, Request
+from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.prompts import PromptBuilder, generation_rules, template_settings
@@ -105,16 +106,19 @@ class KvbenchLM(LM):
         )
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
-        """Answer each prompt; an answer that could not be computed is empty and logged."""
-        asked = [self._generation_request(str(place), instance) for place, instance in enumerate(requests)]
+        """Answer each prompt; an answer that could not be computed is empty and logged, and thoughts are left out."""
+        built = [self._generation_request(str(place), instance) for place, instance in enumerate(requests)]
+        asked = [request for request, _ in built]
         outcomes = self._run(asked, fidelity_max_tokens=0)
         texts = []
         for place, instance in enumerate(requests):
             outcome = outcomes[str(place)]
             if outcome.status != "ok":
                 _log.warning("%s: sample %d counts as an empty answer (%s)", outcome.status, place, outcome.message)
-            texts.append(outcome.text)
-            self.cache_hook.add_partial("generate_until", instance.args, outcome.text)
+            opened = built[place][1]
+            text = (after_thinking(outcome.text, opened) or "") if opened or self._rendered else outcome.text
+            texts.append(text)
+            self.cache_hook.add_partial("generate_until", instance.args, text)
         return texts
 
     def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -162,7 +166,8 @@ class KvbenchLM(LM):
             "compress; use tasks of type generate_until, loglikelihood or multiple_choice"
         )
 
-    def _generation_request(self, sample_id: str, instance: "Instance") -> Request:
+    def _generation_request(self, sample_id: str, instance: "Instance") -> tuple[Request, bool]:
+        """The request, and whether its prompt ends inside thoughts."""
         text, generation = instance.args
         own = metadata_of(instance.task_name or "")
         if own is not None and self._rendered:
@@ -173,9 +178,10 @@ class KvbenchLM(LM):
         rules, protocol = generation_rules(generation, self.protocol, own)
         builder = PromptBuilder(self.model, protocol, rules, rendered=self._rendered)
         border = _border(text, instance.doc, own)
-        return builder.build(
+        request = builder.build(
             sample_id=sample_id, subset=instance.task_name or "", context=text[:border], question=text[border:]
         )
+        return request, builder.opens_thoughts(request)
 
     def _run(self, requests: list[Request], fidelity_max_tokens: int) -> dict[str, Outcome]:
         from omegaconf import OmegaConf

@@ -1,5 +1,7 @@
 """Thinking on and off: the template's switch, its labels, and thoughts that are not graded."""
 
+from types import SimpleNamespace
+
 import pytest
 from longbench_rows import row, write
 from problem_rows import folder_of
@@ -90,3 +92,30 @@ def test_longbench_grades_what_follows_the_thoughts(thinker, tmp_path) -> None:
     assert loaded.score(loaded.requests[0], "in the box") == {"score": 0.0}  # thoughts without an end
     doc = {"answers": ["x = '</think>'"], "all_classes": None}
     assert metrics.score_code_similarity(doc, ["x = '</think>'"])["score"] == 1.0
+
+
+def test_lm_eval_gets_answers_without_thoughts(monkeypatch) -> None:
+    """In a rendered chat, and behind a prompt that opens thoughts, only what follows their end is handed out."""
+    from lm_eval.api.instance import Instance
+
+    from kvbench.lm import KvbenchLM
+
+    lm = KvbenchLM(
+        model="random", **{"model.preset": "tiny", "model.num_layers": 2, "model.device": "cpu", "backend": "torch"}
+    )
+    said = iter(["why</think>so", "why", "a <think>b", "a</think>b"])
+    monkeypatch.setattr(
+        lm, "_run", lambda asked, **settings: {
+            request.sample_id: SimpleNamespace(status="ok", text=next(said)) for request in asked
+        }
+    )  # fmt: skip
+
+    def answers(*prompts: str) -> list[str]:
+        places = enumerate(prompts)
+        return lm.generate_until(
+            [Instance("generate_until", {}, (text, {"max_gen_toks": 4}), n, ("x", n, 1)) for n, text in places]
+        )
+
+    assert answers("Think. <think>\n", "Think. <think>\n", "Plain text") == ["so", "", "a <think>b"]
+    lm._rendered = True
+    assert answers("<s>user</s>") == ["b"]
