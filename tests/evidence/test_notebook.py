@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_notebook_prints_what_it_shows(monkeypatch, capsys):
     """Every code cell runs in order, and what it prints is what the committed notebook shows."""
     shown = []
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(version_info=(9, 0)))
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=shown.append))
     monkeypatch.chdir(ROOT / "notebooks")
     notebook = json.loads((ROOT / "notebooks/frontier.ipynb").read_text())
