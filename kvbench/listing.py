@@ -100,7 +100,13 @@ def list_text(wanted: list[str], width: int = 100) -> str:
 def help_text() -> str:
     """The answer to `kvbench --help`."""
     lines = "\n".join(f"  {name:<10} {text}" for name, text in commands().items())
-    groups = "\n".join(f"  {group + '=':<12} {' '.join(options(group)) or '(none yet)'}" for group in GROUPS)
+    groups = "\n".join(
+        textwrap.fill(
+            f"  {group + '=':<12} {' '.join(options(group)) or '(none yet)'}", 120, subsequent_indent=" " * 15,
+            break_long_words=False, break_on_hyphens=False,
+        )
+        for group in GROUPS
+    )  # fmt: skip
     tree = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
     keep, skip = [], False
     for line in tree.splitlines()[1:]:

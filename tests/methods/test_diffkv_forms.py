@@ -4,13 +4,13 @@ import pytest
 import torch
 from golden_helpers import read_prompt
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from store_helpers import golden, held_positions, held_scores, make_store
 from test_diffkv_artifact import store_of
 from test_golden import ALL_LATER, LAST_FOUR
 
 from kvbench import ledger, listing
 from kvbench.methods.diffkv import DiffKV
+from kvbench.parts import make_policy
 
 # Bytes of a token and KV head at d=128, score and position included: methods.md 10.4, where the released code has the
 # pair; the mirrors follow from the same formula.
@@ -19,8 +19,9 @@ RAW_BYTES = {"k8v4": 208, "k4v2": 112, "k8v2": 176, "k4v1": 96, "k4v8": 208, "k2
 
 def preset(name: str, **changes) -> DiffKV:
     """The policy of a published protocol."""
+    changed = [f"method.{key}={value}" for key, value in changes.items()]
     with initialize_config_dir(str(listing.conf_folder()), version_base="1.3"):
-        return instantiate(compose("config", overrides=[f"experiment={name}"]).method, **changes)
+        return make_policy(compose("config", overrides=[f"experiment={name}", *changed]).method)
 
 
 def answered(policy, prompt: int, steps: int, head_dim: int):
