@@ -135,7 +135,7 @@ class Engine:
                 generator = random if request.temperature > 0 else None
                 rows.append((Row(own, request, repeat, logits, answer, generator=generator), sample))
             if reference is not None:
-                meter = FidelityMeter(self._gold(request), reference)
+                meter = FidelityMeter(self._gold(request), reference, exact_first=len(request.segments) == 1)
                 rows.append((Row(self._open_row(row), request, -1, logits, meter=meter), sample))
             for index, tokens in enumerate(request.choices):
                 forced = Row(self._open_row(row), request, -1, logits, meter=ChoiceMeter(tokens), choice=index)

@@ -41,10 +41,13 @@ class FidelityMeter:
     Args:
         gold: The continuation.
         reference: fp32 [len(gold), vocabulary] log-probabilities of the full, uncompressed cache for each gold token.
+        exact_first: The first gold token is predicted by the prompt's own forward pass; False when the end of the
+            prompt was already read through the compressed cache.
     """
 
     gold: tuple[int, ...]
     reference: Tensor
+    exact_first: bool = True
     nll: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     agree: list[bool] = field(default_factory=list)
@@ -68,23 +71,23 @@ class FidelityMeter:
     def report(self) -> dict:
         """The journal's `fidelity` record.
 
-        The first gold token is predicted by the prompt's own forward pass, which is exact for every method; it counts
-        in the NLL and the gold match, but KL and agreement are over the tokens after it, which were read from the
-        compressed cache.
+        A first gold token that is predicted by the prompt's own forward pass, which is exact for every method, counts
+        in the NLL and the gold match, but KL and agreement are over the tokens that were read from the compressed
+        cache.
 
         Returns:
-            `nll`, `nll_full` (mean per token, nats), `kl_mean`, `kl_max` (nats; None with a single token),
+            `nll`, `nll_full` (mean per token, nats), `kl_mean`, `kl_max` (nats; None without such a token),
             `top1_agreement`, `gold_argmax_share`, `gold_exact` (0 or 1), `num_tokens`.
         """
         count = len(self.nll)
         full = -self.reference[torch.arange(count), torch.tensor(self.gold[:count], device=self.reference.device)]
-        through_cache = self.kl[1:]
+        through_cache, agree = self.kl[self.exact_first :], self.agree[self.exact_first :]
         return {
             "nll": sum(self.nll) / count,
             "nll_full": float(full.mean()),
             "kl_mean": sum(through_cache) / len(through_cache) if through_cache else None,
             "kl_max": max(through_cache) if through_cache else None,
-            "top1_agreement": sum(self.agree[1:]) / len(through_cache) if through_cache else None,
+            "top1_agreement": sum(agree) / len(through_cache) if through_cache else None,
             "gold_argmax_share": sum(self.hit) / count,
             "gold_exact": float(all(self.hit)),
             "num_tokens": count,

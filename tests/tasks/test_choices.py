@@ -111,3 +111,13 @@ def test_an_empty_prompt_is_what_begins_a_text(make_model, tokenizer) -> None:
     assert request.segments == ((tokenizer.bos_token_id,),)
     other = SimpleNamespace(tokenizer=tokenizer, max_tokens=9, name="x")
     assert choice_request(other, **KEYS, context=" ", continuations=["A"]).choices == request.choices
+
+
+def test_the_right_choice_is_compared_with_the_full_cache() -> None:
+    """Also its first token is read through the pages, so KL and agreement count it; its NLL is the choice's own."""
+    lm = KvbenchLM(method="snapkv", **TINY, **{"method.budget": 16, "method.window": 4})
+    request = choice_request(lm.model, **KEYS, context=CONTEXT, continuations=["A", "B"], gold=1)
+    outcome = lm._run([request], fidelity_max_tokens=4)["x/0"]
+    assert outcome.fidelity["num_tokens"] == 1
+    assert outcome.fidelity["nll"] == pytest.approx(-outcome.choices[1]["loglikelihood"], abs=1e-5)
+    assert outcome.fidelity["kl_mean"] > 1e-4 and outcome.fidelity["top1_agreement"] in (0.0, 1.0)
