@@ -297,15 +297,8 @@ class DevicePages:
                 f"slots with per-channel keys (group {fmt.slot.k_channel_group}) cannot move one by one; evict before "
                 "quantising, or store the tokens in a tier with k_axis=token"
             )
-        width, keep = keep.shape[1], keep.contiguous().view(torch.uint8)
-        sources, targets = (torch.empty(len(lists), width, dtype=torch.int32, device=lists.device) for _ in range(2))
-        counts = torch.empty(len(lists), dtype=torch.int64, device=lists.device)
-        block = min(1024, power_of_two(width))
-        launch(
-            _pair_moves, (len(lists),), lists, keep, self.num_slots, sources, targets, counts, self.num_lists, width,
-            TIER=tier, BLOCK=block,
-        )  # fmt: skip
-        places = byte_map(fmt, tuple(fmt.regions), self.pages.device)
+        sources, targets, counts = self.plan_compaction(lists, tier, keep)
+        width, places = keep.shape[1], byte_map(fmt, tuple(fmt.regions), self.pages.device)
         moves = min(32, power_of_two(width))
         launch(
             _move_listed, (len(lists), -(-width // moves)), self.pages, lists, self._table(tier), sources, targets,
@@ -314,6 +307,24 @@ class DevicePages:
         )  # fmt: skip
         self.truncate(lists, tier, counts)
         return counts
+
+    def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which slots move so that the kept ones become the first ones; nothing is moved yet.
+
+        Args:
+            lists, tier, keep: As in `compact`.
+
+        Returns:
+            source and target slot of every move, int32 [M, n], -1 after the last; the new slot counts, int64 [M].
+        """
+        width, keep = keep.shape[1], keep.contiguous().view(torch.uint8)
+        sources, targets = (torch.empty(len(lists), width, dtype=torch.int32, device=lists.device) for _ in range(2))
+        counts = torch.empty(len(lists), dtype=torch.int64, device=lists.device)
+        launch(
+            _pair_moves, (len(lists),), lists, keep, self.num_slots, sources, targets, counts, self.num_lists, width,
+            TIER=tier, BLOCK=min(1024, power_of_two(width)),
+        )  # fmt: skip
+        return sources, targets, counts
 
     def check(self) -> None:
         """Raises what the device noted since the last check; waits for the device.

@@ -7,6 +7,7 @@ systems keep on the host: a queue of free pages and a Python list of pages per s
 import sys
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -117,7 +118,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
     bench = report.begin("manager", settings, device, backend, cells)
     for cell in bench.todo(progress):
         timer = choose_timer(settings.clock, device, cell["threads"])
-        variants = _OPERATIONS[cell["operation"]](_State(cell["lists"], settings, device))
+        variants = _OPERATIONS[cell["operation"]](_State(cell["lists"], settings, device, backend))
         bench.add(
             measure_cell(
                 cell, variants, baselines=["one by one"], rounds=settings.rounds, seed=settings.seed, timer=timer,
@@ -128,9 +129,9 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
 
 
 class _State:
-    """Both managers with the same lists."""
+    """The managers with the same lists; a backend may bring one that works on its device."""
 
-    def __init__(self, lists: int, settings: Settings, device: str) -> None:
+    def __init__(self, lists: int, settings: Settings, device: str, backend: SimpleNamespace | None = None) -> None:
         generator = torch.Generator().manual_seed(settings.seed)
         size, start = settings.tokens_per_page, settings.start_tokens
         self.start = torch.randint(start, 2 * start + 1, (lists,), generator=generator).to(device)
@@ -145,6 +146,10 @@ class _State:
         self.host = OneByOne(lists * most, size, lists)
         self.host_start = self.start.tolist()
         self.host.reserve(self.host_start)
+        self.kernels = None
+        if hasattr(backend, "DevicePages"):
+            self.kernels = backend.DevicePages(PAGE_BYTES, lists * most, (size,), lists, most, device)
+            self.kernels.reserve(self.lists, 0, self.start)
 
     def pages_agree(self) -> float:
         """0 when both managers hold the same pages in every list, else the share of lists that differ."""
@@ -153,19 +158,37 @@ class _State:
         own = [row[:count] for row, count in zip(ids, counts.tolist(), strict=True)]
         return sum(a != b for a, b in zip(own, self.host.pages, strict=True)) / len(own)
 
+    def kernels_agree(self) -> float:
+        """0 when the manager on the device holds as many slots in every list, and every page once, else 1."""
+        self.kernels.check()
+        counts = self.table.num_pages(0)
+        held = torch.arange(self.table.max_pages, device=counts.device) < counts[:, None]
+        ids = self.kernels.page_ids(self.lists, 0, self.table.max_pages)[held]
+        every = torch.cat([ids, self.kernels.free_ids()]).sort().values
+        same = torch.equal(self.kernels.num_slots, self.table.num_slots)
+        return float(not (same and torch.equal(every, torch.arange(self.pool.num_pages, device=every.device))))
 
-def _pair(state: _State, batched: object, sequential: object) -> list[Variant]:
-    """Both ways, checked by doing each once and comparing every page of every list."""
+
+def _variants(state: _State, batched: object, sequential: object, kernels: object) -> list[Variant]:
+    """All ways, checked by doing each once and comparing every page of every list."""
 
     def check() -> float:
         batched(0)
         sequential(0)
         return state.pages_agree()
 
-    return [
+    def check_kernels() -> float:
+        kernels(0)
+        return state.kernels_agree()
+
+    made = [
         Variant(name="all at once", call=batched, check=check, extra={"lists": len(state.lists)}),
         Variant(name="one by one", call=sequential, extra={"lists": len(state.lists)}),
     ]
+    if state.kernels is not None:
+        extra = {"lists": len(state.lists)}
+        made.append(Variant(name="on the device", call=kernels, check=check_kernels, extra=extra))
+    return made
 
 
 def _grow_and_shrink(state: _State, more: Tensor) -> list[Variant]:
@@ -179,7 +202,11 @@ def _grow_and_shrink(state: _State, more: Tensor) -> list[Variant]:
         state.host.reserve(host_more)
         state.host.truncate(state.host_start)
 
-    return _pair(state, batched, sequential)
+    def kernels(_: int) -> None:
+        state.kernels.reserve(state.lists, 0, more)
+        state.kernels.truncate(state.lists, 0, state.start)
+
+    return _variants(state, batched, sequential, kernels)
 
 
 def _token(state: _State) -> list[Variant]:
@@ -206,7 +233,12 @@ def _compact(state: _State) -> list[Variant]:
         state.host.truncate(count)
         state.host.reserve([a - b for a, b in zip(state.host_start, count, strict=True)])
 
-    variants = _pair(state, batched, sequential)
+    def kernels(_: int) -> None:
+        *_, count = state.kernels.plan_compaction(state.lists, 0, state.keep)
+        state.kernels.truncate(state.lists, 0, count)
+        state.kernels.reserve(state.lists, 0, state.start - count)
+
+    variants = _variants(state, batched, sequential, kernels)
     variants[0].check = _both(variants[0].check, lambda: _moves_differ(state, host_keep))
     return variants
 

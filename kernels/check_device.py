@@ -1,0 +1,423 @@
+"""Checks the Triton backend against the reference on a device: `python -m kvbench.kernels.check_device`.
+
+Needs torch and triton alone. Every operation runs on the device and, by the plain torch reference, in main memory, on
+the same random pages; page bytes must be identical, results within a bound. On a GPU, operations also run under torch's
+detector of synchronisation, and a whole decode step is captured in a CUDA graph and replayed. Exit status 0 when
+everything passed.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.pool import PagePool
+from kvbench.kernels.table import PageTable
+from kvbench.kernels.torch_attention import Ring, TierPages, column_scores
+from kvbench.kernels.torch_pages import region
+
+TRACK = ("score", "pos")
+# Sums are fp32 throughout for fp32 queries. For 16-bit ones, weights (and keys with a scale per channel) are rounded to
+# 11 or 8 bits before they are multiplied; outputs of unit-variance values stay within a few times that.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FORMATS: dict[str, dict] = {
+    "k16v16": {"k_bits": 16, "v_bits": 16},
+    "k16v16 bf16": {"k_bits": 16, "v_bits": 16, "dtype": torch.bfloat16},
+    **{f"k{k}v{v}": {"k_bits": k, "v_bits": v} for k, v in ((8, 8), (8, 4), (4, 4), (4, 2), (2, 2), (2, 1), (1, 1))},
+    "k4v2 symmetric": {"k_bits": 4, "v_bits": 2, "symmetric": True},
+    "k8v4 groups": {"k_bits": 8, "v_bits": 4, "k_groups": 2, "v_groups": 4},
+    "e4m3": {"k_bits": 8, "v_bits": 8, "fp8": True},
+    "kivi 2 bits": {"k_bits": 2, "v_bits": 2, "k_channel_group": 32, "v_groups": 2},
+    "kivi 4 bits, group 24": {"k_bits": 4, "v_bits": 4, "k_channel_group": 24, "v_groups": 4},
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: the largest difference (or the bytes that differ) and what is allowed."""
+
+    name: str
+    difference: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """NaN is no pass."""
+        return self.difference <= self.bound
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where and how much to check.
+
+    Args:
+        device: Where the backend under test works.
+        backend: Its operations.
+        quick: One head dim, short lists and fp32 queries.
+    """
+
+    device: torch.device
+    backend: SimpleNamespace
+    quick: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Slots of the longest list."""
+        return 60 if self.quick else 3000
+
+    @property
+    def kinds(self) -> tuple[tuple[int, torch.dtype, tuple[str, ...]], ...]:
+        """Head dims and query dtypes, and the formats to check with each: every kernel is compiled, a second or two."""
+        few = ("k16v16", "k8v4", "k4v2", "kivi 2 bits")
+        if self.quick:
+            return ((64, torch.float32, few),)
+        return (
+            (64, torch.float32, tuple(FORMATS)), (128, torch.float16, tuple(FORMATS)), (128, torch.bfloat16, few),
+            (80, torch.float32, few),
+        )  # fmt: skip
+
+
+REFERENCE = get_backend("torch")
+
+
+def _format(name: str, head_dim: int) -> PageFormat:
+    slot = SlotFormat(head_dim=head_dim, track=TRACK, **FORMATS[name])
+    return PageFormat(slot, max(64 * head_dim, -(-slot.quantum_bytes // 16) * 16))
+
+
+def _differ(a: Tensor, b: Tensor) -> float:
+    """Largest difference; NaN where only one is NaN."""
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0.0, (a - b).abs()).max()) if a.numel() else 0.0
+
+
+def _bytes(a: Tensor, b: Tensor) -> float:
+    return float((a.cpu() != b.cpu()).sum())
+
+
+@contextmanager
+def _no_synchronisation(device: torch.device) -> Iterator[None]:
+    """On a GPU, an operation that waits for it raises."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _filled(plan: Plan, formats: list[PageFormat], counts: list[Tensor]) -> tuple[Tensor, list[TierPages]]:
+    """Random pages, shuffled, and tiers [S, H] on them, in main memory; unused slots have NaN among their scales."""
+    make = torch.Generator().manual_seed(7)
+    widths = [-(-int(c.max()) // f.tokens_per_page) for f, c in zip(formats, counts, strict=True)]
+    total = sum(w * counts[0].numel() for w in widths) + 3
+    pages = torch.randint(256, (total, formats[0].page_bytes), dtype=torch.uint8, generator=make)
+    order, tiers = torch.randperm(total, generator=make), []
+    for fmt, count, width in zip(formats, counts, widths, strict=True):
+        used = count.numel() * width
+        ids, order = order[:used].view(*count.shape, width), order[used:]
+        tiers.append(TierPages(fmt, ids, count, count))
+        slot = torch.arange(width * fmt.tokens_per_page)
+        page = ids.repeat_interleave(fmt.tokens_per_page, -1).flatten()
+        within = (slot % fmt.tokens_per_page).repeat(count.numel())
+        k, v = (torch.randn(len(page), fmt.slot.head_dim, generator=make) for _ in range(2))
+        REFERENCE.write_keys(pages, fmt, page, within, k)
+        REFERENCE.write_values(pages, fmt, page, within, v)
+        if fmt.regions["v_scale"][1]:
+            dead = (slot >= count[..., None]).flatten()
+            region(pages, fmt, "v_scale")[page[dead], :, within[dead]] = float("nan")
+        region(pages, fmt, "score")[ids.flatten()] = 0.0
+    return pages, tiers
+
+
+def _to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
+    return [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def check_pages(plan: Plan) -> Iterator[Finding]:
+    """Written bytes, read values, demoted and moved slots."""
+    make = torch.Generator().manual_seed(1)
+    for head_dim, _, names in plan.kinds:
+        for name in names:
+            fmt = _format(name, head_dim)
+            run = max(8, fmt.slot.group_tokens)
+            size = fmt.tokens_per_page // run * run
+            page = torch.tensor([4, 1, 3]).repeat_interleave(size)
+            slot = torch.arange(size).repeat(3)
+            k, v = (3 * torch.randn(len(page), head_dim, generator=make) for _ in range(2))
+            v[0] = k[1] = 1.25
+            want = torch.randint(256, (6, fmt.page_bytes), dtype=torch.uint8, generator=make)
+            got = want.to(plan.device, copy=True)
+            where = (page.to(plan.device), slot.to(plan.device))
+            inputs = k.to(plan.device), v.to(plan.device)
+            REFERENCE.write_keys(want, fmt, page, slot, k)
+            REFERENCE.write_values(want, fmt, page, slot, v)
+            with _no_synchronisation(plan.device):
+                plan.backend.write_keys(got, fmt, *where, inputs[0])
+                plan.backend.write_values(got, fmt, *where, inputs[1])
+            yield Finding(f"write {name}, dim {head_dim}: bytes", _bytes(got, want), 0)
+            read = plan.backend.read_slots(got, fmt, *where)
+            known = REFERENCE.read_slots(want, fmt, page, slot)
+            worst = max(_differ(a, b) for a, b in zip(read, known, strict=True))
+            yield Finding(f"read {name}, dim {head_dim}", worst, 0)
+            if not fmt.slot.channel_keys:
+                moves = [torch.tensor(x) for x in ([4, 1], [0, size - 1], [0, 5], [3, 0])]
+                REFERENCE.move_slots(want, fmt, *moves)
+                plan.backend.move_slots(got, fmt, *(x.to(plan.device) for x in moves))
+                yield Finding(f"move {name}, dim {head_dim}: bytes", _bytes(got, want), 0)
+        upper, lower = _format("k8v4", head_dim), _format("k4v2", head_dim)
+        want = torch.randint(256, (4, upper.page_bytes), dtype=torch.uint8, generator=make)
+        page, slot = torch.zeros(8, dtype=torch.int64), torch.arange(8)
+        REFERENCE.write_keys(want, upper, page, slot, torch.randn(8, head_dim, generator=make))
+        REFERENCE.write_values(want, upper, page, slot, torch.randn(8, head_dim, generator=make))
+        got = want.to(plan.device, copy=True)
+        keys, values = REFERENCE.read_slots(want, upper, page, slot)
+        REFERENCE.write_keys(want, lower, page + 2, slot, keys)
+        REFERENCE.write_values(want, lower, page + 2, slot, values)
+        REFERENCE.write_tracked(want, lower, page + 2, slot, *REFERENCE.read_tracked(want, upper, page, slot))
+        plan.backend.demote(got, upper, lower, *(x.to(plan.device) for x in (page, slot, page + 2, slot)))
+        yield Finding(f"demote k8v4 to k4v2, dim {head_dim}: bytes", _bytes(got, want), 0)
+
+
+def _attend(plan: Plan, name: str, formats: list[PageFormat], ring: Ring | None, dtype: torch.dtype,
+            group_size: int) -> Iterator[Finding]:  # fmt: skip
+    """One call with scores returned, and one with scores added to the pages."""
+    make, long = torch.Generator().manual_seed(3), plan.tokens
+    counts = [torch.tensor([[1, long], [formats[0].tokens_per_page, long // 2 + 3]])]
+    counts += [torch.tensor([[0, 5], [long // 3, 0]]), torch.tensor([[3, 0], [1, 17]])][: len(formats) - 1]
+    if ring is not None:
+        group = formats[0].slot.group_tokens
+        counts[0] = (counts[0] + group - 1) // group * group
+        ring.num_tokens = counts[0] + 5
+    pages, tiers = _filled(plan, formats, counts)
+    q = torch.randn(2, 2 * group_size, formats[0].slot.head_dim, generator=make).to(dtype)
+    scale = q.shape[-1] ** -0.5
+    want = REFERENCE.paged_decode(q, pages, tiers, ring, scale, power=1, group="max")
+    moved, there, queries = pages.to(plan.device), _to(tiers, plan.device), q.to(plan.device)
+    on = None if ring is None else Ring(*(x.to(plan.device) for x in (ring.k, ring.v, ring.num_tokens)))
+    with _no_synchronisation(plan.device):
+        got = plan.backend.paged_decode(queries, moved, there, on, scale, power=1, group="max")
+    bound = BOUNDS[dtype]
+    for what, a, b in (("output", got[0], want[0]), ("lse", got[1], want[1])):
+        yield Finding(f"{name}: {what}", _differ(a, b), bound)
+    worst = max(_differ(a, b) for a, b in zip(got[2], want[2], strict=True))
+    yield Finding(f"{name}: scores", worst, bound)
+    for tier, score in zip(tiers, want[2], strict=True):
+        REFERENCE.add_scores(pages, tier, score)
+    with _no_synchronisation(plan.device):
+        plan.backend.paged_decode(queries, moved, there, on, scale, power=1, group="max", accumulate=True)
+    worst = 0.0
+    for tier in tiers:
+        pair = [region(x, tier.fmt, "score")[tier.ids.flatten()] for x in (moved.cpu(), pages)]
+        worst = max(worst, _differ(*pair))
+        for x in (moved, pages):
+            region(x, tier.fmt, "score")[tier.ids.flatten().to(x.device)] = 0.0
+    yield Finding(f"{name}: scores added", worst, bound)
+    yield Finding(f"{name}: other bytes", _bytes(moved, pages), 0)
+
+
+def check_attention(plan: Plan) -> Iterator[Finding]:
+    """Every format and query dtype; three tiers; residual buffers."""
+    for head_dim, dtype, names in plan.kinds:
+        kind = f"dim {head_dim}, {str(dtype).split('.')[1]} queries"
+        for index, name in enumerate(names):
+            yield from _attend(
+                plan, f"attend {name}, {kind}", [_format(name, head_dim)], None, dtype, (4, 1, 3, 7)[index % 4]
+            )
+        three = [_format(name, head_dim) for name in ("k8v4", "k4v2", "k16v16")]
+        size = max(fmt.page_bytes for fmt in three)
+        tiers = [PageFormat(fmt.slot, size) for fmt in three]
+        yield from _attend(plan, f"attend three tiers, {kind}", tiers, None, dtype, 4)
+        make = torch.Generator().manual_seed(5)
+        k, v = (torch.randn(2, 2, n, head_dim, generator=make).to(dtype) for n in (40, 42))
+        ring, fmt = Ring(k, v, torch.zeros(2, 2, dtype=torch.int64)), _format("kivi 2 bits", head_dim)
+        yield from _attend(plan, f"attend kivi 2 bits behind a ring, {kind}", [fmt], ring, dtype, 4)
+
+
+def check_prompts(plan: Plan) -> Iterator[Finding]:
+    """Attention with its log-sum-exp and column scores."""
+    make = torch.Generator().manual_seed(2)
+    for head_dim, dtype, _ in plan.kinds:
+        length = min(plan.tokens, 700)
+        q, k, v = (torch.randn(h, length, head_dim, generator=make).to(dtype) for h in (6, 2, 2))
+        kind, scale = f"dim {head_dim}, {str(dtype).split('.')[1]}", head_dim**-0.5
+        moved = [x.to(plan.device) for x in (q, k, v)]
+        with _no_synchronisation(plan.device):
+            out, lse = plan.backend.attention_with_lse(*moved, scale)
+        grouped = (q.double().unflatten(0, (2, 3)) @ k.double()[:, None].transpose(2, 3)).flatten(0, 1) * scale
+        grouped = grouped.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+        want = (grouped.softmax(-1).unflatten(0, (2, 3)) @ v.double()[:, None]).flatten(0, 1)
+        yield Finding(f"prompt attention, {kind}", _differ(out, want), BOUNDS[dtype])
+        yield Finding(f"prompt lse, {kind}", _differ(lse, grouped.logsumexp(-1)), 1e-5)
+        for queries, skip_near, power in ((-1, 0, 1), (-1, length // 4, 2), (32, 7, 1)):
+            options = {"queries": queries, "skip_near": skip_near, "power": power}
+            plain = {"pool": "none", "pool_kernel": 1, "pool_stage": "after_group", "pool_region": "all"}
+            with _no_synchronisation(plan.device):
+                got = plan.backend.prompt_scores(*moved[:2], scale, **options, **plain, group="max")
+            known = column_scores(q, k, scale, **options).unflatten(0, (2, 3)).amax(1)
+            name = f"column scores {queries}/{skip_near}/{power}, {kind}"
+            yield Finding(name, _differ(got / known.max(), known / known.max()), 1e-5)
+
+
+def check_manager(plan: Plan) -> Iterator[Finding]:
+    """Random takes and returns of many lists, state compared after each; compaction of all of them."""
+    make = torch.Generator().manual_seed(4)
+    fmt = _format("k4v2", 64)
+    size, num = fmt.tokens_per_page, 32_768 if plan.device.type == "cuda" else 300
+    tokens, spare = (size, size), 3 * num
+    pool = PagePool(16, spare, growable=False)
+    table = PageTable(pool, tokens, num, 1, 1, 6)
+    held = plan.backend.DevicePages(pool.page_bytes, spare, tokens, num, 6, plan.device)
+    lists = torch.randperm(num, generator=make)
+    on = lists.to(plan.device)
+    for step in range(6):
+        tier = step % 2
+        count = torch.randint(0, size + 1, (num,), generator=make) // (1 + step)
+        if step in (2, 3):
+            count = torch.minimum(count, table.num_slots[tier, lists].long())
+            table.truncate(lists, tier, count)
+            there = count.to(plan.device)
+            with _no_synchronisation(plan.device):
+                held.truncate(on, tier, there)
+            same = True
+        else:
+            want, there = table.reserve(lists, tier, count), count.to(plan.device)
+            with _no_synchronisation(plan.device):
+                got = held.reserve(on, tier, there)
+            same = torch.equal(got.cpu(), want)
+        held.check()
+        same = same and torch.equal(held.free_ids().cpu(), pool.free_ids())
+        same = same and torch.equal(held.num_slots.cpu(), table.num_slots)
+        name = f"manager, {num} lists, {'truncate' if step in (2, 3) else 'reserve'} tier {tier}: state differs"
+        yield Finding(name, float(not same), 0)
+    yield _compaction(plan, fmt)
+
+
+def _compaction(plan: Plan, fmt: PageFormat) -> Finding:
+    make, num, size = torch.Generator().manual_seed(6), 60, fmt.tokens_per_page
+    pool = PagePool(fmt.page_bytes, 4 * num, growable=False)
+    pool.pages.copy_(torch.randint(256, pool.pages.shape, dtype=torch.uint8, generator=make))
+    table = PageTable(pool, (size,), num, 1, 1, 4)
+    held = plan.backend.DevicePages(fmt.page_bytes, 4 * num, (size,), num, 4, plan.device)
+    held.pages.copy_(pool.pages)
+    lists = torch.arange(num)
+    count = torch.randint(0, 3 * size, (num,), generator=make)
+    table.reserve(lists, 0, count)
+    held.reserve(lists.to(plan.device), 0, count.to(plan.device))
+    keep = torch.rand(num, 3 * size, generator=make) < 0.5
+    owner, source, target, left = table.plan_compaction(lists, 0, keep)
+    moves = [y for x in (source, target) for y in table.lookup(lists[owner], 0, x)]
+    REFERENCE.move_slots(pool.pages, fmt, *moves)
+    table.truncate(lists, 0, left)
+    held.compact(lists.to(plan.device), 0, keep.to(plan.device), fmt)
+    held.check()
+    differ = _bytes(held.pages, pool.pages) + float(not torch.equal(held.free_ids().cpu(), pool.free_ids()))
+    return Finding("manager, compaction: bytes", differ, 0)
+
+
+def check_graph(plan: Plan) -> Iterator[Finding]:
+    """A decode step (reserve, write, attend, add scores) captured in a CUDA graph and replayed equals plain calls."""
+    if plan.device.type != "cuda":
+        return
+    results = []
+    for captured in (False, True):
+        step, held, result = _decode_step(plan)
+        if captured:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()  # compiles, and makes the tables that only a first call makes
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        for _ in range(3 if captured else 4):
+            step()
+        torch.cuda.synchronize()
+        held.check()
+        results.append((result.clone(), held.num_slots.clone(), held.pages.clone()))
+    (out, slots, pages), (again, slots_again, pages_again) = results
+    yield Finding("captured step: output", _differ(again, out), 0)
+    yield Finding("captured step: slots and bytes", _bytes(slots_again, slots) + _bytes(pages_again, pages), 0)
+
+
+def _decode_step(plan: Plan) -> tuple[Callable[[], None], object, Tensor]:
+    """A step over four sequences of two KV heads, its page manager and where it leaves its output."""
+    fmt, head_dim, num = _format("k8v4", 64), 64, 8
+    size = fmt.tokens_per_page
+    make = torch.Generator(plan.device).manual_seed(8)
+    held = plan.backend.DevicePages(fmt.page_bytes, 64, (size,), num, 4, plan.device)
+    held.pages.zero_()
+    lists = torch.arange(num, device=plan.device)
+    one, out = torch.ones_like(lists), torch.zeros(4, 8, head_dim, device=plan.device)
+    q = torch.randn(4, 8, head_dim, generator=make, device=plan.device, dtype=torch.float16)
+    k, v = (torch.randn(num, head_dim, generator=make, device=plan.device, dtype=torch.float16) for _ in range(2))
+
+    def step() -> None:
+        page, slot = held.lookup(lists, 0, held.reserve(lists, 0, one))
+        plan.backend.write_keys(held.pages, fmt, page, slot, k)
+        plan.backend.write_values(held.pages, fmt, page, slot, v)
+        plan.backend.write_tracked(held.pages, fmt, page, slot, 0.0, slot)
+        count = held.num_slots[0].view(4, 2)
+        tier = TierPages(fmt, held.page_ids(lists, 0, 4).view(4, 2, -1), count, count)
+        out.copy_(plan.backend.paged_decode(q, held.pages, [tier], None, 0.1, group="max", accumulate=True)[0])
+
+    return step, held, out
+
+
+CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
+    "pages": check_pages, "attention": check_attention, "prompts": check_prompts, "manager": check_manager,
+    "graph": check_graph,
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the checks, prints one line each, and returns 0 when all passed, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.check_device", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with TRITON_INTERPRET=1 (slow)")
+    parser.add_argument("--only", nargs="*", choices=list(CHECKS), default=list(CHECKS))
+    parser.add_argument("--quick", action="store_true", help="four formats, one head dim, short lists, fp32 queries")
+    chosen = parser.parse_args(argv)
+    device = torch.device(chosen.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees none here; run this on a machine with one", file=sys.stderr)
+        return 2
+    try:
+        backend = get_backend("triton", device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    plan = Plan(device, backend, chosen.quick)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    print(f"{name}, torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}")
+    return report(finding for check in chosen.only for finding in CHECKS[check](plan))
+
+
+def report(findings: Iterator[Finding]) -> int:
+    """Prints findings as they come; 0 when there were some and all passed."""
+    count = failed = 0
+    for finding in findings:
+        count, failed = count + 1, failed + (not finding.passed)
+        verdict = "ok  " if finding.passed else "FAIL"
+        print(f"{verdict} {finding.difference:9.2e} (bound {finding.bound:.0e})  {finding.name}", flush=True)
+    print(f"{count - failed} passed, {failed} failed")
+    return int(failed > 0 or count == 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
