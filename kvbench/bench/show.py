@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from kvbench.progress import PLAIN_EVERY_S, format_bytes, format_seconds
 
 WIDTH = 132
 NONE = "-"
+RATE_ROUNDS = 8  # rounds that the time left is told from
 
 
 class Bar:
@@ -29,7 +31,8 @@ class Bar:
     def __init__(self, what: str) -> None:
         self.what = what
         self._live, self._label = None, ""
-        self._started = self._spoken = time.monotonic()
+        self._spoken = time.monotonic()
+        self._seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -48,7 +51,12 @@ class Bar:
     def update(self, done: int, total: int, label: str) -> None:
         """Takes the number of rounds done and in all, and what is being measured."""
         now = time.monotonic()
-        left = f", {format_seconds((now - self._started) / done * (total - done))} left" if 0 < done < total else ""
+        if not self._seen or self._seen[-1][1] != done:
+            self._seen.append((now, done))
+        # From the last rounds only: what comes before the first one (loading, prompts) says nothing about the rest.
+        (then, before), (latest, _) = self._seen[0], self._seen[-1]
+        known = before < done < total and len(self._seen) > 2
+        left = f", {format_seconds((latest - then) / (done - before) * (total - done))} left" if known else ""
         state = f"{done}/{total} rounds{left}: {label}"
         if self._live is not None:
             self._live.update(self._task, completed=done, total=total, state=state)

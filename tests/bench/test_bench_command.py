@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvbench import commands
-from kvbench.bench import command
+from kvbench.bench import command, show
 from kvbench.cli import main
 from kvbench.kernels.bench import machine
 
@@ -80,6 +80,23 @@ def test_a_file_of_something_else_is_refused(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps({"schema": 1}))
     assert main(["bench", f"load={tmp_path / 'x.json'}"]) == 2
     assert "not a document of kvbench bench" in capsys.readouterr().err
+
+
+def test_time_left_is_told_from_the_last_rounds(monkeypatch, capsys):
+    """A long wait before the first round does not count; nothing is told before two rounds are known."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr(show.time, "monotonic", lambda: clock["now"])
+    with show.Bar("decode") as bar:
+        bar.update(0, 20, "loading")
+        for done, now in ((1, 1000.0), (2, 1002.0), (3, 1004.0), (9, 1016.0)):
+            clock["now"] = now
+            bar.update(done, 20, f"round {done}")
+        for done in range(10, 18):
+            clock["now"] += 2.0
+            bar.update(done, 20, f"round {done}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "decode: 0/20 rounds: loading" and lines[1] == "decode: 1/20 rounds: round 1"
+    assert lines[-1] == "decode: 17/20 rounds, 6 s left: round 17"
 
 
 @pytest.mark.parametrize("name", command.MODULES)
