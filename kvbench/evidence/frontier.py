@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from kvbench.evidence import stats
 from kvbench.evidence.costs import AXES, Cost, Interval, cost_of
+from kvbench.evidence.load import version
 from kvbench.evidence.pairing import Measure, Sample, measure, num_samples, strata
 from kvbench.evidence.published import PublishedPoint
 from kvbench.evidence.runs import Group, StoredRun
@@ -44,6 +45,8 @@ class Panel:
     """All points of one group, or of the average over groups."""
 
     title: str
+    kin: str
+    """Model and version of the code: what panels must share to be averaged."""
     what: Measure
     points: list[Point]
     num_samples: int
@@ -148,7 +151,8 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
             )
         )
     panel = Panel(
-        title=group.title, what=what, points=points, num_samples=len(shared), total=total,
+        title=group.title, kin=f"{group.model}, code {version(group.runs[0])}", what=what, points=points,
+        num_samples=len(shared), total=total,
         freedom=max(1, len(shared) - len(samples)), reference=_key(reference) if reference else None, notes=notes,
     )  # fmt: skip
     repeats = [_key(run) for run in group.repeats if run in runs]
@@ -158,7 +162,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
 
 
 def _key(run: StoredRun) -> str:
-    settings = json.dumps(run.record.identity.get("method"), sort_keys=True)
+    settings = json.dumps([run.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
     return " ".join([run.method, settings, *run.conditions])
 
 
@@ -194,52 +198,3 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
         for point in panel.points:
             point.costs.pop("time", None)
         panel.notes.append(f"no time axis: the runs were made on {len(places)} machines ({', '.join(sorted(places))})")
-
-
-def average(panels: Sequence[Panel]) -> Panel | None:
-    """The mean over groups of what is in all of them, every group with the same weight.
-
-    Returns:
-        None when the groups are fewer than two, measure different things, or have fewer than two points in common.
-    """
-    if len(panels) < 2 or len({(panel.what.scale, panel.what.higher_is_better) for panel in panels}) > 1:
-        return None
-    keys = [point.key for point in panels[0].points if all(panel.find(point.key) for panel in panels)]
-    if len(keys) < 2:
-        return None
-    result = Panel(
-        title=f"mean over {len(panels)}: {'; '.join(panel.title for panel in panels)}",
-        what=panels[0].what,
-        points=[],
-        num_samples=sum(panel.num_samples for panel in panels),
-        total=sum(panel.total for panel in panels),
-        freedom=sum(panel.freedom for panel in panels),
-        reference=panels[0].reference if panels[0].reference in keys else None,
-    )
-    for key in keys:
-        parts = [panel.find(key) for panel in panels]
-        # The resamples of two groups have nothing to do with each other: shift them against each other.
-        draws = sum(np.roll(part.draws, 7 * index) for index, part in enumerate(parts)) / len(parts)
-        costs = {}
-        for name in AXES:
-            if all(name in part.costs for part in parts):
-                rolled = [np.roll(part.costs[name].draws, 7 * index) for index, part in enumerate(parts)]
-                values, mixed = [part.costs[name].value for part in parts], sum(rolled) / len(parts)
-                costs[name] = Cost(value=float(np.mean(values)), interval=stats.percentiles(mixed), draws=mixed)
-        whole = all(part.interval for part in parts)
-        result.points.append(
-            Point(
-                key=key,
-                label=parts[0].label,
-                method=parts[0].method,
-                family=parts[0].family,
-                score=float(np.mean([part.score for part in parts])),
-                score_interval=None,
-                quality=float(np.mean([part.quality for part in parts])),
-                interval=stats.percentiles(draws, result.freedom) if whole else None,
-                draws=draws,
-                costs=costs,
-                names=[name for part in parts for name in part.names],
-            )  # fmt: skip
-        )
-    return result

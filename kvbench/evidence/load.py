@@ -96,7 +96,8 @@ def _question(run: StoredRun) -> str:
     """What two runs must share to be comparable, as text that can be sorted."""
     identity = run.record.identity
     task = {key: value for key, value in identity.get("task", {}).items() if key != "limit"}
-    parts = [task, *(identity.get(name) for name in ("model", "generation", "seed", "fidelity", "store"))]
+    # Not the store: how large pages are changes no answer, and a byte budget is lifted for the full cache.
+    parts = [task, *(identity.get(name) for name in ("model", "generation", "seed", "fidelity"))]
     return json.dumps([run.record.task, run.record.model, *parts], sort_keys=True)
 
 
@@ -156,7 +157,8 @@ def _usable(members: list[StoredRun], notes: list[str]) -> list[StoredRun]:
             notes.append(f"{run.name} is left out: it has no finished sample yet")
         else:
             same = json.dumps(
-                [run.method, run.record.identity.get("method"), run.conditions], sort_keys=True, default=str
+                [run.method, run.record.identity.get("method"), run.record.identity.get("store"), run.conditions],
+                sort_keys=True,
             )
             old = kept.get(same)
             if old is not None:
@@ -189,7 +191,8 @@ def _tell_apart(groups: Sequence[Group]) -> None:
     several = {title for title, count in Counter(group.title for group in groups).items() if count > 1}
     for group in groups:
         if group.title in several and group.runs:
-            group.title += f" data {group.runs[0].record.identity.get('task', {}).get('fingerprint', '')[:6]}"
+            identity = group.runs[0].record.identity
+            group.title += f" data {identity['task'].get('fingerprint', '')[:6]} code {version(group.runs[0])[:8]}"
 
 
 def _name(group: Group) -> None:
@@ -197,11 +200,11 @@ def _name(group: Group) -> None:
     usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0] if group.runs else ()
     for run in group.runs:
         same = [other for other in group.runs if other.method == run.method]
-        mine = run.record.identity.get("method", {})
         words = [
             f"{key}={value}"
-            for key, value in mine.items()
-            if any(other.record.identity.get("method", {}).get(key) != value for other in same)
+            for part in ("method", "store")
+            for key, value in run.record.identity.get(part, {}).items()
+            if any(other.record.identity.get(part, {}).get(key) != value for other in same)
         ]
         words += [
             f"{name.removesuffix('_size')} {value}"

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from kvbench.errors import unknown_name
 from kvbench.evidence import draw, published
+from kvbench.evidence.averages import averages
 from kvbench.evidence.compare_table import number, write_file
 from kvbench.evidence.costs import AXES
 from kvbench.evidence.dominance import standing
-from kvbench.evidence.frontier import Panel, average, build
+from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
 from kvbench.identity import folder_name
@@ -45,7 +46,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
-    """One panel for each group with something to draw, and their average when there are several.
+    """One panel for each group with something to draw, and the averages over several.
 
     Args:
         groups: The runs.
@@ -62,8 +63,7 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
     if not found:
         reasons = [note for group in groups for note in group.notes]
         raise ValueError(f"nothing can be drawn. {' '.join(reasons[:3])}")
-    mean = average(found)
-    return found if mean is None else [*found, mean]
+    return [*found, *averages(found)]
 
 
 def add_published(group: Group, panel: Panel) -> None:
@@ -134,7 +134,7 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
 
 def file_stem(panel: Panel) -> str:
     """The start of a panel's file names."""
-    return folder_name(panel.title.partition(":")[0].replace(" with ", "_")).lower()
+    return folder_name(panel.title.replace(" with ", "_")).lower()
 
 
 def main(cfg: DictConfig) -> int:

@@ -13,9 +13,10 @@ from rich.text import Text
 
 from kvbench.evidence import compare, draw, pareto
 from kvbench.evidence import report_parts as parts
+from kvbench.evidence.averages import averages
 from kvbench.evidence.compare_table import write_file
 from kvbench.evidence.costs import AXES
-from kvbench.evidence.frontier import Panel, average, build
+from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
 from kvbench.progress import format_bytes
@@ -83,7 +84,7 @@ def _group(group: Group, rows: list[compare.Row], panel: Panel | None, notes: li
     }
 
 
-def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], dict | None]:
+def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[dict]]:
     """Compute what the page shows.
 
     Args:
@@ -91,7 +92,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], dict |
         cfg: The settings in conf/command/report.yaml.
 
     Returns:
-        One part for each group, and the mean over them when there are several.
+        One part for each group, and one for each mean over groups.
     """
     found = []
     for group in groups:
@@ -106,21 +107,19 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], dict |
     compare.correct(rows)
     for item, group in zip(found, (group for group in groups if group.runs), strict=True):
         item["table"] = parts.methods_table(group, item["rows"], item["panel"], cfg.margin, len(rows))
-    mean = average([item["panel"] for item in found if item["panel"] is not None])
-    if mean is None:
-        return found, None
-    note = (
-        f"Every group has the same weight. Of {len(found)} groups, the runs that all of them have: {len(mean.points)}."
-    )
-    return found, {"pictures": _pictures(mean, patterns(cfg.axes) or list(AXES)), "note": note}
+    means = averages([item["panel"] for item in found if item["panel"] is not None])
+    for item in found:  # why there is no mean, where there is none
+        item["notes"] += [note for note in (item["panel"].notes if item["panel"] else ()) if note not in item["notes"]]
+    axes = patterns(cfg.axes) or list(AXES)
+    return found, [{"title": p.title, "note": " ".join(p.notes), "pictures": _pictures(p, axes)} for p in means]
 
 
-def page(found: list[dict], means: dict | None, cfg: DictConfig) -> tuple[bytes, str]:
+def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, str]:
     """Make the page, with as many and as long answers as fit.
 
     Args:
         found: Parts of the groups.
-        means: Part of the mean.
+        means: Parts of the means.
         cfg: `title`, `answers`, `answer_length`.
 
     Returns:
@@ -142,7 +141,7 @@ def page(found: list[dict], means: dict | None, cfg: DictConfig) -> tuple[bytes,
         made = _render(found, means, data, cut, cfg)
         if len(made) <= MAX_BYTES:
             return made, cut
-        pictured = [item for item in (*found, means) if item and len(item["pictures"]) > 1]
+        pictured = [item for item in (*found, *means) if len(item["pictures"]) > 1]
         if length > SHORTEST:
             length = max(SHORTEST, length // 2)
         elif limit > FEWEST:
@@ -159,7 +158,7 @@ def page(found: list[dict], means: dict | None, cfg: DictConfig) -> tuple[bytes,
             )
 
 
-def _render(found: list[dict], means: dict | None, data: list[dict], cut: str, cfg: DictConfig) -> bytes:
+def _render(found: list[dict], means: list[dict], data: list[dict], cut: str, cfg: DictConfig) -> bytes:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

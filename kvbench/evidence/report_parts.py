@@ -151,7 +151,7 @@ def tier_bars(group: Group) -> dict:
         evicted = max(0.0, 1.0 - sum(shares.values()))
         parts = [_part(name, share, 1.0, styles[name]) for name, share in shares.items()]
         parts.append(_part("evicted", evicted, 1.0, "evicted"))
-        text = ", ".join(f"{name} {100 * share:.1f} %" for name, share in [*shares.items(), ("evicted", evicted)])
+        text = ", ".join(f"{name} {_percent(share)}" for name, share in [*shares.items(), ("evicted", evicted)])
         rows.append({"label": label, "parts": parts, "text": text})
     return {
         "caption": "Share of all tokens, over layers and KV heads, in each precision at the end of the answer.",
@@ -174,8 +174,8 @@ def byte_bars(group: Group) -> dict:
     for label, mine in items.items():
         whole = sum(mine.values())
         parts = [_part(_words(name), count, widest, styles[name]) for name, count in mine.items() if count]
-        ratio = f"{format_bytes(whole)}, {100 * whole / found[label]['fp16_bytes']:.1f} %: "
-        text = ", ".join(f"{_words(name)} {100 * count / whole:.1f} %" for name, count in mine.items() if count)
+        ratio = f"{format_bytes(whole)}, {_percent(whole / found[label]['fp16_bytes'])}: "
+        text = ", ".join(f"{_words(name)} {_percent(count / whole)}" for name, count in mine.items() if count)
         rows.append({"label": label, "parts": parts, "text": ratio + text})
     return {
         "caption": "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds.",
@@ -183,6 +183,10 @@ def byte_bars(group: Group) -> dict:
         "rows": rows,
         "key": [(_words(name), style) for name, style in styles.items()],
     }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}\u00a0%"  # a line does not break before the sign
 
 
 def _words(name: str) -> str:

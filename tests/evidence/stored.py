@@ -69,15 +69,15 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
         total: Answers the run should have had; those there when not given.
         message: Why it failed.
         changes: `task`, `model`, `backend`, `batch_size`, `harness`, `method_code`, `fingerprint`, `started`, `seed`,
-            `length`; `statuses` (sample number -> status); the rest goes to `sample`, where a function is called with
-            the sample's number.
+            `length`, `store`; `statuses` (sample number -> status); the rest goes to `sample`, where a function is
+            called with the sample's number.
 
     Returns:
         The run's folder.
     """
     known = {"task": "toy", "model": "tiny", "backend": "torch", "batch_size": 4, "harness": "a" * 64, "seed": 0}
     known |= {"method_code": "b" * 64, "fingerprint": "f" * 64, "started": "2026-01-01T00:00:00+00:00", "length": 9}
-    known |= {"statuses": {}}
+    known |= {"statuses": {}, "store": {"page_bytes": "auto"}}
     known |= {key: changes.pop(key) for key in list(changes) if key in known}
     records, number = [], 0
     for subset, values in scores.items():
@@ -92,7 +92,7 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
         | {"protocol": {"query_aware": True, "length": known["length"]}},
         "method": {"_target_": f"kvbench.methods.{method}.X", "tier": "fp16", **(settings or {})},
         "generation": {"temperature": 0.0},
-        "store": {"page_bytes": "auto"},
+        "store": known["store"],
         "fidelity": {"max_tokens": 64},
         "batch_size": known["batch_size"],
         "seed": known["seed"],

@@ -40,6 +40,18 @@ def test_groups_hold_only_what_may_be_compared(tmp_path):
     assert any("length=99" in title for title in groups) and any("seed=5" in title for title in groups)
 
 
+def test_page_sizes_and_byte_budgets_are_settings(tmp_path):
+    """The full cache runs without the byte budget of the others, and is still what they are compared with."""
+    store(tmp_path, "full", SCORES, store={"budget_bytes": None})
+    store(tmp_path, "snapkv", SCORES, store={"budget_bytes": 1000})
+    store(tmp_path, "snapkv", SCORES, store={"budget_bytes": 2000})
+    cfg = settings(tmp_path)
+    (group,) = load_groups(cfg)
+    assert [run.label for run in group.runs] == ["full", "snapkv budget_bytes=1000", "snapkv budget_bytes=2000"]
+    rows, notes = compare.compare_group(group, cfg)
+    assert len(rows) == 2 and not notes
+
+
 def test_filters(tmp_path):
     """Names, patterns and settings choose runs, the full cache stays; what fits nothing says what there is."""
     store(tmp_path, "full", SCORES)

@@ -10,7 +10,8 @@ from stored import flips, store, yes_no
 
 from kvbench.cli import main
 from kvbench.commands import compose_command
-from kvbench.evidence import draw, frontier
+from kvbench.evidence import draw
+from kvbench.evidence.averages import averages
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.layout import Drawing, spread, ticks
 from kvbench.evidence.load import load_groups
@@ -152,9 +153,22 @@ def test_average_over_tasks(sweep):
         assert point.quality == pytest.approx(np.mean([part.quality for part in parts]))
         assert point.costs["resident"].value == pytest.approx(np.mean([p.costs["resident"].value for p in parts]))
     good = next(point for point in mean.points if point.method == "good")
-    widths = [np.ptp(panel.find(good.key).interval) for panel in (mean, second)]
-    assert widths[0] < widths[1]
-    assert frontier.average([toy]) is None
+    parts = [np.ptp(panel.find(good.key).interval) / 2 for panel in (second, toy)]
+    assert np.ptp(good.interval) / 2 == pytest.approx(np.hypot(*parts) / 2, rel=0.05)
+    assert np.std(good.draws) == pytest.approx(
+        np.hypot(*(np.std(panel.find(good.key).draws) for panel in (second, toy))) / 2, rel=0.2
+    )
+    assert mean.title == "mean over 2 groups with tiny" and averages([toy]) == []
+
+
+def test_no_average_over_versions(sweep):
+    """Groups of two versions of the code, or of two models, have no mean, and say why."""
+    for method, ratio in (("full", 1.0), ("good", 0.4)):
+        store(sweep, method, SCORES, task="second", ratio=ratio, harness="0" * 64)
+    cfg = settings(sweep)
+    panels = panels_of(load_groups(cfg), cfg)
+    assert len(panels) == 2
+    assert all("no mean over groups of different models or versions" in "".join(panel.notes) for panel in panels)
 
 
 def test_command_writes_the_same_bytes_twice(sweep, capsys):
