@@ -137,8 +137,10 @@ def test_what_the_loop_cannot_run_is_refused(folder, tmp_path, change, message) 
 
 
 @pytest.mark.parametrize("name", ["mmlu", "mmlu_pro", "gpqa", "hellaswag"])
-def test_missing_data_is_told_in_seconds(name) -> None:
+def test_missing_data_is_told_in_seconds(name, monkeypatch) -> None:
     """lm-eval's own tasks are found without its index; without their data the command that fetches it is named."""
+    import datasets
+    from huggingface_hub import constants
     from omegaconf import OmegaConf
 
     from kvbench import listing
@@ -147,6 +149,10 @@ def test_missing_data_is_told_in_seconds(name) -> None:
     cfg = OmegaConf.load(listing.conf_folder() / "task" / f"{file}.yaml")
     cfg.name = cfg.name or name
     lm = lm_of()
+    # Nobody said that this machine has no network; the hub just does not answer.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"hf download .* --repo-type dataset --local-dir DIR.*task.data_dir=DIR"):
         load_task(cfg, lm.model, limit=1, seed=0)
