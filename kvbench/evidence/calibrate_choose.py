@@ -132,23 +132,23 @@ def accepts(rule: Rule, measured: Measured) -> bool:
 def choose(measured: Sequence[Measured], rule: Rule) -> int | None:
     """Index of the cheapest point that the rule accepts; None when it accepts none.
 
-    Of nearly equal bytes the smaller mean loss, then the earlier value: a threshold that frees no memory should not be
-    paid for.
+    Of nearly equal bytes the earlier, gentler value: a threshold that frees no memory should not be paid for.
     """
-
-    def rank(index: int) -> tuple[float, int]:
-        return measured[index].losses[rule.criterion].value, index
-
     good = [index for index, item in enumerate(measured) if item.within]
     fewest = min((measured[index].resident_bytes for index in good), default=0.0)
-    good = [index for index in good if measured[index].resident_bytes <= (1 + rule.tie) * fewest]
-    return min(good, key=rank) if good else None
+    return next((index for index in good if measured[index].resident_bytes <= (1 + rule.tie) * fewest), None)
 
 
 def beside(points: Sequence[Measured], parameter: str) -> str:
-    """The settings beside a tuned one that are the same at every point, as `alpha_l=0`."""
-    names = [name for name in points[0].settings if name != parameter]
-    return settings_text({n: points[0].settings[n] for n in names if len({p.settings[n] for p in points}) == 1})
+    """The settings beside a tuned one that are the same at every point, as `alpha_l=0`, or follow it."""
+    shown = {}
+    for name in [name for name in points[0].settings if name != parameter]:
+        values = [point.settings[name] for point in points]
+        if len(set(values)) == 1:
+            shown[name] = values[0]
+        elif values == [point.settings[parameter] for point in points]:
+            shown[name] = parameter
+    return settings_text(shown)
 
 
 def settings_text(settings: dict) -> str:

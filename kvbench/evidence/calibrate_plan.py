@@ -45,7 +45,7 @@ class Rule:
         return (
             f"the fewest resident bytes among the values of which {what} is at most {self.margin:g} "
             f"({CRITERIA[self.criterion]}); bytes within {100 * self.tie:g} % of the fewest are a tie, which the "
-            "smaller mean loss wins, then the earlier value of the grid"
+            "earlier, gentler value of the grid wins"
         )
 
 

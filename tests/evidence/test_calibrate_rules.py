@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from kvbench import listing
 from kvbench.evidence.calibrate import cache_bytes, main
-from kvbench.evidence.calibrate_choose import Measured, choose, evaluate, loss
+from kvbench.evidence.calibrate_choose import Measured, accepts, choose, evaluate, loss
 from kvbench.evidence.calibrate_measure import Bench as Sweep
 from kvbench.evidence.calibrate_measure import Point
 from kvbench.evidence.calibrate_plan import Rule, read_plan, split
@@ -86,18 +86,34 @@ def measured(resident, value, high, failed=0):
     [
         ([(500, 0.0, 0.01), (400, 0.05, 0.09), (300, 0.09, 0.2)], 0.0, 1),  # the cheapest within the margin
         ([(500, 0.0, 0.2), (400, 0.05, 0.3)], 0.0, None),
-        ([(400, 0.05, 0.09), (400, 0.04, 0.08), (400, 0.04, 0.08)], 0.0, 1),  # smaller loss, then the earlier value
+        ([(500, 0.0, 0.0), (400, 0.05, 0.09), (400, 0.04, 0.08)], 0.0, 1),  # of equal bytes the gentler value
         ([(400, 0.01, 0.02), (397, 0.05, 0.09)], 0.01, 0),  # 3 bytes of 400 are not worth a loss
         ([(400, 0.01, 0.02), (397, 0.05, 0.09)], 0.0, 1),
         ([(400, 0.01, None), (500, 0.0, 0.0)], 0.0, 1),  # no interval, no proof
         ([(400, 0.01, 0.02, 1), (500, 0.0, 0.0)], 0.0, 1),  # a sample that did not end well
-        ([(300, 0.09, 0.3), (302, 0.01, 0.02), (305, 0.0, 0.01)], 0.01, 2),  # ties count from the fewest accepted
+        (
+            [(308, 0.0, 0.01), (305, 0.0, 0.01), (302, 0.01, 0.02), (300, 0.09, 0.3)],
+            0.01,
+            1,
+        ),  # ties: from the fewest good
     ],
 )
 def test_choice_and_ties(points, tie, best):
-    """Fewest bytes within the margin; near-equal bytes go to the smaller loss, then to the gentler value."""
+    """Fewest bytes within the margin; near-equal bytes go to the gentler value."""
     rule = Rule(**(vars(RULE) | {"tie": tie}))
     assert choose([measured(*point) for point in points], rule) == best
+
+
+@pytest.mark.parametrize(
+    ("value", "high", "proof", "good"),
+    [(0.05, 0.09, "interval", True), (0.05, 0.12, "interval", False), (0.05, 0.12, "mean", True),
+     (0.11, 0.12, "mean", False), (0.05, None, "interval", False), (0.05, None, "mean", True)],
+)  # fmt: skip
+def test_proof_is_by_the_interval_or_by_the_mean(value, high, proof, good):
+    """Non-inferiority asks for the upper end of the interval; the paper's way asks for the mean."""
+    rule = Rule(**(vars(RULE) | {"proof": proof}))
+    assert accepts(rule, measured(400, value, high)) is good
+    assert accepts(rule, measured(400, value, high, failed=1)) is False
 
 
 def point_with(values, scores, task):
