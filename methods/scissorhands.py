@@ -25,17 +25,20 @@ class Scissorhands(Policy):
 
     The prompt is cut to the budget by its last `history` queries. Whenever the budget is full and a token comes in, a
     share of the budget is dropped at once: the tokens that were below 1 / (tokens held) most often since the last drop.
+    The cache thus holds between 1 - `drop` and all of the budget; behind a prompt above it, the first step drops.
 
     Args:
         budget: Most tokens per KV head: ratio of the prompt, tokens, or bytes.
         history: Last prompt queries that count; >= 1.
         recent: Last tokens that are never dropped, as far as the budget allows; >= 0.
         drop: Share of the budget that is dropped at once, in (0, 1]; at least one token.
+        normalize: Rank by the share of low queries among the counted ones that saw a token; false: by their number,
+            which favours tokens that came late.
         tier: Precision of what is kept.
 
     Source: Scissorhands (Liu et al., NeurIPS 2023), Algorithms 1 and 2 with w=400, r=10, m=0.5 B, as other work
-        describes them: the paper's text was not at hand, and no official code is known. The count of low
-        probabilities is also in AnswerDotAI/cold-compress cache.py, KVCacheScissorhands.
+        describes them: the paper's text was not at hand, and no official code is known. AnswerDotAI/cold-compress
+        cache.py, KVCacheScissorhands, for `normalize`.
     Differs: while decoding, the queries that count are those since the last drop, not the last `history` ones; one
         count per KV head, of queries for which all of its query heads are low; every layer has the same budget (the
         paper gives later layers more by their measured persistence).
@@ -45,6 +48,7 @@ class Scissorhands(Policy):
     history: int = 400
     recent: int = 10
     drop: float = 0.5
+    normalize: bool = True
     tier: str = "fp16"
     acts_in_decode = True
     compact_every = 1  # whether it is time is asked before every step: see compact_due
@@ -72,9 +76,11 @@ class Scissorhands(Policy):
         return self._score
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget = view.budget_tokens(self._budget)
-        score = view.score.clone()
-        score[..., max(0, view.num_tokens - self.recent) :] = float("inf")
+        budget, length = view.budget_tokens(self._budget), view.num_tokens
+        position = torch.arange(length, device=view.score.device)
+        seen_by = (length - position).clamp(max=self.history)
+        score = view.score / seen_by if self.normalize else view.score
+        score = score.masked_fill(position >= length - self.recent, float("inf"))
         tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
         return PrefillPlan(tier_of=tier_of)
 
@@ -86,11 +92,20 @@ class Scissorhands(Policy):
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         budget, slots = view.budget_tokens(self._budget), view.slots(0)
-        keep = (budget - self._dropped(budget))[:, None, None, None]
-        is_recent = slots.pos >= (view.tokens_seen - self.recent)[:, None, None, None]
+        seen, dropped, score = view.tokens_seen, self._dropped(budget), slots.score
+        if self.normalize:  # counted: since the last drop, and before the first one since the prompt's history began
+            full = torch.maximum(view.prompt_tokens, budget)
+            since = torch.where(seen == full, view.prompt_tokens - self.history, seen - dropped)
+            first = torch.maximum(slots.pos, since[:, None, None, None])
+            score = score / (seen[:, None, None, None] - first).clamp(min=1)
+        keep = (budget - dropped)[:, None, None, None]
+        is_recent = slots.pos >= (seen - self.recent)[:, None, None, None]
         # Among recent tokens the newest go last, so that a budget below `recent` keeps the newest.
-        score = torch.where(is_recent, 1.0 + slots.pos, slots.score).masked_fill(~slots.valid, float("-inf"))
-        return CompactPlan(keep=[rank_descending(score) < keep], restart_scores=True)
+        score = torch.where(is_recent, 1.0 + slots.pos, score).masked_fill(~slots.valid, float("-inf"))
+        by_position = slots.pos.argsort(dim=-1)  # equal counts are common, and slots lose their order when others move
+        rank = torch.empty_like(by_position)
+        rank.scatter_(-1, by_position, rank_descending(score.gather(-1, by_position)))
+        return CompactPlan(keep=[rank < keep], restart_scores=True)
 
     def check_outcome(self, record: dict) -> str | None:
         return self.budget_complaint(record, self._budget, at_end=0)

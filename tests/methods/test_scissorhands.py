@@ -48,16 +48,20 @@ def step(store, row, position: int, probabilities: list[float], positions: list[
 
 
 @pytest.mark.parametrize(
-    ("history", "recent", "kept", "counts"),
+    ("normalize", "history", "recent", "kept", "counts"),
     [
-        (400, 1, [0, 2, 4, 5], [0.0, 0.0, -1.0, -1.0]),
-        (2, 0, [0, 2, 4, 5], [0.0, 0.0, -1.0, -1.0]),
-        (400, 3, [0, 3, 4, 5], [0.0, -3.0, -1.0, -1.0]),
+        (False, 400, 1, [0, 2, 4, 5], [0.0, 0.0, -1.0, -1.0]),
+        (False, 2, 0, [0, 2, 4, 5], [0.0, 0.0, -1.0, -1.0]),
+        (False, 400, 3, [0, 3, 4, 5], [0.0, -3.0, -1.0, -1.0]),
+        # Shares of the queries that saw a token: [0, -4/5, 0, -1, -1/2, -1]; of the last two [0, -1, 0, -1, -1/2, -1].
+        (True, 400, 1, [0, 2, 4, 5], [0.0, 0.0, -1.0, -1.0]),
+        (True, 400, 0, [0, 1, 2, 4], [0.0, -4.0, 0.0, -1.0]),
+        (True, 2, 0, [0, 1, 2, 4], [0.0, -2.0, 0.0, -1.0]),
     ],
 )
-def test_the_prompt_is_cut_by_its_counts(history, recent, kept, counts):
-    """Those least often low stay, and the recent ones; ties go to the earlier token."""
-    store, row = after_prompt(Scissorhands(budget=4, history=history, recent=recent))
+def test_the_prompt_is_cut_by_its_counts(normalize, history, recent, kept, counts):
+    """Those least often low stay, and the recent ones; ties go to the earlier token. Counts themselves are stored."""
+    store, row = after_prompt(Scissorhands(budget=4, history=history, recent=recent, normalize=normalize))
     assert held_positions(store, row) == [kept]
     assert held_scores(store, row)[0] == pytest.approx(dict(zip(kept, counts, strict=True)))
 
@@ -88,6 +92,54 @@ def test_a_short_prompt_fills_the_budget_first():
         held = set(held_positions(store, row)[0])
         assert {position - 1, position} <= held
     assert counts == [7, 8, 7, 8, 7, 8, 7, 8]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("num_tokens", "history"), [(40, 400), (40, 7), (9, 400)])
+def test_long_random_steps_follow_a_plain_list(normalize, num_tokens, history):
+    """60 steps with three query heads per KV head: held sets are those of lists that count and drop by themselves."""
+    torch.manual_seed(num_tokens + history)
+    policy = Scissorhands(budget=16, history=history, recent=3, drop=0.4, normalize=normalize, tier="native")
+    store = make_store(policy, num_q_heads=6, num_kv_heads=2, head_dim=DIM)
+    row, total = store.open_row(), num_tokens + 60
+    q, k = 3 * torch.randn(6, total, DIM), torch.randn(2, total, DIM)
+    store.prefill_layer(row, 0, q[:, :num_tokens], k[:, :num_tokens], torch.zeros(2, num_tokens, DIM), 0.25)
+    prob = causal_probabilities(q[:, :num_tokens], k[:, :num_tokens], 0.25)
+    heads = []
+    for head in range(2):
+        low, saw = {}, {}
+        for j in range(num_tokens):
+            queries = range(max(j, num_tokens - history), num_tokens)
+            low[j] = min(sum(float(prob[3 * head + g, i, j]) < 1 / (i + 1) for i in queries) for g in range(3))
+            saw[j] = len(queries)
+        heads.append((low, saw))
+        drop_to(low, saw, 16, num_tokens, normalize)
+    for position in range(num_tokens, total):
+        store.begin_step(torch.tensor([row]))
+        arguments = q[None, :, position], k[None, :, position], torch.zeros(1, 2, DIM)
+        store.attend(0, *arguments, 0.25)
+        store.end_step()
+        for head, (low, saw) in enumerate(heads):
+            if len(low) == 16:
+                drop_to(low, saw, 10, position, normalize)
+                low |= dict.fromkeys(low, 0)
+                saw |= dict.fromkeys(saw, 0)
+            low[position] = saw[position] = 0
+            held = sorted(low)
+            logits = torch.einsum("gd,nd->gn", q[3 * head : 3 * head + 3, position].double(), k[head, held].double())
+            best = torch.softmax(logits * 0.25, -1).amax(0)
+            for j, p in zip(held, best.tolist(), strict=True):
+                low[j] += p < 1 / len(held)
+                saw[j] += 1
+            assert sorted(held_positions(store, row)[head]) == held
+
+
+def drop_to(low: dict, saw: dict, count: int, seen: int, normalize: bool) -> None:
+    """Drops the tokens that were low most often, but for the last three, until `count` are left."""
+    share = {j: low[j] / saw[j] if normalize else low[j] for j in low}
+    order = sorted(low, key=lambda j: (j < seen - 3, -j if j >= seen - 3 else share[j], j))
+    for j in order[count:]:
+        del low[j], saw[j]
 
 
 def test_a_group_is_low_where_all_its_query_heads_are():
