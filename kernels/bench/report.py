@@ -157,12 +157,13 @@ def plain_table(document: dict) -> str:
         # The other ways to compute the same are rows of their own; a column each would be too wide.
         baselines = [name for row in cell["variants"][:1] for name in row["ratios"] if not name.endswith(" grouped")]
         heads = ["ms [quartiles]", *(f"x {name}" for name in baselines), "share of bandwidth"]
-        lines.append("  " + f"{'variant':<24}" + "".join(f"{head:>28}" for head in heads))
+        width = max([24, *(len(row["name"]) + 1 for row in cell["variants"])])
+        lines.append("  " + f"{'variant':<{width}}" + "".join(f"{head:>28}" for head in heads))
         for row in cell["variants"]:
             parts = [f"{1e3 * row['median']:.4g} [{1e3 * row['q1']:.4g}, {1e3 * row['q3']:.4g}]"]
             parts += [_span(row["ratios"].get(name)) for name in baselines]
             parts.append(_span(row.get("bandwidth_share")))
-            lines.append("  " + f"{row['name']:<24}" + "".join(f"{part:>28}" for part in parts))
+            lines.append("  " + f"{row['name']:<{width}}" + "".join(f"{part:>28}" for part in parts))
         if probe := cell.get("probe"):
             lines.append(f"  {probe['name']}: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
     return "\n".join([*lines, "", *document["notes"]])

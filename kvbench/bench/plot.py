@@ -11,6 +11,8 @@ from kvbench.journal import write_atomic
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_MANAGERS = {"all at once": "-", "one by one": "--", "on the device": ":"}
+_COLOURS = [colour for colour in COLOURS if colour != "#999999"]  # grey is dense attention's
 BASELINE_STYLE = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
 
 
@@ -34,7 +36,8 @@ def draw(document: dict, path: Path) -> Path | None:
 
 
 def _style(index: int) -> dict:
-    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]}
+    colour, turn = index % len(_COLOURS), index // len(_COLOURS)
+    return {"color": _COLOURS[colour], "marker": MARKERS[(index + turn) % len(MARKERS)]}
 
 
 def _dense_style(name: str) -> dict:
@@ -157,10 +160,12 @@ def _manager(figure: object, document: dict, cells: Sequence[dict]) -> None:
     for axes, ((operation,), group) in zip(grid, panels.items(), strict=True):
         lines = _panels(group, ("threads",))
         for index, ((threads,), own) in enumerate(lines.items()):
-            for name, dash in (("all at once", "-"), ("one by one", "--")):
+            for turn, (name, dash) in enumerate(_MANAGERS.items()):
                 rows = [(c["cell"]["lists"], r) for c in own for r in c["variants"] if r["name"] == name]
-                label = f"{name}, {threads} threads" if len(lines) > 1 else name
-                style = _style(2 * index + (name == "one by one")) | {"linestyle": dash}
+                label = f"{name}, threads {threads}" if len(lines) > 1 else name
+                if not rows:
+                    continue
+                style = _style(len(_MANAGERS) * index + turn) | {"linestyle": dash}
                 _upright(axes, [x for x, _ in rows], [_scaled(r, 1e3) for _, r in rows], label=label, **style)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -176,13 +176,15 @@ def _general(cell: dict) -> Table:
 
 def _manager(cells: Sequence[dict]) -> Table:
     """All cells in one table: two rows each would be a page of headings."""
-    lines = []
+    names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
+    base, lines = "one by one", []
     for cell in cells:
         rows = {row["name"]: row for row in cell["variants"]}
-        both = [duration(rows[name]) if name in rows else NONE for name in ("all at once", "one by one")]
-        ratio = rows["all at once"]["ratios"].get("one by one") if "all at once" in rows else None
-        lines.append([*(str(value) for value in cell["cell"].values()), *both, span(ratio)])
-    return _table([*cells[0]["cell"], "all at once", "one by one", "x one by one"], lines)
+        times = [duration(rows[name]) if name in rows else NONE for name in names]
+        ratios = [span(rows[name]["ratios"].get(base)) if name in rows else NONE for name in names if name != base]
+        lines.append([*(str(value) for value in cell["cell"].values()), *times, *ratios])
+    heads = [f"{name}, x {base}" if len(names) > 2 else f"x {base}" for name in names if name != base]
+    return _table([*cells[0]["cell"], *names, *heads], lines)
 
 
 def _decode(cell: dict) -> Table:

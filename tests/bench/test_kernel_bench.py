@@ -193,6 +193,8 @@ def test_documents_that_contradict_themselves_are_refused():
     good = {"schema": 1, "what": "attention", "started": "", "elapsed_s": 1, "settings": {}, "environment": {}}
     good |= {"notes": [], "cells": [{"cell": {"n": 1}, "variants": [row]}]}
     report.check_document(good)
+    everything_refused = {"cell": {"n": 2}, "variants": [], "refused": [{"name": "a", "reason": "wrong"}]}
+    assert "attention: n 2" in report.plain_table(good | {"cells": [everything_refused]})
     with pytest.raises(ValueError, match="schema 7"):
         report.check_document(good | {"schema": 7})
     with pytest.raises(ValueError, match="notes missing"):
