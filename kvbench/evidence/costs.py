@@ -89,9 +89,13 @@ def cost_of(
         None for a run whose records lack what the cost needs.
     """
     above, below = (_columns(runs, samples, pick) for pick in (axis.above, axis.below))
-    counts = stats.resample_counts(tuple(map(len, above)), cfg.resamples, cfg.seed)
+    sizes = tuple(map(len, above))
+
+    def drawn(strata: list[np.ndarray]) -> np.ndarray:
+        return stats.resampled_sums(sizes, stats.stretched(strata), cfg.resamples, cfg.seed)
+
     with np.errstate(invalid="ignore", divide="ignore"):
-        draws = (counts @ stats.stretched(above)) / (counts @ stats.stretched(below))
+        draws = drawn(above) / drawn(below)
         values = np.concatenate(above).sum(0) / np.concatenate(below).sum(0)
     return [
         Cost(value=float(value), interval=stats.percentiles(column), draws=column)
