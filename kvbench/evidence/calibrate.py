@@ -22,8 +22,7 @@ from kvbench.evidence.calibrate_plan import Plan, read_plan, split
 from kvbench.evidence.calibrate_write import Result, StageResult
 from kvbench.experiment import check_config, check_requests
 from kvbench.journal import run_lock
-from kvbench.parts import Parts, default_parts
-from kvbench.policy import Budget
+from kvbench.parts import Parts, default_parts, read_bytes
 from kvbench.prompt_cache import PromptCache
 from kvbench.tasks.taskset import TaskSet
 
@@ -47,7 +46,7 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     parts = parts or default_parts()
     policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
     plan = read_plan(wanted, method, policy)
-    limit = cache_bytes(wanted.cache)
+    limit = read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes)
     model = parts.load_model(experiment.model)
     task = _load_task(experiment, plan, parts, model)
     tuning, held_out = split(task, plan, wanted.split_seed)
@@ -72,23 +71,6 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
         files += calibrate_figure.draw(result)
     calibrate_show.show(result, files)
     return EXIT_DONE if result.confirmed else EXIT_FAILED
-
-
-def cache_bytes(text: object) -> int:
-    """Bytes of the prompt cache, written as 2GiB or 0.
-
-    Raises:
-        ValueError: It is no number of bytes.
-    """
-    if str(text) == "0":
-        return 0
-    try:
-        budget = Budget.parse(f"{text}")
-    except ValueError:
-        budget = None
-    if budget is None or budget.unit != "bytes":
-        raise ValueError(f"calibrate.cache={text} is no number of bytes; write 2GiB, 500MiB, or 0 for none")
-    return int(budget.value)
 
 
 def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:

@@ -8,7 +8,7 @@ from graded import Bench, gentle, make_cfg, smaller
 from omegaconf import OmegaConf
 
 from kvbench import listing
-from kvbench.evidence.calibrate import cache_bytes, main
+from kvbench.evidence.calibrate import main
 from kvbench.evidence.calibrate_choose import Measured, accepts, choose, evaluate, loss
 from kvbench.evidence.calibrate_measure import Bench as Sweep
 from kvbench.evidence.calibrate_measure import Point
@@ -34,7 +34,7 @@ RULE = Rule(criterion="nll", margin=0.1, proof="interval", tie=0.0, resamples=49
         ({"calibrate__margin__nll": 0}, "calibrate.margin.nll=0 must be a number above 0"),
         ({"calibrate__tie": 1.5}, "calibrate.tie=1.5 must be a share"),
         ({"calibrate__tuning_samples": 1}, "calibrate.tuning_samples=1 must be a whole number of at least 2"),
-        ({"calibrate__cache": "much"}, "calibrate.cache=much is no number of bytes"),
+        ({"prompt_cache_bytes": "much"}, "prompt_cache_bytes=much is no number of bytes"),
         ({"limit": 3}, "limit=3 has no meaning here"),
         ({"method__calibration": "x.yaml"}, "method.calibration is what this command writes"),
         ({"fidelity__max_tokens": 0}, "needs gold answers"),
@@ -47,11 +47,6 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, changes, message):
     raised = {"calibrate__raised": {}} if "do not fit" in message else {}
     with pytest.raises(ValueError, match=message):
         main(make_cfg(tmp_path, **changes, **raised), Bench(gentle, smaller).parts())
-
-
-def test_cache_size_is_read_in_bytes():
-    """2GiB, 1.5MiB and 0."""
-    assert (cache_bytes("2GiB"), cache_bytes("1.5MiB"), cache_bytes(0)) == (2**31, 1572864, 0)
 
 
 def test_split_shares_small_subsets_and_refuses_single_samples(tmp_path):
