@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from test_attention import Cache, tier_format
-from triton_helpers import DEVICE, move_cache, move_ring, random_queries
+from triton_helpers import DEVICE, move_cache, move_ring, poisoned_memory, random_queries  # noqa: F401
 
 from kvbench.kernels import dispatch, torch_attention, triton_decode
 from kvbench.kernels.torch_attention import Ring, TierPages
@@ -74,7 +74,7 @@ def test_three_tiers_with_empty_ones_equal_the_reference():
 
 @pytest.mark.parametrize(("num_k", "num_v", "dtype"), [(0, 0, "float16"), (64, 32, "bfloat16"), (32, 61, "float32")])
 def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: str):
-    """Keys and values that left the buffer at different times, on either side, rings that wrapped, strided rows."""
+    """Keys and values that left the buffer at different times, rings that wrapped or lost tokens, strided rows."""
     fmt = tier_format("2,2", 64, k_channel_group=32, v_groups=2)
     cache = Cache([fmt], [[[64, 64], [64, 64]]], 64)
     make = torch.Generator().manual_seed(1)
@@ -82,7 +82,7 @@ def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: str):
     held = [torch.full((2, 2), n) for n in (num_k, num_v)]
     cache.tiers = [TierPages(fmt, cache.tiers[0].ids, *held)]
     low, high = max(num_k, num_v, 1), min(num_k + 40, num_v + 42)
-    ring = Ring(torch.stack([k, k], 1)[:, 0], v, torch.tensor([[low, high], [low, min(low + 3, high)]]))
+    ring = Ring(torch.stack([k, k], 1)[:, 0], v, torch.tensor([[low, high], [high + 3, min(low + 3, high)]]))
     assert_equal(cache, random_queries(2, 6, 64), ring, group="sum", pages_per_part=1)
 
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from test_attention import PAGE_BYTES, tier_format
-from triton_helpers import DEVICE
+from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels import torch_pages, triton_manager, triton_pages
 from kvbench.kernels.pool import PagePool, PoolExhausted

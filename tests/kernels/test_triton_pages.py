@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from test_attention import PAGE_BYTES, tier_format
-from triton_helpers import DEVICE
+from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels import torch_pages, triton_pages
 from kvbench.kernels.format import PageFormat
@@ -32,10 +32,13 @@ def hard_vectors(count: int, head_dim: int) -> torch.Tensor:
     """Vectors fp32 [count, D] with constants, zeros, halves between codes, tiny and huge ranges among them."""
     x = 3 * torch.randn(count, head_dim, generator=torch.Generator().manual_seed(5))
     x[0], x[1] = 1.5, 0.0
-    x[2] = torch.arange(head_dim) / 2  # many codes lie exactly halfway
+    x[:, 3], x[:, 4] = torch.arange(count) % 7, torch.arange(count) % 31  # along a channel of 32 tokens too
     x[3] *= 1e-6
     x[4] *= 1e3
     x[5, 1:] = 0.0
+    # Exactly halfway between codes of 4, 2, 1 and 8 bits: a step of 2, and odd numbers.
+    x[2], x[6], x[7] = (torch.arange(head_dim) % n for n in (31, 7, 3))
+    x[8], x[8, :2] = torch.arange(head_dim) * 2 + 1, torch.tensor([0.0, 510.0])
     return x
 
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from reference import slow_attention
-from triton_helpers import DEVICE
+from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels import torch_attention, triton_prefill
 

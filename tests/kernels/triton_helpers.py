@@ -1,7 +1,9 @@
 """What the tests of the Triton kernels share: where they run, and caches put there."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from test_attention import Cache
 
@@ -9,6 +11,15 @@ from kvbench.kernels.torch_attention import Ring, TierPages
 
 # tests/conftest.py turns the interpreter on where there is no GPU; with one, the same tests run compiled kernels.
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fills what torch.empty gives with NaN (-1 or the largest integer), so that nothing unwritten passes for zero."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def random_queries(num_seq: int, num_heads: int, head_dim: int, seed: int = 3) -> torch.Tensor:
