@@ -198,3 +198,5 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
         for point in panel.points:
             point.costs.pop("time", None)
         panel.notes.append(f"no time axis: the runs were made on {len(places)} machines ({', '.join(sorted(places))})")
+    elif any(run.record.backend == "torch" for run in runs):
+        panel.notes.append("times with backend torch are no claim: it is the plain reference, made to be right")
