@@ -186,10 +186,10 @@ def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
                 arrays = [view.slots(tier) for tier in range(len(store.formats))]
                 check_positions(arrays, seen, protected(policy, length, seen) | {seen - 1})
 
-    requests = [request(str(n), random_tokens(n), max_new_tokens=25) for n in lengths]
+    requests = [request(str(n), random_tokens(n), max_new_tokens=15) for n in lengths]
     track = ("pos",) if policy.residual is None else ()
     answers(loaded, watched(policy, plans), requests, on_step=check, track=track)
-    assert steps[0] == 24
+    assert steps[0] == 14
     for _, tier_of in plans:
         length = tier_of.shape[-1]
         must = sorted(protected(policy, length, length))
