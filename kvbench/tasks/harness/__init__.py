@@ -9,6 +9,7 @@ Differs: lm-eval's own models cut a prompt that is too long at its beginning; he
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,7 +72,9 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     for leaf, task in tasks.items():
         first = next((key for key, doc in docs.items() if doc.leaf == leaf), None)
         if first:
-            references[first].append(json.dumps(task.dump_config(), sort_keys=True, default=str))
+            config = json.dumps(task.dump_config(), sort_keys=True, default=str)
+            # Functions that lm-eval cannot write as source are written with their address, which changes by process.
+            references[first].append(re.sub(r" at 0x[0-9a-f]+", "", config))
     choices = any(request.choices for request in requests)
     rules = {
         "harness": f"lm-eval {version('lm_eval')}",
