@@ -12,7 +12,7 @@ from kvbench.kernels.dispatch import get_backend
 from kvbench.models import LoadedModel
 
 DISTINCT_PROMPTS = 4  # read one by one; further sequences are copies of their pages
-QUICK = {"kv_mb": 64, "context": 512, "new_tokens": 16, "rounds": 3, "steps": 2}
+QUICK = {"kv_mb": 32, "context": 256, "new_tokens": 16, "rounds": 3, "steps": 2}
 
 
 @dataclass(kw_only=True)
