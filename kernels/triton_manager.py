@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PoolExhausted
-from kvbench.kernels.triton_pages import byte_map
+from kvbench.kernels.triton_pages import SLOT_REGIONS, byte_map, check_movable
 from kvbench.kernels.triton_parts import launch, power_of_two
 
 _BLOCK = 256  # lists per program
@@ -288,17 +288,13 @@ class DevicePages:
             The new slot counts, int64 [M].
 
         Raises:
-            ValueError: The format's keys share scales over tokens, so that a slot cannot move alone.
+            ValueError: See `triton_pages.check_movable`.
 
         Source: KV-Compress kvcompress_eviction_kernels.cu (the same moves), DiffKV (all lists in one launch).
         """
-        if fmt.slot.channel_keys:
-            raise ValueError(
-                f"slots with per-channel keys (group {fmt.slot.k_channel_group}) cannot move one by one; evict before "
-                "quantising, or store the tokens in a tier with k_axis=token"
-            )
+        check_movable(fmt)
         sources, targets, counts = self.plan_compaction(lists, tier, keep)
-        width, places = keep.shape[1], byte_map(fmt, tuple(fmt.regions), self.pages.device)
+        width, places = keep.shape[1], byte_map(fmt, SLOT_REGIONS, self.pages.device)
         moves = min(32, power_of_two(width))
         launch(
             _move_listed, (len(lists), -(-width // moves)), self.pages, lists, self._table(tier), sources, targets,

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import torch_pages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.triton_parts import (
     code_values,
@@ -26,6 +25,7 @@ from kvbench.kernels.triton_parts import (
     side_constants,
 )
 
+SLOT_REGIONS = ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero", "score", "pos")
 _TILE = 2048  # entries of a program's tile
 
 
@@ -65,11 +65,15 @@ def _slot_values(
 
 @triton.jit
 def _scale_of(low, high, BITS: tl.constexpr, SYM: tl.constexpr):
-    """Scale and zero fp32 of vectors between two bounds; for symmetric codes `high` is the largest magnitude."""
+    """Scale and zero fp32 of vectors between two bounds; for symmetric codes `high` is the largest magnitude.
+
+    Adding 0 makes -0 into 0: which of the two a minimum gives is not defined.
+    """
     if SYM:
         return tl.div_rn(high, high * 0.0 + (2.0 ** (BITS - 1) - 1.0)), low * 0.0
     else:
-        return tl.div_rn(high - low, high * 0.0 + (2.0**BITS - 1.0)), low
+        zero = low + 0.0
+        return tl.div_rn(high - zero + 0.0, high * 0.0 + (2.0**BITS - 1.0)), zero
 
 
 @triton.jit
@@ -337,11 +341,29 @@ def demote(
 def move_slots(
     pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
 ) -> None:
-    """Copies the bytes of slots as they are; sources and targets must not overlap. As `torch_pages.move_slots`."""
-    if fmt.slot.channel_keys:
-        torch_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)  # which says why it cannot be
-    table = byte_map(fmt, tuple(fmt.regions), pages.device)
+    """Copies the bytes of slots as they are; sources and targets must not overlap. As `torch_pages.move_slots`.
+
+    Raises:
+        ValueError: See `check_movable`.
+    """
+    check_movable(fmt)
+    table = byte_map(fmt, SLOT_REGIONS, pages.device)
     _move(pages, src_page, src_slot, dst_page, dst_slot, table, table)
+
+
+def check_movable(fmt: PageFormat) -> None:
+    """Refuses formats whose slots do not stand alone.
+
+    Raises:
+        ValueError: Keys share scales over tokens, or pages carry bounds of their keys.
+    """
+    if fmt.slot.channel_keys:
+        raise ValueError(
+            f"slots with per-channel keys (group {fmt.slot.k_channel_group}) cannot move one by one; "
+            "evict before quantising, or store the tokens in a tier with k_axis=token"
+        )
+    if fmt.bounds:
+        raise ValueError("slots of pages that carry bounds of their keys cannot move: the bounds would no longer hold")
 
 
 def _move(
@@ -364,7 +386,7 @@ def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> T
 
     Args:
         fmt: A format whose slots stand alone (no per-channel keys).
-        names: Which regions.
+        names: Which of `SLOT_REGIONS`.
         device: Where the table is wanted.
     """
     slot, table = fmt.slot, []

@@ -33,7 +33,7 @@ def hard_vectors(count: int, head_dim: int) -> torch.Tensor:
     x = 3 * torch.randn(count, head_dim, generator=torch.Generator().manual_seed(5))
     x[0], x[1] = 1.5, 0.0
     x[:, 3], x[:, 4] = torch.arange(count) % 7, torch.arange(count) % 31  # along a channel of 32 tokens too
-    x[3] *= 1e-6
+    x[3] *= 1e-9  # zeros of both signs once in fp16
     x[4] *= 1e3
     x[5, 1:] = 0.0
     # Exactly halfway between codes of 4, 2, 1 and 8 bits: a step of 2, and odd numbers.
@@ -159,9 +159,12 @@ def test_moved_slots_are_copied_byte_for_byte(case: tuple):
     assert torch.equal(got.cpu(), want)
 
 
-def test_slots_with_shared_scales_do_not_move_alone():
+def test_slots_that_share_scales_or_bounds_do_not_move_alone():
     """As in the reference, with its remedy."""
     fmt = tier_format("2,2", 64, k_channel_group=32)
     none = [torch.zeros(0, dtype=torch.int64)] * 4
     with pytest.raises(ValueError, match="cannot move one by one; evict before quantising"):
         triton_pages.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), fmt, *none)
+    bounded = PageFormat(tier_format("16,16", 64).slot, PAGE_BYTES, bounds=True)
+    with pytest.raises(ValueError, match="bounds of their keys cannot move"):
+        triton_pages.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), bounded, *none)
