@@ -15,13 +15,11 @@ SOURCES = ("paged.cpp", "attend.h", "plan.h", "reduce.h", "sides.h", "simd.h", "
 ISA_VARIABLE = "KVBENCH_CPU_ISA"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 # From the least to the most demanding: a CPU that runs one build runs those before it.
 ISA_FLAGS = {
     "portable": ("-DKVBENCH_PORTABLE",),
     "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512vnni": (*_AVX512, "-mavx512vnni", "-mavx512vbmi"),
+    "avx512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 }
 
 ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
@@ -171,9 +169,13 @@ def format_struct(fmt: PageFormat) -> ctypes.Structure:
     )
 
 
+def _tables(tier: TierPages) -> tuple[Tensor, Tensor, Tensor]:
+    return tier.ids, tier.num_k, tier.num_v
+
+
 def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, keep: list[Tensor]) -> None:
     """Fills a struct; `keep` takes the tensors whose addresses it carries, and must outlive it."""
-    held = [x.long().contiguous() for x in (tier.ids, tier.num_k, tier.num_v)]
+    held = [x if x.dtype == torch.int64 and x.is_contiguous() else x.long().contiguous() for x in _tables(tier)]
     keep += held
     ctypes.memmove(ctypes.addressof(entry), ctypes.addressof(format_struct(tier.fmt)), ctypes.sizeof(TierStruct))
     entry.num_columns = tier.ids.shape[-1]

@@ -149,7 +149,7 @@ class Engine:
         ahead = gold[:-1] if not rest else ()
         # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
         # full-cache reference.
-        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(head), bad_layers=[])
+        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(head), traces=[])
         logits = self._read(session, [*head, *ahead], num_logits=len(ahead) + 1)
         reference = logits if gold and not rest else None
         logits = logits[0]
@@ -157,7 +157,7 @@ class Engine:
             logits = self._append(row, segment)
         if gold and rest:
             everything = [token for segment in request.segments for token in segment] + list(gold[:-1])
-            reference = self._read(hf.Session(self.store, "dense", bad_layers=[]), everything, num_logits=len(gold))
+            reference = self._read(hf.Session(self.store, "dense", traces=[]), everything, num_logits=len(gold))
         meter = self.store.meters[row]
         # Averages are over the answer, not over a question fed token by token.
         meter.sum_bytes = meter.sum_ratio = meter.steps = 0
@@ -171,7 +171,7 @@ class Engine:
     def _append(self, row: int, segment: tuple[int, ...]) -> Tensor:
         """Feeds a later prompt segment: at once where the policy only appends, else token by token like an answer."""
         if not (self.policy.acts_in_decode or self.policy.compact_every or self.store.residual is not None):
-            session = hf.Session(self.store, "chunk", row, bad_layers=[])
+            session = hf.Session(self.store, "chunk", row, traces=[])
             return self._forward(session, [list(segment)], [int(self.store.tokens_seen[row])], num_logits=1)[0, 0]
         for token in segment:
             logits, _ = self._step([row], [token], raise_nan=True)
@@ -251,7 +251,7 @@ class Engine:
         """One decode step; logits fp32 [S, vocabulary] and, for rows that are not finite, index -> first bad layer."""
         index = torch.tensor(rows, device=self.device)
         self.store.begin_step(index)
-        session = hf.Session(self.store, "decode", bad_layers=[])
+        session = hf.Session(self.store, "decode", traces=[])
         positions = self.store.tokens_seen[index].tolist()
         logits = self._forward(session, [[t] for t in tokens], positions, num_logits=1, check=False)[:, 0]
         self.store.end_step()

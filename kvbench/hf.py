@@ -39,18 +39,19 @@ class Session:
         row: The row of `prefill` and `chunk`.
         num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
             prompt.
-        bad_layers: Per layer, a bool tensor [batch] that is true where its attention output was not finite.
+        traces: Per layer, a tensor [batch, ...] that is finite where the layer's attention output was; looked at only
+            once logits are not finite.
     """
 
     store: CompressedStore
     mode: str
     row: int = -1
     num_prompt_tokens: int = 0
-    bad_layers: list[Tensor] | None = None
+    traces: list[Tensor] | None = None
 
     def first_bad_layer(self, index: int) -> int:
         """First layer whose attention output was not finite for a row of the batch; -1 when none."""
-        flags = torch.stack(self.bad_layers)[:, index].nonzero()
+        flags = torch.stack([~torch.isfinite(trace[index]).all() for trace in self.traces]).nonzero()
         return int(flags[0, 0]) if len(flags) else -1
 
 
@@ -121,8 +122,8 @@ def attention(
         out = store.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
         kept = session.num_prompt_tokens
         store.prefill_layer(session.row, layer.index, query[0, :, :kept], key[0, :, :kept], value[0, :, :kept], scale)
-    if session.bad_layers is not None:
-        session.bad_layers.append(~torch.isfinite(out).flatten(1).all(1))
+    if session.traces is not None:  # one token's output is kept as it is, a prompt's would be too large
+        session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
     return out.transpose(1, 2).to(query.dtype).contiguous(), None
 
 

@@ -19,13 +19,18 @@ struct Scratch {
 static void arrange_queries(const float* q, long G, long D, int num_planes, long first, long last, float* out, float* sum) {
   const long width = D / num_planes;
   for (long g = 0; g < G; g++) {
-    sum[g] = 0.0f;
-    for (long plane = 0; plane < num_planes; plane++)
-      for (long w = 0, d = plane * width; w < width; w++, d++) {
-        const float x = d >= first && d < last ? q[g * D + d] : 0.0f;
-        out[(g * num_planes + plane) * kQueryStride + w] = x;
-        sum[g] += x;
-      }
+    const float* x = q + g * D;
+    Vec total = splat(0.0f);
+    long d = first;
+    for (; d + kLanes <= last; d += kLanes) total = add(total, load(x + d));
+    sum[g] = sum_of(total);
+    for (; d < last; d++) sum[g] += x[d];
+    for (long plane = 0; plane < num_planes; plane++) {
+      const long begin = std::max(first, plane * width), end = std::min(last, (plane + 1) * width);
+      float* to = out + (g * num_planes + plane) * kQueryStride;
+      if (end - begin < width) std::fill(to, to + width, 0.0f);
+      if (begin < end) std::memcpy(to + begin - plane * width, x + begin, (end - begin) * sizeof(float));
+    }
   }
 }
 
@@ -96,6 +101,17 @@ static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p
     for (long d = 0; d < D; d++) add_scaled(q[g * D + d], &s.dense[d * T], n, to);
     for (long t = 0; t < n; t++) to[t] *= call.scale;
   }
+}
+
+// Queries of one list as page_logits wants them.
+static void prepare_queries(const Call& call, const Tier& tier, const float* q, Scratch& s) {
+  const long G = call.group_size, D = call.head_dim, groups = coded(tier.k_kind) && !tier.k_channel_group ? tier.k_groups : 1;
+  const long channels = D / groups;
+  const int P = planes_of(tier.k_kind);
+  s.q.resize(groups * G * P * kQueryStride);
+  s.q_sum.resize(groups * G);
+  for (long r = 0; r < groups; r++)
+    arrange_queries(q, G, D, P, r * channels, (r + 1) * channels, s.q.data() + r * G * P * kQueryStride, &s.q_sum[r * G]);
 }
 
 // Logits of the first n slots of a page: out[g * stride + t].
@@ -261,12 +277,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     return id >= 0 && id < call.num_pages ? call.pages + id * call.page_bytes : nullptr;
   };
   const float* q = call.q + list * G * D;
-  const int P = planes_of(tier.k_kind);
-  const long k_groups = coded(tier.k_kind) && !tier.k_channel_group ? tier.k_groups : 1;
-  s.q.resize(k_groups * G * P * kQueryStride);
-  s.q_sum.resize(k_groups * G);
-  for (long r = 0; r < k_groups; r++)
-    arrange_queries(q, G, D, P, r * (D / k_groups), (r + 1) * (D / k_groups), s.q.data() + r * G * P * kQueryStride, &s.q_sum[r * G]);
+  prepare_queries(call, tier, q, s);
   float* p_chunk;
   long stride;
   if (call.reduce != kNone) {
@@ -311,16 +322,28 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   for (long g = 0; g < G; g++) {
     float* x = p_chunk + g * stride;
     float top = kLowest;
-    Vec tops = splat(kLowest);
+    Vec tops = splat(kLowest), more = tops;  // two of each, so that one need not wait for the other
     long t = 0;
-    for (; t + kLanes <= n; t += kLanes) tops = max_of(load(x + t), tops);  // a NaN is passed over here and met by the sum
+    for (; t + 2 * kLanes <= n; t += 2 * kLanes) {  // a NaN is passed over here and met by the sum
+      tops = max_of(load(x + t), tops);
+      more = max_of(load(x + t + kLanes), more);
+    }
+    for (; t + kLanes <= n; t += kLanes) tops = max_of(load(x + t), tops);
     float lanes[kLanes];
-    store(lanes, tops);
+    store(lanes, max_of(more, tops));
     for (float lane : lanes) top = std::max(top, lane);
     for (; t < n; t++) top = std::max(top, x[t]);
-    Vec sum = splat(0.0f);
+    Vec sum = splat(0.0f), rests = sum;
     const Vec shift = splat(top);
-    for (t = 0; t + kLanes <= n; t += kLanes) {
+    for (t = 0; t + 2 * kLanes <= n; t += 2 * kLanes) {
+      const Vec a = exp_of(sub(load(x + t), shift)), b = exp_of(sub(load(x + t + kLanes), shift));
+      store(x + t, a);
+      store(x + t + kLanes, b);
+      sum = add(sum, a);
+      rests = add(rests, b);
+    }
+    sum = add(sum, rests);
+    for (; t + kLanes <= n; t += kLanes) {
       const Vec e = exp_of(sub(load(x + t), shift));
       store(x + t, e);
       sum = add(sum, e);

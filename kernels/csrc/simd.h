@@ -11,12 +11,7 @@
 #define KVB_INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX512F__) && !defined(KVBENCH_PORTABLE)
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-#define KVB_PATH "avx512vnni"
-#define KVB_VNNI 1
-#else
 #define KVB_PATH "avx512"
-#endif
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVBENCH_PORTABLE)
 #define KVB_PATH "avx2"
