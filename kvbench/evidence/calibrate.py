@@ -17,7 +17,7 @@ from kvbench import identity
 from kvbench.calibration import KEY
 from kvbench.evidence import calibrate_figure, calibrate_show, calibrate_write
 from kvbench.evidence.calibrate_choose import choose, evaluate
-from kvbench.evidence.calibrate_measure import Bench, Point
+from kvbench.evidence.calibrate_measure import Point, Sweep
 from kvbench.evidence.calibrate_plan import Plan, read_plan, split
 from kvbench.evidence.calibrate_write import Result, StageResult
 from kvbench.experiment import check_config, check_requests
@@ -53,8 +53,8 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     folder = identity.run_folder(
         Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
     ).parent
-    bench = Bench(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=_say)
-    default = bench.point({}, held_out)
+    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=_say)
+    default = sweep.point({}, held_out)
     digest = identity.hash_identity(
         identity.canonical({"plan": plan, "held_out": default.experiment.identity, "tuning": tuning.fingerprint})
     )
@@ -62,10 +62,10 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     with run_lock(folder, say=_say):
         own.mkdir(parents=True, exist_ok=True)
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
-        _tune(bench, plan, tuning, result)
+        _tune(sweep, plan, tuning, result)
         if result.chosen is not None:
-            _verdict(bench, plan, held_out, default, result)
-        result.prompts_read, result.prompts_reused = bench.prompts.num_read, bench.prompts.num_reused
+            _verdict(sweep, plan, held_out, default, result)
+        result.prompts_read, result.prompts_reused = sweep.prompts.num_read, sweep.prompts.num_reused
         result.sets = {"tuning": _described(tuning), "held_out": _described(held_out)}
         files = calibrate_write.write(result, out=wanted.out)
         files += calibrate_figure.draw(result)
@@ -112,14 +112,14 @@ def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: object) -> Task
     return task
 
 
-def _tune(bench: Bench, plan: Plan, task: TaskSet, result: Result) -> None:
+def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> None:
     """Choose the settings one after the other; ends early when no value of a grid is good enough."""
-    full = bench.full(task)
+    full = sweep.full(task)
     chosen: dict = {}
     for index, stage in enumerate(plan.stages):
         settings = [plan.settings(index, value, chosen) for value in stage.values]
-        points = [bench.point(item, task) for item in settings]
-        bench.measure([*_distinct(points), full], f"{result.method}: {stage.parameter}")
+        points = [sweep.point(item, task) for item in settings]
+        sweep.measure([*_distinct(points), full], f"{result.method}: {stage.parameter}")
         known = {point.experiment.hash: point for point in points if point.records}
         measured = [evaluate(replace(known[p.experiment.hash], settings=p.settings), full, plan.rule) for p in points]
         best = choose(measured, plan.rule)
@@ -131,11 +131,11 @@ def _tune(bench: Bench, plan: Plan, task: TaskSet, result: Result) -> None:
     result.chosen = dict(result.tuned.settings)
 
 
-def _verdict(bench: Bench, plan: Plan, task: TaskSet, default: Point, result: Result) -> None:
+def _verdict(sweep: Sweep, plan: Plan, task: TaskSet, default: Point, result: Result) -> None:
     """The chosen settings on samples that took no part in the choice, beside the full cache and the uncalibrated
     method."""
-    full, best = bench.full(task), bench.point(result.chosen, task)
-    bench.measure(_distinct([best, default, full]), f"{result.method}: held-out")
+    full, best = sweep.full(task), sweep.point(result.chosen, task)
+    sweep.measure(_distinct([best, default, full]), f"{result.method}: held-out")
     if not default.records:  # the calibrated settings are the uncalibrated ones
         default.records = best.records
     result.held_out = evaluate(best, full, plan.rule)

@@ -33,7 +33,7 @@ class Point:
     """Journal records in request order, once it was measured."""
 
 
-class Bench:
+class Sweep:
     """Makes and measures points.
 
     Args:
@@ -51,6 +51,7 @@ class Bench:
     ) -> None:  # fmt: skip
         self.cfg, self.method, self.parts = cfg, method, parts
         self.folder, self.prompts, self.say = folder, prompts, say
+        self._begun: set[str] = set()  # points that this sweep has measured; resume=false starts the others again
 
     def point(self, settings: dict, task: TaskSet) -> Point:
         """The method at some settings.
@@ -95,7 +96,11 @@ class Bench:
 
     def _journal(self, point: Point) -> Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
-        return Journal(self.folder / f"{point.experiment.hash[:HASH_DIGITS]}.jsonl", warn=self.say)
+        journal = Journal(self.folder / f"{point.experiment.hash[:HASH_DIGITS]}.jsonl", warn=self.say)
+        if not self.cfg.resume and point.experiment.hash not in self._begun:
+            journal.clear()
+        self._begun.add(point.experiment.hash)
+        return journal
 
     def _run(self, point: Point, group: Sequence[Request], journal: Journal, bar: Progress) -> None:
         experiment, by_id = point.experiment, {request.sample_id: request for request in group}

@@ -141,6 +141,14 @@ def test_another_margin_measures_only_what_is_new(tmp_path, undrawn):
     assert len(list(tmp_path.rglob("calibration.yaml"))) == 2
 
 
+def test_resume_false_measures_each_point_once_more(tmp_path, undrawn):
+    """Everything is measured again, and still each point only once, though two stages share one."""
+    first, second = Bench(gentle, smaller), Bench(gentle, smaller)
+    main(make_cfg(tmp_path), first.parts())
+    main(make_cfg(tmp_path, resume=False), second.parts())
+    assert second.answered == first.answered and len(set(first.answered)) == len(first.answered)
+
+
 def test_damaged_journal_is_measured_again(tmp_path, capsys, undrawn):
     """A torn last line costs its sample, not the calibration."""
     cfg = make_cfg(tmp_path)

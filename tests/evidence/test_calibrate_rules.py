@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 from kvbench import listing
 from kvbench.evidence.calibrate import main
 from kvbench.evidence.calibrate_choose import Measured, accepts, choose, evaluate, loss
-from kvbench.evidence.calibrate_measure import Bench as Sweep
-from kvbench.evidence.calibrate_measure import Point
+from kvbench.evidence.calibrate_measure import Point, Sweep
 from kvbench.evidence.calibrate_plan import Rule, read_plan, split
 from kvbench.parts import Parts
 from kvbench.prompt_cache import PromptCache
