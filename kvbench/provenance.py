@@ -222,7 +222,10 @@ def method_files(policy_class: type) -> dict[str, Path]:
         loaded = sys.modules.get(module)
         origin = getattr(loaded, "__file__", None)
         if origin is None and module.startswith("kvbench.methods."):
-            spec = importlib.util.find_spec(module)
+            try:
+                spec = importlib.util.find_spec(module)
+            except ModuleNotFoundError:  # a class imported from a method's module looks like a module of it
+                spec = None
             origin = spec.origin if spec else None
         if origin is None or not origin.endswith(".py") or module in files:
             continue

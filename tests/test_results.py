@@ -99,3 +99,15 @@ def test_presentation_files_exist():
     for name in provenance.PRESENTATION:
         assert (provenance.package_folder() / name).exists(), name
     assert "run.py" not in provenance.PRESENTATION
+
+
+def test_method_files_follow_imports(tmp_path, monkeypatch):
+    """A method counts its own file and those of the methods it takes a class from, however the import is written."""
+    from kvbench.methods.snapkv import SnapKV
+
+    assert set(provenance.method_files(SnapKV)) == {"kvbench.methods.snapkv"}
+    for number, line in enumerate(("from kvbench.methods.snapkv import SnapKV", "import kvbench.methods.snapkv")):
+        (tmp_path / f"own_method_{number}.py").write_text(f"{line}\nclass Own: pass\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        own = __import__(f"own_method_{number}").Own
+        assert set(provenance.method_files(own)) == {f"own_method_{number}", "kvbench.methods.snapkv"}
