@@ -25,164 +25,21 @@ from kvbench.kernels.triton_parts import (
     LOG2_E,
     LOWEST,
     MIN_DOT,
-    code_values,
-    e4m3_values,
     launch,
-    metadata,
     power_of_two,
     side_constants,
 )
+from kvbench.kernels.triton_tiles import (
+    add_ring_values,
+    add_values,
+    key_logits,
+    query_planes,
+    ring_logits,
+    sum_channels,
+    zero_planes,
+)
 
 _REDUCE = {"sum": 0, "mean": 1, "max": 2}
-
-
-@triton.jit
-def _group_metadata(
-    base, channel, t, live, SCALE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, SYM: tl.constexpr,
-    GROUPS: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """Scale and zero of every entry of a tile with one scale per group of channels; shapes broadcast."""
-    return metadata(base, (channel // (D // GROUPS)) * T + t, live, SCALE, ZERO, BITS, SYM)
-
-
-@triton.jit
-def _planes(raw, BITS: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr, AXIS: tl.constexpr):
-    """Bytes [WP, BT] (AXIS 0) or [BT, WP] (AXIS 1) to codes with P * WP entries along that axis."""
-    shift = (tl.arange(0, P) * BITS).to(tl.uint8)
-    if P == 1:
-        return raw
-    elif AXIS == 0:
-        return tl.reshape((raw[None, :, :] >> shift[:, None, None]) & ((1 << BITS) - 1), [P * WP, BT])
-    else:
-        return tl.reshape((raw[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1), [BT, P * WP])
-
-
-@triton.jit
-def _key_logits(
-    q, q_sum, base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
-    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
-    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
-):  # fmt: skip
-    """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales folded in after the product.
-
-    Reads whole runs of slots that begin before `held`, because a mask that may change from slot to slot makes every
-    load a single byte; the logits of slots from `held` on are anything.
-    """
-    t = start + tl.arange(0, BT)
-    w = tl.arange(0, WP)
-    RUN: tl.constexpr = 16 if T % 16 == 0 else 8
-    live = ((t // RUN) * RUN < held) & (t < T)
-    rows = (w < W)[:, None] & live[None, :]
-    if BITS >= 16:
-        k = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + w[:, None] * T + t[None, :], mask=rows, other=0.0)
-        return tl.dot(q, k.to(OP), input_precision="ieee")
-    elif BITS == 0:
-        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
-        return tl.dot(q, e4m3_values(raw).to(OP), input_precision="ieee")
-    else:
-        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
-        codes = _planes(raw, BITS, P, WP, BT, 0)
-        return _coded_logits(
-            q, q_sum, codes, base, start, held, live, D, T, BT, OP, BITS, P, W, WP, SCALE, ZERO, GROUPS, CHANNEL, SYM
-        )
-
-
-@triton.jit
-def _coded_logits(
-    q, q_sum, codes, base, start, held, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
-    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
-    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr,
-):  # fmt: skip
-    """q . k for codes [P * WP, BT] in planar order."""
-    t = start + tl.arange(0, BT)
-    j = tl.arange(0, P * WP)
-    channel = (j // WP) * W + j % WP
-    real = (j % WP) < W
-    if CHANNEL > 0 and CHANNEL % BT == 0:  # the block lies within one group of tokens: scale the query instead
-        width = tl.where(start < held, W, 0)  # nothing of a group that was never written
-        scale, zero = metadata(base, (start // CHANNEL) * D + channel, (j % WP) < width, SCALE, ZERO, BITS, SYM)
-        constant = tl.sum(q.to(tl.float32) * zero[None, :], 1)
-        scaled = (q.to(tl.float32) * scale[None, :]).to(OP)
-        return tl.dot(scaled, code_values(codes, BITS, OP), input_precision="ieee") + constant[:, None]
-    elif CHANNEL > 0:
-        index = (t // CHANNEL)[None, :] * D + channel[:, None]
-        scale, zero = metadata(base, index, real[:, None] & live[None, :], SCALE, ZERO, BITS, SYM)
-        k = code_values(codes, BITS, tl.float32) * scale + zero
-        return tl.dot(q, k.to(OP), input_precision="ieee")
-    elif GROUPS > 1:
-        mask = real[:, None] & live[None, :]
-        scale, zero = _group_metadata(base, channel[:, None], t[None, :], mask, SCALE, ZERO, BITS, SYM, GROUPS, D, T)
-        k = code_values(codes, BITS, tl.float32) * scale + zero
-        return tl.dot(q, k.to(OP), input_precision="ieee")
-    else:
-        scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
-        dots = tl.dot(q, code_values(codes, BITS, OP), input_precision="ieee")
-        return dots * scale[None, :] + q_sum[:, None] * zero[None, :]
-
-
-@triton.jit
-def _weighted_values(
-    p, base, t, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr,
-    P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
-    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
-):  # fmt: skip
-    """Sum of p[g, t] * v[t] over slots t of a page, fp32 [GP, P * WP] in planar order."""
-    w = tl.arange(0, WP)
-    cells = live[:, None] & (w < W)[None, :]
-    if BITS >= 16:
-        v = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + t[:, None] * W + w[None, :], mask=cells, other=0.0)
-        return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
-    elif BITS == 0:
-        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
-        return tl.dot(p.to(OP), e4m3_values(raw).to(OP), input_precision="ieee")
-    else:
-        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
-        codes = _planes(raw, BITS, P, WP, BT, 1)
-        return _coded_values(p, codes, base, t, live, D, T, BT, OP, BITS, P, W, WP, SCALE, ZERO, GROUPS, SYM)
-
-
-@triton.jit
-def _coded_values(
-    p, codes, base, t, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr,
-    P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
-    GROUPS: tl.constexpr, SYM: tl.constexpr,
-):  # fmt: skip
-    """Sum of p[g, t] * v[t] for codes [BT, P * WP] in planar order."""
-    if GROUPS > 1:
-        if W == WP and (GROUPS & (GROUPS - 1)) == 0:  # channels are in order: one load per group, not per channel
-            r = tl.arange(0, GROUPS)
-            scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SCALE, ZERO, BITS, SYM)
-            grouped = tl.reshape(code_values(codes, BITS, tl.float32), [BT, GROUPS, P * WP // GROUPS])
-            v = tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BT, P * WP])
-        else:
-            j = tl.arange(0, P * WP)
-            channel = (j // WP) * W + j % WP
-            mask = live[:, None] & ((j % WP) < W)[None, :]
-            scale, zero = _group_metadata(
-                base, channel[None, :], t[:, None], mask, SCALE, ZERO, BITS, SYM, GROUPS, D, T
-            )
-            v = code_values(codes, BITS, tl.float32) * scale + zero
-        return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
-    else:
-        scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
-        constant = tl.sum(p * zero[None, :], 1)
-        if OP == tl.float32:  # noqa: SIM300
-            sums = tl.dot(p * scale[None, :], code_values(codes, BITS, tl.float32), input_precision="ieee")
-        else:  # codes are exact in fp16; the scales, as shares of the block's largest, keep the weights in its range
-            top = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
-            weight = (p * (scale / top)[None, :]).to(tl.float16)
-            sums = tl.dot(weight, code_values(codes, BITS, tl.float16)) * top
-        return sums + constant[:, None]
-
-
-@triton.jit
-def _ring_tile(ring, start, token, live, LENGTH: tl.constexpr, D: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
-               WP: tl.constexpr):  # fmt: skip
-    """Rows of a residual buffer for the given tokens, [BT, P * WP] in planar order; 0 where not live."""
-    j = tl.arange(0, P * WP)
-    channel = (j // WP) * W + j % WP
-    mask = live[:, None] & ((j % WP) < W)[None, :]
-    return tl.load(ring + start + (token % LENGTH)[:, None] * D + channel[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -205,15 +62,12 @@ def _attend_part(
     total = held_k
     if RK > 0:
         total = tl.load(ring_tokens + pid).to(tl.int32)
-    g, jk, jv = tl.arange(0, GP), tl.arange(0, K_P * K_WP), tl.arange(0, V_P * V_WP)
-    channel = (jk // K_WP) * K_W + jk % K_WP
-    asked = (g < G)[:, None] & ((jk % K_WP) < K_W)[None, :]
-    query = tl.load(q + (pid * G + g)[:, None] * D + channel[None, :], mask=asked, other=0.0)
-    q_sum = tl.sum(query.to(tl.float32), 1)
-    query = query.to(OP)
+    g = tl.arange(0, GP)
+    query = query_planes(q, pid * G * D, G, GP, D, K_P, K_W, K_WP)
+    q_sum = sum_channels(query, K_P)
     top = tl.full([GP], LOWEST, tl.float32)
     norm = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, V_P * V_WP], tl.float32)
+    acc = zero_planes(V_P, GP, V_WP)
     num_pages = (total + T - 1) // T
     first = tl.minimum(part * pages_per_part, num_pages)
     last = tl.minimum(first + pages_per_part, num_pages)
@@ -226,7 +80,7 @@ def _attend_part(
         live_k = inside & (token < held_k)
         page = tl.load(ids + pid * num_columns + index, mask=index < num_columns, other=0).to(tl.int64)
         base = pages + page * page_bytes
-        logit = _key_logits(
+        logit = key_logits(
             query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
             K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
         )  # fmt: skip
@@ -235,8 +89,10 @@ def _attend_part(
             seq, head = pid // heads, pid % heads
             if (index + 1) * T > held_k:
                 in_ring = inside & (token >= held_k) & (token < total) & (token >= total - RK)
-                key = _ring_tile(ring_k, seq * rk_row + head * rk_head, token, in_ring, RK, D, K_P, K_W, K_WP)
-                logit = tl.where(live_k[None, :], logit, tl.dot(query, tl.trans(key).to(OP), input_precision="ieee"))
+                dots = ring_logits(
+                    query, ring_k, seq * rk_row + head * rk_head, token, in_ring, GP, BT, OP, RK, D, K_P, K_W, K_WP
+                )
+                logit = tl.where(live_k[None, :], logit, dots)
                 live = live_k | in_ring
         logit = tl.where(live[None, :], logit * scale2, LOWEST)
         new_top = tl.maximum(top, tl.max(logit, 1))
@@ -244,17 +100,17 @@ def _attend_part(
         shrink = tl.exp2(top - new_top)
         norm = norm * shrink + tl.sum(p, 1)
         live_v = inside & (token < held_v) & (token < total)
-        acc = acc * shrink[:, None] + _weighted_values(
-            tl.where(live_v[None, :], p, 0.0), base, t, live_v, D, T, BT, OP, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE,
-            V_ZERO, V_GROUPS, V_CHANNEL, V_SYM, V_ELEM,
+        acc = add_values(
+            acc, shrink, tl.where(live_v[None, :], p, 0.0), base, t, live_v, D, T, BT, OP, V_BITS, V_P, V_W, V_WP,
+            V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_SYM, V_ELEM,
         )  # fmt: skip
         if RV > 0:
             seq, head = pid // heads, pid % heads
             if (index + 1) * T > held_v:
                 in_ring = inside & (token >= held_v) & (token < total) & (token >= total - RV)
-                value = _ring_tile(ring_v, seq * rv_row + head * rv_head, token, in_ring, RV, D, V_P, V_W, V_WP)
-                weight = tl.where(in_ring[None, :], p, 0.0)
-                acc += tl.dot(weight.to(OP), value.to(OP), input_precision="ieee")
+                acc = add_ring_values(
+                    acc, p, ring_v, seq * rv_row + head * rv_head, token, in_ring, OP, RV, D, V_P, V_W, V_WP
+                )
         top = new_top
         if SCORES:
             at = (pid * G + g) * (num_columns * T)
@@ -265,10 +121,11 @@ def _attend_part(
     at = (pid * num_parts + first_part + part) * G + g
     tl.store(part_top + at, top, mask=g < G)
     tl.store(part_sum + at, norm, mask=g < G)
-    out_channel = (jv // V_WP) * V_W + jv % V_WP
-    wanted = (g < G)[:, None] & ((jv % V_WP) < V_W)[None, :]
+    w = tl.arange(0, V_WP)
     if first < last:
-        tl.store(part_out + at[:, None] * D + out_channel[None, :], acc, mask=wanted)
+        for plane in tl.static_range(V_P):
+            place = part_out + at[:, None] * D + (plane * V_W + w)[None, :]
+            tl.store(place, acc[plane], mask=(g < G)[:, None] & (w < V_W)[None, :])
 
 
 @triton.jit

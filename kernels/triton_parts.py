@@ -1,8 +1,8 @@
 """Triton backend, part 1: what its kernels share on both sides of a launch.
 
-The kernels are written once for NVIDIA and AMD. A page's layout reaches them as compile-time constants, so every format
-is a kernel of its own. Tiles have power-of-two sides; channels of a packed side are put in *planar order*: entry
-j = plane * WP + w stands for channel plane * W + w, where W is the bytes of a slot and WP the power of two above it.
+The kernels are written once for NVIDIA and AMD. A page's layout reaches them as compile-time constants, so every
+format is a kernel of its own. Tiles have power-of-two sides: where a slot has W bytes of codes, tiles have WP, the
+power of two above. A byte holds one channel of each plane: byte w has channel plane * W + w at bit plane * BITS.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def side_constants(fmt: PageFormat, side: str, prefix: str = "", least: int = MI
         fmt: The page format.
         side: `k` or `v`.
         prefix: Put before every name.
-        least: The fewest entries that the planar order of a vector may have.
+        least: The least WP.
 
     Returns:
         BITS (1 to 8 codes, 0 for e4m3, 16 or 32 elements), P planes, W bytes or elements of a slot, WP its power of
@@ -89,7 +89,7 @@ def side_constants(fmt: PageFormat, side: str, prefix: str = "", least: int = MI
         "BITS": bits if is_coded or bits >= 16 else 0,
         "P": planes,
         "W": width,
-        "WP": power_of_two(width, max(1, least // planes)),
+        "WP": power_of_two(width, least),
         "OFF": fmt.regions[f"{side}_codes"][0],
         "SCALE": fmt.regions[f"{side}_scale"][0],
         "ZERO": fmt.regions[f"{side}_zero"][0],
