@@ -14,8 +14,10 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.methods.h2o import H2O
+from kvbench.methods.knorm import KeyNorm
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.methods.tova import TOVA
 from kvbench.tasks import load_task
 
 BUDGET = 0.25
@@ -25,12 +27,13 @@ class Masks:
     """Which tokens each KV head still sees, by layer; one prompt, then one token at a time.
 
     Args:
-        choose: (attention of the prompt [H, G, N, N], budget) -> kept bool [H, N].
-        evict: (accumulated attention [H, n], kept [H, n], budget) -> kept, before a new token comes; None = never.
+        choose: (attention of the prompt [H, G, N, N], keys [H, N, D], budget) -> kept bool [H, N].
+        evict: (attention so far [H, n], kept [H, n], budget) -> kept, before a new token comes; None = never.
+        newest: The attention so far is that of the newest query alone, not the sum over all.
     """
 
-    def __init__(self, choose, evict=None):
-        self.choose, self.evict = choose, evict
+    def __init__(self, choose, evict=None, newest=False):
+        self.choose, self.evict, self.newest = choose, evict, newest
         self.kept, self.mass = {}, {}
 
     def attend(self, module, query, key, value, mask, scaling=None, **named):
@@ -42,8 +45,8 @@ class Masks:
         if n == total:
             logits = logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
             weights = logits.softmax(-1)
-            self.kept[layer] = self.choose(weights, int(BUDGET * n))
-            self.mass[layer] = weights.sum((1, 2))
+            self.kept[layer] = self.choose(weights, key[0], int(BUDGET * n))
+            self.mass[layer] = weights[:, :, -1].sum(1) if self.newest else weights.sum((1, 2))
             self.budget = int(BUDGET * n)
         else:
             if self.evict:
@@ -51,7 +54,8 @@ class Masks:
             new = torch.ones(num_kv, 1, dtype=torch.bool)
             self.kept[layer] = torch.cat([self.kept[layer], new], 1)
             weights = logits.masked_fill(~self.kept[layer][:, None, None], -torch.inf).softmax(-1)
-            self.mass[layer] = torch.cat([self.mass[layer], torch.zeros(num_kv, 1)], 1) + weights.sum((1, 2))
+            before = torch.cat([self.mass[layer], torch.zeros(num_kv, 1)], 1)
+            self.mass[layer] = weights.sum((1, 2)) + (0 if self.newest else before)
         out = torch.einsum("hgnm,hmd->hgnd", weights, value[0])
         return out.reshape(1, num_q, n, dim).transpose(1, 2), None
 
@@ -64,7 +68,7 @@ def keep(num_heads, num_tokens, *chosen):
     return kept
 
 
-def h2o_choose(weights, budget):
+def h2o_choose(weights, keys, budget):
     """The most attended tokens of all queries, and half the budget of recent ones."""
     heads, _, n, _ = weights.shape
     recent = budget // 2
@@ -83,7 +87,7 @@ def h2o_evict(mass, kept, budget):
     return kept
 
 
-def snapkv_choose(weights, budget, window=32):
+def snapkv_choose(weights, keys, budget, window=32):
     """The tokens the window attends to most after max pooling, and the window."""
     heads, _, n, _ = weights.shape
     score = weights[:, :, n - window :, : n - window].sum(2).mean(1)
@@ -93,7 +97,7 @@ def snapkv_choose(weights, budget, window=32):
     return keep(heads, n, order[:, : budget - window], range(n - window, n))
 
 
-def sinks_choose(weights, budget):
+def sinks_choose(weights, keys, budget):
     """The first four tokens and the last ones."""
     heads, _, n, _ = weights.shape
     return keep(heads, n, range(4), range(n - budget + 4, n))
@@ -109,9 +113,31 @@ def sinks_evict(mass, kept, budget):
     return kept
 
 
+def tova_choose(weights, keys, budget):
+    """The tokens the last query attends to most, the same in all heads."""
+    heads, _, n, _ = weights.shape
+    return keep(heads, n, weights[:, :, -1].mean((0, 1)).topk(budget).indices)
+
+
+def tova_evict(mass, kept, budget):
+    """Drops the token of all heads that the newest query attended to least."""
+    kept = kept.clone()
+    if kept[0].sum() > budget:
+        kept[:, mass.sum(0).masked_fill(~kept[0], torch.inf).argmin()] = False
+    return kept
+
+
+def knorm_choose(weights, keys, budget):
+    """The tokens with the smallest keys."""
+    heads, n, _ = keys.shape
+    return keep(heads, n, keys.square().sum(-1).topk(budget, largest=False).indices)
+
+
 METHODS = {
     "h2o": (H2O(budget=BUDGET, tier="native"), h2o_choose, h2o_evict),
     "snapkv": (SnapKV(budget=BUDGET, tier="native"), snapkv_choose, None),
+    "tova": (TOVA(budget=BUDGET, tier="native"), tova_choose, tova_evict),
+    "knorm": (KeyNorm(budget=BUDGET, tier="native"), knorm_choose, None),
     "streaming_llm": (
         StreamingLLM(budget=BUDGET, position_mode="absolute", tier="native"), sinks_choose, sinks_evict
     ),
@@ -152,7 +178,7 @@ def test_eviction_equals_masks(embedded_model, name):
     task = load_task(cfg, embedded_model, limit=None, seed=3, protocol=None)
     for item in task.requests:
         prompt = [token for segment in item.segments for token in segment]
-        want = masked_nll(embedded_model.model, prompt, item.gold, Masks(choose, evict))
+        want = masked_nll(embedded_model.model, prompt, item.gold, Masks(choose, evict, newest=name == "tova"))
         asked = request(item.sample_id, tuple(prompt), max_new_tokens=1, gold=item.gold)
         got = answers(embedded_model, policy, [asked])[item.sample_id, 0].fidelity
         # fp32 on both sides: the sums differ in order only.
