@@ -9,6 +9,7 @@ from kvbench.kernels.dispatch import get_backend
 from kvbench.layout import StoreOptions
 from kvbench.models import LoadedModel
 from kvbench.policy import Policy
+from kvbench.prompt_cache import PromptCache
 from kvbench.requests import Request
 from kvbench.store import CompressedStore
 
@@ -25,14 +26,17 @@ class StoreDecoder(Engine):
         context: Prompt tokens.
         new_tokens: Tokens that will be decoded at most.
         kernels: Backend.
+        prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
     """
 
     def __init__(
-        self, model: LoadedModel, policy: Policy, *, rows: int, context: int, new_tokens: int, kernels: str = "auto"
-    ) -> None:
+        self, model: LoadedModel, policy: Policy, *, rows: int, context: int, new_tokens: int, kernels: str = "auto",
+        prompts: PromptCache | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
-            model, policy, store=StoreOptions(), batch_size=rows, seed=0, backend=kernels, fidelity_max_tokens=0
-        )
+            model, policy, store=StoreOptions(), batch_size=rows, seed=0, backend=kernels, fidelity_max_tokens=0,
+            prompts=prompts,
+        )  # fmt: skip
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
         self.store = CompressedStore(
             policy, self.shape, rows=rows + REFERENCE_ROWS, options=self.options, backend=self.backend,

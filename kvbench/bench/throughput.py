@@ -10,7 +10,9 @@ from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell, ra
 from kvbench.kernels.bench.settings import check_whole
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models import LoadedModel
+from kvbench.prompt_cache import PromptCache
 
+PROMPT_BYTES = 2 << 30  # of prompts that are kept from a method's trial to its batch
 DISTINCT_PROMPTS = 4  # read one by one; further sequences are copies of their pages
 QUICK = {"kv_mb": 32, "context": 256, "new_tokens": 16, "rounds": 3, "steps": 2}
 
@@ -119,7 +121,8 @@ def store_variant(
 ) -> Variant | None:
     """A method with as many sequences as fit at their final length, which is measured by answering once."""
     size = {"context": settings.context, "new_tokens": settings.new_tokens, "kernels": settings.kernels}
-    trial = StoreDecoder(model, choices.make_method(method), rows=len(text), **size)
+    read = PromptCache(PROMPT_BYTES)  # the trial's prompts are those of the batch
+    trial = StoreDecoder(model, choices.make_method(method), rows=len(text), prompts=read, **size)
     trial.focus()
     for tokens in text:
         trial.prefill(tokens[: settings.context])
@@ -131,10 +134,11 @@ def store_variant(
     del trial
     if not batch:
         return None
-    decoder = StoreDecoder(model, choices.make_method(method), rows=batch, **size)
+    decoder = StoreDecoder(model, choices.make_method(method), rows=batch, prompts=read, **size)
     first = [decoder.prefill(tokens[: settings.context]) for tokens in text[:batch]]
     for index in range(len(first), batch):
         decoder.fork(first[index % len(first)])
+    decoder.prompts = PromptCache()
     variant = _variant(method, decoder, settings, text, batch)
     variant.check = lambda: decoder.reference_error(text[0][settings.context])
     variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)

@@ -119,6 +119,16 @@ def test_throughput_fills_the_memory_and_no_more():
     assert rows["full"]["rate_ratios"]["full"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
 
 
+def test_timed_prompts_are_read_every_time(model):
+    """No prompt that is timed is replayed from what was kept of an earlier reading."""
+    settings = decode.Settings(**COMMON, methods=["full"], quantised=False)
+    full = decode.prompt_variants(settings, model)[-1]
+    decoder = full.before_round.__self__
+    for _ in range(3):
+        full.call(0)
+    assert decoder.prompts.num_read == 3 and decoder.prompts.num_reused == 0
+
+
 def test_rates_count_the_batch():
     """Twice the tokens in the same time is twice the throughput."""
     rows = [
