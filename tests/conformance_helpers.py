@@ -2,8 +2,8 @@
 
 `sinks` first tokens are never evicted; `window`, `recent` or `obs_window` last tokens of a prompt are kept (as far as a
 `budget` allows), and a method that acts in decode keeps that many last tokens at every step. A line
-`# lossless: key=value ...` in the YAML names settings at which nothing is lost; without it they follow from the names of
-the fields.
+`# lossless: key=value ...` in the YAML names settings at which nothing is lost; without it they follow from the
+names of the fields.
 """
 
 import dataclasses
