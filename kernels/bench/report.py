@@ -166,7 +166,8 @@ def plain_table(document: dict) -> str:
             lines.append("  " + f"{row['name']:<{width}}" + "".join(f"{part:>28}" for part in parts))
         if probe := cell.get("probe"):
             lines.append(f"  {probe['name']}: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
-    return "\n".join([*lines, "", *document["notes"]])
+    clock = [f"clock={document['settings']['clock']}"] if document["settings"].get("clock") == "cpu" else []
+    return "\n".join([*lines, "", *clock, *document["notes"]])
 
 
 def _span(ratio: dict | None) -> str:

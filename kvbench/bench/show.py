@@ -244,6 +244,8 @@ def render(document: dict) -> Group:
         "Medians [quartiles] over rounds in which every variant ran once, in shuffled order; x = times as fast, formed "
         "within each round.",
     ]
+    if document["settings"].get("clock") == "cpu":
+        notes.append("clock=cpu: times are CPU seconds of one thread, not seconds on the clock on the wall.")
     if document["what"] == "attention":
         notes.append(
             "* fastest dense variant; grouped = query heads of a KV head as query tokens, which reads K and V once."

@@ -43,6 +43,12 @@ def test_a_result_can_be_shown_again(measured, capsys):
     (folder / "bench.png").unlink()
     assert main(["bench", f"load={folder / 'bench.json'}"]) == 0
     assert "K4V2 + scores" in capsys.readouterr().out
+    assert "CPU seconds of one thread" not in (folder / "bench.txt").read_text()
+    document = command.read_document(folder / "bench.json")
+    document["settings"]["clock"] = "cpu"
+    (folder / "other.json").write_text(json.dumps(document))
+    assert main(["bench", f"load={folder / 'other.json'}"]) == 0
+    assert "CPU seconds of one thread" in capsys.readouterr().out
     assert (folder / "bench.png").read_bytes() == picture
 
 
