@@ -150,9 +150,10 @@ def _shapes(drawing: Drawing) -> dict[str, str]:
 
 
 def _short(label: str) -> str:
-    """A label without the names of its settings when there is only one: `snapkv 0.25`."""
-    words = label.split(" ")
-    return " ".join(word.partition("=")[2] or word for word in words) if len(words) == 2 else label
+    """A label without the names of its settings, which the table has: `snapkv 0.25`, `diffkv 5, 0`."""
+    method, *words = label.split(" ")
+    values = [word.partition("=")[2].removesuffix(".0") for word in words if "=" in word]
+    return " ".join(filter(None, [method, ", ".join(values), *(word for word in words if "=" not in word)]))
 
 
 def _limits(drawing: Drawing) -> tuple[float, float, float, float]:

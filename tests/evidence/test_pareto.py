@@ -228,6 +228,12 @@ def test_names_in_the_picture_do_not_overlap(tmp_path):
     assert sum(len(axes.texts) for axes in made.axes[1:]) == 20
 
 
+def test_names_of_the_frontier_are_short():
+    """Beside a point there is room for the method and its values only."""
+    labels = ["full", "snapkv budget=0.25", "diffkv alpha_h=5.0 alpha_l=0.02", "full batch 8"]
+    assert [draw._short(label) for label in labels] == ["full", "snapkv 0.25", "diffkv 5, 0.02", "full batch 8"]
+
+
 def test_ticks_and_the_staircase():
     """Ticks are round and few; the staircase takes each cost's best, cheapest first, and drops ties of higher cost."""
     assert ticks(9, 110) == [10, 20, 30, 50, 70, 100] and len(ticks(18, 36)) <= 6 and len(ticks(1e-3, 1e6)) <= 6

@@ -14,6 +14,7 @@ from kvbench.cli import main
 from kvbench.commands import compose_command
 from kvbench.evidence import draw, report, report_parts
 from kvbench.evidence.load import load_groups
+from kvbench.policy import Policy
 
 SCORES = yes_no(0.8, {"a": 20, "b": 20}, seed=1)
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)"> & \u2028 {{ 7 * 7 }} '
@@ -52,6 +53,15 @@ def make(root, *words):
     command = ["report", f"results_dir={root}", f"out={out}", "resamples=200", "axes=resident"]
     assert main([*command, *words]) == 0
     return Page(out.read_text(encoding="utf-8"))
+
+
+class Planted(Policy):
+    """What a results folder from somewhere else might name."""
+
+    made = []
+
+    def __init__(self):
+        self.made.append(self)
 
 
 @pytest.fixture
@@ -177,9 +187,9 @@ def test_tiers_have_their_methods_names(tmp_path):
     names = report_parts.tier_names(run, 2)
     assert names[1] == "16-bit buffer" and "2" in names[0]
     assert report_parts.tier_shares(run) == pytest.approx({names[0]: 0.6, names[1]: 0.4})
-    settings["_target_"] = "os.system"
-    settings["command"] = "touch /tmp/never"
-    assert report_parts.tier_names(run, 2) == ["tier 0", "tier 1"]
+    settings.clear()
+    settings["_target_"] = f"{Planted.__module__}.Planted"
+    assert report_parts.tier_names(run, 2) == ["tier 0", "tier 1"] and not Planted.made
 
 
 @pytest.mark.parametrize(
