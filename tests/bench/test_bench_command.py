@@ -105,6 +105,13 @@ def test_time_left_is_told_from_the_last_rounds(monkeypatch, capsys):
     assert lines[-1] == "decode: 17/20 rounds, 6 s left: round 17"
 
 
+def test_quick_leaves_what_the_user_sets():
+    """A value that differs from the default is kept, for settings of one bench and for those of all."""
+    words = ["quick=true", "attention.lengths=[128,256]", "rounds=7"]
+    _, settings = command.settings_of(commands.compose_command("bench", words), "attention")
+    assert settings.lengths == [128, 256] and settings.rounds == 7 and settings.batches == [1]
+
+
 @pytest.mark.parametrize("name", command.MODULES)
 def test_quick_and_defaults_fit_the_modules(name):
     """The YAML's defaults are the module's own, and every quick value is a setting that passes its check."""
