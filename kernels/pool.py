@@ -71,8 +71,7 @@ class PagePool:
                     "free; raise store.budget_bytes, lower batch_size, or choose a smaller method budget"
                 )
             self._grow(total - self.num_free)
-        where = (self.start + torch.arange(total, device=need.device)) % self.num_pages
-        ids = self.free_list[where].long()
+        ids = torch.cat([self.free_list[part] for part in self._parts(self.start, total)]).long()
         self.start += total
         self.num_free -= total
         return ids, offsets
@@ -82,15 +81,21 @@ class PagePool:
         count = ids.numel()
         if count > self.num_used:
             raise AssertionError(f"{count} pages returned but only {self.num_used} are in use: a page was freed twice")
-        where = (self.end + torch.arange(count, device=ids.device)) % self.num_pages
-        self.free_list[where] = ids.to(torch.int32)
+        first, second = self._parts(self.end, count)
+        until = first.stop - first.start
+        self.free_list[first], self.free_list[second] = ids[:until].to(torch.int32), ids[until:].to(torch.int32)
         self.end += count
         self.num_free += count
 
     def free_ids(self) -> Tensor:
         """The free pages in the order they will be handed out; int64 [num_free]. For checks."""
-        where = (self.start + torch.arange(self.num_free, device=self.free_list.device)) % max(1, self.num_pages)
-        return self.free_list[where].long()
+        return torch.cat([self.free_list[part] for part in self._parts(self.start, self.num_free)]).long()
+
+    def _parts(self, counter: int, count: int) -> tuple[slice, slice]:
+        """The `count` entries from a counter on: up to the end of the circular list, and from its beginning."""
+        begin = counter % max(1, self.num_pages)
+        until = min(begin + count, self.num_pages)
+        return slice(begin, until), slice(0, begin + count - until)
 
     def _grow(self, shortfall: int) -> None:
         """Adds pages: at least the shortfall, at least half of what exists, so that copying stays linear in the

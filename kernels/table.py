@@ -83,7 +83,7 @@ class PageTable:
         if ids.numel():
             owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), need)
             index = torch.arange(ids.numel(), device=lists.device) - offsets[owner] + pages_before[owner]
-            self._table(tier)[lists[owner], self._column(tier, index)] = ids.to(torch.int32)
+            self._table(tier).view(-1)[self._entry(lists, owner, tier, index)] = ids.to(torch.int32)
         self.num_slots[tier, lists] = (before + count).to(torch.int32)
         return before
 
@@ -98,7 +98,7 @@ class PageTable:
         owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), surplus)
         offsets = surplus.cumsum(0) - surplus
         index = torch.arange(owner.numel(), device=lists.device) - offsets[owner] + pages_after[owner]
-        self.pool.release(self._table(tier)[lists[owner], self._column(tier, index)].long())
+        self.pool.release(self._table(tier).view(-1)[self._entry(lists, owner, tier, index)])
         self.num_slots[tier, lists] = count.to(torch.int32)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,6 +136,10 @@ class PageTable:
 
     def _table(self, tier: int) -> Tensor:
         return self.third if tier == 2 else self.entries
+
+    def _entry(self, lists: Tensor, owner: Tensor, tier: int, index: Tensor) -> Tensor:
+        """Where page `index` of list `lists[owner]` stands in a table read as one row."""
+        return (lists * self.max_pages)[owner] + self._column(tier, index)
 
     def _column(self, tier: int, index: Tensor) -> Tensor:
         return self.max_pages - 1 - index if tier == 1 else index

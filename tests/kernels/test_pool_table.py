@@ -233,3 +233,33 @@ def test_compaction_moves_are_golden():
     owner, source, target, count = table.plan_compaction(torch.arange(2), 0, keep)
     assert [[s, t] for s, t in zip(source.tolist(), target.tolist(), strict=True)] == case["moves_E2_head0"]
     assert (owner.tolist(), count.tolist()) == ([0], [2, 2])
+
+
+def test_a_million_operations_keep_every_page_accounted_for():
+    """10^6 allocations and returns of 500 lists in batches: no page has two owners, none is lost, refusals change
+    nothing."""
+    make = torch.Generator().manual_seed(0)
+    lists, pages, done, refused = 500, 4000, 0, 0
+    pool = PagePool(16, pages, growable=False)
+    owner = torch.full((pages,), -1)
+    while done < 1_000_000:
+        need = torch.randint(0, 5, (lists,), generator=make)
+        if int(need.sum()) <= pool.num_free:
+            ids, _ = pool.allocate(need)
+            assert (owner[ids] == -1).all() and ids.unique().numel() == ids.numel() == int(need.sum())
+            owner[ids] = torch.repeat_interleave(torch.arange(lists), need)
+            done += lists
+        else:
+            before = pool.start, pool.end, pool.num_free
+            with pytest.raises(PoolExhausted):
+                pool.allocate(need)
+            assert (pool.start, pool.end, pool.num_free) == before
+            leaving = torch.rand(lists, generator=make) < 0.6
+            ids = ((owner >= 0) & leaving[owner.clamp(min=0)]).nonzero()[:, 0]
+            pool.release(ids[torch.randperm(len(ids), generator=make)])
+            owner[ids] = -1
+            done, refused = done + int(leaving.sum()), refused + 1
+        free = pool.free_ids()
+        assert free.numel() == free.unique().numel() == pool.num_free
+        assert (owner[free] == -1).all() and int((owner == -1).sum()) == pool.num_free
+    assert refused > 100 and pool.end > 100 * pages
