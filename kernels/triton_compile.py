@@ -132,7 +132,7 @@ def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Cal
 def _one_of_each() -> None:
     """One kernel of every kind."""
     fmt = _format(4, 2)
-    _decode(torch.bfloat16, fmt, group="max")()
+    _decode(torch.bfloat16, _format(8, 4), group="max")()
     channel = _format(2, 2, k_channel_group=32)
     page, x = torch.zeros(32, dtype=torch.int64), torch.zeros(32, _DIM, dtype=torch.bfloat16)
     pages = torch.zeros(2, _PAGE_BYTES, dtype=torch.uint8)
