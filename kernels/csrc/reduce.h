@@ -15,6 +15,17 @@ struct Search {
   int64_t *slot, *pos;
 };
 
+static float smallest(const float* x, long n) {
+  Vec low = splat(INFINITY), more = low;
+  long t = 0;
+  for (; t + 2 * kLanes <= n; t += 2 * kLanes) low = min_of(load(x + t), low), more = min_of(load(x + t + kLanes), more);
+  float lanes[kLanes], least = INFINITY;
+  store(lanes, min_of(low, more));
+  for (float lane : lanes) least = lane < least ? lane : least;
+  for (; t < n; t++) least = x[t] < least ? x[t] : least;
+  return least;
+}
+
 // Returns false on a page id out of range.
 static bool search_list(const uint8_t* pages, int64_t page_bytes, int64_t num_pages, const Tier& tier, const Search& s, long list) {
   const long T = tier.slots_per_page, held = tier.num_k[list];
@@ -43,12 +54,9 @@ static bool search_list(const uint8_t* pages, int64_t page_bytes, int64_t num_pa
           values[t] /= float(count > 1 ? count : 1);
         }
       const bool any = s.exact || s.before || s.first;  // otherwise also slots without a position
-      float least = INFINITY;
-      for (long t = 0; t < n; t++) {
-        const float x = !any || (positions[t] >= low && positions[t] < high) ? values[t] : INFINITY;
-        values[t] = x;
-        least = x < least ? x : least;
-      }
+      if (any)
+        for (long t = 0; t < n; t++) values[t] = positions[t] >= low && positions[t] < high ? values[t] : INFINITY;
+      const float least = smallest(values, n);
       if (least > best) continue;
       for (long t = 0; t < n; t++) {
         if (values[t] != least || (any && (positions[t] < low || positions[t] >= high))) continue;
