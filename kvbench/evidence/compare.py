@@ -1,12 +1,12 @@
 """`kvbench compare`: is a method worse than the full cache, or than another method, on the same samples?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
 from kvbench.evidence import compare_table, stats
-from kvbench.evidence.load import load_groups
+from kvbench.evidence.load import fits_settings, load_groups
 from kvbench.evidence.pairing import Change, Measure, NoCommonSample, Pairs, changes, measure, pair
 from kvbench.evidence.runs import FULL, Group, StoredRun
 from kvbench.intervals import paired_difference
@@ -61,12 +61,13 @@ class Row:
         return "cannot tell"
 
 
-def find(group: Group, name: str) -> StoredRun | None:
+def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
     """The run of a group that a name means.
 
     Args:
         group: Where to look.
         name: `full` for the reference, a method, a label, or the first digits of a run's hash.
+        where: Settings that choose among several runs that the name fits.
 
     Returns:
         None when the group has none.
@@ -78,6 +79,8 @@ def find(group: Group, name: str) -> StoredRun | None:
         return group.reference
     fits = [run for run in group.runs if name in (run.method, run.label)]
     fits = fits or [run for run in group.runs if len(name) >= 4 and run.record.hash.startswith(name)]
+    if len(fits) > 1 and where:
+        fits = [run for run in fits if fits_settings(run.settings, where)] or fits
     if len(fits) > 1:
         listed = ", ".join(f"{run.record.hash[:6]} ({run.label})" for run in fits)
         raise ValueError(f"against={name} fits {len(fits)} runs of {group.title}; give the digits of one: {listed}")
@@ -145,7 +148,7 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[Row], list[str]]:
     Raises:
         ValueError: The metric does not exist, or `against` fits several runs.
     """
-    against = find(group, str(cfg.against))
+    against = find(group, str(cfg.against), cfg.get("where"))
     if against is None:
         return [], [f"{group.title}: no run fits against={cfg.against}, so nothing is compared"]
     what, rows, notes = measure(str(cfg.metric), group), [], []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # blindness. Marker and line say the same in black and white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ["-", "--", ":"]  # runs of one method that differ in more than numbers
 SHAPES = {"o": "circle", "s": "square", "^": "triangle", "D": "diamond"}
 FP8 = "fp8"
 FOOT_LINE_IN = 0.125
@@ -111,17 +112,33 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[
     ends = []
     for index, (method, points) in enumerate(methods.items()):
         colour, marker = COLOURS[index], MARKERS[index]
-        axes.plot(
-            [drawing.x(p) for p in points], [drawing.y(p) for p in points], color=colour, linewidth=0.9, alpha=0.8,
-            zorder=3,
-        )  # fmt: skip
+        series = _series(points)
+        for line, (kind, own) in zip(LINES * len(series), series.items(), strict=False):
+            axes.plot(
+                [drawing.x(p) for p in own], [drawing.y(p) for p in own], color=colour, linewidth=0.9, alpha=0.8,
+                linestyle=line, zorder=3,
+            )  # fmt: skip
+            ends.append((f"{method} {kind}".strip() if len(series) > 1 else method, own[-1], colour))
         for point in points:
             _marks(axes, drawing, point, colour, marker)
         for x, y in drawing.printed(method):
             axes.plot(x, y, "+", color=colour, markersize=5, markeredgewidth=0.8, alpha=0.9, zorder=2)
-        ends.append((method, points[-1], colour))
     _labels(axes, drawing, ends)
     axes.set_title(title, fontsize=SIZE + 1, loc="left")
+
+
+def _series(points: list[Point]) -> dict[str, list[Point]]:
+    """Points of a method that differ in numbers only, by what else their settings say: a line through others would lie.
+
+    A tier is no step on the way from one budget to the next.
+    """
+    series: dict[str, list[Point]] = {}
+    for point in points:
+        pairs = [word.partition("=") for word in point.label.split()[1:]]
+        numbers = [value == "None" or value.replace(".", "", 1).isdigit() for _, _, value in pairs]
+        kind = " ".join(value for (_, _, value), number in zip(pairs, numbers, strict=True) if not number)
+        series.setdefault(kind, []).append(point)
+    return series
 
 
 def _overview(axes: "Axes", drawing: Drawing) -> None:

@@ -25,9 +25,10 @@ def _matches(name: str, wanted: Sequence[str] | None) -> bool:
     return wanted is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
 
 
-def _fits(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
+def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
+    """True when a run has the settings, or one of several allowed values of each."""
     for key, value in where.items():
-        allowed = value if isinstance(value, list | tuple) else [value]
+        allowed = list(value) if isinstance(value, Sequence | ListConfig) and not isinstance(value, str) else [value]
         if key not in settings or settings[key] not in allowed:
             return False
     return True
@@ -69,7 +70,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
         run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
         if damaged and record.status != "running":
             unreadable.append(f"{name}: {damaged} lines of samples.jsonl are no whole record and do not count")
-        if record.method in (FULL, *also) or _fits(run.settings, where):
+        if record.method in (FULL, *also) or fits_settings(run.settings, where):
             runs.append(run)
     groups = _sort(runs, str(cfg.code))
     if not groups:

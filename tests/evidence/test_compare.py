@@ -181,6 +181,9 @@ def test_other_metrics_and_other_references(tmp_path):
     found, notes = compare.compare_group(group, settings(tmp_path, "metric=nll", f"against='{digits}'"))
     assert not notes
     assert [row.verdict for row in found] == ["better", "better"]
+    narrowed = settings(tmp_path, "metric=nll", "against=snapkv", "where={budget:0.25}")
+    (kept,) = load_groups(narrowed, also=["snapkv"])
+    assert [row.value for row in compare.compare_group(kept, narrowed)[0]] == [row.value for row in found]
     assert compare.find(group, "nothing") is None
     with pytest.raises(ValueError, match="metric=nil does not exist. Did you mean nll"):
         pairing.measure("nil", group)

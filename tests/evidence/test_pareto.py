@@ -268,3 +268,23 @@ def test_bad_settings(tmp_path, capsys, word, message):
     store(tmp_path, "full", SCORES)
     assert main(["pareto", f"results_dir={tmp_path}", word]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_lines_join_runs_that_differ_in_numbers_only():
+    """Budgets of one tier are a line; another tier is another line; a budget that is not set is a number too."""
+    from types import SimpleNamespace
+
+    from kvbench.evidence.draw import _series
+
+    labels = [
+        "snapkv budget=0.5 tier=fp16",
+        "snapkv budget=0.6 tier=k8v4",
+        "snapkv budget=None tier=fp16",
+        "kivi bits=2",
+    ]
+    found = _series([SimpleNamespace(label=label) for label in labels])
+    assert {kind: [labels.index(point.label) for point in points] for kind, points in found.items()} == {
+        "fp16": [0, 2],
+        "k8v4": [1],
+        "": [3],
+    }
