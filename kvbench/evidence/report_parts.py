@@ -296,6 +296,5 @@ def reference_words(group: Group, rows: Sequence[Row]) -> str:
     """One sentence before the changed answers."""
     if group.reference is None:
         return f"There is no run of method={FULL} here, so no answer can be called lost."
-    total = sum(len(row.changes) for row in rows)
-    lost = sum(row.num_lost for row in rows)
+    total, lost = sum(len(row.changes) for row in rows), sum(row.num_lost for row in rows)
     return f"Samples whose value differs from the reference's: {lost} lost and {total - lost} gained, over all runs."
