@@ -126,6 +126,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.policy.dice = random.Random(seed)
         rows = self.policy.dice.sample(sorted(self.slow.rows), self.policy.dice.randint(1, len(self.slow.rows)))
         self.policy.stepping = rows
+        # Now and then somebody else holds all but a page or two of a pool that cannot grow.
+        pool, spare = self.store.pool, random.Random(~seed).choice([None] * 7 + [0, 1])
+        hold = 0 if spare is None or pool.growable else max(0, pool.num_free - spare)
+        taken = pool.allocate(torch.tensor([hold]))[0]
         held = {"tables": self.store.table.num_slots.clone(), "free": self.store.pool.num_free}
         compactions = self.policy.compactions
         try:
@@ -136,6 +140,8 @@ class StoreMachine(RuleBasedStateMachine):
                 assert torch.equal(self.store.table.num_slots, held["tables"])
                 assert self.store.pool.num_free == held["free"]
             return
+        finally:
+            pool.release(taken)
         self.count("decode")
         self.count("step after compaction" if self.policy.compactions > compactions else "plain step")
         plan = self.policy.plan
