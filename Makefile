@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style docs test test-code smoke clean
+.PHONY: setup model format style docs test test-code test-killed smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -25,6 +25,9 @@ test: setup model ## install, fetch the embedded model, run every test
 
 test-code: setup ## every reference, 300 and more mutants, and every hostile program in the cage (needs the EvalPlus file; minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/test_cage.py tests/tasks/test_cage_probe.py tests/tasks/test_codegrade_data.py
+
+test-killed: setup ## kill a sweep a hundred times, resume it, and compare its final tables with an unbroken sweep's (minutes)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/test_killed_sweep.py
 
 smoke: ## one short experiment of every part, on the embedded model
 	$(PYTHON) -m kvbench method=diffkv task=longctx limit=1
