@@ -1,11 +1,12 @@
 """Short names for runs in tables and pictures: the method, and what tells it from the other runs of that method."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvbench.results import RunRecord
 
+LONGEST = 24  # characters of a value; a table of numbers would fill the line
 APART = ("seed", "batch_size", "backend", "limit")  # parts of the identity that may differ when the method does not
 
 
@@ -23,8 +24,9 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
     labels = []
     for record in records:
         same = {other.hash: other.identity for other in records if other.method == record.method}
-        words = _differing(record.identity.get("method", {}), [item.get("method", {}) for item in same.values()])
-        words += _differing({key: record.identity.get(key) for key in APART}, list(same.values()))
+        words = differing(record.identity.get("method", {}), [item.get("method", {}) for item in same.values()])
+        words += differing({key: record.identity.get(key) for key in APART}, list(same.values()))
+        words = [_cut(word) for word in words]
         labels.append(separator.join([record.method, *([" ".join(words)] if words else [])]))
     names = {}
     for label, record in zip(labels, records, strict=True):
@@ -33,7 +35,20 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
     return [f"{label} {record.hash[:6]}" if len(names[label]) > 1 else label for label, record in pairs]
 
 
-def _differing(settings: dict, others: Sequence[dict]) -> list[str]:
-    """The settings that are not the same in all others, as key=value."""
-    found = [(key, str(value)) for key, value in settings.items() if any(other.get(key) != value for other in others)]
-    return [f"{key}={text if len(text) <= 24 else text[:22] + '..'}" for key, text in found]
+def differing(settings: Mapping[str, object], others: Iterable[Mapping[str, object]]) -> list[str]:
+    """The settings that are not the same in all others.
+
+    Args:
+        settings: Those of one run.
+        others: Those of the runs it is shown with, itself among them or not.
+
+    Returns:
+        `key=value` for each, in the order of the settings.
+    """
+    others = list(others)
+    return [f"{key}={value}" for key, value in settings.items() if any(other.get(key) != value for other in others)]
+
+
+def _cut(word: str) -> str:
+    key, _, value = word.partition("=")
+    return word if len(value) <= LONGEST else f"{key}={value[: LONGEST - 2]}.."

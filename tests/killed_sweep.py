@@ -17,19 +17,13 @@ NUM_SAMPLES = 6  # of each method and of the full cache
 def sweep(results_dir: Path) -> None:
     """Runs every method on a tiny random model, with the full-cache reference, as one process does it."""
     from omegaconf import OmegaConf
+    from test_run_real import compose
 
-    from kvbench import listing
     from kvbench.run import run_experiment
 
-    conf = listing.conf_folder()
+    changes = {"task.items": 3, "task.kinds": ["kv", "recall"], "reference": "auto"}
     for method in METHODS:
-        cfg = OmegaConf.load(conf / "config.yaml")
-        del cfg["defaults"], cfg["hydra"]
-        for group, name in {"method": method, "task": "longctx", "model": "random", "protocol": "default"}.items():
-            cfg[group] = OmegaConf.load(conf / group / f"{name}.yaml")
-        cfg.backend = {"name": "torch"}
-        changes = {"model.preset": "tiny", "task.length": 1200, "task.items": 3, "task.kinds": ["kv", "recall"]}
-        changes |= {"results_dir": str(results_dir), "batch_size": 2, "protocol.max_new_tokens": 6}
+        cfg = compose(method, results_dir)
         for key, value in changes.items():
             OmegaConf.update(cfg, key, value)
         run_experiment(cfg, method=method, say=lambda text: None)
@@ -53,9 +47,9 @@ def run(results_dir: Path, seconds: float) -> str:
 
 
 if __name__ == "__main__":
+    import test_run_real  # noqa: F401
+
     import kvbench.engine
-    import kvbench.parts
-    import kvbench.run
     import kvbench.tasks.longctx  # noqa: F401  (imported once, here, not in every child)
 
     print("ready", flush=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.evidence.runs import CONDITIONS, FULL, Group, StoredRun, read_samples
+from kvbench.labels import differing
 from kvbench.results import RunRecord
 
 
@@ -182,11 +183,7 @@ def _tell_apart(groups: Sequence[Group]) -> None:
         mine = group.runs[0]
         others = [other.runs[0].settings for other in twins if other is not group and other.runs]
         skip = {*mine.record.identity.get("method", {}), *CONDITIONS}
-        words = [
-            f"{key}={value}"
-            for key, value in mine.settings.items()
-            if key not in skip and any(other.get(key) != value for other in others)
-        ]
+        words = differing({key: value for key, value in mine.settings.items() if key not in skip}, others)
         if words:
             group.title += f" ({', '.join(words)})"
     several = {title for title, count in Counter(group.title for group in groups).items() if count > 1}
@@ -200,13 +197,9 @@ def _name(group: Group) -> None:
     """Give every run a label: its method, and what tells it from the group's other runs of that method."""
     usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0] if group.runs else ()
     for run in group.runs:
-        same = [other for other in group.runs if other.method == run.method]
-        words = [
-            f"{key}={value}"
-            for part in ("method", "store")
-            for key, value in run.record.identity.get(part, {}).items()
-            if any(other.record.identity.get(part, {}).get(key) != value for other in same)
-        ]
+        mine, same = run.record.identity, [o.record.identity for o in group.runs if o.method == run.method]
+        words = differing(mine.get("method", {}), [other.get("method", {}) for other in same])
+        words += differing(mine.get("store", {}), [other.get("store", {}) for other in same])
         words += [
             f"{name.removesuffix('_size')} {value}"
             for name, value, common in zip(CONDITIONS, run.conditions, usual, strict=True)
