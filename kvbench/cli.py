@@ -129,8 +129,11 @@ def report(error: Exception) -> int:
     Returns:
         The exit code.
     """
-    from kvbench.journal import JournalError
+    from kvbench.journal import JournalError, is_full, write_error
 
+    if is_full(error):  # raised where a library writes, or where the output goes to a file
+        cause, error = error, write_error(error.filename or "the output", error)
+        error.__cause__ = cause
     is_fault = not isinstance(error, ValueError | OSError)
     if is_fault or os.environ.get("KVBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exception(error)
@@ -168,6 +171,7 @@ def run_command(overrides: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from kvbench.compose import explain, with_swept_groups
+    from kvbench.journal import is_full, write_error
 
     _finished.clear()
     _codes.clear()
@@ -178,6 +182,10 @@ def run_command(overrides: list[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(listing.conf_folder()), config_name="config")(_job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides) from error
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise write_error(_sweep_folder(overrides) / "multirun.yaml", error) from error  # Hydra's own file of a sweep
     finally:
         sys.argv = before
         if full_error is None:
@@ -185,6 +193,12 @@ def run_command(overrides: list[str]) -> int:
     if len(_codes) > 1:
         _show_sweep()
     return max(_codes, default=0)
+
+
+def _sweep_folder(overrides: list[str]) -> Path:
+    """Where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
+    given = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("results_dir=")]
+    return Path(["results", *given][-1]) / ".multirun"
 
 
 def _job(cfg: "DictConfig") -> None:

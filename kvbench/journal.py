@@ -93,17 +93,29 @@ def write_atomic(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise _write_error(path, error) from error
+        raise write_error(path, error) from error
 
 
-def _write_error(path: Path, error: OSError) -> JournalError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def write_error(path: Path | str, error: OSError) -> JournalError:
+    """Says why a file cannot be written and what to do.
+
+    Args:
+        path: The file or folder.
+        error: What the system answered.
+
+    Returns:
+        The error, for the caller to raise.
+    """
+    if is_full(error):
         why = "the disk is full; free some space"
     else:
         why = f"{error.strerror or error}; check that the folder can be written"
-    return JournalError(
-        f"cannot write {path}: {why}, then give the same command again: it goes on after the last finished sample"
-    )
+    return JournalError(f"cannot write {path}: {why}, then give the same command again: every finished sample is kept")
+
+
+def is_full(error: BaseException) -> bool:
+    """True when the system refused to write because the disk, or the user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def key_of(record: dict) -> Key:
@@ -142,7 +154,7 @@ class Journal:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             fsync_folder(path.parent)
         except OSError as error:
-            raise _write_error(path, error) from error
+            raise write_error(path, error) from error
 
     def _read(self, warn: Callable[[str], None]) -> None:
         if not self.path.exists():
@@ -199,7 +211,7 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, size)
-            raise _write_error(self.path, error) from error
+            raise write_error(self.path, error) from error
         self._records[key_of(record)] = json.loads(line)
         return True
 
@@ -253,9 +265,10 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
         folder.mkdir(parents=True, exist_ok=True)
         # Locks of this kind belong to the open file, so the file is never removed: a second process would lock
         # another file of the same name.
-        file = open(path, "a+", encoding="ascii")  # noqa: SIM115
+        # Unbuffered: what a full disk refuses must not be tried again when the file is closed.
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115
     except OSError as error:
-        raise _write_error(path, error) from error
+        raise write_error(path, error) from error
     with file:
         said = False
         while True:
@@ -264,7 +277,7 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
                 break
             except BlockingIOError:
                 file.seek(0)
-                holder = file.read().strip() or "unknown"
+                holder = file.read().decode().strip() or "unknown"
                 if not wait:
                     rule = "wait for it or end it, then give the same command again"
                     raise RunLocked(f"{folder} is being worked on by process {holder}; {rule}") from None
@@ -272,8 +285,9 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
                     say(f"waiting for process {holder}, which is computing {folder}")
                     said = True
                 time.sleep(0.5)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+        except OSError as error:
+            raise write_error(path, error) from error
         yield

@@ -47,13 +47,13 @@ def num_records(results_dir):
     return sum(path.read_bytes().count(b"\n") for path in results_dir.rglob("samples.jsonl"))
 
 
-def tables(results_dir, out):
+def tables(results_dir, out, metrics=("score", "nll", "kl")):
     """The final tables as CSV text, without the columns of time."""
     texts = []
-    for metric in ("score", "nll", "kl"):
+    for metric in metrics:
         settings = [f"results_dir={results_dir}", f"metric={metric}", "resamples=200"]
         wide, narrow = out / metric, out / f"{metric}.csv"
-        assert pareto.main(compose_command("pareto", [*settings, f"out={wide}", "kinds=[png]", "axes=null"])) == 0
+        assert pareto.main(compose_command("pareto", [*settings, f"out={wide}", "kinds=[png]", "axes=resident"])) == 0
         assert compare.main(compose_command("compare", [*settings, f"out={narrow}"])) == 0
         table = pd.read_csv(wide / "pareto.csv", dtype=str)
         texts += [table.drop(columns=TIMES).to_csv(index=False), narrow.read_text()]
