@@ -20,8 +20,8 @@ style: ## check the format and the rules without changing anything
 docs: ## write the documents that are generated from the code
 	$(PYTHON) -m kvbench.method_table > docs/methods.md
 
-test: setup model ## install, fetch the embedded model, run every test
-	$(PYTHON) -m pytest -q
+test: setup model ## install, fetch the embedded model, run every test on up to 4 cores (a process takes up to 3 GB)
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test-code: setup ## every reference, 300 and more mutants, and every hostile program in the cage (needs the EvalPlus file; minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/test_cage.py tests/tasks/test_cage_probe.py tests/tasks/test_codegrade_data.py

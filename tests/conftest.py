@@ -5,6 +5,8 @@ import os
 # Read once, at the first import of torch or triton. Passive waiting keeps two test processes on two cores from starving
 # each other; without a GPU the Triton kernels run in the interpreter; nothing in a test may ask the hub.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core (pytest -n) computes on one thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -262,7 +262,8 @@ def test_light_commands_import_nothing_heavy(argument):
 
 def test_ctrl_c_in_a_real_process(fakes):
     """SIGINT during a run: exit code 130, a one-line message, and the samples are there for the next start."""
-    code = (
+    code = (  # started in the background, a shell's children ignore SIGINT unless they ask for it
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import sys; from fake_parts import make_parts; import kvbench.run, kvbench.listing as l; "
         "from pathlib import Path; import kvbench.cli as c; conf = Path(sys.argv[1]); l.conf_folder = lambda: conf; "
         "kvbench.run.default_parts = lambda: make_parts(count=500, pause_s=0.01); sys.exit(c.main(['reference=none']))"
