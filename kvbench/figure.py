@@ -110,7 +110,7 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = list({record.hash: record for record in records}.values())
+    records = list({(record.method, record.hash): record for record in records}.values())
     last = records[-1]
     width = 11 + 0.08 * max(0, max(map(len, label_runs(records))) - 12)
     figure = Figure(figsize=(width, 4.2 + 0.25 * max(0, len(records) - 3)), dpi=120, layout="constrained")

@@ -68,6 +68,11 @@ def _bytes(name: str) -> Cell:
     return cell
 
 
+def _read_ratio(record: RunRecord) -> float:
+    """Bytes that decode steps read, of what reading everything takes; 1 where no step chooses."""
+    return record.kept.get("read_ratio", 1.0)
+
+
 def _prefill(record: RunRecord) -> str:
     seconds = record.timing.prefill_s
     return NONE if seconds is None else f"{seconds:.3g}"
@@ -91,6 +96,8 @@ def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     """What a reader must know to read the numbers right."""
     notes = ["[a, b] is a 95 % interval; vs full is measured on the same samples; % of bytes is of an FP16 full cache."]
+    if any(_read_ratio(record) < 1.0 for record in records):
+        notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
     slow = [record.method for record in records if record.backend == "torch"]
     if slow:
         who = ", ".join(slow)
@@ -187,10 +194,12 @@ def render(records: Sequence[RunRecord]) -> Group:
         ("gold NLL", _fidelity("nll", "{:.4f}")),
         ("KL to full", _fidelity("kl_mean", "{:.2g}")),
     )
+    reads_parts = any(_read_ratio(record) < 1.0 for record in records)
     cost = (
         ("resident", _bytes("resident")),
         ("average", _bytes("average")),
         ("peak", _bytes("peak")),
+        *([("read, %", lambda record: f"{100 * _read_ratio(record):.1f}")] if reads_parts else []),
         ("prefill s", _prefill),
         ("decode tok/s", _decode),
         ("backend", lambda record: record.backend),
@@ -218,9 +227,10 @@ def show(records: Sequence[RunRecord], paths: Sequence[Path] = (), *, console: C
         console = Console()
         if not console.is_terminal:
             console = Console(width=100)
-    groups: dict[tuple[str, str], dict[str, RunRecord]] = {}
+    groups: dict[tuple[str, str], dict[tuple[str, str], RunRecord]] = {}
     for record in records:
-        groups.setdefault((record.task, record.model), {})[record.hash] = record
+        # Two names of one method have the same hash.
+        groups.setdefault((record.task, record.model), {})[record.method, record.hash] = record
     for group in groups.values():
         rows = sorted(group.values(), key=lambda record: record.method != "full")
         console.print()

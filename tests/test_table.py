@@ -46,6 +46,32 @@ def test_table_names_a_method_that_saves_nothing(tmp_path):
         assert ("lazy holds as much as the full cache" in console.export_text()) == expected
 
 
+def test_table_shows_two_names_of_one_method(tmp_path):
+    """Runs with the same hash and another name are rows of their own, and the same run given twice is one."""
+    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    assert runs[0].hash == runs[1].hash
+    console = Console(width=80, record=True, file=io.StringIO())
+    table.show([*runs, runs[0]], console=console)
+    rows = [line.split()[0] for line in console.export_text().splitlines() if line.startswith(("a ", "b "))]
+    assert rows == ["b", "a"] * 2
+    sizes = [len(figure.draw(some, tmp_path / "x.png").read_bytes()) for some in ([runs[0]], runs, [*runs, runs[0]])]
+    assert sizes[0] != sizes[1] == sizes[2]
+
+
+def test_table_shows_what_is_read_where_a_method_chooses(tmp_path):
+    """The column of bytes read is there as soon as one run reads a part of what it keeps, and not before."""
+    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    for ratio, shown in ((1.0, False), (1.05, False), (0.2512, True)):
+        runs[1].kept["read_ratio"] = ratio
+        console = Console(width=80, record=True, file=io.StringIO())
+        table.show(runs, console=console)
+        text = console.export_text()
+        assert ("read, %" in text) == ("read: bytes that attention read" in text) == shown
+    cost = text.split("Cost:")[1]
+    cells = {line.split()[0]: line for line in cost.splitlines() if line.startswith(("a ", "b "))}
+    assert " 25.1 " in cells["a"] and " 100.0 " in cells["b"]
+
+
 def test_picture_is_the_same_twice(tmp_path):
     """The picture is a PNG whose bytes depend on the records only, and draws records without scores too."""
     finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=make_parts(), **QUIET)
