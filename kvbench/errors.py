@@ -8,6 +8,23 @@ class MissingWeightsError(ValueError):
     """Model files are neither on this machine nor to be had from it; the message holds the command that gets them."""
 
 
+def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> int:
+    """Reads a setting that is a whole number.
+
+    Args:
+        key: The setting, as the user writes it.
+        value: What was given; True and 1.0 are no whole numbers.
+        minimum: The smallest that is allowed.
+        otherwise: What else may be written, as the end of the message; the caller takes it out first.
+
+    Raises:
+        ValueError: Names the setting, its value and the rule.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{key}={value!r} must be a whole number of at least {minimum}{otherwise}")
+    return value
+
+
 def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
     """Builds the error for a name that does not exist: what does exist, and the nearest to what was asked.
 

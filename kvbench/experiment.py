@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench import calibration, identity, listing, provenance
-from kvbench.errors import unknown_name
+from kvbench.errors import check_whole, unknown_name
 from kvbench.journal import Key
 from kvbench.parts import Parts
 
@@ -47,23 +47,14 @@ def check_config(cfg: DictConfig) -> None:
     Raises:
         ValueError: Names the setting, its value, the rule and the remedy.
     """
-
-    def whole(key: str, minimum: int, optional: bool = False) -> None:
-        value = OmegaConf.select(cfg, key)
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            remedy = f"; leave it out or set {key}=null for no limit" if optional else ""
-            raise ValueError(f"{key}={value} is not a whole number of at least {minimum}{remedy}")
-
     for prefix, known in KEYS.items():
         for key in OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg:
             if key not in known:
                 raise unknown_name("key", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
-    whole("batch_size", 1)
-    whole("seed", 0)
-    whole("limit", 1, optional=True)
-    whole("fidelity.max_tokens", 0)
+    for key, minimum in (("batch_size", 1), ("seed", 0), ("fidelity.max_tokens", 0)):
+        check_whole(key, OmegaConf.select(cfg, key), minimum)
+    if cfg.limit is not None:
+        check_whole("limit", cfg.limit, 1, ", or null for all samples")
     if cfg.reference not in ("auto", "none"):
         raise unknown_name("reference", cfg.reference, ("auto", "none"))
     if not isinstance(cfg.resume, bool):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbench.errors import unknown_name
+from kvbench.errors import check_whole, unknown_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -119,11 +119,7 @@ def random_config(
         ("model.max_tokens", "max_position_embeddings", max_tokens),
     ):
         if value is not None:
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{name}={value} must be a whole number of at least 1, or null for the preset's {fields[key]}."
-                )
-            fields[key] = value
+            fields[key] = check_whole(name, value, 1, f", or null for the preset's {fields[key]}")
     overrides = dict(overrides or {})
     model_type = overrides.get("model_type", fields["model_type"])
     if model_type not in CONFIG_MAPPING:

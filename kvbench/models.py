@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench import model_embedded, model_files, model_gguf, model_random
-from kvbench.errors import MissingWeightsError, unknown_name
+from kvbench.errors import MissingWeightsError, check_whole, unknown_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -122,8 +122,7 @@ def _load_gguf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loa
 def _load_random(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
     """Builds random weights in the shape of a preset."""
     preset, seed, num_layers = settings.get("preset"), settings.get("seed", 0), settings.get("num_layers")
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"model.seed={seed} must be a whole number of at least 0.")
+    check_whole("model.seed", seed, 0)
     overrides = settings.get("overrides") or {}
     config = model_random.random_config(
         preset, num_layers=num_layers, max_tokens=settings.get("max_tokens"), overrides=overrides

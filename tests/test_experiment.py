@@ -79,10 +79,10 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("batch_size", 0, "batch_size=0 is not a whole number of at least 1"),
-        ("batch_size", "four", "batch_size=four is not a whole number"),
-        ("limit", 0, "limit=0 is not a whole number of at least 1; leave it out"),
-        ("limit", True, "limit=True is not a whole number"),
+        ("batch_size", 0, "batch_size=0 must be a whole number of at least 1"),
+        ("batch_size", "four", "batch_size='four' must be a whole number"),
+        ("limit", 0, "limit=0 must be a whole number of at least 1, or null for all samples"),
+        ("limit", True, "limit=True must be a whole number"),
         ("seed", -1, "seed=-1"),
         ("fidelity__max_tokens", -1, "fidelity.max_tokens=-1"),
         ("reference", "atuo", "reference=atuo does not exist. Did you mean auto?"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.errors import unknown_name
+from kvbench.errors import check_whole, unknown_name
 from kvbench.experiment import FULL
 from kvbench.requests import Request
 from kvbench.tasks.taskset import TaskSet
@@ -101,8 +101,7 @@ def read_plan(cfg: DictConfig, method: str, policy: object) -> Plan:
         raise ValueError("method=full is what the others are measured against; choose a method that compresses")
     stages = _stages(cfg, method, {item.name: item.type for item in fields(policy) if item.init})
     for name in ("tuning_samples", "held_out_samples", "resamples"):
-        if isinstance(cfg[name], bool) or not isinstance(cfg[name], int) or cfg[name] < 2:
-            raise ValueError(f"calibrate.{name}={cfg[name]} must be a whole number of at least 2")
+        check_whole(f"calibrate.{name}", cfg[name], 2)
     if not isinstance(cfg.tie, int | float) or not 0 <= cfg.tie < 1:
         raise ValueError(f"calibrate.tie={cfg.tie} must be a share of the bytes in [0, 1)")
     for name, known in (("criterion", CRITERIA), ("proof", PROOFS)):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from kvbench.errors import check_whole
 from kvbench.evidence import compare_table, stats
 from kvbench.evidence.load import fits_settings, load_groups
 from kvbench.evidence.pairing import Change, Measure, NoCommonSample, Pairs, changes, measure, pair
@@ -182,9 +183,7 @@ def check(cfg: DictConfig) -> None:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or margin <= 0:
         raise ValueError(f"margin={margin} is not a number above 0; 0.01 means one point of score")
     for name, least in (("resamples", 100), ("seed", 0), ("regressions", 0)):
-        value = cfg.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value} is not a whole number of at least {least}")
+        check_whole(name, cfg.get(name, least), least)
 
 
 def main(cfg: DictConfig) -> int:

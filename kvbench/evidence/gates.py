@@ -9,6 +9,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from kvbench.errors import check_whole
 from kvbench.journal import write_atomic
 from kvbench.parts import default_parts
 from kvbench.progress import Progress
@@ -33,8 +34,7 @@ def main(cfg: DictConfig) -> int:
     """
     own = cfg.gates
     for key, least in (("prompts", 1), ("sinks", 0), ("recent", 1)):
-        if isinstance(own[key], bool) or not isinstance(own[key], int) or own[key] < least:
-            raise ValueError(f"gates.{key}={own[key]} is not a whole number of at least {least}")
+        check_whole(f"gates.{key}", own[key], least)
     parts = default_parts()
     model = parts.load_model(cfg.model)
     task = parts.load_task(cfg.task, model, limit=own.prompts, seed=cfg.seed, protocol=cfg.protocol)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.errors import unknown_name
+from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence import draw, published
 from kvbench.evidence.averages import averages
 from kvbench.evidence.compare_table import number, write_file
@@ -41,8 +41,7 @@ def check(cfg: DictConfig) -> None:
         if not isinstance(cfg[name], bool):
             raise ValueError(f"{name}={cfg[name]} is neither true nor false")
     for name, least in (("resamples", 100), ("seed", 0)):
-        if isinstance(cfg[name], bool) or not isinstance(cfg[name], int) or cfg[name] < least:
-            raise ValueError(f"{name}={cfg[name]} is not a whole number of at least {least}")
+        check_whole(name, cfg[name], least)
 
 
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:

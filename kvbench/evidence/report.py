@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from kvbench.errors import check_whole
 from kvbench.evidence import compare, draw, pareto
 from kvbench.evidence import report_parts as parts
 from kvbench.evidence.averages import averages
@@ -35,8 +36,7 @@ def check(cfg: DictConfig) -> None:
     compare.check(cfg)
     pareto.check(cfg)
     for name in ("answers", "answer_length"):
-        if isinstance(cfg[name], bool) or not isinstance(cfg[name], int) or cfg[name] < 1:
-            raise ValueError(f"{name}={cfg[name]} is not a whole number of at least 1")
+        check_whole(name, cfg[name], 1)
 
 
 def _pictures(panel: Panel | None, axes: Sequence[str]) -> list[dict]:

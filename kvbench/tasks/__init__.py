@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import unknown_name
+from kvbench.errors import check_whole, unknown_name
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -56,8 +56,8 @@ def load_task(
         raise unknown_name("task.harness", harness, ("lm_eval",))
     if harness is None and name not in BENCHMARKS:
         raise unknown_name("task.name", name, BENCHMARKS)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"limit={limit!r} must be a whole number of at least 1, or null for all samples")
+    if limit is not None:
+        check_whole("limit", limit, 1, ", or null for all samples")
     if model.tokenizer is None:
         raise ValueError(f"task={name} needs a tokenizer and model {model.name} has none; choose another model")
     load = import_module(f"kvbench.tasks.{BENCHMARKS[name] if harness is None else 'harness'}").load

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from kvbench.errors import unknown_name
+from kvbench.errors import check_whole, unknown_name
 
 CHAT_TEMPLATE = ("auto", "always", "never")
 
@@ -52,14 +52,14 @@ class Protocol:
             raise unknown_name("protocol.chat_template", self.chat_template, CHAT_TEMPLATE)
         _check_number("temperature", self.temperature, 0, float("inf"), "it must be >= 0; 0 is greedy")
         _check_number("top_p", self.top_p, 1e-9, 1, "it must lie in (0, 1]; 1 keeps every token")
-        _check_whole("num_samples", self.num_samples)
+        check_whole("protocol.num_samples", self.num_samples, 1)
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"protocol.num_samples={self.num_samples} with temperature=0 would give the same answer "
                 f"{self.num_samples} times; set protocol.temperature above 0 or protocol.num_samples=1"
             )
         if self.max_new_tokens is not None:
-            _check_whole("max_new_tokens", self.max_new_tokens)
+            check_whole("protocol.max_new_tokens", self.max_new_tokens, 1)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> "Protocol":
@@ -89,8 +89,3 @@ class Protocol:
 def _check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ValueError(f"protocol.{name}={value!r} is out of range: {rule}")
-
-
-def _check_whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"protocol.{name}={value!r} must be a whole number of at least 1")

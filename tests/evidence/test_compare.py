@@ -226,7 +226,7 @@ def test_out_of_memory_and_repeated_answers(tmp_path):
     ("word", "message"),
     [
         ("margin=0", "margin=0 is not a number above 0"),
-        ("resamples=3", "resamples=3 is not a whole number of at least 100"),
+        ("resamples=3", "resamples=3 must be a whole number of at least 100"),
         ("metric=wat", "metric=wat does not exist"),
         ("against=nobody", "no run fits against=nobody"),
     ],

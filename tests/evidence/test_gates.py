@@ -67,7 +67,7 @@ def test_command_writes_a_table_that_the_method_reads(tiny_model, tmp_path, monk
     torch.testing.assert_close(table, gates.measure(loaded.model, task.requests, 2, 5), atol=5.1e-5, rtol=0)
     DuoAttention(table=str(out)).check_model(2, 2)
     cfg.gates.prompts = 0
-    with pytest.raises(ValueError, match="gates.prompts=0 is not a whole number of at least 1"):
+    with pytest.raises(ValueError, match="gates.prompts=0 must be a whole number of at least 1"):
         gates.main(cfg)
     task.requests = [Request(sample_id="a", subset="t", segments=((1, 2),), max_new_tokens=1)]
     cfg.gates.prompts = 1

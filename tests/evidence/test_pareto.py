@@ -259,7 +259,7 @@ def test_published_points_are_marked(tmp_path):
         ("kinds=pdf", "kinds=pdf does not exist"),
         ("quality=good", "quality=good does not exist"),
         ("incomplete=3", "incomplete=3 is neither true nor false"),
-        ("resamples=1", "resamples=1 is not a whole number of at least 100"),
+        ("resamples=1", "resamples=1 must be a whole number of at least 100"),
         ("metric=top2", "metric=top2 does not exist. Did you mean top1"),
     ],
 )

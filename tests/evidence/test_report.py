@@ -195,7 +195,7 @@ def test_tiers_have_their_methods_names(tmp_path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("answers=0", "answers=0 is not a whole number of at least 1"),
+        ("answers=0", "answers=0 must be a whole number of at least 1"),
         ("margin=-1", "margin=-1 is not a number above 0"),
         ("axes=[size]", "axes=size does not exist"),
         ("tasks=nope", "fits tasks, models, methods and where"),

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.errors import check_whole, unknown_name
 from kvbench.requests import Request
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.harness.find import build_tasks
@@ -54,8 +55,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     name, shots = cfg["name"], cfg.get("num_fewshot")
     if not name:
         raise ValueError("task=lm_eval needs the name of one of lm-eval's tasks: task.name=hellaswag, for example")
-    if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int) or shots < 0):
-        raise ValueError(f"task.num_fewshot={shots!r} must be a whole number of at least 0, or null for the task's own")
+    if shots is not None:
+        check_whole("task.num_fewshot", shots, 0, ", or null for the task's own")
     tasks = build_tasks(
         name, include_path=cfg.get("include_path"), data_dir=cfg.get("data_dir"), seed=seed, num_fewshot=shots
     )
@@ -102,8 +103,6 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
 
 
 def _primary(wanted: str | None, metrics: Mapping[str, object]) -> str:
-    from kvbench.errors import unknown_name
-
     if wanted is not None and wanted not in metrics:
         raise unknown_name("task.metric", wanted, metrics)
     return wanted or next(iter(metrics))

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.errors import check_whole
 from kvbench.tasks.lmeval import load_lmeval_tasks
 from kvbench.tasks.longbench.dataset import length_bucket
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
@@ -62,10 +63,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     check_keys(cfg, ("subsets", "data_dir", "max_prompt_tokens"))
     subsets = name_list("task.subsets", cfg.get("subsets") or "en", (*ENGLISH, *LONGBENCH_E), GROUPS)
     cut = cfg.get("max_prompt_tokens")
-    if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int) or cut < 2):
-        raise ValueError(
-            f"task.max_prompt_tokens={cut!r} must be a whole number of at least 2; leave it out for the longest"
-        )
+    if cut is not None:
+        check_whole("task.max_prompt_tokens", cut, 2, ", or null for the longest that the model takes")
     names = {subset: f"kvbench_longbench_{subset}" for subset in subsets}
     tasks = load_lmeval_tasks(_FOLDER, list(names.values()), {"data_dir": cfg.get("data_dir")})
     requests: list[Request] = []

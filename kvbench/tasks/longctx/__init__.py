@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.errors import check_whole
 from kvbench.tasks.lmeval import load_lmeval_tasks
 from kvbench.tasks.longctx.dataset import DEFAULT_ITEMS, DEFAULT_LENGTH
 from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH
@@ -49,8 +50,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     """
     check_keys(cfg, ("length", "items", "kinds"))
     kinds = name_list("task.kinds", cfg.get("kinds") or KINDS, KINDS)
-    length = _whole("task.length", cfg.get("length", DEFAULT_LENGTH), MIN_LENGTH)
-    items = _whole("task.items", cfg.get("items", DEFAULT_ITEMS), 1)
+    length = check_whole("task.length", cfg.get("length", DEFAULT_LENGTH), MIN_LENGTH)
+    items = check_whole("task.items", cfg.get("items", DEFAULT_ITEMS), 1)
     names = {kind: f"kvbench_longctx_{kind}" for kind in kinds}
     metadata = {"tokenizer": model.tokenizer, "length": length, "items": min(items, limit or items), "seed": seed}
     if length >= model.max_tokens:
@@ -100,9 +101,3 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         primary="score",
         scorer=lambda key, text: scored[key][0].process_results(scored[key][1], [text]),
     )
-
-
-def _whole(key: str, value: object, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{key}={value!r} must be a whole number of at least {minimum}")
-    return value
