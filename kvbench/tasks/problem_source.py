@@ -12,7 +12,8 @@ from kvbench.tasks.source import (
     file_lines,
     in_datasets_cache,
     in_folder,
-    is_network_error,
+    in_hub_cache,
+    on_hub,
     read_rows,
 )  # fmt: skip
 
@@ -87,14 +88,7 @@ def _in_local_files(place: Place, data_dir: str | None) -> tuple[Source | None, 
 
 
 def _in_hub_cache(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    for repo, name in place.hub:
-        path = try_to_load_from_cache(repo, name, repo_type="dataset")
-        if isinstance(path, str):
-            return _hub_file(Path(path), "cache"), path
-    names = " or ".join(f"{name} of {repo}" for repo, name in place.hub)
-    return None, f"the hub cache {constants.HF_HUB_CACHE} (no {names})" if names else ""
+    return in_hub_cache(place.hub, partial(_hub_file, "cache")) if place.hub else (None, "")
 
 
 def _prepared(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
@@ -108,32 +102,10 @@ def _prepared(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
 
 
 def _on_hub(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
-    from huggingface_hub import constants, hf_hub_download
-
-    from kvbench.model_files import hub_reachable
-
-    if not place.hub:
-        return None, ""
-    if constants.HF_HUB_OFFLINE:
-        return None, "the hub (not tried: HF_HUB_OFFLINE is set)"
-    # The hub's own client retries for half a minute on a machine without a network.
-    if not hub_reachable():
-        return None, "the hub (it cannot be reached from here)"
-    failures = []
-    for repo, name in place.hub:
-        try:
-            path = hf_hub_download(repo, name, repo_type="dataset")
-        except Exception as error:
-            if not is_network_error(error):
-                raise
-            text = str(error).strip()
-            failures.append(f"{repo}: {text.splitlines()[0] if text else type(error).__name__}")
-            continue
-        return _hub_file(Path(path), "hub"), path
-    return None, f"the hub ({'; '.join(failures)})"
+    return on_hub(place.hub, partial(_hub_file, "hub")) if place.hub else (None, "")
 
 
-def _hub_file(path: Path, origin: str) -> Source:
+def _hub_file(origin: str, path: Path) -> Source:
     lines = partial(parquet_lines if path.suffix == ".parquet" else file_lines, path)
     return Source(origin, str(path), lines)
 

@@ -153,26 +153,24 @@ def in_archive(archive: Path, subset: str, origin: str) -> Source | None:
     return Source(origin, f"{archive}:{members[0]}", partial(zip_lines, archive, members[0]))
 
 
-def in_hub_cache(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | None, str]:
-    """Look for an archive of the hub in the local hub cache.
+def in_hub_cache(files: Sequence[tuple[str, str]], read: Callable[[Path], Source | None]) -> tuple[Source | None, str]:
+    """Look for files of the hub in the local hub cache.
 
     Args:
-        repos: Ids of data-set repositories, best first.
-        filename: The archive.
-        subset: Name of the subset.
+        files: (data-set repository, file) pairs, best first.
+        read: Makes a source of a file; None when it does not hold what is looked for.
 
     Returns:
         The source or None, and a phrase that says where was looked.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    for repo in repos:
-        path = try_to_load_from_cache(repo, filename, repo_type="dataset")
-        if isinstance(path, str):
-            source = in_archive(Path(path), subset, "cache")
-            if source:
-                return source, source.name
-    return None, f"the hub cache {constants.HF_HUB_CACHE} (no {filename} of {' or '.join(repos)} with that subset)"
+    for repo, name in files:
+        path = try_to_load_from_cache(repo, name, repo_type="dataset")
+        if isinstance(path, str) and (source := read(Path(path))):
+            return source, source.name
+    names = " or ".join(f"{name} of {repo}" for repo, name in files)
+    return None, f"the hub cache {constants.HF_HUB_CACHE} (no {names} that holds these rows)"
 
 
 def in_datasets_cache(name: str, subset: str, split: str = "test") -> tuple[Source | None, str]:
@@ -220,13 +218,12 @@ def is_network_error(error: BaseException) -> bool:
     )
 
 
-def on_hub(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | None, str]:
-    """Fetch an archive from the hub into the local cache, if the hub answers within two seconds.
+def on_hub(files: Sequence[tuple[str, str]], read: Callable[[Path], Source | None]) -> tuple[Source | None, str]:
+    """Fetch a file from the hub into the local cache, if the hub answers within two seconds.
 
     Args:
-        repos: Ids of data-set repositories, best first.
-        filename: The archive.
-        subset: Name of the subset.
+        files: (data-set repository, file) pairs, best first.
+        read: Makes a source of a file; None when it does not hold what is looked for.
 
     Returns:
         The source or None, and a phrase that says what was tried.
@@ -241,9 +238,9 @@ def on_hub(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | N
     if not hub_reachable():
         return None, "the hub (it cannot be reached from here)"
     failures = []
-    for repo in repos:
+    for repo, name in files:
         try:
-            source = in_archive(Path(hf_hub_download(repo, filename, repo_type="dataset")), subset, "hub")
+            source = read(Path(hf_hub_download(repo, name, repo_type="dataset")))
         except Exception as error:
             if not is_network_error(error):
                 raise
@@ -252,5 +249,5 @@ def on_hub(repos: Sequence[str], filename: str, subset: str) -> tuple[Source | N
             continue
         if source:
             return source, source.name
-        failures.append(f"{repo}: {filename} has no {subset}.jsonl")
+        failures.append(f"{repo}: {name} does not hold these rows")
     return None, f"the hub ({'; '.join(failures)})"

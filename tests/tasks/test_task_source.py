@@ -133,6 +133,36 @@ def test_rows_from_the_cached_archive(tmp_path: Path) -> None:
         dataset.load("lcc")
 
 
+def test_the_first_file_of_the_hub_that_holds_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download that fails and a file without the rows go on to the next; none left says why; our fault is raised."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from kvbench import model_files
+
+    def download(repo: str, name: str, repo_type: str) -> str:
+        if repo == "gone":
+            raise OSError("no such repository\nand more")
+        return str(tmp_path / repo / name)
+
+    def read(path: Path) -> source.Source | None:
+        if path.parent.name == "bug":
+            raise KeyError("ours")
+        return source.Source("hub", path.parent.name, lambda: iter([])) if path.parent.name == "good" else None
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model_files, "hub_reachable", lambda: True)
+    found, where = source.on_hub([("gone", "a"), ("other", "a"), ("good", "a"), ("bug", "a")], read)
+    assert (found.name, where) == ("good", "good")
+    expected = "the hub (gone: no such repository; other: a does not hold these rows)"
+    assert source.on_hub([("gone", "a"), ("other", "a")], read) == (None, expected)
+    with pytest.raises(KeyError):
+        source.on_hub([("bug", "a")], read)
+    monkeypatch.setattr(model_files, "hub_reachable", lambda: False)
+    assert source.on_hub([("good", "a")], read) == (None, "the hub (it cannot be reached from here)")
+
+
 def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
     """A zip file that is none is named, with what to do."""
     path = tmp_path / "data.zip"

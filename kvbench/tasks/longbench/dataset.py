@@ -1,11 +1,21 @@
 """Rows of LongBench: what a row must hold, and where the files are."""
 
 from kvbench.tasks.longbench.metrics import REFERENCE
-from kvbench.tasks.source import MissingDataError, Rows, in_datasets_cache, in_folder, in_hub_cache, on_hub, read_rows
+from kvbench.tasks.source import (
+    MissingDataError,
+    Rows,
+    in_archive,
+    in_datasets_cache,
+    in_folder,
+    in_hub_cache,
+    on_hub,
+    read_rows,
+)
 
 # The data set moved from the first id to the second; the hub and local caches may know it by either.
 HUB_REPOS = ("THUDM/LongBench", "zai-org/LongBench")
 HUB_ARCHIVE = "data.zip"
+_ON_HUB = [(repo, HUB_ARCHIVE) for repo in HUB_REPOS]
 
 
 def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
@@ -25,9 +35,9 @@ def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Row
     looked = []
     for find in (
         lambda: in_folder(data_dir, subset) if data_dir else (None, "task.data_dir (not set)"),
-        lambda: in_hub_cache(HUB_REPOS, HUB_ARCHIVE, subset),
+        lambda: in_hub_cache(_ON_HUB, lambda path: in_archive(path, subset, "cache")),
         lambda: in_datasets_cache("LongBench", subset),
-        lambda: on_hub(HUB_REPOS, HUB_ARCHIVE, subset),
+        lambda: on_hub(_ON_HUB, lambda path: in_archive(path, subset, "hub")),
     ):
         source, where = find()
         if source:
