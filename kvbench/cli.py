@@ -132,7 +132,7 @@ def report(error: Exception) -> int:
     from kvbench.journal import JournalError, is_full, write_error
 
     if is_full(error):  # raised where a library writes, or where the output goes to a file
-        cause, error = error, write_error(error.filename or "the output", error)
+        cause, error = error, write_error(error.filename or "a file or the output", error)
         error.__cause__ = cause
     is_fault = not isinstance(error, ValueError | OSError)
     if is_fault or os.environ.get("KVBENCH_DEBUG", "") not in ("", "0"):

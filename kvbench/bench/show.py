@@ -1,5 +1,6 @@
 """What a bench shows: a bar while it runs, then a table per cell, the picture, and where the files are."""
 
+import io
 import sys
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.journal import write_atomic
 from kvbench.kernels.bench import report
 from kvbench.kernels.bench.report import label_of
 from kvbench.progress import PLAIN_EVERY_S, format_bytes, format_seconds
@@ -78,8 +80,9 @@ def publish(document: dict, path: Path) -> None:
     if not path.exists():
         report.write(document, path)
     rendered = render(document)
-    with path.with_suffix(".txt").open("w", encoding="utf-8") as file:
-        Console(file=file, width=WIDTH).print(rendered)
+    text = io.StringIO()
+    Console(file=text, width=WIDTH).print(rendered)
+    write_atomic(path.with_suffix(".txt"), text.getvalue().encode())
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
