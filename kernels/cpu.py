@@ -1,7 +1,7 @@
 """CPU backend: the C++ of csrc/, compiled on first use by the system's compiler and called through ctypes.
 
 No torch headers, no Python headers, no build system: plain C functions that take pointers. Operations that are not
-here, in cpu_pages.py or in cpu_step.py are the torch reference's.
+here, in cpu_pages.py, cpu_scores.py or cpu_step.py are the torch reference's.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvbench.kernels import cpu_pages, cpu_step, torch_attention
+from kvbench.kernels import cpu_pages, cpu_scores, cpu_step, torch_attention
 from kvbench.kernels.cpu_abi import ELEMENT_KINDS, CallStruct, TierStruct, check, fill_tier, load, ring_struct
 from kvbench.kernels.torch_attention import Reduce, Ring, TierPages
 
@@ -105,6 +105,8 @@ def backend(reference: SimpleNamespace) -> SimpleNamespace:
         "paged_decode": paged_decode,
         "add_scores": add_scores,
         "open_step": cpu_step.open_step,
+        "prompt_scores": cpu_scores.prompt_scores,
+        "prompt_low_counts": cpu_scores.prompt_low_counts,
     }
     return SimpleNamespace(**{**vars(reference), **own})
 

@@ -11,7 +11,7 @@ from kvbench.kernels.build import BuildError, build_library
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.torch_attention import Ring, TierPages
 
-SOURCES = ("paged.cpp", "attend.h", "plan.h", "reduce.h", "sides.h", "simd.h", "step.h", "write.h")
+SOURCES = ("paged.cpp", "attend.h", "columns.h", "plan.h", "reduce.h", "sides.h", "simd.h", "step.h", "write.h")
 ISA_VARIABLE = "KVBENCH_CPU_ISA"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -53,6 +53,9 @@ _CALL_FIELDS = (
     "i num_seq num_heads group_size head_dim num_tiers power reduce num_threads rotated update skip_near f scale"
 )
 CallStruct = _struct("Call", _CALL_FIELDS)
+ColumnsStruct = _struct(
+    "Columns", "p logits sums l num_heads num_queries width sum_stride skip_near i power below num_threads"
+)
 SearchStruct = _struct("Search", "p seen floor before exact l first i by num_threads p value slot pos")
 
 
@@ -129,6 +132,7 @@ def _load(_: str | None) -> ctypes.CDLL:
     library.kvb_read.argtypes = [*pages, n, p, p, p, p, n, i]
     library.kvb_move.argtypes = [*pages, n, p, p, p, p, n, i]
     library.kvb_search.argtypes = [*pages, p, n]
+    library.kvb_column_sums.argtypes = [p]
     return library
 
 
@@ -205,6 +209,6 @@ def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
 
 
 __all__ = [
-    "ELEMENT_KINDS", "ISA_FLAGS", "BuildError", "CallStruct", "SearchStruct", "StepStruct", "TierStruct",
-    "available_isas", "check", "chosen_isa", "fill_tier", "format_struct", "load", "ring_struct",
+    "ELEMENT_KINDS", "ISA_FLAGS", "BuildError", "CallStruct", "ColumnsStruct", "SearchStruct", "StepStruct",
+    "TierStruct", "available_isas", "check", "chosen_isa", "fill_tier", "format_struct", "load", "ring_struct",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 #include <new>
 
 #include "attend.h"
+#include "columns.h"
 #include "reduce.h"
 #include "step.h"
 #include "write.h"
@@ -177,5 +178,10 @@ int kvb_move(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* t
 int kvb_search(const uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, const kvb::Search* search, long num_lists) {
   return kvb::for_all(num_lists, search->num_threads,
                       [&](long list) { return kvb::search_list(pages, page_bytes, num_pages, *tier, *search, list); });
+}
+
+// Column sums of a block of prompt queries.
+int kvb_column_sums(const kvb::Columns* columns) {
+  return kvb::for_all(columns->num_heads, columns->num_threads, [&](long head) { return kvb::sum_columns(*columns, head); });
 }
 }
