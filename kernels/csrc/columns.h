@@ -28,7 +28,7 @@ KVB_INLINE Vec load_some(const float* p, long n, float rest) {
   return load(lanes);
 }
 
-static float largest(const float* x, long n) {
+static float row_peak(const float* x, long n) {
   Vec high = splat(-INFINITY), more = high;
   long j = 0;
   for (; j + 2 * kLanes <= n; j += 2 * kLanes) high = max_of(high, load(x + j)), more = max_of(more, load(x + j + kLanes));
@@ -83,7 +83,7 @@ static bool sum_columns(const Columns& c, long head) {
   for (long i = 0; i < c.num_queries; i++) {
     float* x = c.logits + (head * c.num_queries + i) * c.width;
     const long seen = c.width - c.num_queries + i + 1, counted = std::max<long>(0, seen - c.skip_near);
-    const float total = exponentials(x, seen, largest(x, seen));
+    const float total = exponentials(x, seen, row_peak(x, seen));
     add_row(c, x, counted, 1.0f / total, 1.0f / float(seen), block.data());
   }
   float* to = c.sums + head * c.sum_stride;
