@@ -21,7 +21,7 @@ REDUCE = cpu_step.REDUCE
 
 def _takes(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
     """Whether the C++ code covers a call; the reference takes the others."""
-    if q.device.type != "cpu" or q.shape[-1] > load().kvb_max_channels():
+    if q.device.type != "cpu" or q.shape[-1] > load().max_channels:
         return False
     if ring is not None and (len(tiers) > 1 or tiers[0].rotation is not None):
         return False

@@ -7,19 +7,34 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import BuildError, build_library
+from kvbench.kernels.build import SOURCE_DIR, BuildError, build_library
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.torch_attention import Ring, TierPages
 
-SOURCES = ("paged.cpp", "attend.h", "columns.h", "plan.h", "reduce.h", "sides.h", "simd.h", "step.h", "write.h")
+SOURCES = (
+    "paged.cpp",
+    "attend.h",
+    "columns.h",
+    "digits.h",
+    "logits.h",
+    "plan.h",
+    "reduce.h",
+    "sides.h",
+    "simd.h",
+    "step.h",
+    "values.h",
+    "write.h",
+)
 ISA_VARIABLE = "KVBENCH_CPU_ISA"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 # From the least to the most demanding: a CPU that runs one build runs those before it.
 ISA_FLAGS = {
     "portable": ("-DKVBENCH_PORTABLE",),
     "avx2": _AVX2,
-    "avx512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    "avx512": _AVX512,
+    "avx512vnni": (*_AVX512, "-mavx512vbmi", "-mavx512vnni"),
 }
 
 ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
@@ -124,6 +139,7 @@ def _load(_: str | None) -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_library(f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])))
     p, n, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.kvb_path.restype = ctypes.c_char_p
+    library.max_channels = library.kvb_max_channels()
     library.kvb_paged_decode.argtypes = [p]
     library.kvb_step.argtypes = [p, i, p, p, p, p, ctypes.c_float]
     pages = [p, n, n, p]

@@ -15,7 +15,7 @@ MANY = 256  # slots from which a second thread pays
 
 def _covers(pages: Tensor, fmt: PageFormat) -> bool:
     """Whether the C++ code covers these pages; a copy of them would take the bytes and be thrown away."""
-    return pages.device.type == "cpu" and pages.is_contiguous() and fmt.slot.head_dim <= load().kvb_max_channels()
+    return pages.device.type == "cpu" and pages.is_contiguous() and fmt.slot.head_dim <= load().max_channels
 
 
 def _head(pages: Tensor, fmt: PageFormat) -> tuple[int, int, int, int]:

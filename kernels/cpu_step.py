@@ -95,7 +95,7 @@ def open_step(
     """
     num_seq, num_layers, num_heads, _ = tiers[0].ids.shape
     head_dim = tiers[0].fmt.slot.head_dim
-    if pages.device.type != "cpu" or not pages.is_contiguous() or head_dim > load().kvb_max_channels():
+    if pages.device.type != "cpu" or not pages.is_contiguous() or head_dim > load().max_channels:
         return None
     if ring is not None and (len(tiers) > 1 or ring.k.dtype not in ELEMENT_KINDS):
         return None

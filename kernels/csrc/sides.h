@@ -19,10 +19,16 @@ constexpr int bits_of(int kind) { return kind <= kCode8 ? 1 << kind : kind == kF
 constexpr int planes_of(int kind) { return kind <= kCode8 ? 8 / bits_of(kind) : 1; }
 constexpr int unit_bytes_of(int kind) { return kind == kF32 ? 4 : kind == kF16 || kind == kBF16 ? 2 : 1; }
 
-// Always inlined: a compiler takes a function that only prefetches for one without effect, and drops its calls.
-KVB_INLINE void prefetch(const uint8_t* begin, long bytes) {
-  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + i, 0, 2);
-}
+// Bytes that are needed soon: two runs, asked for a few lines at a time, because a CPU waits where too many are asked for at once.
+struct Ahead {
+  const uint8_t *at = nullptr, *end = nullptr, *more = nullptr, *more_end = nullptr;
+  __attribute__((always_inline)) long lines() const { return (end - at + more_end - more) / 64 + 2; }
+  __attribute__((always_inline)) void some(long count) {
+    for (; count > 0 && at < end; count--, at += 64) __builtin_prefetch(at, 0, 3);
+    for (; count > 0 && more < more_end; count--, more += 64) __builtin_prefetch(more, 0, 3);
+  }
+  __attribute__((always_inline)) void rest() { some(lines() + 2); }
+};
 
 // One register of elements, before and after its planes are taken apart.
 template <int kKind> KVB_INLINE Vec load_elements(const uint8_t* p) {

@@ -1,0 +1,243 @@
+// The logits of one list's queries with the keys of one page. Dequantisation is folded into the product: logit = s * (q . code) + z * sum(q).
+#pragma once
+
+#include "digits.h"
+
+namespace kvb {
+
+struct Scratch {
+  std::vector<float> q, scaled_q, q_sum, q_back, dots, logit, weight, w_back, k_meta, v_meta, sum, lanes, v_largest, loose, z_sum, row, factor, dense;
+  std::vector<int8_t> q_digits, w_digits;
+  std::vector<uint8_t> keys;
+  std::vector<const uint8_t*> pages;
+};
+
+// Queries as the key loops want them: [G][P][kQueryStride], channels outside [first, last) zero; and the sums over those channels.
+static void arrange_queries(const float* q, long G, long D, int num_planes, long first, long last, float* out, float* sum) {
+  const long width = D / num_planes;
+  for (long g = 0; g < G; g++) {
+    const float* x = q + g * D;
+    Vec total = splat(0.0f);
+    long d = first;
+    for (; d + kLanes <= last; d += kLanes) total = add(total, load(x + d));
+    sum[g] = sum_of(total);
+    for (; d < last; d++) sum[g] += x[d];
+    for (long plane = 0; plane < num_planes; plane++) {
+      const long begin = std::max(first, plane * width), end = std::min(last, (plane + 1) * width);
+      float* to = out + (g * num_planes + plane) * kQueryStride;
+      if (end - begin < width) std::fill(to, to + width, 0.0f);
+      if (begin < end) std::memcpy(to + begin - plane * width, x + begin, (end - begin) * sizeof(float));
+    }
+  }
+}
+
+// Whether the products with a page's keys, bytes [first, last) of each slot, are made of digits.
+static bool keys_by_digits(int kind, long first, long last) { return kHasDigits && kind <= kCode8 && first % 4 == 0 && last % 4 == 0; }
+
+// Dots of slots [begin, end) of one page's K region with all G queries, four at a time.
+static void all_dots(int kind, const uint8_t* codes, long T, long begin, long end, const float* q, long G, int first, int last, float* out,
+                     long stride) {
+  for (long g = 0; g < G; g += kMaxGroup)
+    kKeyDots[std::min<long>(kMaxGroup, G - g) - 1][kind](codes, T, begin, end, q + g * planes_of(kind) * kQueryStride, first, last,
+                                                         out + g * stride, stride);
+}
+
+#if KVB_DIGITS
+// Logits straight from the digits of all G queries.
+static void all_digit_logits(int kind, const uint8_t* codes, long T, long W, long begin, long end, const int8_t* digits, const float* back,
+                             ToLogits to, long G, int first, int last, float* out, long stride, Ahead& ahead) {
+  for (long g = 0; g < G; g += kMaxGroup, to.sum += kMaxGroup)
+    kDigitLogits[std::min<long>(kMaxGroup, G - g) - 1][kind](codes, T, W, begin, end, digits + g * kDigits * kQueryBytes, back + g, to, first,
+                                                             last, out + g * stride, stride, ahead);
+}
+#endif
+
+static void widen_any(int kind, const uint8_t* p, long n, float* out) {
+  if (kind == kF16) widen<kF16>(p, n, out);
+  else if (kind == kBF16) widen<kBF16>(p, n, out);
+  else widen<kF32>(p, n, out);
+}
+
+static float dot(const float* a, const float* b, long n) {
+  Vec sum = splat(0.0f);
+  long i = 0;
+  for (; i + kLanes <= n; i += kLanes) sum = fma(load(a + i), load(b + i), sum);
+  float total = sum_of(sum);
+  for (; i < n; i++) total += a[i] * b[i];
+  return total;
+}
+
+static void add_scaled(float weight, const float* x, long n, float* sum) {
+  const Vec factor = splat(weight);
+  long i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(sum + i, fma(factor, load(x + i), load(sum + i)));
+  for (; i < n; i++) sum[i] += weight * x[i];
+}
+
+// Logits of the first n slots of a page whose keys are rotated first; cos and sin are [rotated / 2][T].
+static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, const float* cos,
+                           const float* sin, const float* q, Scratch& s, float* out, long stride) {
+  const int kind = tier.k_kind, unit = unit_bytes_of(kind), half_code = coded(kind) ? 1 << (bits_of(kind) - 1) : 0;
+  const long G = call.group_size, D = call.head_dim, T = p.slots, half = call.rotated / 2, channels = D / tier.k_groups;
+  s.dense.resize(D * T);
+  for (long d = 0; d < D; d++) {
+    float* x = &s.dense[d * T];
+    for (long t = 0; t < n; t++) {
+      uint8_t row[4];
+      std::memcpy(row, page + tier.k_codes + (d % p.k_width * T + t) * unit, unit);
+      x[t] = coded(kind) ? float(row[0] >> (d / p.k_width * bits_of(kind)) & (2 * half_code - 1)) : scalar_element(kind, row, 1, 0);
+    }
+    if (!coded(kind)) continue;
+    for (long t = 0; t < n; t++) {
+      const long at = 2 * (tier.k_channel_group ? t / tier.k_channel_group * D + d : d / channels * T + t);
+      uint16_t scale, zero = 0;
+      std::memcpy(&scale, page + tier.k_scale + at, 2);
+      if (!tier.symmetric) std::memcpy(&zero, page + tier.k_zero + at, 2);
+      x[t] = tier.symmetric ? (x[t] - float(half_code)) * scalar_f16(scale) : x[t] * scalar_f16(scale) + scalar_f16(zero);
+    }
+  }
+  for (long d = 0; d < half; d++) {
+    float *a = &s.dense[d * T], *b = a + half * T;
+    for (long t = 0; t < n; t++) {
+      const float c = cos[d * T + t], e = sin[d * T + t], first = a[t], second = b[t];
+      a[t] = first * c - second * e;
+      b[t] = second * c + first * e;
+    }
+  }
+  for (long g = 0; g < G; g++) {
+    float* to = out + g * stride;
+    std::fill(to, to + n, 0.0f);
+    for (long d = 0; d < D; d++) add_scaled(q[g * D + d], &s.dense[d * T], n, to);
+    for (long t = 0; t < n; t++) to[t] *= call.scale;
+  }
+}
+
+// Which bytes of a slot hold the channels of group r; all of them where a group spans several planes.
+static std::pair<long, long> key_bytes_of_group(const Tier& tier, const TierPlan& p, long D, long r) {
+  const long channels = D / tier.k_groups, first = r * channels % p.k_width;
+  return p.k_width % channels ? std::make_pair(0L, p.k_width) : std::make_pair(first, first + channels);
+}
+
+// Queries of one list as page_logits wants them.
+static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& p, const float* q, Scratch& s) {
+  const long G = call.group_size, D = call.head_dim, groups = coded(tier.k_kind) && !tier.k_channel_group ? tier.k_groups : 1;
+  const long channels = D / groups;
+  const int P = planes_of(tier.k_kind);
+  s.q.resize(groups * G * P * kQueryStride);
+  s.q_sum.resize(groups * G);
+  s.q_digits.resize(groups * G * kDigits * kQueryBytes);
+  s.q_back.resize(groups * G);
+  for (long r = 0; r < groups; r++) {
+    float* to = s.q.data() + r * G * P * kQueryStride;
+    arrange_queries(q, G, D, P, r * channels, (r + 1) * channels, to, &s.q_sum[r * G]);
+    if (tier.k_channel_group) continue;  // their digits differ from group to group of tokens
+    const auto [first, last] = key_bytes_of_group(tier, p, D, r);
+#if KVB_DIGITS
+    if (keys_by_digits(tier.k_kind, first, last))
+      query_digits(to, G, P, p.k_width, &s.q_sum[r * G], &s.q_digits[r * G * kDigits * kQueryBytes], &s.q_back[r * G]);
+#endif
+  }
+}
+
+// Logits of the first n slots of a page: out[g * stride + t]. Meanwhile the bytes of `ahead` are asked for.
+static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, Ahead ahead, Scratch& s,
+                        float* out, long stride) {
+  const int kind = tier.k_kind, P = planes_of(kind);
+  const long G = call.group_size, D = call.head_dim, T = p.slots, unit = unit_bytes_of(kind);
+  const uint8_t* codes = page + tier.k_codes;
+  const long region = p.k_width * T * unit, after = call.page_bytes - tier.k_codes - region;
+  if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
+    s.keys.assign(region + kLanes * unit, 0);
+    std::memcpy(s.keys.data(), codes, region);
+    codes = s.keys.data();
+  }
+  const Vec scale = splat(call.scale);
+  if (!coded(kind)) {
+    ahead.rest();
+    all_dots(kind, codes, T, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
+    for (long g = 0; g < G; g++)
+      for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
+    return;
+  }
+  const float half = float(1 << (bits_of(kind) - 1));
+  if (tier.k_channel_group) {
+    const long group = tier.k_channel_group;
+    s.k_meta.resize(2 * D);
+    s.scaled_q.resize(s.q.size());
+    for (long begin = 0; begin < n; begin += group) {
+      const long end = std::min(begin + group, n), index = begin / group;
+      float *by = s.k_meta.data(), *zero = by + D;
+      widen<kF16>(page + tier.k_scale + index * D * 2, D, by);
+      if (!tier.symmetric) widen<kF16>(page + tier.k_zero + index * D * 2, D, zero);
+      else for (long d = 0; d < D; d++) zero[d] = -half * by[d];
+      for (long g = 0; g < G; g++) {
+        float constant = 0.0f;
+        for (int plane = 0; plane < P; plane++) {
+          const long at = (g * P + plane) * kQueryStride, d0 = plane * p.k_width;
+          Vec partial = splat(0.0f);
+          long w = 0;
+          for (; w + kLanes <= p.k_width; w += kLanes) {
+            const Vec x = load(s.q.data() + at + w);
+            store(s.scaled_q.data() + at + w, mul(x, load(by + d0 + w)));
+            partial = fma(x, load(zero + d0 + w), partial);
+          }
+          constant += sum_of(partial);
+          for (; w < p.k_width; w++) {
+            s.scaled_q[at + w] = s.q[at + w] * by[d0 + w];
+            constant += s.q[at + w] * zero[d0 + w];
+          }
+        }
+        s.q_sum[g] = constant;
+      }
+#if KVB_DIGITS
+      if (keys_by_digits(kind, 0, p.k_width)) {
+        query_digits(s.scaled_q.data(), G, P, p.k_width, s.q_sum.data(), s.q_digits.data(), s.q_back.data());
+        all_digit_logits(kind, codes, T, p.k_width, begin, end, s.q_digits.data(), s.q_back.data(),
+                         {nullptr, nullptr, s.q_sum.data(), call.scale, half, false}, G, 0, p.k_width, out + begin, stride, ahead);
+        continue;
+      }
+#endif
+      ahead.rest();
+      all_dots(kind, codes, T, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
+      for (long g = 0; g < G; g++)
+        for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * call.scale;
+    }
+    return;
+  }
+  const long groups = tier.k_groups, padded = (T + kLanes - 1) / kLanes * kLanes;
+  s.k_meta.resize(2 * padded);
+  if (groups > 1) s.dots.resize(G * padded);
+  for (long r = 0; r < groups; r++) {
+    const auto [first, last] = key_bytes_of_group(tier, p, D, r);
+#if KVB_DIGITS
+    if (keys_by_digits(kind, first, last)) {
+      const uint8_t *by16 = page + tier.k_scale + r * T * 2, *zero16 = tier.symmetric ? nullptr : page + tier.k_zero + r * T * 2;
+      all_digit_logits(kind, codes, T, p.k_width, 0, n, &s.q_digits[r * G * kDigits * kQueryBytes], &s.q_back[r * G],
+                       {by16, zero16, &s.q_sum[r * G], call.scale, half, r > 0}, G, first, last, out, stride, ahead);
+      continue;
+    }
+#endif
+    float *by = s.k_meta.data(), *zero = by + padded, *dots = groups > 1 ? s.dots.data() : out;
+    widen<kF16>(page + tier.k_scale + r * T * 2, n, by);
+    if (!tier.symmetric) widen<kF16>(page + tier.k_zero + r * T * 2, n, zero);
+    else for (long t = 0; t < n; t++) zero[t] = -half * by[t];
+    ahead.rest();
+    const long dots_stride = groups > 1 ? padded : stride;
+    all_dots(kind, codes, T, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
+    for (long g = 0; g < G; g++) {
+      const Vec total = splat(s.q_sum[r * G + g]);
+      long t = 0;
+      for (; t + kLanes <= n; t += kLanes) {
+        Vec x = mul(scale, fma(load(by + t), load(dots + g * dots_stride + t), mul(load(zero + t), total)));
+        if (r) x = add(x, load(out + g * stride + t));
+        store(out + g * stride + t, x);
+      }
+      for (; t < n; t++) {
+        const float x = call.scale * (by[t] * dots[g * dots_stride + t] + zero[t] * s.q_sum[r * G + g]);
+        out[g * stride + t] = r ? out[g * stride + t] + x : x;
+      }
+    }
+  }
+}
+
+}  // namespace kvb

@@ -1,0 +1,159 @@
+// Exponentials of logits, and the values of one page weighted by them: out = sum (p * s) * code + sum p * z.
+#pragma once
+
+#include "logits.h"
+
+namespace kvb {
+
+// e^(x - top) of n logits in place; the sum is added to `sum`, lane by lane.
+static void exponentials(float* x, long n, float top, float* sum) {
+  Vec total = load(sum), rests = splat(0.0f);
+  const Vec shift = splat(top);
+  long t = 0;
+  for (; t + 2 * kLanes <= n; t += 2 * kLanes) {  // two at once, so that one need not wait for the other
+    const Vec a = exp_of(sub(load(x + t), shift)), b = exp_of(sub(load(x + t + kLanes), shift));
+    store(x + t, a);
+    store(x + t + kLanes, b);
+    total = add(total, a);
+    rests = add(rests, b);
+  }
+  for (; t + kLanes <= n; t += kLanes) {
+    const Vec e = exp_of(sub(load(x + t), shift));
+    store(x + t, e);
+    rests = add(rests, e);
+  }
+  store(sum, add(total, rests));
+  if (t == n) return;
+  float tail[kLanes] = {0};
+  std::memcpy(tail, x + t, (n - t) * sizeof(float));
+  store(tail, exp_of(sub(load(tail), shift)));
+  for (long i = 0; i < n - t; i++) sum[0] += tail[i];
+  std::memcpy(x + t, tail, (n - t) * sizeof(float));
+}
+
+// The largest of n logits, no lower than kLowest; a NaN is passed over here and met by the sum.
+static float largest(const float* x, long n) {
+  float top = kLowest, lanes[kLanes];
+  Vec tops = splat(kLowest), more = tops;
+  long t = 0;
+  for (; t + 2 * kLanes <= n; t += 2 * kLanes) {
+    tops = max_of(load(x + t), tops);
+    more = max_of(load(x + t + kLanes), more);
+  }
+  for (; t + kLanes <= n; t += kLanes) tops = max_of(load(x + t), tops);
+  store(lanes, max_of(more, tops));
+  for (float lane : lanes) top = std::max(top, lane);
+  for (; t < n; t++) top = std::max(top, x[t]);
+  return top;
+}
+
+// Adds the first n values of a page, weighted by p[g * stride + t].
+static void page_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* page, long n, const float* p, long stride,
+                        Ahead ahead, Scratch& s) {
+  const int kind = tier.v_kind, P = planes_of(kind);
+  const long G = call.group_size, D = call.head_dim, T = plan.slots, groups = coded(kind) ? tier.v_groups : 1;
+  const long padded = (T + kLanes - 1) / kLanes * kLanes;
+  const uint8_t* codes = page + tier.v_codes;
+  Weights weights = {p, 0, stride, int(D / groups)};
+  if (coded(kind)) {
+    const float half = float(1 << (bits_of(kind) - 1));
+    s.v_meta.resize(2 * padded);
+    s.weight.resize(groups * G * padded);
+    weights = {s.weight.data(), G * padded, padded, int(D / groups)};
+    for (long r = 0; r < groups; r++) {
+      float *by = s.v_meta.data(), *zero = by + padded;
+      widen<kF16>(page + tier.v_scale + r * T * 2, n, by);
+      if (!tier.symmetric) widen<kF16>(page + tier.v_zero + r * T * 2, n, zero);
+      for (long g = 0; g < G; g++) {
+        float* w = s.weight.data() + (r * G + g) * padded;
+        const float* source = p + g * stride;
+        Vec sum = splat(0.0f);
+        float rest = 0.0f;
+        long t = 0;
+        for (; t + kLanes <= n; t += kLanes) {
+          const Vec x = load(source + t), scaled = mul(x, load(by + t));
+          store(w + t, scaled);
+          sum = tier.symmetric ? fma(splat(-half), scaled, sum) : fma(x, load(zero + t), sum);
+        }
+        for (; t < n; t++) {
+          w[t] = source[t] * by[t];
+          rest += tier.symmetric ? -half * w[t] : source[t] * zero[t];
+        }
+        s.z_sum[g * groups + r] += sum_of(sum) + rest;
+      }
+    }
+  }
+  ahead.rest();
+  if (plan.v_direct) {
+    for (long g = 0; g < G; g += kMaxGroup) {
+      const long count = std::min<long>(kMaxGroup, G - g);
+      Weights part = weights;
+      part.at += g * weights.head_stride;
+      kAddValues[groups > 1][count - 1][kind](codes, plan.v_width, T, n, part, plan.v_padded, s.sum.data() + g * P * plan.v_padded);
+    }
+    return;
+  }
+  for (long t = 0; t < n; t++)  // groups narrower than a register: rare, and worth no code of its own
+    for (long d = 0; d < D; d++) {
+      const float code = scalar_element(kind, codes + t * plan.v_width, plan.v_width, d);
+      const long at = d / weights.group_channels * weights.group_stride + t;
+      for (long g = 0; g < G; g++) s.loose[g * D + d] += weights.at[at + g * weights.head_stride] * code;
+    }
+}
+
+// Whether values are weighted by digits: whole registers, none of which spans two groups of channels.
+static bool values_by_digits(const Tier& tier, const TierPlan& p) {
+  return kHasDigits && coded(tier.v_kind) && p.v_direct && p.v_width % kLanes == 0;
+}
+
+#if KVB_DIGITS
+// Exponentials of the logits x[g * stride + t] of a chunk's first n slots, and its values weighted by them, in one go. `sums` [G][kLanes]
+// takes the sums of exponentials, s.sum and s.z_sum the values. Returns false, with nothing done, where a scale is not finite.
+static bool weighted_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* const* pages, long n, float* x,
+                            long stride, const float* top, float* sums, const uint8_t* after, Scratch& s) {
+  const long G = call.group_size, T = plan.slots, R = tier.v_groups, padded = plan.chunk_slots + kLanes;
+  const float half = float(1 << (bits_of(tier.v_kind) - 1));
+  s.v_meta.resize(2 * R * padded);
+  float *by = s.v_meta.data(), *zero = by + R * padded;
+  s.v_largest.resize(R);
+  __mmask16 finite = 0xffff;
+  for (long r = 0; r < R; r++) {
+    Vec most = splat(0.0f);
+    for (long at = 0; at < n; at += T)
+      for (long t = 0, held = std::min(T, n - at); t < held; t += kLanes) {  // what is written past a page, the next one overwrites
+        const __mmask16 lanes = first_lanes(held - t);
+        const uint8_t *scale16 = pages[at / T] + tier.v_scale + 2 * (r * T + t), *zero16 = pages[at / T] + tier.v_zero + 2 * (r * T + t);
+        const Vec scale = load_f16_lanes(lanes, scale16), size = _mm512_abs_ps(scale);
+        store(by + r * padded + at + t, scale);
+        store(zero + r * padded + at + t, tier.symmetric ? mul(splat(-half), scale) : load_f16_lanes(lanes, zero16));
+        most = _mm512_max_ps(size, most);
+        finite &= _mm512_cmp_ps_mask(size, splat(3e38f), _CMP_LT_OQ);
+      }
+    s.v_largest[r] = _mm512_reduce_max_ps(most);
+  }
+  if (finite != 0xffff) return false;
+  const long each = (n + kLanes - 1) / kLanes * 64;
+  s.w_digits.resize(R * G * each);
+  s.w_back.resize(R);
+  for (long r = 0; r < R; r++) {
+    float factor, *scale = by + r * padded;
+    choose_scaling(s.v_largest[r], &factor, &s.w_back[r]);
+    for (long t = 0; t < n; t += kLanes) store(scale + t, mul(splat(factor), load(scale + t)));
+    for (long g = 0; g < G; g++) {
+      float zeros[kLanes] = {0};
+      (r ? weigh<false> : weigh<true>)(x + g * stride, n, top[g], scale, zero + r * padded, sums + g * kLanes, zeros,
+                                       &s.w_digits[(r * G + g) * each]);
+      s.z_sum[g * R + r] += sum_of(load(zeros));
+    }
+  }
+  for (long g = 0; g < G; g += kMaxGroup) {
+    const DigitValues values = {pages, tier.v_codes, plan.v_width, T, n, &s.w_digits[g * each], s.w_back.data(), G * each, each,
+                                int(call.head_dim / R)};
+    kAllDigitValues[R > 1][std::min<long>(kMaxGroup, G - g) - 1][tier.v_kind](values, plan.v_padded,
+                                                                              &s.sum[g * planes_of(tier.v_kind) * plan.v_padded], after);
+  }
+  return true;
+}
+#endif
+
+}  // namespace kvb
