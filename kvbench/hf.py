@@ -244,7 +244,6 @@ def own_cache_bytes(cache: Cache) -> int:
     return sum(held(vars(layer)) for layer in cache.layers)
 
 
-@torch.no_grad()
 def forward(
     model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
 ) -> Tensor:
@@ -260,12 +259,15 @@ def forward(
         Logits fp32 [B, num_logits, vocabulary].
     """
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
-    out = model(
-        input_ids=token_ids,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=num_logits,
-        return_dict=True,
-    )
-    return out.logits[:, -num_logits:].float()
+    # A step of one token is mostly the overhead of small operations, of which inference mode takes less. A prompt also
+    # makes tensors that stay and are written to later: pages of a pool that grows, copies for a prompt cache.
+    with torch.inference_mode() if session.mode == "decode" else torch.no_grad():
+        out = model(
+            input_ids=token_ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+            return_dict=True,
+        )
+        return out.logits[:, -num_logits:].float()
