@@ -11,20 +11,7 @@ from kvbench.kernels.build import SOURCE_DIR, BuildError, build_library
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.torch_attention import Ring, TierPages
 
-SOURCES = (
-    "paged.cpp",
-    "attend.h",
-    "columns.h",
-    "digits.h",
-    "logits.h",
-    "plan.h",
-    "reduce.h",
-    "sides.h",
-    "simd.h",
-    "step.h",
-    "values.h",
-    "write.h",
-)
+SOURCES = ("paged.cpp", *sorted(header.name for header in SOURCE_DIR.glob("*.h")))
 ISA_VARIABLE = "KVBENCH_CPU_ISA"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.memory import empty
+
 
 class PoolExhausted(RuntimeError):
     """More pages were asked for than the pool has free; nothing was changed."""
@@ -29,7 +31,7 @@ class PagePool:
     ) -> None:
         self.page_bytes = page_bytes
         self.growable = growable
-        self.pages = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        self.pages = empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
         self.free_list = torch.arange(num_pages, dtype=torch.int32, device=device)
         self.start = 0  # next free page to hand out
         self.end = num_pages  # where the next returned page goes
@@ -103,7 +105,7 @@ class PagePool:
         old = self.num_pages
         extra = max(shortfall, old // 2, 64)
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
-        pages = torch.empty(old + extra, self.page_bytes, dtype=torch.uint8, device=self.pages.device)
+        pages = empty(old + extra, self.page_bytes, dtype=torch.uint8, device=self.pages.device)
         pages[:old] = self.pages
         self.pages = pages
         self.free_list = torch.zeros(old + extra, dtype=torch.int32, device=pages.device)

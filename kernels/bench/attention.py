@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kernels import memory
 from kvbench.kernels.bench import caches, machine, peers, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, parse_shape
@@ -148,7 +149,8 @@ def _dense(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: S
     dtype = DTYPES[name]
     size = (k.numel() + v.numel()) * dtype.itemsize
     count = caches.num_buffers(size, settings.working_set_mb, settings.max_buffers)
-    keys, values = ([x.to(dtype, copy=True) for _ in range(count)] for x in (k, v))
+    # One array, from the same kind of memory as the pages.
+    keys, values = (memory.empty(count, *x.shape, dtype=dtype, device=x.device).copy_(x) for x in (k, v))
     by_head = q.to(dtype)[:, :, None]
     by_token = q.to(dtype).unflatten(1, (k.shape[1], -1))
 

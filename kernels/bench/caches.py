@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvbench.kernels import torch_attention
+from kvbench.kernels import memory, torch_attention
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.torch_attention import TierPages
 
@@ -97,7 +97,7 @@ def build_caches(
             raise ValueError(f"{name}: {count} tokens are no multiple of its key group {fmt.slot.group_tokens}")
     widths = [-(-count // fmt.tokens_per_page) for fmt, count in zip(formats, counts, strict=True)]
     per_buffer = sequences * heads * sum(widths)
-    pages = torch.zeros(num_buffers * per_buffer, size, dtype=torch.uint8, device=k.device)
+    pages = memory.empty(num_buffers * per_buffer, size, dtype=torch.uint8, device=k.device).zero_()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(len(pages), generator=generator).to(k.device).view(num_buffers, sequences, heads, -1)
     split = list(ids.split(widths, -1))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvbench.kernels import memory
 from kvbench.kernels.bench.rounds import Variant
 
 PROBE_BYTES = 1 << 30  # far larger than any cache that one process has to itself
@@ -139,7 +140,7 @@ class Bandwidth:
     def __init__(self, device: str, max_bytes: int | None = None) -> None:
         max_bytes = PROBE_BYTES if max_bytes is None else max_bytes
         self.step = min(PROBE_STEP_BYTES, max_bytes)
-        self.parts = list(torch.ones(max_bytes // 8, dtype=torch.int64, device=device).split(self.step // 8))
+        self.parts = list(memory.empty(max_bytes // 8, dtype=torch.int64, device=device).fill_(1).split(self.step // 8))
         self.turn = 0
         self.is_copy = device != "cpu"
         self._target = torch.empty_like(self.parts[0]) if self.is_copy else None

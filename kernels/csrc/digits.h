@@ -78,9 +78,9 @@ KVB_INLINE Ints broadcast_quad(const int8_t* p) {
 
 // Keys ----------------------------------------------------------------------------------------------------------------------------------
 
-// From dots to logits: scale * (by[t] * dot + zero[t] * sum) where scales belong to slots, else scale * (dot + sum).
+// From dots to logits: scale * (by[t] * dot + zero[t] * sum).
 struct ToLogits {
-  const uint8_t *by, *zero;  // fp16 [slot] of a page, or null; no zero where it is -half * by
+  const uint8_t *by, *zero;  // fp16 [slot] of a page; no zero where it is -half * by
   const float* sum;          // [G]
   float scale, half;
   bool add;  // to what is there
@@ -168,11 +168,8 @@ KVB_INLINE void digit_tile(const uint8_t* codes, long T, long W, const int8_t* q
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++) {
     const __mmask16 lanes = kTiles == 2 ? 0xffff : mask;
-    Vec by = splat(to.scale), zero = by;
-    if (to.by) {
-      by = mul(by, load_f16_lanes(lanes, to.by + 2 * u * kLanes));
-      zero = to.zero ? mul(zero, load_f16_lanes(lanes, to.zero + 2 * u * kLanes)) : mul(by, splat(-to.half));
-    }
+    const Vec scale = splat(to.scale), by = mul(scale, load_f16_lanes(lanes, to.by + 2 * u * kLanes));
+    const Vec zero = to.zero ? mul(scale, load_f16_lanes(lanes, to.zero + 2 * u * kLanes)) : mul(by, splat(-to.half));
 #pragma GCC unroll 8
     for (int g = 0; g < G; g++) {
       float* at = out + g * out_stride + u * kLanes;
@@ -192,7 +189,7 @@ void digit_logits(const uint8_t* codes, long T, long W, long begin, long end, co
   auto tile = [&](auto tiles, __mmask16 mask) __attribute__((always_inline)) {
     constexpr int kTiles = decltype(tiles)::value;
     ToLogits here = to;
-    if (to.by) here.by += 2 * slot;
+    here.by += 2 * slot;
     if (to.zero) here.zero += 2 * slot;
     ahead.some(each);
     digit_tile<kKind, G, kTiles>(codes + slot, T, W, q, back, here, first, last, mask, out + slot - begin, out_stride);

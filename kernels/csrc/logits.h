@@ -114,6 +114,7 @@ static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p
 
 // Which bytes of a slot hold the channels of group r; all of them where a group spans several planes.
 static std::pair<long, long> key_bytes_of_group(const Tier& tier, const TierPlan& p, long D, long r) {
+  if (tier.k_groups == 1) return {0, p.k_width};
   const long channels = D / tier.k_groups, first = r * channels % p.k_width;
   return p.k_width % channels ? std::make_pair(0L, p.k_width) : std::make_pair(first, first + channels);
 }
@@ -130,7 +131,7 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
   for (long r = 0; r < groups; r++) {
     float* to = s.q.data() + r * G * P * kQueryStride;
     arrange_queries(q, G, D, P, r * channels, (r + 1) * channels, to, &s.q_sum[r * G]);
-    if (tier.k_channel_group) continue;  // their digits differ from group to group of tokens
+    if (tier.k_channel_group) continue;  // digits made anew for every group of tokens would cost more than they save
     const auto [first, last] = key_bytes_of_group(tier, p, D, r);
 #if KVB_DIGITS
     if (keys_by_digits(tier.k_kind, first, last))
@@ -189,14 +190,6 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
         }
         s.q_sum[g] = constant;
       }
-#if KVB_DIGITS
-      if (keys_by_digits(kind, 0, p.k_width)) {
-        query_digits(s.scaled_q.data(), G, P, p.k_width, s.q_sum.data(), s.q_digits.data(), s.q_back.data());
-        all_digit_logits(kind, codes, T, p.k_width, begin, end, s.q_digits.data(), s.q_back.data(),
-                         {nullptr, nullptr, s.q_sum.data(), call.scale, half, false}, G, 0, p.k_width, out + begin, stride, ahead);
-        continue;
-      }
-#endif
       ahead.rest();
       all_dots(kind, codes, T, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
       for (long g = 0; g < G; g++)
