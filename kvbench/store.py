@@ -196,7 +196,8 @@ class CompressedStore:
         """
         if self.num_heads != self.shape.num_kv_heads:
             k, v = (x.repeat_interleave(self.num_heads // self.shape.num_kv_heads, 1) for x in (k, v))
-        if self.residual is None:  # a ring holds keys as they come; they lose their position on the way to a page
+        # A ring holds keys as they come; they lose their position on the way to a page.
+        if self.residual is None and self.policy.position_mode != "absolute":
             k = self.unrotate(k, self.tokens_seen[self._step.rows][:, None])
         return store_step.attend(self, self._step, layer, q, k, v, scale)
 
