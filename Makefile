@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style docs test test-code test-killed smoke clean
+.PHONY: setup model format style docs test test-code test-killed test-arm smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -28,6 +28,9 @@ test-code: setup ## every reference, 300 and more mutants, and every hostile pro
 
 test-killed: setup ## kill a sweep a hundred times, resume it, and compare its final tables with an unbroken sweep's (minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/test_killed_sweep.py
+
+test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g++-aarch64-linux-gnu and qemu-user; half a minute)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/test_other_cpu.py
 
 smoke: ## one short experiment of every part, on the embedded model
 	$(PYTHON) -m kvbench method=diffkv task=longctx limit=1
