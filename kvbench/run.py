@@ -90,7 +90,7 @@ def score_outcome(task: object, request: Request, outcome: Outcome) -> dict[str,
 
 @contextmanager
 def _session(record: RunRecord, folder: Path) -> Iterator[Session]:
-    """Keep `run.json` true whatever happens inside: running after a kill or Ctrl-C, failed after an error."""
+    """Keep `run.json` true whatever happens inside: failed after an error, else (a kill, a full disk) still running."""
     session = Session(started=now())
     record.started = record.started or session.started
     record.sessions.append(session)
@@ -106,7 +106,7 @@ def _session(record: RunRecord, folder: Path) -> Iterator[Session]:
     try:
         yield session
     except BaseException as error:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, JournalError):
             record.status, record.message = "failed", f"{type(error).__name__}: {error}"
         with suppress(JournalError):  # a full disk must not hide the error that came first
             end()

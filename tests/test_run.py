@@ -209,6 +209,8 @@ def test_full_disk_ends_with_a_message(tmp_path, monkeypatch):
         run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
     monkeypatch.setattr(os, "write", real)
     assert len(samples(made.folder)) == 3
+    record = RunRecord.load(made.folder)
+    assert (record.status, record.counts.done) == ("running", 3)  # incomplete, and nothing is wrong with it
     assert run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET).record.counts.done == 10
 
 
