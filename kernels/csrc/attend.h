@@ -69,7 +69,10 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
       const long angle = (list / call.num_heads * tier.num_columns + begin / T + index) * (call.rotated / 2) * T;
       rotated_logits(call, tier, p, pages[index], held, tier.cos + angle, tier.sin + angle, q, s, p_chunk + at, stride);
     } else {
-      const Ahead ahead = at + T < held_k ? keys_ahead(tier, p, pages[index + 1]) : values_ahead(tier, p, held_v ? pages[0] : nullptr);
+      const long ahead_by = index + kNextPages, first_value = ahead_by - (held_k + T - 1) / T;
+      const Ahead ahead = first_value < 0               ? keys_ahead(tier, p, pages[ahead_by])
+                          : first_value * T < held_v ? values_ahead(tier, p, pages[first_value])
+                                                     : Ahead();
       page_logits(call, tier, p, pages[index], held, ahead, s, p_chunk + at, stride);
     }
   }
@@ -93,8 +96,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   float* sums = s.lanes.data();
   bool done = false;
 #if KVB_DIGITS
-  const uint8_t* after = next_chunk ? next_chunk + tier.k_codes : nullptr;
-  done = held_v && values_by_digits(tier, p) && weighted_values(call, tier, p, pages, held_v, p_chunk, stride, top, sums, after, s);
+  done = held_v && values_by_digits(tier, p) && weighted_values(call, tier, p, pages, held_v, p_chunk, stride, top, sums, s);
 #endif
   const long apart = done ? held_v : 0;  // slots whose exponentials are made there
   for (long g = 0; g < G; g++) exponentials(p_chunk + g * stride + apart, n - apart, top[g], sums + g * kLanes);

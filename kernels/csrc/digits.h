@@ -20,7 +20,8 @@ namespace kvb {
 constexpr bool kHasDigits = KVB_DIGITS;
 constexpr int kDigits = 3;
 constexpr int kQueryBytes = kMaxChannels + 64;  // stride between the digits of a query
-constexpr float kLargestWhole = 8355000.0f;     // below 127 * (1 + 256 + 65536)
+constexpr float kHuge = 3e38f;
+constexpr uint32_t kLargestMantissa = 0x7e0000;  // of what is scaled to nearly 2^23: no more than 127 * (1 + 256 + 65536)
 constexpr float kNegligible = 1e-30f;           // factors that are all smaller count as zero: their scaling would overflow
 
 #if KVB_DIGITS
@@ -44,11 +45,17 @@ KVB_INLINE __mmask16 first_lanes(long n) { return n >= 16 ? 0xffff : (__mmask16)
 
 KVB_INLINE Vec load_f16_lanes(__mmask16 lanes, const uint8_t* p) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, p)); }
 
-// What floats up to `largest` are multiplied by to become whole numbers, and what takes them back.
+// What floats up to `largest` are multiplied by to become whole numbers, and what takes them back: powers of two, so that neither rounds.
 static void choose_scaling(float largest, float* factor, float* back) {
-  const bool counts = largest >= kNegligible;
-  *factor = counts ? kLargestWhole / largest : 0.0f;
-  *back = counts ? largest / kLargestWhole : 0.0f;
+  if (!(largest >= kNegligible && largest <= kHuge)) {
+    *factor = 0.0f;
+    *back = largest <= kHuge ? 0.0f : NAN;
+    return;
+  }
+  const uint32_t bits = bits_of_scalar(largest);
+  const int exponent = int(bits >> 23) - ((bits & 0x7fffff) <= kLargestMantissa ? 149 : 148);
+  *factor = scalar_of_bits(uint32_t(127 - exponent) << 23);
+  *back = scalar_of_bits(uint32_t(127 + exponent) << 23);
 }
 
 // Sixteen floats as digits: byte j of each lane is digit j, byte 3 is of no use.
@@ -86,7 +93,7 @@ struct ToLogits {
   bool add;  // to what is there
 };
 
-// Digits of G queries as arrange_queries (attend.h) leaves them: out [G][digit][kQueryBytes], channel by channel; `sum` carries a NaN on.
+// Digits of G queries as arrange_queries (logits.h) leaves them: out [G][digit][kQueryBytes], channel by channel; `sum` carries a NaN on.
 static void query_digits(const float* q, long G, int num_planes, long width, const float* sum, int8_t* out, float* back) {
   for (long g = 0; g < G; g++, out += kDigits * kQueryBytes) {
     Vec most = splat(0.0f);
@@ -108,13 +115,15 @@ static void query_digits(const float* q, long G, int num_planes, long width, con
   }
 }
 
-// Four rows of 32 slots as two registers of quads.
-KVB_INLINE void load_key_quads(const uint8_t* row, long T, Ints* out) {
-  alignas(64) static const uint8_t kIndex[64] = {0,  32, 64, 96,  1,  33, 65, 97,  2,  34, 66, 98,  3,  35, 67, 99,  4,  36,
+// Quads of the first 16 of 32 columns of four rows that lie in two registers.
+alignas(64) static const uint8_t kPairs[64] = {0,  32, 64, 96,  1,  33, 65, 97,  2,  34, 66, 98,  3,  35, 67, 99,  4,  36,
                                                  68, 100, 5,  37, 69, 101, 6,  38, 70, 102, 7,  39, 71, 103, 8,  40, 72, 104,
                                                  9,  41, 73, 105, 10, 42, 74, 106, 11, 43, 75, 107, 12, 44, 76, 108, 13, 45,
                                                  77, 109, 14, 46, 78, 110, 15, 47, 79, 111};
-  const Ints low = _mm512_load_si512(kIndex), high = _mm512_add_epi8(low, _mm512_set1_epi8(16));
+
+// Four rows of 32 slots as two registers of quads.
+KVB_INLINE void load_key_quads(const uint8_t* row, long T, Ints* out) {
+  const Ints low = _mm512_load_si512(kPairs), high = _mm512_add_epi8(low, _mm512_set1_epi8(16));
   const Ints a = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)row)),
                                     _mm256_loadu_si256((const __m256i*)(row + T)), 1);
   const Ints b = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(row + 2 * T))),
@@ -147,6 +156,22 @@ KVB_INLINE void add_key_planes(const Ints* packed, const int8_t* q, long W, int 
   if constexpr (kPlane + 1 < planes_of(kKind)) add_key_planes<kKind, G, kTiles, kPlane + 1>(packed, q, W, w, sum);
 }
 
+// The logits of a register of slots, `at` slots from where `to` and `out` begin.
+template <int G>
+KVB_INLINE void store_logits(const Ints (&sum)[G][kDigits], const float* back, const ToLogits& to, long at, __mmask16 lanes, float* out,
+                             long out_stride) {
+  const Vec scale = splat(to.scale), by = mul(scale, load_f16_lanes(lanes, to.by + 2 * at));
+  const Vec zero = to.zero ? mul(scale, load_f16_lanes(lanes, to.zero + 2 * at)) : mul(by, splat(-to.half));
+#pragma GCC unroll 8
+  for (int g = 0; g < G; g++) {
+    float* here = out + g * out_stride + at;
+    Vec x = fma(from_digits(sum[g], splat(back[g])), by, mul(zero, splat(to.sum[g])));
+    if (to.add) x = add(x, _mm512_maskz_loadu_ps(lanes, here));
+    if (lanes == 0xffff) store(here, x);
+    else _mm512_mask_storeu_ps(here, lanes, x);
+  }
+}
+
 template <int kKind, int G, int kTiles>
 KVB_INLINE void digit_tile(const uint8_t* codes, long T, long W, const int8_t* q, const float* back, ToLogits to, int first, int last,
                            __mmask16 mask, float* out, long out_stride) {
@@ -166,18 +191,44 @@ KVB_INLINE void digit_tile(const uint8_t* codes, long T, long W, const int8_t* q
     add_key_planes<kKind, G, kTiles, 0>(packed, q, W, w, sum);
   }
 #pragma GCC unroll 8
-  for (int u = 0; u < kTiles; u++) {
-    const __mmask16 lanes = kTiles == 2 ? 0xffff : mask;
-    const Vec scale = splat(to.scale), by = mul(scale, load_f16_lanes(lanes, to.by + 2 * u * kLanes));
-    const Vec zero = to.zero ? mul(scale, load_f16_lanes(lanes, to.zero + 2 * u * kLanes)) : mul(by, splat(-to.half));
+  for (int u = 0; u < kTiles; u++) store_logits<G>(sum[u], back, to, u * kLanes, kTiles == 2 ? 0xffff : mask, out, out_stride);
+}
+
+// As digit_tile for at most eight slots, in registers of half the width, which take half the time.
+template <int kKind, int G>
+KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* q, const float* back, ToLogits to, int first, int last,
+                            __mmask16 mask, float* out, long out_stride) {
+  constexpr int kBits = bits_of(kKind), P = planes_of(kKind);
+  __m256i sum[G][kDigits];
 #pragma GCC unroll 8
-    for (int g = 0; g < G; g++) {
-      float* at = out + g * out_stride + u * kLanes;
-      Vec x = fma(from_digits(sum[u][g], splat(back[g])), by, mul(zero, splat(to.sum[g])));
-      if (to.add) x = add(x, _mm512_maskz_loadu_ps(lanes, at));
-      _mm512_mask_storeu_ps(at, lanes, x);
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 8
+    for (int j = 0; j < kDigits; j++) sum[g][j] = _mm256_setzero_si256();
+  const uint8_t* row = codes + first * T;
+#pragma GCC unroll 2
+  for (int w = first; w < last; w += 4, row += 4 * T) {
+    auto slots = [&](long r) __attribute__((always_inline)) { return _mm_maskz_loadu_epi8(mask, row + r * T); };
+    const __m128i a = _mm_unpacklo_epi8(slots(0), slots(1)), b = _mm_unpacklo_epi8(slots(2), slots(3));
+    const __m256i packed = _mm256_set_m128i(_mm_unpackhi_epi16(a, b), _mm_unpacklo_epi16(a, b));
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+      const __m256i shifted = _mm256_srli_epi16(packed, p * kBits);
+      const __m256i bytes = kBits == 8 ? packed : _mm256_and_si256(shifted, _mm256_set1_epi8((1 << kBits) - 1));
+#pragma GCC unroll 8
+      for (int g = 0; g < G; g++)
+#pragma GCC unroll 8
+        for (int j = 0; j < kDigits; j++) {
+          const Ints digits = broadcast_quad(q + (g * kDigits + j) * kQueryBytes + p * W + w);
+          sum[g][j] = _mm256_dpbusd_epi32(sum[g][j], bytes, _mm512_castsi512_si256(digits));
+        }
     }
   }
+  Ints wide[G][kDigits];
+#pragma GCC unroll 8
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 8
+    for (int j = 0; j < kDigits; j++) wide[g][j] = _mm512_zextsi256_si512(sum[g][j]);
+  store_logits<G>(wide, back, to, 0, mask, out, out_stride);
 }
 
 // Logits of G queries with slots [begin, end) of a page's K region, from bytes [first, last) of each slot; arguments as for key_dots.
@@ -185,18 +236,18 @@ template <int kKind, int G>
 void digit_logits(const uint8_t* codes, long T, long W, long begin, long end, const int8_t* q, const float* back, ToLogits to, int first,
                   int last, float* out, long out_stride, Ahead& ahead) {
   const long each = (ahead.lines() * 2 * kLanes + end - begin - 1) / (end - begin);
-  long slot = begin;
-  auto tile = [&](auto tiles, __mmask16 mask) __attribute__((always_inline)) {
-    constexpr int kTiles = decltype(tiles)::value;
+  for (long slot = begin, next; slot < end; slot = next) {
+    const long left = end - slot;
+    next = slot + (left >= 2 * kLanes ? 2 * kLanes : kLanes);
     ToLogits here = to;
     here.by += 2 * slot;
     if (to.zero) here.zero += 2 * slot;
+    float* at = out + slot - begin;
     ahead.some(each);
-    digit_tile<kKind, G, kTiles>(codes + slot, T, W, q, back, here, first, last, mask, out + slot - begin, out_stride);
-    slot += kTiles * kLanes;
-  };
-  while (end - slot >= 2 * kLanes) tile(std::integral_constant<int, 2>(), 0xffff);
-  while (slot < end) tile(std::integral_constant<int, 1>(), first_lanes(end - slot));
+    if (left >= 2 * kLanes) digit_tile<kKind, G, 2>(codes + slot, T, W, q, back, here, first, last, 0xffff, at, out_stride);
+    else if (left > kLanes / 2) digit_tile<kKind, G, 1>(codes + slot, T, W, q, back, here, first, last, first_lanes(left), at, out_stride);
+    else narrow_tile<kKind, G>(codes + slot, T, W, q, back, here, first, last, first_lanes(left), at, out_stride);
+  }
 }
 
 typedef void (*DigitLogits)(const uint8_t*, long, long, long, long, const int8_t*, const float*, ToLogits, int, int, float*, long, Ahead&);
@@ -241,8 +292,8 @@ static void weigh(float* x, long n, float top, const float* by, const float* zer
 
 // The values of slots [0, n) of consecutive pages, and the digits of their weights: [group][query head][4 * n, rounded up to a register].
 struct DigitValues {
-  const uint8_t* const* pages;
-  long codes, W, T, n;  // where a page's V region begins
+  const uint8_t *const *pages, *const *last_page;  // the last one that may be asked for ahead
+  long codes, W, T, n;                             // where a page's V region begins
   const int8_t* digits;
   const float* back;  // [group]
   long group_stride, head_stride;
@@ -250,7 +301,7 @@ struct DigitValues {
 };
 
 template <int kKind, int G, int kFirst, int kLast, bool kGrouped>
-KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* sum, const uint8_t* after) {
+KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* sum) {
   constexpr int P = planes_of(kKind), kPart = kLast - kFirst;
   Ints acc[kPart][G][kDigits];
   const int8_t* from[kPart];
@@ -280,9 +331,9 @@ KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* s
   for (const uint8_t* const* page = v.pages; at < v.n; page++) {
     const long end = std::min(at + v.T, v.n);
     Ahead ahead;
-    if (w == 0 && kFirst == 0) {
-      if (end < v.n) ahead.at = page[1] + v.codes, ahead.end = ahead.at + v.W * v.T;
-      else if (after) ahead.at = after, ahead.end = after + v.W * v.T;
+    if (w == 0 && kFirst == 0 && page + kNextPages <= v.last_page) {
+      ahead.at = page[kNextPages] + v.codes;
+      ahead.end = ahead.at + v.W * v.T;
     }
     row = *page + v.codes + w;
     for (; at + 8 <= end; at += 8) {
@@ -297,18 +348,20 @@ KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* s
   for (int p = 0; p < kPart; p++) {
     const Vec back = splat(v.back[kGrouped ? ((kFirst + p) * v.W + w) / v.group_channels : 0]);
 #pragma GCC unroll 8
-    for (int g = 0; g < G; g++) store(sum + (g * P + kFirst + p) * padded + w, from_digits(acc[p][g], back));
+    for (int g = 0; g < G; g++) {
+      float* to = sum + (g * P + kFirst + p) * padded + w;
+      store(to, add(load(to), from_digits(acc[p][g], back)));
+    }
   }
-  if constexpr (kLast < P) digit_values<kKind, G, kLast, (kLast + 2 < P ? kLast + 2 : P), kGrouped>(v, w, padded, sum, after);
+  if constexpr (kLast < P) digit_values<kKind, G, kLast, (kLast + 2 < P ? kLast + 2 : P), kGrouped>(v, w, padded, sum);
 }
 
-// Sums of G heads [G][P][padded] over n slots, W a multiple of 16; slots are read four by four, and a page holds a multiple of eight.
-// `after`: what is read next.
-template <int kKind, int G, bool kGrouped> void all_digit_values(const DigitValues& v, long padded, float* sum, const uint8_t* after) {
-  for (long w = 0; w < v.W; w += kLanes) digit_values<kKind, G, 0, (planes_of(kKind) > 1 ? 2 : 1), kGrouped>(v, w, padded, sum, after);
+// Adds n slots to the sums of G heads [G][P][padded], W a multiple of 16; slots are read four by four, and a page holds a multiple of eight.
+template <int kKind, int G, bool kGrouped> void all_digit_values(const DigitValues& v, long padded, float* sum) {
+  for (long w = 0; w < v.W; w += kLanes) digit_values<kKind, G, 0, (planes_of(kKind) > 1 ? 2 : 1), kGrouped>(v, w, padded, sum);
 }
 
-typedef void (*AllDigitValues)(const DigitValues&, long, float*, const uint8_t*);
+typedef void (*AllDigitValues)(const DigitValues&, long, float*);
 
 #define KVB_CODES(NAME, ...) {NAME<kCode1, __VA_ARGS__>, NAME<kCode2, __VA_ARGS__>, NAME<kCode4, __VA_ARGS__>, NAME<kCode8, __VA_ARGS__>}
 

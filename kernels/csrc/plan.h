@@ -10,7 +10,7 @@
 namespace kvb {
 
 constexpr float kLowest = -1e30f;
-constexpr long kChunkSlots = 512;
+constexpr long kChunkSlots = 2048;  // less, and the work that each chunk begins with shows; more, and few lists leave threads idle
 
 struct Tier {
   int32_t slots_per_page, num_columns, k_kind, v_kind, k_channel_group, k_groups, v_groups, symmetric;

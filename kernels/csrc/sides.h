@@ -19,13 +19,16 @@ constexpr int bits_of(int kind) { return kind <= kCode8 ? 1 << kind : kind == kF
 constexpr int planes_of(int kind) { return kind <= kCode8 ? 8 / bits_of(kind) : 1; }
 constexpr int unit_bytes_of(int kind) { return kind == kF32 ? 4 : kind == kF16 || kind == kBF16 ? 2 : 1; }
 
-// Bytes that are needed soon: two runs, asked for a few lines at a time, because a CPU waits where too many are asked for at once.
+constexpr long kNextPages = 2;  // a page may be done before a byte asked for at its begin has come
+
+// Bytes that are needed soon: two runs, asked for a few lines at a time, because a CPU waits where too many are asked for at once. They are
+// asked for into the second cache: the first one takes no more requests than the loads of the page at hand leave it.
 struct Ahead {
   const uint8_t *at = nullptr, *end = nullptr, *more = nullptr, *more_end = nullptr;
   __attribute__((always_inline)) long lines() const { return (end - at + more_end - more) / 64 + 2; }
   __attribute__((always_inline)) void some(long count) {
-    for (; count > 0 && at < end; count--, at += 64) __builtin_prefetch(at, 0, 3);
-    for (; count > 0 && more < more_end; count--, more += 64) __builtin_prefetch(more, 0, 3);
+    for (; count > 0 && at < end; count--, at += 64) __builtin_prefetch(at, 0, 2);
+    for (; count > 0 && more < more_end; count--, more += 64) __builtin_prefetch(more, 0, 2);
   }
   __attribute__((always_inline)) void rest() { some(lines() + 2); }
 };

@@ -101,6 +101,8 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     }
 }
 
+constexpr long kValueSlots = 512;  // slots whose codes stay in the first cache while all of their registers are passed over
+
 // Whether values are weighted by digits: whole registers, none of which spans two groups of channels.
 static bool values_by_digits(const Tier& tier, const TierPlan& p) {
   return kHasDigits && coded(tier.v_kind) && p.v_direct && p.v_width % kLanes == 0;
@@ -110,7 +112,7 @@ static bool values_by_digits(const Tier& tier, const TierPlan& p) {
 // Exponentials of the logits x[g * stride + t] of a chunk's first n slots, and its values weighted by them, in one go. `sums` [G][kLanes]
 // takes the sums of exponentials, s.sum and s.z_sum the values. Returns false, with nothing done, where a scale is not finite.
 static bool weighted_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* const* pages, long n, float* x,
-                            long stride, const float* top, float* sums, const uint8_t* after, Scratch& s) {
+                            long stride, const float* top, float* sums, Scratch& s) {
   const long G = call.group_size, T = plan.slots, R = tier.v_groups, padded = plan.chunk_slots + kLanes;
   const float half = float(1 << (bits_of(tier.v_kind) - 1));
   s.v_meta.resize(2 * R * padded);
@@ -127,7 +129,7 @@ static bool weighted_values(const Call& call, const Tier& tier, const TierPlan& 
         store(by + r * padded + at + t, scale);
         store(zero + r * padded + at + t, tier.symmetric ? mul(splat(-half), scale) : load_f16_lanes(lanes, zero16));
         most = _mm512_max_ps(size, most);
-        finite &= _mm512_cmp_ps_mask(size, splat(3e38f), _CMP_LT_OQ);
+        finite &= _mm512_cmp_ps_mask(size, splat(kHuge), _CMP_LT_OQ);
       }
     s.v_largest[r] = _mm512_reduce_max_ps(most);
   }
@@ -146,12 +148,15 @@ static bool weighted_values(const Call& call, const Tier& tier, const TierPlan& 
       s.z_sum[g * R + r] += sum_of(load(zeros));
     }
   }
-  for (long g = 0; g < G; g += kMaxGroup) {
-    const DigitValues values = {pages, tier.v_codes, plan.v_width, T, n, &s.w_digits[g * each], s.w_back.data(), G * each, each,
-                                int(call.head_dim / R)};
-    kAllDigitValues[R > 1][std::min<long>(kMaxGroup, G - g) - 1][tier.v_kind](values, plan.v_padded,
-                                                                              &s.sum[g * planes_of(tier.v_kind) * plan.v_padded], after);
-  }
+  const uint8_t* const* last_page = pages + (n - 1) / T;
+  const long block = T * std::max<long>(1, kValueSlots / T);
+  for (long at = 0; at < n; at += block)
+    for (long g = 0; g < G; g += kMaxGroup) {
+      const DigitValues values = {pages + at / T, last_page, tier.v_codes, plan.v_width, T, std::min(block, n - at),
+                                  &s.w_digits[g * each + 4 * at], s.w_back.data(), G * each, each, int(call.head_dim / R)};
+      kAllDigitValues[R > 1][std::min<long>(kMaxGroup, G - g) - 1][tier.v_kind](values, plan.v_padded,
+                                                                                &s.sum[g * planes_of(tier.v_kind) * plan.v_padded]);
+    }
   return true;
 }
 #endif

@@ -50,9 +50,9 @@ def assert_equal(q: torch.Tensor, pages: torch.Tensor, tiers: list, ring: Ring |
 
 
 def ragged(fmt: PageFormat) -> list[list[int]]:
-    """Counts of one token, full pages, nearly full ones, and several chunks of 512 slots."""
+    """Counts of one token, full pages, nearly full ones, and several chunks of 2,048 slots."""
     full = fmt.tokens_per_page
-    return [[1, full], [2 * full + 3, full - 1], [5, 1300]]
+    return [[1, full], [2 * full + 3, full - 1], [5, 4300]]
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ FORMATS = {
     "groups": {"k_bits": 4, "v_bits": 4, "k_groups": 2, "v_groups": 2},
     "channel": {"k_bits": 2, "v_bits": 2, "k_channel_group": 32},
 }
-NUM_TOKENS, HEAD_DIM, GROUP = 1310, 64, 3  # three chunks of a list; a last page and a last quad that are not full
+NUM_TOKENS, HEAD_DIM, GROUP = 4310, 64, 3  # three chunks of a list; a last page and a last quad that are not full
 
 
 def outlier_query(make: torch.Generator) -> tuple[torch.Tensor, ...]:
