@@ -127,6 +127,8 @@ def _load(_: str | None) -> ctypes.CDLL:
     p, n, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.kvb_path.restype = ctypes.c_char_p
     library.max_channels = library.kvb_max_channels()
+    library.kvb_set_work_per_thread.argtypes = [ctypes.c_double]
+    library.kvb_set_work_per_thread.restype = None
     library.kvb_paged_decode.argtypes = [p]
     library.kvb_step.argtypes = [p, i, p, p, p, p, ctypes.c_float]
     pages = [p, n, n, p]

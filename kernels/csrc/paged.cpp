@@ -1,6 +1,8 @@
 // The C functions that kernels/cpu*.py call. Those that return a number return 0 when done, 1 without memory, 2 on a page id out of range.
 #include <atomic>
+#include <memory>
 #include <new>
+#include <thread>
 
 #include "attend.h"
 #include "columns.h"
@@ -24,18 +26,35 @@ template <class F> static int for_all(long n, int num_threads, F f) {
   return status;
 }
 
-// Attention of a call; before(list) and after(list) run for every list, before any chunk and after the merge.
+// Slots x query heads x channels that are worth a thread: where threads sleep between calls, waking one takes about as long as a half of them.
+static double work_per_thread = 1e6;
+
+static int threads_for(const Call& call) {
+  double slots = 0;
+  for (int i = 0; i < call.num_tiers; i++)
+    for (long list = 0; list < (long)call.num_seq * call.num_heads; list++) slots += list_slots(call, call.tiers[i], row_of(call, list));
+  return int(std::min<double>(call.num_threads, std::max(1.0, slots * call.group_size * call.head_dim / work_per_thread)));
+}
+
+// Attention of a call; before(list) and after(list) run for every list, before its first chunk and after its merge. Threads take chunks as
+// they come, and whoever ends a list's last one merges it: nobody waits for all others in between.
 template <class Before, class After> static int attend(const Call& call, Before before, After after) {
   static thread_local Plan plan_of_thread;
   Plan& plan = plan_of_thread;
+  const int num_threads = threads_for(call);
+  std::unique_ptr<std::atomic<long>[]> ready, left;  // of each list: 2 once `before` is done, 1 while it runs; chunks that are not done
   try {
     make_plan(call, plan);
+    ready.reset(new std::atomic<long>[plan.num_lists]);
+    left.reset(new std::atomic<long>[plan.num_lists]);
   } catch (const std::bad_alloc&) {
     return 1;
   }
-  const long work = plan.num_lists * plan.chunks_per_list;
+  const long chunks = std::max(1L, plan.chunks_per_list), work = plan.num_lists * chunks;
+  for (long list = 0; list < plan.num_lists; list++) ready[list] = 0, left[list] = chunks;
   std::atomic<int> status{0};
-#pragma omp parallel num_threads(call.num_threads) if (call.num_threads > 1)
+  std::atomic<long> next{0};
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     static thread_local Scratch scratch;
     auto guarded = [&](auto f) {
@@ -45,22 +64,26 @@ template <class Before, class After> static int attend(const Call& call, Before 
         status = 1;
       }
     };
-#pragma omp for schedule(static)
-    for (long list = 0; list < plan.num_lists; list++) guarded([&] { return before(list); });
-#pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < work; i++) {
-      const long list = i / plan.chunks_per_list, chunk = i % plan.chunks_per_list;
-      int tier = call.num_tiers - 1;
-      while (chunk < plan.tiers[tier].first_chunk) tier--;
-      guarded([&] { return run_chunk(call, plan, list, tier, chunk - plan.tiers[tier].first_chunk, scratch); });
+    for (long i; (i = next.fetch_add(1)) < work;) {
+      const long list = i / chunks, chunk = i % chunks;
+      long untouched = 0;
+      if (ready[list].compare_exchange_strong(untouched, 1)) {
+        guarded([&] { return before(list); });
+        ready[list] = 2;
+      }
+      while (ready[list] != 2) std::this_thread::yield();
+      if (plan.chunks_per_list) {
+        int tier = call.num_tiers - 1;
+        while (chunk < plan.tiers[tier].first_chunk) tier--;
+        guarded([&] { return run_chunk(call, plan, list, tier, chunk - plan.tiers[tier].first_chunk, scratch); });
+      }
+      if (left[list].fetch_sub(1) == 1)
+        guarded([&] {
+          if (status) return true;  // a page id of this list may be out of range
+          merge_list(call, plan, list, scratch);
+          return after(list);
+        });
     }
-#pragma omp for schedule(static)
-    for (long list = 0; list < plan.num_lists; list++)
-      guarded([&] {
-        if (status) return true;  // page ids are checked by then
-        merge_list(call, plan, list, scratch);
-        return after(list);
-      });
   }
   return status;
 }
@@ -72,6 +95,9 @@ static bool in_pool(int64_t id, long num_pages) { return id >= 0 && id < num_pag
 extern "C" {
 
 const char* kvb_path() { return KVB_PATH; }
+
+// For tests, which would need long lists to reach a second thread otherwise.
+void kvb_set_work_per_thread(double work) { kvb::work_per_thread = work; }
 
 int kvb_max_channels() { return kvb::kMaxChannels; }
 

@@ -177,8 +177,8 @@ def test_a_list_of_nothing_has_no_value():
 def test_results_depend_neither_on_threads_nor_on_the_batch():
     """Bit for bit: one thread, two and three, all rows together, each row alone, and in another order."""
     formats = [tier_format("8,4", 64), tier_format("4,2", 64)]
-    cache = Cache(formats, [[[1500, 3], [600, 90], [5, 40]], [[7, 2100], [0, 1], [900, 0]]], 64)
-    q = random_queries(3, 6, 64)
+    cache = Cache(formats, [[[9000, 3], [600, 90], [5, 40]], [[7, 9100], [0, 1], [900, 0]]], 64)
+    q = random_queries(3, 6, 64)  # enough for three threads: 19,000 slots of 3 x 64 products each
 
     def attend(rows: list[int]) -> list[torch.Tensor]:
         tiers = [TierPages(t.fmt, t.ids[rows], t.num_k[rows], t.num_v[rows]) for t in cache.tiers]
@@ -189,7 +189,7 @@ def test_results_depend_neither_on_threads_nor_on_the_batch():
     try:
         torch.set_num_threads(1)
         want = attend([0, 1, 2])
-        for count in (2, 3):
+        for count in (2, 3) * 10:
             torch.set_num_threads(count)
             assert all(torch.equal(a, b) for a, b in zip(attend([0, 1, 2]), want, strict=True))
     finally:

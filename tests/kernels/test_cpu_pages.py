@@ -34,9 +34,14 @@ FORMATS = {
 
 @pytest.fixture(params=[pytest.param(isa, id=isa) for isa in ISAS])
 def isa(request, monkeypatch):
-    """Every build that this CPU runs, one after the other."""
+    """Every build that this CPU runs, one after the other, with three threads for the smallest call."""
     monkeypatch.setenv(cpu_abi.ISA_VARIABLE, request.param)
-    return request.param
+    threads, library = torch.get_num_threads(), cpu_abi.load()
+    library.kvb_set_work_per_thread(1.0)
+    torch.set_num_threads(3)
+    yield request.param
+    torch.set_num_threads(threads)
+    library.kvb_set_work_per_thread(1e6)
 
 
 def page_format(name: str, head_dim: int) -> PageFormat:
