@@ -37,7 +37,7 @@ def draw(document: dict, path: Path) -> Path | None:
 
 def _style(index: int) -> dict:
     colour, turn = index % len(_COLOURS), index // len(_COLOURS)
-    return {"color": _COLOURS[colour], "marker": MARKERS[(index + turn) % len(MARKERS)]}
+    return {"color": _COLOURS[colour], "marker": MARKERS[(colour + 3 * turn) % len(MARKERS)]}
 
 
 def _dense_style(name: str) -> dict:

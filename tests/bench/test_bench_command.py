@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvbench import commands
-from kvbench.bench import command, show
+from kvbench.bench import command, plot, show
 from kvbench.cli import main
 from kvbench.kernels.bench import machine
 
@@ -123,3 +123,9 @@ def test_quick_and_defaults_fit_the_modules(name):
     assert quick.seed == 5 and set(module.QUICK) <= {item.name for item in dataclasses.fields(module.Settings)}
     assert all(getattr(quick, key) == value for key, value in module.QUICK.items())
     assert quick.rounds < settings.rounds
+
+
+def test_no_two_of_many_variants_look_alike():
+    """Colour and marker together tell more variants apart than there are colours."""
+    styles = [tuple(plot._style(index).values()) for index in range(2 * len(plot._COLOURS))]
+    assert len(set(styles)) == len(styles)
