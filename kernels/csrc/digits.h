@@ -1,11 +1,9 @@
 // Products of codes with floats in whole numbers, where the CPU multiplies bytes four at a time (AVX-512 VNNI): the floats are scaled to
-// 24-bit integers and cut into three signed digits of base 256, so that nothing is rounded but the scaling itself (2^-24 of the largest).
-// Half the work of widening every code to a float, and sums that do not depend on their order.
+// 24-bit integers and cut into three signed digits of base 256, so that nothing is rounded but the scaling itself (2^-23 of the largest).
+// Three multiplications for four that fp32 needs, no code is widened to a float, and sums do not depend on their order.
 //
 // Legend as in sides.h. A quad is four codes that one 32-bit lane takes in at once: four channels of a key, four tokens of the values.
 #pragma once
-
-#include <type_traits>
 
 #include "plan.h"
 
@@ -22,11 +20,11 @@ constexpr int kDigits = 3;
 constexpr int kQueryBytes = kMaxChannels + 64;  // stride between the digits of a query
 constexpr float kHuge = 3e38f;
 constexpr uint32_t kLargestMantissa = 0x7e0000;  // of what is scaled to nearly 2^23: no more than 127 * (1 + 256 + 65536)
-constexpr float kNegligible = 1e-30f;           // factors that are all smaller count as zero: their scaling would overflow
+constexpr float kNegligible = 1e-30f;  // factors that are all smaller count as zero: their scaling would overflow
 
 #if KVB_DIGITS
 
-// Byte j * 16 + i of the result is byte 4 * i + j of the argument, and the other way round: its own inverse up to the roles of i and j.
+// Byte j * 16 + i of the result is byte 4 * i + j of the argument; `quads` undoes it.
 KVB_INLINE Ints bytes_apart(Ints x) {
   alignas(64) static const uint8_t kIndex[64] = {0,  4,  8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 1,  5,  9,  13, 17, 21,
                                                  25, 29, 33, 37, 41, 45, 49, 53, 57, 61, 2,  6,  10, 14, 18, 22, 26, 30, 34, 38, 42, 46,
