@@ -1,13 +1,13 @@
 """CPU backend, part 4: column scores of a prompt; the matrix products are torch's, all else is one pass in C++."""
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels import torch_attention
 from kvbench.kernels.cpu_abi import ColumnsStruct, check, load
-from kvbench.kernels.torch_attention import Reduce, reduce_group, reduce_scores
 
 BLOCK = 32  # queries whose logits are made at a time
 
@@ -48,19 +48,5 @@ def column_scores(
     return out
 
 
-def prompt_scores(
-    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, power: int, pool: str, pool_kernel: int,
-    pool_stage: str, pool_region: str, group: Reduce,
-) -> Tensor:  # fmt: skip
-    """The score of every prompt key per KV head, fp32 [H, N]; arguments as `torch_attention.prompt_scores`."""
-    return reduce_scores(
-        column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power),
-        k.shape[0], queries=queries, pool=pool, pool_kernel=pool_kernel, pool_stage=pool_stage, pool_region=pool_region,
-        group=group,
-    )  # fmt: skip
-
-
-def prompt_low_counts(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, group: Reduce) -> Tensor:
-    """As `torch_attention.prompt_low_counts`, fp32 [H, N]."""
-    counts = column_scores(q, k, scale, queries=queries, skip_near=skip_near, below_uniform=True)
-    return reduce_group(counts.view(k.shape[0], -1, k.shape[1]), group, 1)
+prompt_scores = partial(torch_attention.prompt_scores, columns=column_scores)
+prompt_low_counts = partial(torch_attention.prompt_low_counts, columns=column_scores)

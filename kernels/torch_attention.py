@@ -4,6 +4,7 @@ Legend: S sequences, H KV heads, G query heads per KV head, Hq = H * G, D head d
 pages per list.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -322,33 +323,38 @@ def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tens
 
 def prompt_scores(
     q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, power: int, pool: str, pool_kernel: int,
-    pool_stage: str, pool_region: str, group: Reduce,
+    pool_stage: str, pool_region: str, group: Reduce, columns: Callable[..., Tensor] = column_scores,
 ) -> Tensor:  # fmt: skip
     """The score of every prompt key per KV head: column sums, pooling and group reduction in the stated order.
 
     Args:
         q: [Hq, N, D]; k: [H, N, D]. The other arguments as `kvbench.policy.ScoreSpec` names them.
+        columns: What sums the columns: `column_scores`, or a backend's own.
 
     Returns:
         fp32 [H, N].
     """
     return reduce_scores(
-        column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power),
+        columns(q, k, scale, queries=queries, skip_near=skip_near, power=power),
         k.shape[0], queries=queries, pool=pool, pool_kernel=pool_kernel, pool_stage=pool_stage, pool_region=pool_region,
         group=group,
     )  # fmt: skip
 
 
-def prompt_low_counts(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, group: Reduce) -> Tensor:
+def prompt_low_counts(
+    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, group: Reduce,
+    columns: Callable[..., Tensor] = column_scores,
+) -> Tensor:  # fmt: skip
     """Minus the number of counted queries that attend to a prompt key with less than 1 / (keys they see), per KV head.
 
     Args:
         q: [Hq, N, D]; k: [H, N, D]. The other arguments as `kvbench.policy.ScoreSpec` names them.
+        columns: As for `prompt_scores`.
 
     Returns:
         fp32 [H, N].
     """
-    counts = column_scores(q, k, scale, queries=queries, skip_near=skip_near, below_uniform=True)
+    counts = columns(q, k, scale, queries=queries, skip_near=skip_near, below_uniform=True)
     return reduce_group(counts.view(k.shape[0], -1, k.shape[1]), group, 1)
 
 
