@@ -1,40 +1,45 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style docs test test-code test-killed test-arm smoke clean
+.PHONY: setup model format style types docs test test-code test-killed test-arm smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
 
 model: ## fetch and convert the embedded model once (cached outside the repository)
-	$(PYTHON) -c "from kvbench.model_embedded import ensure_embedded; ensure_embedded()"
+	$(PYTHON) -c "from kvbench.models.embedded import ensure_embedded; ensure_embedded()"
 
 format: ## rewrite the code to the house format
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-style: ## check the format and the rules without changing anything
+style: types ## check the format, the rules and the types without changing anything
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
+types: ## check the types, in a tree of links that is laid out like a wheel
+	rm -rf build/types && mkdir -p build/types/kvbench
+	ln -s $(CURDIR)/kvbench/* $(CURDIR)/kernels $(CURDIR)/methods build/types/kvbench/
+	cd build/types && $(PYTHON) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p kvbench
+
 docs: ## write the documents that are generated from the code
-	$(PYTHON) -m kvbench.method_table > docs/methods.md
+	$(PYTHON) -m kvbench.cli.method_table > docs/methods.md
 
 test: setup model ## install, fetch the embedded model, run every test on up to 4 cores (a process takes up to 3 GB)
 	$(PYTHON) -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test-code: setup ## every reference, 300 and more mutants, and every hostile program in the cage (needs the EvalPlus file; minutes)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/test_cage.py tests/tasks/test_cage_probe.py tests/tasks/test_codegrade_data.py
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage.py tests/tasks/code/test_cage_probe.py tests/tasks/code/test_codegrade_data.py
 
 test-killed: setup ## kill a sweep a hundred times, resume it, and compare its final tables with an unbroken sweep's (minutes)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/test_killed_sweep.py
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/runs/test_killed_sweep.py
 
 test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g++-aarch64-linux-gnu and qemu-user; half a minute)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/test_other_cpu.py
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/cpu/test_other_cpu.py
 
 smoke: ## one short experiment of every part, on the embedded model
 	$(PYTHON) -m kvbench method=diffkv task=longctx limit=1
 
 clean: ## remove what builds and tests leave in the repository (never results/ or cached models)
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,12 +17,13 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import Ring, TierPages
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.pool import PagePool
+from kvbench.kernels.reference.attention import column_scores
+from kvbench.kernels.reference.pages import region
 from kvbench.kernels.table import PageTable
-from kvbench.kernels.torch_attention import Ring, TierPages, column_scores
-from kvbench.kernels.torch_pages import region
 
 TRACK = ("score", "pos")
 # Sums are fp32 throughout for fp32 queries. For 16-bit ones, weights (and keys with a scale per channel) are rounded to
@@ -80,9 +81,11 @@ class Plan:
         if self.quick:
             return ((64, torch.float32, few),)
         return (
-            (64, torch.float32, tuple(FORMATS)), (128, torch.float16, tuple(FORMATS)), (128, torch.bfloat16, few),
+            (64, torch.float32, tuple(FORMATS)),
+            (128, torch.float16, tuple(FORMATS)),
+            (128, torch.bfloat16, few),
             (80, torch.float32, few),
-        )  # fmt: skip
+        )
 
 
 REFERENCE = get_backend("torch")
@@ -193,8 +196,9 @@ def check_pages(plan: Plan) -> Iterator[Finding]:
         yield Finding(f"demote k8v4 to k4v2, dim {head_dim}: bytes", _bytes(got, want), 0)
 
 
-def _attend(plan: Plan, name: str, formats: list[PageFormat], ring: Ring | None, dtype: torch.dtype,
-            group_size: int) -> Iterator[Finding]:  # fmt: skip
+def _attend(
+    plan: Plan, name: str, formats: list[PageFormat], ring: Ring | None, dtype: torch.dtype, group_size: int
+) -> Iterator[Finding]:
     """One call with scores returned, and one with scores added to the pages."""
     make, long = torch.Generator().manual_seed(3), plan.tokens
     counts = [torch.tensor([[1, long], [formats[0].tokens_per_page, long // 2 + 3]])]
@@ -381,9 +385,12 @@ def _decode_step(plan: Plan) -> tuple[Callable[[], None], object, Tensor]:
 
 
 CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
-    "pages": check_pages, "attention": check_attention, "prompts": check_prompts, "manager": check_manager,
+    "pages": check_pages,
+    "attention": check_attention,
+    "prompts": check_prompts,
+    "manager": check_manager,
     "graph": check_graph,
-}  # fmt: skip
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import torch
 
-from kvbench.kernels import cpu, torch_attention, torch_pages
-from kvbench.kernels.build import BuildError
+from kvbench.kernels.cpu import backend as cpu
+from kvbench.kernels.cpu.build import BuildError
+from kvbench.kernels.reference import attention as torch_attention
+from kvbench.kernels.reference import pages as torch_pages
 
 _TORCH = SimpleNamespace(
     name="torch",
@@ -41,7 +43,7 @@ def _triton() -> SimpleNamespace:
             "the package triton is not installed; run pip install triton (or pip install 'kvbench[gpu]'), or choose "
             "backend=torch"
         )
-    from kvbench.kernels import triton_backend
+    from kvbench.kernels.gpu import backend as triton_backend
 
     return triton_backend.backend(_TORCH)
 

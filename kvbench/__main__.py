@@ -2,7 +2,7 @@
 
 import sys
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from kvbench import calibration
-from kvbench.requests import Outcome, Request
+from kvbench.engine.requests import Outcome, Request
+from kvbench.runs import calibration
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
@@ -31,7 +31,7 @@ def compose_config(overrides: Sequence[str]) -> "DictConfig":
     """The configuration of a run with the given Hydra overrides, composed without Hydra's command line."""
     from hydra import compose, initialize_config_dir
 
-    from kvbench.provenance import sibling_folder
+    from kvbench.config.files import sibling_folder
 
     with initialize_config_dir(version_base=None, config_dir=str(sibling_folder("conf").resolve())):
         return compose("config", overrides=list(overrides))
@@ -68,7 +68,7 @@ class KvbenchLM(LM):
         **overrides: object,
     ) -> None:
         super().__init__()
-        from kvbench.parts import default_parts
+        from kvbench.runs.parts import default_parts
 
         settings: dict[str, object] = {"model": model, "method": method}
         if batch_size is not None and not str(batch_size).startswith("auto"):

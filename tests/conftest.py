@@ -19,7 +19,7 @@ from functools import cache
 import pytest
 
 from kvbench.errors import MissingWeightsError
-from kvbench.models import LoadedModel, load_model
+from kvbench.models.load import LoadedModel, load_model
 
 # Query heads and KV heads of the tiny models: plain multi-head attention, and groups of 3 and 7 query heads per KV
 # head.

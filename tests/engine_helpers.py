@@ -5,16 +5,16 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache
 
-from kvbench import ledger
-from kvbench.engine import Engine
-from kvbench.layout import StoreOptions
+from kvbench.cache import ledger
+from kvbench.cache.layout import StoreOptions
+from kvbench.cache.store import CompressedStore
+from kvbench.engine.engine import Engine
+from kvbench.engine.requests import Request
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.requests import Request
-from kvbench.store import CompressedStore
 
 # Every way of holding tokens, in the model's own dtype, at settings that drop or move tokens of short prompts. They are
 # for tests that compare runs whose batches differ: there the model's matrix products differ in the last bit, which a

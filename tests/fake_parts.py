@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 from omegaconf import OmegaConf
 
-from kvbench.parts import Parts
-from kvbench.requests import Outcome, Request
+from kvbench.engine.requests import Outcome, Request
+from kvbench.runs.parts import Parts
 
 
 @dataclass(kw_only=True)
@@ -187,10 +187,12 @@ def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:
 
 def main() -> None:
     """Run 120 samples slowly; the test kills this process when it likes."""
-    from kvbench import provenance
-    from kvbench.run import run_experiment
+    from kvbench.results import provenance
+    from kvbench.runs.run import run_experiment
 
-    provenance.harness_hash = lambda: "the same"  # the starts belong to one run even while somebody edits a source file
+    provenance.harness_hash = lambda backend: (
+        "the same"
+    )  # the starts belong to one run even while somebody edits a source file
     print("ready", flush=True)
     run_experiment(make_cfg(Path(sys.argv[1])), method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
 

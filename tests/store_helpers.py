@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
+from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.store import CompressedStore
+from kvbench.cache.view import StoreDecodeView
 from kvbench.kernels.dispatch import get_backend
-from kvbench.layout import ModelShape, StoreOptions
 from kvbench.policy import PrefillView
-from kvbench.store import CompressedStore
-from kvbench.views import StoreDecodeView
 
 GOLDEN = Path(__file__).with_name("golden") / "methods.json"
 

@@ -2,18 +2,18 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 from engine_helpers import answers, random_tokens, request
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from places import ROOT
 
-from kvbench import listing, method_table
-from kvbench.parts import make_policy
+from kvbench.cli import method_table
+from kvbench.config import files as listing
+from kvbench.runs.parts import make_policy
 
-ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted(listing.options("experiment"))
 
 

@@ -97,10 +97,16 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         variants = _variants(cell, settings, device, backend)
         bench.add(
             measure_cell(
-                cell, variants, baselines=baselines, rounds=settings.rounds, seed=settings.seed, timer=timer,
-                probe=bench.bandwidth.variant(), on_round=bench.on_round,
+                cell,
+                variants,
+                baselines=baselines,
+                rounds=settings.rounds,
+                seed=settings.seed,
+                timer=timer,
+                probe=bench.bandwidth.variant(),
+                on_round=bench.on_round,
             )
-        )  # fmt: skip
+        )
     return bench.document()
 
 
@@ -171,11 +177,16 @@ def _dense(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: S
 
     return [
         Variant(
-            name=label, call=call, num_buffers=count, bytes_per_call=size, check=lambda call=call: error(call),
-            tolerance=DENSE_TOLERANCE[name], extra={"kind": "dense", "dtype": name},
+            name=label,
+            call=call,
+            num_buffers=count,
+            bytes_per_call=size,
+            check=lambda call=call: error(call),
+            tolerance=DENSE_TOLERANCE[name],
+            extra={"kind": "dense", "dtype": name},
         )
         for label, call in ((f"sdpa {name}", models), (f"sdpa {name} grouped", grouped))
-    ]  # fmt: skip
+    ]
 
 
 def _paged(

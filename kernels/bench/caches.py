@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kvbench.kernels import memory, torch_attention
+from kvbench.kernels import memory
+from kvbench.kernels.backend import TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
-from kvbench.kernels.torch_attention import TierPages
+from kvbench.kernels.reference import attention as torch_attention
 
 KIVI_GROUP = 32  # tokens per key scale and channels per value scale, as KIVI's authors set them
 _PLAIN = re.compile(r"K(1|2|4|8|16)V(1|2|4|8|16)")

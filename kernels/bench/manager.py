@@ -121,10 +121,15 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         variants = _OPERATIONS[cell["operation"]](_State(cell["lists"], settings, device, backend))
         bench.add(
             measure_cell(
-                cell, variants, baselines=["one by one"], rounds=settings.rounds, seed=settings.seed, timer=timer,
+                cell,
+                variants,
+                baselines=["one by one"],
+                rounds=settings.rounds,
+                seed=settings.seed,
+                timer=timer,
                 on_round=bench.on_round,
             )
-        )  # fmt: skip
+        )
     return bench.document()
 
 

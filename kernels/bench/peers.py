@@ -41,11 +41,15 @@ def variants(q: Tensor, k: Tensor, v: Tensor, scale: float, working_set_mb: int,
             continue
         made.append(
             Variant(
-                name=name, call=call, num_buffers=count, bytes_per_call=size, tolerance=TOLERANCE,
+                name=name,
+                call=call,
+                num_buffers=count,
+                bytes_per_call=size,
+                tolerance=TOLERANCE,
                 check=lambda call=call: _error(call(count - 1), q.half(), k.half(), v.half(), scale),
                 extra={"kind": "dense", "dtype": "fp16"},
             )
-        )  # fmt: skip
+        )
     return made
 
 

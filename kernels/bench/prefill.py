@@ -81,10 +81,15 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         variants = _variants(cell, settings, device, backend, bench.notes)
         bench.add(
             measure_cell(
-                cell, variants, baselines=["attention"], rounds=settings.rounds, seed=settings.seed, timer=timer,
+                cell,
+                variants,
+                baselines=["attention"],
+                rounds=settings.rounds,
+                seed=settings.seed,
+                timer=timer,
                 on_round=bench.on_round,
             )
-        )  # fmt: skip
+        )
     return bench.document()
 
 

@@ -174,9 +174,7 @@ def _span(ratio: dict | None) -> str:
     return "-" if ratio is None else f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]"
 
 
-def main(
-    what: str, kind: type, quick: dict, run: Callable[[object, Progress], dict], words: list[str]
-) -> int:  # fmt: skip
+def main(what: str, kind: type, quick: dict, run: Callable[[object, Progress], dict], words: list[str]) -> int:
     """The command line of one kernel bench.
 
     Args:

@@ -126,9 +126,14 @@ def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]
 
 
 def time_rounds(
-    variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, warmup: int = 1,
+    variants: Sequence[Variant],
+    *,
+    rounds: int,
+    seed: int,
+    timer: Timer,
+    warmup: int = 1,
     on_round: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:  # fmt: skip
+) -> dict[str, list[float]]:
     """Seconds per call of every variant in every round.
 
     Args:
@@ -177,9 +182,17 @@ def ratios(baseline: Sequence[float], other: Sequence[float]) -> dict[str, float
 
 
 def measure_cell(
-    cell: dict, variants: Sequence[Variant], *, baselines: Sequence[str], rounds: int, seed: int, timer: Timer,
-    warmup: int = 1, probe: Variant | None = None, on_round: Callable[[], object] = lambda: None,
-) -> dict:  # fmt: skip
+    cell: dict,
+    variants: Sequence[Variant],
+    *,
+    baselines: Sequence[str],
+    rounds: int,
+    seed: int,
+    timer: Timer,
+    warmup: int = 1,
+    probe: Variant | None = None,
+    on_round: Callable[[], object] = lambda: None,
+) -> dict:
     """Checks, times and summarises the variants of one cell.
 
     Args:

@@ -2,8 +2,8 @@
 
 from omegaconf import DictConfig
 
-from kvbench import listing
-from kvbench.models import LoadedModel
+from kvbench.config import files as listing
+from kvbench.models.load import LoadedModel
 
 
 def compose_choice(group: str, text: str, *more: str) -> DictConfig:
@@ -22,7 +22,7 @@ def compose_choice(group: str, text: str, *more: str) -> DictConfig:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from kvbench.compose import explain
+    from kvbench.config.compose import explain
 
     name, *settings = [*str(text).split(), *more] or [""]
     words = [f"{group}={name}", *(f"{group}.{setting}" for setting in settings)]
@@ -38,14 +38,14 @@ def compose_choice(group: str, text: str, *more: str) -> DictConfig:
 
 def make_method(text: str) -> object:
     """The policy that a string asks for."""
-    from kvbench.parts import make_policy
+    from kvbench.runs.parts import make_policy
 
     return make_policy(compose_choice("method", text))
 
 
 def make_model(text: str, device: str) -> LoadedModel:
     """The model that a string asks for, on a device."""
-    from kvbench.models import load_model
+    from kvbench.models.load import load_model
 
     return load_model(compose_choice("model", text, f"device={device}"))
 

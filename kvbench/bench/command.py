@@ -9,8 +9,9 @@ from types import ModuleType
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import listing, provenance
+from kvbench.config import files as listing
 from kvbench.errors import unknown_name
+from kvbench.results import provenance
 
 # what -> module with Settings, QUICK and run(settings, progress). Those in kernels/ need torch alone.
 MODULES = {
@@ -41,15 +42,17 @@ def main(cfg: DictConfig) -> int:
         return 0
     names = list(MODULES) if cfg.what == "all" else [cfg.what]
     jobs = [(name, *settings_of(cfg, name)) for name in names]  # a bad setting of the last must not wait for the first
-    code = 0
+    status = 0
     for name, module, settings in jobs:
         with show.Bar(name) as bar:
             document = module.run(settings, bar.update)
-        document["provenance"] = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash()}
+        document["provenance"] = dataclasses.asdict(provenance.git_state()) | {
+            "harness": provenance.harness_hash("cpu")
+        }
         document["quick"] = bool(cfg.quick)
         show.publish(document, result_folder(Path(str(cfg.out)), name) / "bench.json")
-        code = max(code, int(any(cell["refused"] for cell in document["cells"])))
-    return code
+        status = max(status, int(any(cell["refused"] for cell in document["cells"])))
+    return status
 
 
 def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, object]:

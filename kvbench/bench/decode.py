@@ -10,12 +10,12 @@ import torch
 
 from kvbench.bench import choices
 from kvbench.bench.decoders import OwnDecoder, StoreDecoder, relative
-from kvbench.hf import OWN_CACHES
+from kvbench.engine.hf import OWN_CACHES
 from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, check_whole
 from kvbench.kernels.dispatch import get_backend
-from kvbench.models import LoadedModel
+from kvbench.models.load import LoadedModel
 
 OWN = "transformers"
 BASELINES = (OWN, "full")
@@ -112,9 +112,15 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         else:
             variants = decode_variants(settings, model, cell["batch"])
         found = measure_cell(
-            cell, variants, baselines=BASELINES, rounds=rounds, seed=settings.seed, timer=timer,
-            on_round=bench.on_round, warmup=int(cell["phase"] == "decode"),  # a prompt's checks have warmed up
-        )  # fmt: skip
+            cell,
+            variants,
+            baselines=BASELINES,
+            rounds=rounds,
+            seed=settings.seed,
+            timer=timer,
+            on_round=bench.on_round,
+            warmup=int(cell["phase"] == "decode"),  # a prompt's checks have warmed up
+        )
         for row in found["variants"]:
             if cell["phase"] == "prompt":
                 row["peak_bytes"] = peaks.get(row["name"])
@@ -209,11 +215,14 @@ def prompt_variants(settings: Settings, model: LoadedModel) -> list[Variant]:
 
     variants = [
         Variant(
-            name=name, call=lambda _, decoder=decoder: decoder.prefill([prompt]), before_round=decoder.focus,
-            check=lambda decoder=decoder: own_error(decoder), tolerance=tolerance(FULL_TOLERANCE, model),
+            name=name,
+            call=lambda _, decoder=decoder: decoder.prefill([prompt]),
+            before_round=decoder.focus,
+            check=lambda decoder=decoder: own_error(decoder),
+            tolerance=tolerance(FULL_TOLERANCE, model),
         )
         for name, decoder in own.items()
-    ]  # fmt: skip
+    ]
     for method in settings.methods:
         decoder = StoreDecoder(
             model, choices.make_method(method), rows=1, context=settings.context, new_tokens=1, kernels=settings.kernels
@@ -229,10 +238,13 @@ def prompt_variants(settings: Settings, model: LoadedModel) -> list[Variant]:
 
         variants.append(
             Variant(
-                name=method, call=call, before_round=decoder.focus, check=check,
+                name=method,
+                call=call,
+                before_round=decoder.focus,
+                check=check,
                 tolerance=tolerance(FULL_TOLERANCE, model),
             )
-        )  # fmt: skip
+        )
     return variants
 
 
@@ -245,9 +257,14 @@ def measure_peaks(
     for name in names:
         progress(0, 1, f"peak memory of a prompt, {name}")
         order = {
-            "model": settings.model, "device": device, "context": settings.context, "name": name,
-            "kind": own_kinds(settings).get(name), "kernels": settings.kernels, "threads": settings.num_threads,
-        }  # fmt: skip
+            "model": settings.model,
+            "device": device,
+            "context": settings.context,
+            "name": name,
+            "kind": own_kinds(settings).get(name),
+            "kernels": settings.kernels,
+            "threads": settings.num_threads,
+        }
         command = [sys.executable, "-m", "kvbench.bench.peak", json.dumps(order)]
         done = subprocess.run(command, capture_output=True, text=True)
         try:

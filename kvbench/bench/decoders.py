@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from kvbench import hf, ledger
-from kvbench.engine import Engine
+from kvbench.cache import ledger
+from kvbench.cache.layout import StoreOptions
+from kvbench.cache.store import CompressedStore
+from kvbench.engine.engine import Engine, hf
+from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.requests import Request
 from kvbench.kernels.dispatch import get_backend
-from kvbench.layout import StoreOptions
-from kvbench.models import LoadedModel
+from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
-from kvbench.prompt_cache import PromptCache
-from kvbench.requests import Request
-from kvbench.store import CompressedStore
 
 REFERENCE_ROWS = 2  # copies of a row, for one step by the backend and one by the reference
 
@@ -30,18 +30,36 @@ class StoreDecoder(Engine):
     """
 
     def __init__(
-        self, model: LoadedModel, policy: Policy, *, rows: int, context: int, new_tokens: int, kernels: str = "auto",
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        *,
+        rows: int,
+        context: int,
+        new_tokens: int,
+        kernels: str = "auto",
         prompts: PromptCache | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            model, policy, store=StoreOptions(), batch_size=rows, seed=0, backend=kernels, fidelity_max_tokens=0,
+            model,
+            policy,
+            store=StoreOptions(),
+            batch_size=rows,
+            seed=0,
+            backend=kernels,
+            fidelity_max_tokens=0,
             prompts=prompts,
-        )  # fmt: skip
+        )
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
         self.store = CompressedStore(
-            policy, self.shape, rows=rows + REFERENCE_ROWS, options=self.options, backend=self.backend,
-            max_prompt_tokens=context, max_new_tokens=new_tokens,
-        )  # fmt: skip
+            policy,
+            self.shape,
+            rows=rows + REFERENCE_ROWS,
+            options=self.options,
+            backend=self.backend,
+            max_prompt_tokens=context,
+            max_new_tokens=new_tokens,
+        )
         self.rows: list[int] = []
         self._open: list[int] = []
         self.logits: list[Tensor] = []

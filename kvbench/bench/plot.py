@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.figure import COLOURS, MARKERS
-from kvbench.journal import write_atomic
+from kvbench.results.journal import write_atomic
+from kvbench.show.figure import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -215,8 +215,14 @@ def _throughput(figure: object, document: dict, cells: Sequence[dict]) -> None:
     for index, row in enumerate(rows):
         _across(left, [index], [_rate(row, row["tokens_per_call"])], **_style(index))
         right.plot([row["batch"]], [index], linestyle="none", markersize=6, **_style(index))
-        right.annotate(f" {row['batch']}", (row["batch"], index), fontsize=8, va="center", xytext=(5, 0),
-                       textcoords="offset points")  # fmt: skip
+        right.annotate(
+            f" {row['batch']}",
+            (row["batch"], index),
+            fontsize=8,
+            va="center",
+            xytext=(5, 0),
+            textcoords="offset points",
+        )
     for axes, label in ((left, "tokens/s, all sequences together"), (right, "sequences")):
         axes.set_xlabel(label, fontsize=9)
         axes.set_xlim(0, 1.12 * axes.get_xlim()[1])

@@ -13,10 +13,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.journal import write_atomic
 from kvbench.kernels.bench import report
 from kvbench.kernels.bench.report import label_of
-from kvbench.progress import PLAIN_EVERY_S, format_bytes, format_seconds
+from kvbench.results.journal import write_atomic
+from kvbench.show.progress import PLAIN_EVERY_S, format_bytes, format_seconds
 
 WIDTH = 132
 NONE = "-"

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from kvbench.bench import choices
 from kvbench.bench.decode import BASELINES, OWN, REFERENCE_TOLERANCE, WholeModel, tolerance
 from kvbench.bench.decoders import OwnDecoder, StoreDecoder
+from kvbench.engine.prompt_cache import PromptCache
 from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell, ratios
 from kvbench.kernels.bench.settings import check_whole
 from kvbench.kernels.dispatch import get_backend
-from kvbench.models import LoadedModel
-from kvbench.prompt_cache import PromptCache
+from kvbench.models.load import LoadedModel
 
 PROMPT_BYTES = 2 << 30  # of prompts that are kept from a method's trial to its batch
 DISTINCT_PROMPTS = 4  # read one by one; further sequences are copies of their pages
@@ -59,9 +59,11 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
     device = machine.pick_device(settings.device)
     backend = get_backend(settings.kernels, device)
     cell = {
-        "kv_mb": settings.kv_mb, "context": settings.context, "new_tokens": settings.new_tokens,
+        "kv_mb": settings.kv_mb,
+        "context": settings.context,
+        "new_tokens": settings.new_tokens,
         "threads": settings.num_threads if device == "cpu" else 0,
-    }  # fmt: skip
+    }
     bench = report.begin("throughput", settings, device, backend, [cell])
     model = choices.make_model(settings.model, device)
     text = choices.sample_tokens(model, DISTINCT_PROMPTS, settings.context + settings.new_tokens)
@@ -72,9 +74,14 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
             bench.stage(f"filling {settings.kv_mb} MB for {method}")
             variants.append(store_variant(settings, model, method, text, bench.notes))
         found = measure_cell(
-            cell, [v for v in variants if v is not None], baselines=BASELINES, rounds=settings.rounds,
-            seed=settings.seed, timer=choose_timer(settings.clock, device, cell["threads"]), on_round=bench.on_round,
-        )  # fmt: skip
+            cell,
+            [v for v in variants if v is not None],
+            baselines=BASELINES,
+            rounds=settings.rounds,
+            seed=settings.seed,
+            timer=choose_timer(settings.clock, device, cell["threads"]),
+            on_round=bench.on_round,
+        )
         add_rates(found["variants"])
         bench.add(found)
     document = bench.document()

@@ -37,9 +37,14 @@ class DataFile:
 _LONGBENCH = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 _LONGBENCH_E = {"qasper_e": 224, "multifieldqa_en_e": 150, "multi_news_e": 294}
 _MATH = {
-    "algebra": 1187, "counting_and_probability": 474, "geometry": 479, "intermediate_algebra": 903,
-    "number_theory": 540, "prealgebra": 871, "precalculus": 546,
-}  # fmt: skip
+    "algebra": 1187,
+    "counting_and_probability": 474,
+    "geometry": 479,
+    "intermediate_algebra": 903,
+    "number_theory": 540,
+    "prealgebra": 871,
+    "precalculus": 546,
+}
 # The train file of openai/grade-school-math at 3101c7d.
 _GSM8K = {"test": (1319, ""), "train": (7473, "6043ef64147b59871f4fd3adf669c306fe0a4c27e5a5c4bfb761f3f084895a13")}
 _EVALPLUS = {"humaneval_plus": 164, "mbpp_plus": 378}
@@ -128,7 +133,7 @@ def _aime(task: str, subsets: object) -> list[DataFile]:
 
 
 def _evalplus(task: str, subsets: object) -> list[DataFile]:
-    from kvbench.tasks.humaneval_plus.dataset import RELEASE, check_row, place
+    from kvbench.tasks.code.dataset import RELEASE, check_row, place
 
     name, version = RELEASE[task]
     found = place(task)

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from kvbench.data.catalogue import DataFile
 from kvbench.data.check import MANIFEST, read_manifest, sha256_of
-from kvbench.journal import write_atomic
+from kvbench.results.journal import write_atomic
 from kvbench.tasks.problem_source import parquet_lines
 from kvbench.tasks.source import is_network_error
 
@@ -112,7 +112,7 @@ def _first_line(error: BaseException) -> str:
 def _require_hub(task: str, file: DataFile | None) -> None:
     from huggingface_hub import constants
 
-    from kvbench.model_files import hub_reachable
+    from kvbench.models.files import hub_reachable
 
     if hub_reachable():
         return

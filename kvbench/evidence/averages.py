@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbench.evidence import stats
 from kvbench.evidence.costs import AXES, Cost, Interval
 from kvbench.evidence.frontier import Panel, Point
+from kvbench.stats import paired as stats
 
 SHIFT = 7  # resamples; those of two groups have nothing to do with each other, so they are shifted against each other
 

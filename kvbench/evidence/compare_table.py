@@ -13,10 +13,10 @@ from rich.text import Text
 
 from kvbench.evidence.pairing import Change
 from kvbench.evidence.runs import Group
-from kvbench.journal import write_atomic
+from kvbench.results.journal import write_atomic
 
 if TYPE_CHECKING:
-    from kvbench.evidence.compare import Row
+    from kvbench.evidence.comparison import Row
 
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 Tables = Sequence[tuple[Group, "list[Row]", list[str]]]
@@ -64,9 +64,15 @@ def _table(title: str, rows: Sequence["Row"], margin: float) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
     table.add_column("run", justify="left", overflow="fold")
     for heading in (
-        "n", f"difference, {what.unit}", "lost/gained", "p", "p Holm", f"p equal\n+-{number(margin, what.scale)}",
-        "would\nshow", "verdict",
-    ):  # fmt: skip
+        "n",
+        f"difference, {what.unit}",
+        "lost/gained",
+        "p",
+        "p Holm",
+        f"p equal\n+-{number(margin, what.scale)}",
+        "would\nshow",
+        "verdict",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         count, total = row.pairs.num_samples, row.pairs.total
@@ -167,11 +173,28 @@ def write_csv(tables: Tables, path: str) -> None:
             low, high = row.interval or (None, None)
             writer.writerow(
                 [
-                    group.title, row.run.label, row.run.record.hash[:12], row.other.record.hash[:12], row.what.name,
-                    row.pairs.num_samples, row.pairs.total, row.value, low, high, row.interval_kind, row.num_lost,
-                    row.num_gained, row.test, row.p, row.p_holm, row.p_equal, row.detectable, row.needed, row.verdict,
+                    group.title,
+                    row.run.label,
+                    row.run.record.hash[:12],
+                    row.other.record.hash[:12],
+                    row.what.name,
+                    row.pairs.num_samples,
+                    row.pairs.total,
+                    row.value,
+                    low,
+                    high,
+                    row.interval_kind,
+                    row.num_lost,
+                    row.num_gained,
+                    row.test,
+                    row.p,
+                    row.p_holm,
+                    row.p_equal,
+                    row.detectable,
+                    row.needed,
+                    row.verdict,
                 ]
-            )  # fmt: skip
+            )
     write_file(Path(path), buffer.getvalue().encode())
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from omegaconf import DictConfig
 
-from kvbench.evidence import stats
 from kvbench.evidence.pairing import Sample
 from kvbench.evidence.runs import StoredRun
-from kvbench.summary import values_by_sample
+from kvbench.results.summary import values_by_sample
+from kvbench.stats import paired as stats
 
 Interval = tuple[float, float]
 
@@ -35,24 +35,39 @@ AXES = {
     axis.name: axis
     for axis in (
         Axis(
-            name="resident", title="resident bytes at the end", unit="% of an FP16 full cache", scale=100.0,
-            above=_ledger("resident_bytes"), below=_ledger("fp16_bytes"),
+            name="resident",
+            title="resident bytes at the end",
+            unit="% of an FP16 full cache",
+            scale=100.0,
+            above=_ledger("resident_bytes"),
+            below=_ledger("fp16_bytes"),
         ),
         Axis(
-            name="average", title="bytes averaged over the answer", unit="% of an FP16 full cache", scale=100.0,
-            above=_ledger("average_ratio"), below=lambda record: 1.0,
+            name="average",
+            title="bytes averaged over the answer",
+            unit="% of an FP16 full cache",
+            scale=100.0,
+            above=_ledger("average_ratio"),
+            below=lambda record: 1.0,
         ),
         Axis(
-            name="peak", title="bytes at the worst moment", unit="% of an FP16 full cache", scale=100.0,
-            above=_ledger("peak_bytes"), below=_ledger("fp16_bytes"),
+            name="peak",
+            title="bytes at the worst moment",
+            unit="% of an FP16 full cache",
+            scale=100.0,
+            above=_ledger("peak_bytes"),
+            below=_ledger("fp16_bytes"),
         ),
         Axis(
-            name="time", title="time per generated token", unit="ms", scale=1000.0,
+            name="time",
+            title="time per generated token",
+            unit="ms",
+            scale=1000.0,
             above=lambda record: record["timing"]["decode_share_s"],
             below=lambda record: record["timing"]["decode_tokens"],
         ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(kw_only=True)

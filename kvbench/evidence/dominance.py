@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbench.evidence import stats
 from kvbench.evidence.frontier import Panel
+from kvbench.stats import paired as stats
 
 FRONTIER, OPEN, DOMINATED = "frontier", "open", "dominated"
 

@@ -78,14 +78,27 @@ def _marks(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: st
     across, along = drawing.spans(point)
     where = drawing.standing[point.key]
     axes.errorbar(
-        drawing.x(point), drawing.y(point), xerr=across, yerr=along, fmt="none", ecolor=colour, elinewidth=0.7,
-        alpha=0.45, zorder=2,
-    )  # fmt: skip
+        drawing.x(point),
+        drawing.y(point),
+        xerr=across,
+        yerr=along,
+        fmt="none",
+        ecolor=colour,
+        elinewidth=0.7,
+        alpha=0.45,
+        zorder=2,
+    )
     axes.plot(
-        drawing.x(point), drawing.y(point), linestyle="none", marker=marker, markersize=size, zorder=4,
+        drawing.x(point),
+        drawing.y(point),
+        linestyle="none",
+        marker=marker,
+        markersize=size,
+        zorder=4,
         markerfacecolor="white" if where == DOMINATED else colour,
-        markeredgecolor="black" if where == FRONTIER else colour, markeredgewidth=1.1 if where == FRONTIER else 0.9,
-    )  # fmt: skip
+        markeredgecolor="black" if where == FRONTIER else colour,
+        markeredgewidth=1.1 if where == FRONTIER else 0.9,
+    )
 
 
 def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str]]) -> None:
@@ -95,13 +108,25 @@ def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str
     gap = LINE_HEIGHT * SIZE / 72 / (axes.get_position().height * axes.get_figure().get_figheight())
     for (text, point, colour), height in zip(ends, spread(heights, gap), strict=True):
         axes.annotate(
-            text, (drawing.x(point), drawing.y(point)), xytext=(1.035, height), textcoords="axes fraction",
-            va="center", ha="left", fontsize=SIZE, color=colour, annotation_clip=False,
+            text,
+            (drawing.x(point), drawing.y(point)),
+            xytext=(1.035, height),
+            textcoords="axes fraction",
+            va="center",
+            ha="left",
+            fontsize=SIZE,
+            color=colour,
+            annotation_clip=False,
             arrowprops={
-                "arrowstyle": "-", "linewidth": 0.5, "color": colour, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3,
+                "arrowstyle": "-",
+                "linewidth": 0.5,
+                "color": colour,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
                 "relpos": (0, 0.5),
             },
-        )  # fmt: skip
+        )
 
 
 def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[Point]]) -> None:
@@ -115,9 +140,14 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[
         series = _series(points)
         for line, (kind, own) in zip(LINES * len(series), series.items(), strict=False):
             axes.plot(
-                [drawing.x(p) for p in own], [drawing.y(p) for p in own], color=colour, linewidth=0.9, alpha=0.8,
-                linestyle=line, zorder=3,
-            )  # fmt: skip
+                [drawing.x(p) for p in own],
+                [drawing.y(p) for p in own],
+                color=colour,
+                linewidth=0.9,
+                alpha=0.8,
+                linestyle=line,
+                zorder=3,
+            )
             ends.append((f"{method} {kind}".strip() if len(series) > 1 else method, own[-1], colour))
         for point in points:
             _marks(axes, drawing, point, colour, marker)
@@ -154,9 +184,15 @@ def _overview(axes: "Axes", drawing: Drawing) -> None:
         else:
             hollow = "white" if drawing.standing[point.key] == DOMINATED else PALE
             axes.plot(
-                drawing.x(point), drawing.y(point), marker=marker, color=PALE, markersize=4, markerfacecolor=hollow,
-                linestyle="none", zorder=2,
-            )  # fmt: skip
+                drawing.x(point),
+                drawing.y(point),
+                marker=marker,
+                color=PALE,
+                markersize=4,
+                markerfacecolor=hollow,
+                linestyle="none",
+                zorder=2,
+            )
     _labels(axes, drawing, ends)
     axes.set_title("all runs, and the frontier by name", fontsize=SIZE + 1, loc="left")
 
@@ -241,9 +277,13 @@ def figure(panel: Panel, axis: str) -> "Figure | None":
     places = made.subplots(rows, 2, squeeze=False).ravel()
     height = made.get_figheight()
     made.subplots_adjust(
-        left=LEFT_IN / WIDTH_IN, right=(LEFT_IN + 2 * PANEL_IN + NAMES_IN + BETWEEN_IN) / WIDTH_IN,
-        wspace=(NAMES_IN + BETWEEN_IN) / PANEL_IN, hspace=0.36, top=1 - 0.5 / height, bottom=(0.48 + foot) / height,
-    )  # fmt: skip
+        left=LEFT_IN / WIDTH_IN,
+        right=(LEFT_IN + 2 * PANEL_IN + NAMES_IN + BETWEEN_IN) / WIDTH_IN,
+        wspace=(NAMES_IN + BETWEEN_IN) / PANEL_IN,
+        hspace=0.36,
+        top=1 - 0.5 / height,
+        bottom=(0.48 + foot) / height,
+    )
     for axes in places[count:]:
         axes.set_visible(False)
     limits = _limits(drawing)

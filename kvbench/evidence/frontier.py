@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from omegaconf import DictConfig
 
-from kvbench.evidence import stats
 from kvbench.evidence.costs import AXES, Cost, Interval, cost_of
 from kvbench.evidence.load import version
 from kvbench.evidence.pairing import Measure, Sample, measure, num_samples, strata
 from kvbench.evidence.published import PublishedPoint
 from kvbench.evidence.runs import Group, StoredRun
-from kvbench.intervals import YES_NO, paired_difference
+from kvbench.stats import paired as stats
+from kvbench.stats.intervals import YES_NO, paired_difference
 
 ENOUGH = 0.9  # a run that lacks more than a tenth of the samples is not drawn: it would take them from all others
 
@@ -151,10 +151,16 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
             )
         )
     panel = Panel(
-        title=group.title, kin=f"{group.model}, code {version(group.runs[0])}", what=what, points=points,
-        num_samples=len(shared), total=total,
-        freedom=max(1, len(shared) - len(samples)), reference=_key(reference) if reference else None, notes=notes,
-    )  # fmt: skip
+        title=group.title,
+        kin=f"{group.model}, code {version(group.runs[0])}",
+        what=what,
+        points=points,
+        num_samples=len(shared),
+        total=total,
+        freedom=max(1, len(shared) - len(samples)),
+        reference=_key(reference) if reference else None,
+        notes=notes,
+    )
     repeats = [_key(run) for run in group.repeats if run in runs]
     _set_band(panel, repeats)
     _check_time(panel, runs)

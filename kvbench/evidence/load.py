@@ -11,8 +11,8 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.evidence.runs import CONDITIONS, FULL, Group, StoredRun, read_samples
-from kvbench.labels import differing
-from kvbench.results import RunRecord
+from kvbench.results.record import RunRecord
+from kvbench.show.labels import differing
 
 
 def patterns(value: object) -> list[str] | None:

@@ -7,8 +7,8 @@ import numpy as np
 
 from kvbench.errors import unknown_name
 from kvbench.evidence.runs import Group, StoredRun
-from kvbench.intervals import YES_NO
-from kvbench.summary import values_by_sample
+from kvbench.results.summary import values_by_sample
+from kvbench.stats.intervals import YES_NO
 
 Sample = tuple[str, str]  # subset, sample id
 
@@ -71,12 +71,7 @@ def measure(name: str, group: Group) -> Measure:
         there = {metric for record in records for metric in record.metrics}
         raise unknown_name("metric", name, {"score", *FIDELITY, *there})
     return Measure(
-        name=chosen,
-        part="scores",
-        higher_is_better=found.higher_is_better,
-        title=chosen,
-        scale=100.0,
-        unit="points",
+        name=chosen, part="scores", higher_is_better=found.higher_is_better, title=chosen, scale=100.0, unit="points"
     )
 
 

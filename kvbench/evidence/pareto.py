@@ -19,7 +19,7 @@ from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
-from kvbench.identity import folder_name
+from kvbench.results.identity import folder_name
 
 KINDS = ("png", "svg")
 QUALITIES = ("difference", "score")
@@ -79,9 +79,13 @@ def add_published(group: Group, panel: Panel) -> None:
 def render(panel: Panel, axis: str, console: Console) -> None:
     """Print the points of one panel, the cheapest first."""
     table = Table(
-        title=f"{panel.title}: {AXES[axis].title}", title_justify="left", title_style="bold", box=None, padding=(0, 1),
+        title=f"{panel.title}: {AXES[axis].title}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1),
         pad_edge=False,
-    )  # fmt: skip
+    )
     table.add_column("run", overflow="fold")
     what = f"difference, {panel.what.unit}" if panel.reference else f"{panel.what.title}, {panel.what.unit}"
     for heading in (AXES[axis].unit, panel.what.title, what, "standing"):
@@ -124,10 +128,19 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
             low, high = point.interval or (None, None)
             writer.writerow(
                 [
-                    panel.title, point.label, point.method, point.family, panel.what.name, panel.num_samples,
-                    point.score, point.quality, low, high, *cells,
+                    panel.title,
+                    point.label,
+                    point.method,
+                    point.family,
+                    panel.what.name,
+                    panel.num_samples,
+                    point.score,
+                    point.quality,
+                    low,
+                    high,
+                    *cells,
                 ]
-            )  # fmt: skip
+            )
     return buffer.getvalue().encode()
 
 

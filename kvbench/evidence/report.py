@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import check_whole
-from kvbench.evidence import compare, draw, pareto
+from kvbench.evidence import compare, comparison, draw, pareto
 from kvbench.evidence import report_parts as parts
 from kvbench.evidence.averages import averages
 from kvbench.evidence.compare_table import write_file
@@ -20,7 +20,7 @@ from kvbench.evidence.costs import AXES
 from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
-from kvbench.progress import format_bytes
+from kvbench.show.progress import format_bytes
 
 MAX_BYTES = 2_000_000
 SHORTEST = 160  # characters of an answer below which it tells little
@@ -67,7 +67,7 @@ def _small(png: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def _group(group: Group, rows: list[compare.Row], panel: Panel | None, notes: list[str], cfg: DictConfig) -> dict:
+def _group(group: Group, rows: list[comparison.Row], panel: Panel | None, notes: list[str], cfg: DictConfig) -> dict:
     said = list(dict.fromkeys([*group.notes, *(panel.notes if panel else []), *notes]))
     return {
         "title": group.title,
@@ -98,13 +98,13 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
     for group in groups:
         if not group.runs:
             continue
-        rows, notes = compare.compare_group(group, cfg) if group.reference else ([], [])
+        rows, notes = comparison.compare_group(group, cfg) if group.reference else ([], [])
         panel = build(group, cfg)
         if panel is not None and cfg.published:
             pareto.add_published(group, panel)
         found.append(_group(group, rows, panel, notes, cfg))
     rows = [row for item in found for row in item["rows"]]
-    compare.correct(rows)
+    comparison.correct(rows)
     for item, group in zip(found, (group for group in groups if group.runs), strict=True):
         item["table"] = parts.methods_table(group, item["rows"], item["panel"], cfg.margin, len(rows))
     means = averages([item["panel"] for item in found if item["panel"] is not None])

@@ -4,16 +4,16 @@ import importlib
 import json
 from collections.abc import Sequence
 
-from kvbench import summary
-from kvbench.evidence.compare import Row
 from kvbench.evidence.compare_table import difference, legend, number, p_text, shortened
+from kvbench.evidence.comparison import Row
 from kvbench.evidence.costs import AXES
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel
 from kvbench.evidence.runs import FULL, Group, StoredRun
-from kvbench.figure import NOT_ITEMS
 from kvbench.policy import Policy
-from kvbench.progress import format_bytes
+from kvbench.results import summary
+from kvbench.show.figure import NOT_ITEMS
+from kvbench.show.progress import format_bytes
 
 NUM_STYLES = 8
 
@@ -50,9 +50,21 @@ def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin
     title, unit = (what.title, what.unit) if what else ("score", "points")
     width = number(margin, what.scale if what else 100.0)
     headings = [
-        "run", "verdict", title, "n", f"difference, {unit} [95 %]", "lost / gained", "p Holm", f"p equal +-{width}",
-        "would show", "resident %", "frontier", "average %", "peak %", "ms / token",
-    ]  # fmt: skip
+        "run",
+        "verdict",
+        title,
+        "n",
+        f"difference, {unit} [95 %]",
+        "lost / gained",
+        "p Holm",
+        f"p equal +-{width}",
+        "would show",
+        "resident %",
+        "frontier",
+        "average %",
+        "peak %",
+        "ms / token",
+    ]
     return {
         "caption": "Paired on the same samples; % of an FP16 full cache for the same tokens. Wide tables scroll.",
         "headings": headings,

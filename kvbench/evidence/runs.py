@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbench.journal import Key, key_of
-from kvbench.results import RunRecord
+from kvbench.results.journal import Key, key_of
+from kvbench.results.record import RunRecord
 
 FULL = "full"
 CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question

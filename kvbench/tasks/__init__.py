@@ -9,7 +9,7 @@ from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 __all__ = ["MetricInfo", "TaskSet", "load_task"]
 
@@ -22,8 +22,8 @@ BENCHMARKS = {
     "math": "mathematics",
     "aime24": "aime",
     "aime25": "aime",
-    "humaneval_plus": "humaneval_plus",
-    "mbpp_plus": "humaneval_plus",
+    "humaneval_plus": "code",
+    "mbpp_plus": "code",
 }
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
-from kvbench.requests import Request
+from kvbench.engine.requests import Request
 
 if TYPE_CHECKING:
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 
 def choice_request(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.requests import Request
+from kvbench.engine.requests import Request
 from kvbench.tasks.lmeval import load_lmeval_tasks
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
@@ -15,7 +15,7 @@ from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 
 @dataclass(kw_only=True)

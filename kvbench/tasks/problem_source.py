@@ -15,7 +15,7 @@ from kvbench.tasks.source import (
     in_hub_cache,
     on_hub,
     read_rows,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from kvbench.requests import Request
+from kvbench.engine.requests import Request
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 # Re-tokenising the two decoded halves of a cut prompt can give a few tokens more than were kept.
 RETOKENISE_SLACK_TOKENS = 16

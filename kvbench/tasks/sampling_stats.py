@@ -5,7 +5,7 @@ from dataclasses import asdict
 from math import comb
 from statistics import fmean
 
-from kvbench.intervals import estimate
+from kvbench.stats.intervals import estimate
 
 BOUNDS = (0.0, 1.0)
 

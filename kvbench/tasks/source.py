@@ -230,7 +230,7 @@ def on_hub(files: Sequence[tuple[str, str]], read: Callable[[Path], Source | Non
     """
     from huggingface_hub import constants, hf_hub_download
 
-    from kvbench.model_files import hub_reachable
+    from kvbench.models.files import hub_reachable
 
     if constants.HF_HUB_OFFLINE:
         return None, "the hub (not tried: HF_HUB_OFFLINE is set)"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from kvbench.requests import Request
+from kvbench.config.code import hash_files
+from kvbench.engine.requests import Request
 from kvbench.tasks.sampling_stats import answer_statistics
 
 
@@ -134,21 +135,30 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
     Args:
         requests: Their prompts, gold tokens, limits and stop rules count.
         references: Sample id -> what its answer is scored against, as JSON types.
-        folder: The benchmark's folder; its Python and YAML files count, and so do the modules beside it that all tasks
-            share.
+        folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
+            do the modules beside it that all tasks share.
 
     Returns:
         64 hex digits.
     """
-    digest = hashlib.sha256()
-    for path in sorted([*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml")]):
-        digest.update(f"{path.relative_to(folder.parent).as_posix()}\n{len(path.read_bytes())}\n".encode())
-        digest.update(path.read_bytes())
+    own = [*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml")]
+    files = {path.relative_to(folder.parent).as_posix(): path for path in own if "cage" not in path.parts}
+    digest = hashlib.sha256(hash_files(files).encode())
     for request in requests:
         asked = [
-            request.sample_id, request.subset, request.segments, request.gold, request.choices, request.max_new_tokens,
-            request.min_new_tokens, request.stop, request.stop_token_ids, request.temperature, request.top_p,
-            request.num_samples, references[request.sample_id],
-        ]  # fmt: skip
+            request.sample_id,
+            request.subset,
+            request.segments,
+            request.gold,
+            request.choices,
+            request.max_new_tokens,
+            request.min_new_tokens,
+            request.stop,
+            request.stop_token_ids,
+            request.temperature,
+            request.top_p,
+            request.num_samples,
+            references[request.sample_id],
+        ]
         digest.update(json.dumps(asked, sort_keys=True).encode())
     return digest.hexdigest()

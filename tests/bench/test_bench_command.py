@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvbench import commands
 from kvbench.bench import command, plot, show
-from kvbench.cli import main
+from kvbench.cli import commands
+from kvbench.cli.main import main
 from kvbench.kernels.bench import machine
 
 SMALL = "what=attention attention.shapes=[6x2x64] attention.lengths=[96] attention.batches=[1] rounds=2".split()

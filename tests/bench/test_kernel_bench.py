@@ -5,17 +5,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from places import ROOT
 
 from kvbench.kernels.bench import attention, caches, machine, manager, prefill, report, settings
 from kvbench.kernels.bench.attention import Settings
 from kvbench.kernels.dispatch import get_backend
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = "shapes=[6x2x64] lengths=[96] batches=[2] formats=[K16V16,K4V2,KIVI2,K8V4+K4V2] rounds=2 threads=[1]".split()
 SMALL += ["working_set_mb=1", "max_buffers=3", "dense=[fp32]", "kernels=torch"]
 

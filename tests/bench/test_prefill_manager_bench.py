@@ -19,9 +19,12 @@ def test_score_passes_are_timed_beside_attention():
     assert not cell["refused"]
     rows = {row["name"]: row for row in cell["variants"]}
     assert set(rows) == {
-        "attention", "sdpa", "eager, all queries", "attention + scores of the last 8",
+        "attention",
+        "sdpa",
+        "eager, all queries",
+        "attention + scores of the last 8",
         "attention + scores of all queries",
-    }  # fmt: skip
+    }
     assert rows["attention + scores of the last 8"]["versus"]["name"] == "attention"
     assert all(row["max_error"] < 1e-4 for row in rows.values())
     assert "costs" in _shown(document)

@@ -8,9 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 from stored import flips, store, yes_no
 
-from kvbench.cli import main
-from kvbench.commands import compose_command
-from kvbench.evidence import compare, pairing
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main
+from kvbench.evidence import compare, comparison, pairing
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.runs import read_samples
 
@@ -48,7 +48,7 @@ def test_page_sizes_and_byte_budgets_are_settings(tmp_path):
     cfg = settings(tmp_path)
     (group,) = load_groups(cfg)
     assert [run.label for run in group.runs] == ["full", "snapkv budget_bytes=1000", "snapkv budget_bytes=2000"]
-    rows, notes = compare.compare_group(group, cfg)
+    rows, notes = comparison.compare_group(group, cfg)
     assert len(rows) == 2 and not notes
 
 
@@ -141,8 +141,8 @@ def test_numbers_of_a_comparison(tmp_path):
     store(tmp_path, "same", scores)
     cfg = settings(tmp_path, f"out={tmp_path}/deep/table.csv")
     (group,) = load_groups(cfg)
-    rows, _ = compare.compare_group(group, cfg)
-    compare.correct(rows)
+    rows, _ = comparison.compare_group(group, cfg)
+    comparison.correct(rows)
     same, worse = rows
     assert (worse.num_lost, worse.num_gained) == (14, 2) and worse.value == pytest.approx(-12 / 80)
     assert worse.interval[0] < worse.value < worse.interval[1] < 0 and worse.verdict == "worse"
@@ -167,24 +167,27 @@ def test_other_metrics_and_other_references(tmp_path):
     store(tmp_path, "full", scores, nll=lambda number: 0.1 + noise[number])
     for budget, extra in ((0.25, 0.5), (0.5, 0.2)):
         store(
-            tmp_path, "snapkv", scores, settings={"budget": budget},
+            tmp_path,
+            "snapkv",
+            scores,
+            settings={"budget": budget},
             nll=lambda number, extra=extra: 0.1 + extra + noise[-number],
-        )  # fmt: skip
+        )
     cfg = settings(tmp_path, "metric=nll", "margin=0.05")
     (group,) = load_groups(cfg)
-    rows, _ = compare.compare_group(group, cfg)
+    rows, _ = comparison.compare_group(group, cfg)
     assert [row.verdict for row in rows] == ["worse", "worse"] and rows[0].value == pytest.approx(0.5, abs=0.05)
     assert rows[0].test == "sign flip" and rows[0].num_lost == 30
     with pytest.raises(ValueError, match="against=snapkv fits 2 runs of toy with tiny; give the digits of one"):
-        compare.compare_group(group, settings(tmp_path, "against=snapkv"))
+        comparison.compare_group(group, settings(tmp_path, "against=snapkv"))
     digits = next(run.record.hash for run in group.runs if run.label.endswith("0.25"))[:8]
-    found, notes = compare.compare_group(group, settings(tmp_path, "metric=nll", f"against='{digits}'"))
+    found, notes = comparison.compare_group(group, settings(tmp_path, "metric=nll", f"against='{digits}'"))
     assert not notes
     assert [row.verdict for row in found] == ["better", "better"]
     narrowed = settings(tmp_path, "metric=nll", "against=snapkv", "where={budget:0.25}")
     (kept,) = load_groups(narrowed, also=["snapkv"])
-    assert [row.value for row in compare.compare_group(kept, narrowed)[0]] == [row.value for row in found]
-    assert compare.find(group, "nothing") is None
+    assert [row.value for row in comparison.compare_group(kept, narrowed)[0]] == [row.value for row in found]
+    assert comparison.find(group, "nothing") is None
     with pytest.raises(ValueError, match="metric=nil does not exist. Did you mean nll"):
         pairing.measure("nil", group)
 
@@ -202,7 +205,7 @@ def test_reference_of_the_same_conditions_is_preferred(tmp_path):
     cfg = settings(tmp_path)
     (group,) = load_groups(cfg)
     assert group.reference.label == "full" and [run.label for run in group.repeats] == ["full batch 8"]
-    rows, notes = compare.compare_group(group, cfg)
+    rows, notes = comparison.compare_group(group, cfg)
     others = {row.run.label: (row.other.label, row.num_lost) for row in rows}
     assert others["x batch 8"] == ("full batch 8", 0) and others["x"] == ("full", 0)
     assert others["full batch 8"] == ("full", 2)
@@ -218,7 +221,7 @@ def test_out_of_memory_and_repeated_answers(tmp_path):
     store(tmp_path, "oom", SCORES, statuses={0: "oom", 3: "nan"})
     cfg = settings(tmp_path)
     (group,) = load_groups(cfg)
-    ((row,), _) = compare.compare_group(group, cfg)
+    ((row,), _) = comparison.compare_group(group, cfg)
     assert (row.pairs.num_samples, row.pairs.total) == (10, 12)
 
 

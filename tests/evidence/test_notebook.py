@@ -2,10 +2,9 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[2]
+from places import ROOT
 
 
 def test_notebook_prints_what_it_shows(monkeypatch, capsys):

@@ -8,8 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from stored import flips, store, yes_no
 
-from kvbench.cli import main
-from kvbench.commands import compose_command
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main
 from kvbench.evidence import draw
 from kvbench.evidence.averages import averages
 from kvbench.evidence.dominance import best_so_far, standing
@@ -114,9 +114,12 @@ def test_odd_runs_are_not_drawn(sweep):
     assert [point.quality for point in panel.points] == [point.quality for point in whole.points]
     said = "\n".join(panel.notes)
     for text in (
-        "broken/", "FAILED and is left out: nothing done", "1 runs of another version of the code are left out (older",
-        "oom is not drawn: only 60 of 80 samples ended well", "part is not drawn: it is incomplete (45 of 80 answers)",
-    ):  # fmt: skip
+        "broken/",
+        "FAILED and is left out: nothing done",
+        "1 runs of another version of the code are left out (older",
+        "oom is not drawn: only 60 of 80 samples ended well",
+        "part is not drawn: it is incomplete (45 of 80 answers)",
+    ):
         assert text in said, text
     with_part = panel_of(sweep, "incomplete=true")
     assert with_part.num_samples == 45 and "part" in [point.label for point in with_part.points]
@@ -213,9 +216,12 @@ def test_names_in_the_picture_do_not_overlap(tmp_path):
     for index in range(20):
         for budget in (0.125, 0.25, 0.5):
             store(
-                tmp_path, f"method_number_{index}", flips(SCORES, int(20 * (1 - budget)), 0),
-                settings={"budget": budget}, ratio=budget + index / 1000,
-            )  # fmt: skip
+                tmp_path,
+                f"method_number_{index}",
+                flips(SCORES, int(20 * (1 - budget)), 0),
+                settings={"budget": budget},
+                ratio=budget + index / 1000,
+            )
     made = draw.figure(panel_of(tmp_path), "resident")
     renderer = FigureCanvasAgg(made).get_renderer()
     made.draw(renderer)

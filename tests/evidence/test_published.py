@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 from kvbench.evidence import published
 
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from stored import flips, store, yes_no
 
-from kvbench.cli import main
-from kvbench.commands import compose_command
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main
 from kvbench.evidence import draw, report, report_parts
 from kvbench.evidence.load import load_groups
 from kvbench.policy import Policy
@@ -92,9 +92,19 @@ def test_page_holds_the_results(sweep):
     assert data["texts"][first[4]].startswith("answer ") and data["texts"][first[5]].startswith("</script>")
     text = " ".join(page.text.split())
     for part in (
-        "toy with tiny", "-10.0 [", "5 / 1", "5 lost and 1 gained", "tier 0 30.0 %, tier 1 20.0 %, evicted 50.0 %",
-        "quant meta", "torch", "2.13.0", "cpu (X)", "complete", "30.0", "no noise band",
-    ):  # fmt: skip
+        "toy with tiny",
+        "-10.0 [",
+        "5 / 1",
+        "5 lost and 1 gained",
+        "tier 0 30.0 %, tier 1 20.0 %, evicted 50.0 %",
+        "quant meta",
+        "torch",
+        "2.13.0",
+        "cpu (X)",
+        "complete",
+        "30.0",
+        "no noise band",
+    ):
         assert part in text, part
 
 
@@ -137,9 +147,12 @@ def test_odd_runs_are_named_on_the_page(sweep, quick, capsys):
     store(sweep, "part", {"a": SCORES["a"][:4]}, status="running")
     page = make(sweep)
     for part in (
-        "FAILED and is left out: <b>did nothing</b>", "1 runs of another version", "4 of 40",
-        "part is not drawn: it is incomplete", "incomplete, 4 of 40 answers",
-    ):  # fmt: skip
+        "FAILED and is left out: <b>did nothing</b>",
+        "1 runs of another version",
+        "4 of 40",
+        "part is not drawn: it is incomplete",
+        "incomplete, 4 of 40 answers",
+    ):
         assert part in " ".join(page.text.split()), part
     assert json.loads(page.data) == before
     assert "! part is not drawn" in capsys.readouterr().out
@@ -175,9 +188,12 @@ def test_page_stays_small(sweep, quick, monkeypatch):
 def test_tiers_have_their_methods_names(tmp_path):
     """Tiers are named by the method's own code where it still fits; nothing outside kvbench.methods is loaded."""
     store(
-        tmp_path, "kivi", SCORES, tiers=(60, 40),
+        tmp_path,
+        "kivi",
+        SCORES,
+        tiers=(60, 40),
         settings={"_target_": "kvbench.methods.kivi.Kivi", "tier": None, "bits": 2},
-    )  # fmt: skip
+    )
     cfg = compose_command("report", [f"results_dir={tmp_path}"])
     (group,) = load_groups(cfg)
     (run,) = group.runs

@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from reference.golden import golden
-from reference.slow_pages import Layout
+from oracles.golden import golden
+from oracles.slow_pages import Layout
 
-from kvbench.declare import Tier
+from kvbench.cache.layout import ModelShape, compile_tier
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
-from kvbench.kernels.torch_pages import region
-from kvbench.layout import ModelShape, compile_tier
+from kvbench.kernels.reference.pages import region
+from kvbench.policy.declare import Tier
 
 BOTH = ("score", "pos")
 
@@ -44,9 +44,15 @@ def test_bytes_per_token_are_those_of_the_ledger_table(head_dim: int):
 
 # DiffKV artefact, raw bytes with score and position: (k bits, v bits, k splits, v splits) -> d=128.
 DIFFKV_RAW = {
-    (8, 8, 1, 1): 272, (8, 4, 1, 2): 212, (8, 4, 1, 1): 208, (8, 2, 1, 1): 176,
-    (4, 4, 1, 1): 144, (4, 2, 2, 4): 128, (4, 2, 1, 1): 112, (4, 1, 1, 1): 96,
-}  # fmt: skip
+    (8, 8, 1, 1): 272,
+    (8, 4, 1, 2): 212,
+    (8, 4, 1, 1): 208,
+    (8, 2, 1, 1): 176,
+    (4, 4, 1, 1): 144,
+    (4, 2, 2, 4): 128,
+    (4, 2, 1, 1): 112,
+    (4, 1, 1, 1): 96,
+}
 
 
 @pytest.mark.parametrize(("config", "want"), DIFFKV_RAW.items())
@@ -75,13 +81,25 @@ def test_fp8_applies_to_eight_bit_sides_only():
 FORMATS = [
     {"k_bits": kb, "v_bits": vb, **extra}
     for kb, vb, extra in [
-        (16, 16, {}), (16, 16, {"dtype": torch.bfloat16}), (32, 32, {"dtype": torch.float32}), (8, 8, {}), (8, 4, {}),
-        (4, 2, {}), (2, 1, {}), (1, 1, {}), (8, 8, {"fp8": True}), (16, 4, {}), (2, 16, {}),
-        (8, 4, {"k_groups": 2, "v_groups": 4}), (4, 8, {"fp8": True}),
-        (4, 4, {"symmetric": True}), (2, 2, {"k_channel_group": 16, "v_groups": 2}), (4, 2, {"k_channel_group": 24}),
+        (16, 16, {}),
+        (16, 16, {"dtype": torch.bfloat16}),
+        (32, 32, {"dtype": torch.float32}),
+        (8, 8, {}),
+        (8, 4, {}),
+        (4, 2, {}),
+        (2, 1, {}),
+        (1, 1, {}),
+        (8, 8, {"fp8": True}),
+        (16, 4, {}),
+        (2, 16, {}),
+        (8, 4, {"k_groups": 2, "v_groups": 4}),
+        (4, 8, {"fp8": True}),
+        (4, 4, {"symmetric": True}),
+        (2, 2, {"k_channel_group": 16, "v_groups": 2}),
+        (4, 2, {"k_channel_group": 24}),
         (2, 2, {"k_channel_group": 32, "symmetric": True}),
     ]
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("track", [(), ("pos",), BOTH])
@@ -93,9 +111,19 @@ def test_regions_tile_a_page_and_can_be_viewed(fields: dict, head_dim: int, trac
     fmt = PageFormat(slot, 8464)
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[slot.dtype]
     want = Layout(
-        head_dim, slot.k_bits, slot.v_bits, 8464, kind, slot.k_channel_group, slot.k_groups, slot.v_groups,
-        slot.symmetric, slot.fp8, "score" in track, "pos" in track,
-    )  # fmt: skip
+        head_dim,
+        slot.k_bits,
+        slot.v_bits,
+        8464,
+        kind,
+        slot.k_channel_group,
+        slot.k_groups,
+        slot.v_groups,
+        slot.symmetric,
+        slot.fp8,
+        "score" in track,
+        "pos" in track,
+    )
     assert fmt.tokens_per_page == want.tokens
     assert fmt.tokens_per_page % 8 == 0
     assert {name: length for name, (_, length) in fmt.regions.items()} == want.sizes(want.tokens)
@@ -122,10 +150,18 @@ def test_regions_tile_a_page_and_can_be_viewed(fields: dict, head_dim: int, trac
 def brute_fill(slot: SlotFormat, size: int) -> float:
     """Used share of a page, slots added one quantum at a time."""
     layout = Layout(
-        slot.head_dim, slot.k_bits, slot.v_bits, size, k_channel_group=slot.k_channel_group, k_groups=slot.k_groups,
-        v_groups=slot.v_groups, symmetric=slot.symmetric, fp8=slot.fp8, score="score" in slot.track,
+        slot.head_dim,
+        slot.k_bits,
+        slot.v_bits,
+        size,
+        k_channel_group=slot.k_channel_group,
+        k_groups=slot.k_groups,
+        v_groups=slot.v_groups,
+        symmetric=slot.symmetric,
+        fp8=slot.fp8,
+        score="score" in slot.track,
         pos="pos" in slot.track,
-    )  # fmt: skip
+    )
     return sum(layout.sizes(layout.tokens).values()) / size
 
 

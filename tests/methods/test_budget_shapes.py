@@ -16,9 +16,13 @@ def layer_budgets(policy, num_tokens: int, num_layers: int) -> list[int]:
     kept = []
     for layer in range(num_layers):
         view = PrefillView(
-            num_tokens=num_tokens, num_layers=num_layers, num_kv_heads=2, layers=torch.tensor([layer]),
-            score=torch.rand(1, 2, num_tokens), token_bytes=(1.0,),
-        )  # fmt: skip
+            num_tokens=num_tokens,
+            num_layers=num_layers,
+            num_kv_heads=2,
+            layers=torch.tensor([layer]),
+            score=torch.rand(1, 2, num_tokens),
+            token_bytes=(1.0,),
+        )
         counts = (policy.plan_prefill(view).tier_of >= 0).sum(-1)[0]
         assert counts[0] == counts[1]
         kept.append(int(counts[0]))
@@ -101,9 +105,13 @@ def test_ada_pyramid_uses_layer_budgets():
     kept = []
     for layer in range(4):
         view = PrefillView(
-            num_tokens=1000, num_layers=4, num_kv_heads=3, layers=torch.tensor([layer]),
-            score=torch.rand(1, 3, 1000), token_bytes=(1.0,),
-        )  # fmt: skip
+            num_tokens=1000,
+            num_layers=4,
+            num_kv_heads=3,
+            layers=torch.tensor([layer]),
+            score=torch.rand(1, 3, 1000),
+            token_bytes=(1.0,),
+        )
         plan = AdaSnapKV(budget=72, window=8, pyramid=True).plan_prefill(view)
         kept.append(int((plan.tier_of >= 0).sum()))
     assert kept[0] > kept[-1] and sum(kept) == 72 * 4 * 3

@@ -4,16 +4,9 @@ import math
 
 import pytest
 import torch
-from store_helpers import (
-    causal_probabilities,
-    golden,
-    held_positions,
-    held_scores,
-    make_store,
-    prefill_view,
-)
+from store_helpers import causal_probabilities, golden, held_positions, held_scores, make_store, prefill_view
 
-from kvbench.kernels.torch_attention import reduce_scores
+from kvbench.kernels.reference.attention import reduce_scores
 from kvbench.methods.diffkv import DiffKV
 
 HIGH, LOW = 0, 1
@@ -28,9 +21,15 @@ def golden_view(policy):
     """
     case = golden("diffkv_prompt")
     sums = reduce_scores(
-        torch.tensor(case["S"]), 1, queries=policy.score.prefill_queries, pool=policy.score.pool, pool_kernel=1,
-        pool_stage=policy.score.pool_stage, pool_region=policy.score.pool_region, group=policy.score.group_reduce,
-    )  # fmt: skip
+        torch.tensor(case["S"]),
+        1,
+        queries=policy.score.prefill_queries,
+        pool=policy.score.pool,
+        pool_kernel=1,
+        pool_stage=policy.score.pool_stage,
+        pool_region=policy.score.pool_region,
+        group=policy.score.group_reduce,
+    )
     assert sums[0].tolist() == pytest.approx(case["max"])
     assert (sums[0] / torch.tensor(case["count"])).tolist() == pytest.approx(case["mean"])
     return prefill_view(sums * torch.arange(6, 0, -1) / torch.tensor(case["count"]), 6)

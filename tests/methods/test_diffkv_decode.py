@@ -82,46 +82,35 @@ def test_golden_decode_states_under_algorithm_1(name):
 # Algorithm 1 branch by branch: 8 tokens seen, window 2, alpha_h = 2 and alpha_l = 1, so that T_h = .25 and T_l = .125
 # exactly, and the candidate is token 6. Each state: high, low, then high and low after the step.
 BRANCHES = {
-    "candidate pruned, no victim looked for": (
-        {0: 0.6, 3: 0.05, 6: 0.1, 7: 0.5}, {2: 0.01}, [0, 3, 7, 8], [2],
-    ),
-    "candidate demoted to a new slot": (
-        {0: 0.6, 3: 0.05, 6: 0.2, 7: 0.5}, {2: 0.3}, [0, 3, 7, 8], [2, 6],
-    ),
-    "candidate demoted into an empty low tier": (
-        {0: 0.6, 6: 0.2, 7: 0.5}, {}, [0, 7, 8], [6],
-    ),
-    "candidate demoted over a low victim": (
-        {0: 0.6, 6: 0.2, 7: 0.5}, {1: 0.3, 2: 0.1, 4: 0.11}, [0, 7, 8], [1, 4, 6],
-    ),
-    "candidate stays, high victim pruned": (
-        {0: 0.6, 3: 0.1, 4: 0.2, 6: 0.4, 7: 0.5}, {2: 0.3}, [0, 4, 6, 7, 8], [2],
-    ),
+    "candidate pruned, no victim looked for": ({0: 0.6, 3: 0.05, 6: 0.1, 7: 0.5}, {2: 0.01}, [0, 3, 7, 8], [2]),
+    "candidate demoted to a new slot": ({0: 0.6, 3: 0.05, 6: 0.2, 7: 0.5}, {2: 0.3}, [0, 3, 7, 8], [2, 6]),
+    "candidate demoted into an empty low tier": ({0: 0.6, 6: 0.2, 7: 0.5}, {}, [0, 7, 8], [6]),
+    "candidate demoted over a low victim": ({0: 0.6, 6: 0.2, 7: 0.5}, {1: 0.3, 2: 0.1, 4: 0.11}, [0, 7, 8], [1, 4, 6]),
+    "candidate stays, high victim pruned": ({0: 0.6, 3: 0.1, 4: 0.2, 6: 0.4, 7: 0.5}, {2: 0.3}, [0, 4, 6, 7, 8], [2]),
     "candidate stays, high victim demoted to a new slot although a low token is worse": (
-        {0: 0.6, 3: 0.2, 6: 0.4, 7: 0.5}, {2: 0.01}, [0, 6, 7, 8], [2, 3],
+        {0: 0.6, 3: 0.2, 6: 0.4, 7: 0.5},
+        {2: 0.01},
+        [0, 6, 7, 8],
+        [2, 3],
     ),
-    "nobody is under a threshold": (
-        {0: 0.6, 3: 0.3, 6: 0.4, 7: 0.5}, {2: 0.01}, [0, 3, 6, 7, 8], [2],
-    ),
-    "window tokens are never victims": (
-        {0: 0.6, 6: 0.4, 7: 0.0}, {}, [0, 6, 7, 8], [],
-    ),
-    "at alpha_h / N a token is high": (
-        {0: 0.6, 3: 0.25, 6: 0.25, 7: 0.5}, {}, [0, 3, 6, 7, 8], [],
-    ),
-    "at alpha_l / N a candidate is low, not pruned": (
-        {0: 0.6, 6: 0.125, 7: 0.5}, {2: 0.125}, [0, 7, 8], [2, 6],
-    ),
-    "at alpha_l / N a high victim is demoted, not pruned": (
-        {0: 0.6, 4: 0.125, 6: 0.5, 7: 0.5}, {}, [0, 6, 7, 8], [4],
-    ),
+    "nobody is under a threshold": ({0: 0.6, 3: 0.3, 6: 0.4, 7: 0.5}, {2: 0.01}, [0, 3, 6, 7, 8], [2]),
+    "window tokens are never victims": ({0: 0.6, 6: 0.4, 7: 0.0}, {}, [0, 6, 7, 8], []),
+    "at alpha_h / N a token is high": ({0: 0.6, 3: 0.25, 6: 0.25, 7: 0.5}, {}, [0, 3, 6, 7, 8], []),
+    "at alpha_l / N a candidate is low, not pruned": ({0: 0.6, 6: 0.125, 7: 0.5}, {2: 0.125}, [0, 7, 8], [2, 6]),
+    "at alpha_l / N a high victim is demoted, not pruned": ({0: 0.6, 4: 0.125, 6: 0.5, 7: 0.5}, {}, [0, 6, 7, 8], [4]),
     "of equal high victims the earlier position goes, not the earlier slot": (
-        {4: 0.0625, 0: 0.0625, 5: 0.0625, 6: 0.5, 7: 0.5}, {}, [4, 5, 6, 7, 8], [],
+        {4: 0.0625, 0: 0.0625, 5: 0.0625, 6: 0.5, 7: 0.5},
+        {},
+        [4, 5, 6, 7, 8],
+        [],
     ),
     "of equal low victims the earlier position goes": (
-        {0: 0.6, 6: 0.2, 7: 0.5}, {4: 0.0625, 2: 0.0625, 5: 0.0625}, [0, 7, 8], [4, 5, 6],
+        {0: 0.6, 6: 0.2, 7: 0.5},
+        {4: 0.0625, 2: 0.0625, 5: 0.0625},
+        [0, 7, 8],
+        [4, 5, 6],
     ),
-}  # fmt: skip
+}
 BRANCH_POLICY = {"alpha_h": 2.0, "alpha_l": 1.0, "window": 2}
 
 

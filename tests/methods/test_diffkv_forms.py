@@ -8,9 +8,10 @@ from store_helpers import golden, held_positions, held_scores, make_store
 from test_diffkv_artifact import store_of
 from test_golden import ALL_LATER, LAST_FOUR
 
-from kvbench import ledger, listing
+from kvbench.cache import ledger
+from kvbench.config import files as listing
 from kvbench.methods.diffkv import DiffKV
-from kvbench.parts import make_policy
+from kvbench.runs.parts import make_policy
 
 # Bytes of a token and KV head at d=128, score and position included: methods.md 10.4, where the released code has the
 # pair; the mirrors follow from the same formula.

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from store_helpers import held_positions, make_store, plain_attention
 
 from kvbench.methods.duo_attention import DuoAttention
-from kvbench.parts import make_policy
+from kvbench.runs.parts import make_policy
 
 DIM = 16
 TARGET = "kvbench.methods.duo_attention.DuoAttention"
@@ -25,8 +25,7 @@ def after_prompt(policy, length: int, total: int = 60, **settings):
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "streaming"),
-    [(0.5, [1, 2, 5]), (0.4, [1, 2]), (0.0, []), (1.0, [0, 1, 2, 3, 4, 5]), (None, [1, 2])],
+    ("sparsity", "streaming"), [(0.5, [1, 2, 5]), (0.4, [1, 2]), (0.0, []), (1.0, [0, 1, 2, 3, 4, 5]), (None, [1, 2])]
 )
 def test_the_lowest_gates_stream(sparsity, streaming):
     """Of 20 prompt tokens streaming heads keep 2 sinks and the last 5, the others all; heads counted layer by layer."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from store_helpers import golden, held_positions, make_store, plain_attention
 
-from kvbench import ledger
+from kvbench.cache import ledger
 from kvbench.methods.full import Full
 
 

@@ -6,16 +6,17 @@ tests/golden/cases.yaml lists, for every golden number, the tests that hold it; 
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from golden_helpers import own_rows, read_prompt
+from places import TESTS
 from store_helpers import GOLDEN, golden, held_positions, held_scores, make_store, prefill_view
 
-from kvbench import ledger
-from kvbench.kernels.quant import pack
+from kvbench.cache import ledger
+from kvbench.cache.view import StoreDecodeView
+from kvbench.kernels.reference.quant import pack
 from kvbench.methods.ada_snapkv import AdaSnapKV
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.kivi import Kivi
@@ -23,9 +24,6 @@ from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.minikv import MiniKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import PrefillView, choose_blocks
-from kvbench.views import StoreDecodeView
-
-TESTS = Path(__file__).parents[1]
 
 
 def scores_seen(policy_class, **settings):
@@ -94,9 +92,13 @@ def test_golden_pyramid_of_adakv():
     kept = []
     for layer in range(4):
         view = PrefillView(
-            num_tokens=100, num_layers=4, num_kv_heads=1, layers=torch.tensor([layer]), score=torch.rand(1, 1, 100),
+            num_tokens=100,
+            num_layers=4,
+            num_kv_heads=1,
+            layers=torch.tensor([layer]),
+            score=torch.rand(1, 1, 100),
             token_bytes=(1.0,),
-        )  # fmt: skip
+        )
         policy = AdaSnapKV(budget=72, window=8, pyramid=True, alpha=0.0, official_rounding=True)
         kept.append(int((policy.plan_prefill(view).tier_of >= 0).sum()))
     assert kept == golden("pyramid")["adakv_q100"]
@@ -116,9 +118,13 @@ def test_golden_minikv_plans():
     """A plan keeps the golden number of heavy hitters in each of four layers, and the recent quarter."""
     for layer, count in enumerate(golden("minikv_counts_L4_n1000")):
         view = PrefillView(
-            num_tokens=1000, num_layers=4, num_kv_heads=1, layers=torch.tensor([layer]), score=torch.rand(1, 1, 1000),
+            num_tokens=1000,
+            num_layers=4,
+            num_kv_heads=1,
+            layers=torch.tensor([layer]),
+            score=torch.rand(1, 1, 1000),
             token_bytes=(1.0,),
-        )  # fmt: skip
+        )
         kept = MiniKV().plan_prefill(view).tier_of[0, 0] >= 0
         assert int(kept[:750].sum()) == count and kept[750:].all()
 
@@ -218,9 +224,7 @@ def test_golden_schedule():
 @pytest.mark.parametrize(("power", "name", "evicted"), [(1, "l1", 0), (2, "l2", 1)])
 def test_golden_powers(power, name, evicted):
     """Of the golden pair, one query of .9 against four of .3 and .2, L1 evicts the first token and L2 the second."""
-    policy, seen = scores_seen(
-        KVCompress, budget=6, variant="full", skip_near=1, power=power, protected=6, block=1
-    )  # fmt: skip
+    policy, seen = scores_seen(KVCompress, budget=6, variant="full", skip_near=1, power=power, protected=6, block=1)
     store = make_store(policy, track=("pos",))
     flat = [[0.0, p, *[0.0] * own, 1 - p] for own, p in enumerate((0.3, 0.3, 0.3, 0.2), 1)]
     row = read_prompt(store, [[[1.0], [0.0, 1.0], [0.9, 0.0, 0.1], *flat]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from store_helpers import golden, make_store, plain_attention
 
-from kvbench import ledger
+from kvbench.cache import ledger
 from kvbench.methods.kivi import Kivi
 from kvbench.policy import Residual
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from store_helpers import held_positions, held_scores, make_store, plain_attention
 
-from kvbench import ledger
-from kvbench.kernels.torch_attention import rotate
+from kvbench.cache import ledger
+from kvbench.kernels.reference.attention import rotate
 from kvbench.methods.knorm import KeyNorm
 from kvbench.policy import ScoreSpec
 

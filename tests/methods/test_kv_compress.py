@@ -6,7 +6,7 @@ import pytest
 import torch
 from store_helpers import golden, held_positions, held_scores, make_store
 
-from kvbench.kernels.torch_attention import column_scores, reduce_scores
+from kvbench.kernels.reference.attention import column_scores, reduce_scores
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.policy import choose_blocks
 

@@ -88,9 +88,7 @@ def test_a_segment_is_appended_before_its_rotation():
     store, row = filled(Plain(), 17, raw_q, raw_k, v)
     q, k = rotated(raw_q), rotated(raw_k)
     out = store.append_chunk(row, 0, q[:, 17:29], k[:, 17:29], v[:, 17:29], 0.25)
-    want = torch.stack(
-        [plain_attention(q[:, i], k[:, : i + 1], v[:, : i + 1], 0.25) for i in range(17, 29)], dim=1
-    )  # fmt: skip
+    want = torch.stack([plain_attention(q[:, i], k[:, : i + 1], v[:, : i + 1], 0.25) for i in range(17, 29)], dim=1)
     assert (out - want).abs().max() < 2e-5
     assert (in_pages(store, row)[0] - raw_k[:, :29]).abs().max() < 1e-5
 

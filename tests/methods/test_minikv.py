@@ -12,9 +12,13 @@ def view_of(num_tokens: int, num_layers: int, layers: list[int], score=None) -> 
     """A view of some layers of a model with one head."""
     score = torch.zeros(len(layers), 1, num_tokens) if score is None else score
     return PrefillView(
-        num_tokens=num_tokens, num_layers=num_layers, num_kv_heads=1, layers=torch.tensor(layers), score=score,
+        num_tokens=num_tokens,
+        num_layers=num_layers,
+        num_kv_heads=1,
+        layers=torch.tensor(layers),
+        score=score,
         token_bytes=(1.0,),
-    )  # fmt: skip
+    )
 
 
 def test_golden_pyramid_counts():
@@ -26,9 +30,13 @@ def test_golden_pyramid_ratios():
     """The heavy share per layer of 32 is the golden one, read off a very long prompt."""
     length = 1_000_000
     view = PrefillView(
-        num_tokens=length, num_layers=32, num_kv_heads=1, layers=torch.tensor([0, 1, 15, 16, 30, 31]), score=None,
+        num_tokens=length,
+        num_layers=32,
+        num_kv_heads=1,
+        layers=torch.tensor([0, 1, 15, 16, 30, 31]),
+        score=None,
         token_bytes=(1.0,),
-    )  # fmt: skip
+    )
     got = [count / length for count in MiniKV().heavy_counts(view)]
     assert got == pytest.approx(golden("minikv_pyramid"), abs=2e-6)
 

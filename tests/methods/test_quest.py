@@ -6,10 +6,10 @@ import pytest
 import torch
 from store_helpers import make_store, plain_attention
 
-from kvbench import ledger
-from kvbench.kernels.torch_attention import choose_pages
-from kvbench.kernels.torch_pages import region
-from kvbench.layout import StoreOptions, compile_formats
+from kvbench.cache import ledger
+from kvbench.cache.layout import StoreOptions, compile_formats
+from kvbench.kernels.reference.attention import choose_pages
+from kvbench.kernels.reference.pages import region
 from kvbench.methods.quest import Quest
 from kvbench.policy import Policy, ReadSpec
 

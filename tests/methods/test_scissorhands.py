@@ -5,7 +5,7 @@ import pytest
 import torch
 from store_helpers import causal_probabilities, held_positions, held_scores, make_store
 
-from kvbench.kernels.torch_attention import prompt_low_counts
+from kvbench.kernels.reference.attention import prompt_low_counts
 from kvbench.methods.scissorhands import Scissorhands
 from kvbench.policy import ScoreSpec
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from store_helpers import causal_probabilities, golden, held_positions, make_store, prefill_view
 
-from kvbench.kernels.torch_attention import reduce_scores
+from kvbench.kernels.reference.attention import reduce_scores
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import PrefillPlan
 
@@ -30,9 +30,15 @@ def test_golden_pool_and_ties(pool, pooled, keep, num_kept):
         [[*case["s"], 7.0, 7.0]]
     )  # the window's own scores must neither count nor leak into the pool
     score = reduce_scores(
-        columns, 1, queries=spec.prefill_queries, pool=spec.pool, pool_kernel=spec.pool_kernel,
-        pool_stage=spec.pool_stage, pool_region=spec.pool_region, group=spec.group_reduce,
-    )  # fmt: skip
+        columns,
+        1,
+        queries=spec.prefill_queries,
+        pool=spec.pool,
+        pool_kernel=spec.pool_kernel,
+        pool_stage=spec.pool_stage,
+        pool_region=spec.pool_region,
+        group=spec.group_reduce,
+    )
     assert score[0, :6].tolist() == pytest.approx(case[pooled], abs=1e-6)
     assert kept_of(policy.plan_prefill(prefill_view(score, 8))) == [*case[keep], 6, 7]
 
@@ -61,9 +67,15 @@ def test_golden_group_reduction(how):
     """Two query heads of one KV head are reduced to one score; SnapKV takes the mean."""
     case = golden("gqa")
     score = reduce_scores(
-        torch.tensor([case["a"], case["b"]]), 1, queries=0, pool="none", pool_kernel=1, pool_stage="after_group",
-        pool_region="all", group=how,
-    )  # fmt: skip
+        torch.tensor([case["a"], case["b"]]),
+        1,
+        queries=0,
+        pool="none",
+        pool_kernel=1,
+        pool_stage="after_group",
+        pool_region="all",
+        group=how,
+    )
     assert SnapKV().score.group_reduce == "mean"
     assert score[0].topk(2).indices.sort().values.tolist() == case[how]
 
@@ -181,10 +193,7 @@ def test_a_policy_that_keeps_everything_is_caught(budget):
     ("settings", "message"),
     [
         ({"window": 0}, r"window=0 must be >= 1"),
-        (
-            {"budget": 32, "window": 32},
-            r"budget=32 tokens must exceed window=32; raise the budget",
-        ),
+        ({"budget": 32, "window": 32}, r"budget=32 tokens must exceed window=32; raise the budget"),
         ({"budget": 1.5}, r"budget=1.5 is out of range; write a ratio in \(0, 1\]"),
         ({"budget": "lots"}, r"budget='lots' is not a budget; write a ratio"),
         ({"pool_kernel": 4}, r"pool_kernel=4 must be odd"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from store_helpers import held_positions, make_store, prefill_view
 
-from kvbench.kernels.torch_pages import read_slots
+from kvbench.kernels.reference.pages import read_slots
 from kvbench.methods.random_control import RandomControl
 from kvbench.methods.uniform import Uniform
 

@@ -28,7 +28,7 @@ def scored(lm: KvbenchLM, request) -> list[dict]:
 
 def test_full_gives_what_transformers_gives() -> None:
     """With the lossless full cache each choice's sum and greedy flag are those of a plain forward pass."""
-    from kvbench.models import load_model
+    from kvbench.models.load import load_model
 
     lm = KvbenchLM(method="full", **TINY, **{"method.tier": "native"})
     plain = load_model({**dict(lm.cfg.model)}).model

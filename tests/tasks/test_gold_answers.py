@@ -8,9 +8,9 @@ import json
 import os
 import re
 import threading
-from pathlib import Path
 
 import pytest
+from places import DATA
 
 from kvbench.tasks.aime import dataset as aime_rows
 from kvbench.tasks.aime import metrics as aime
@@ -19,7 +19,6 @@ from kvbench.tasks.gsm8k import metrics as gsm8k
 from kvbench.tasks.mathematics import dataset as math_rows
 from kvbench.tasks.mathematics import grade as maths
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 ALL = os.environ.get("KVBENCH_ALL_GOLD") == "1"
 STEP = 1 if ALL else 5
 
@@ -89,11 +88,20 @@ def test_aime_gold_answers() -> None:
 @pytest.mark.parametrize(
     ("reference", "answer"),
     [
-        ("\\frac{1}{2}", "0.5"), ("\\frac12", "\\dfrac{1}{2}"), ("(1,2)", "(1, 2)"), ("[0,1)", "\\left[0,1\\right)"),
-        ("x^2+2x+1", "(x+1)^2"), ("10\\%", "10"), ("\\$5.50", "5.50"), ("\\text{Evelyn}", "Evelyn"),
-        ("90^\\circ", "90"), ("52_8", "52_{8}"), ("\\sqrt{8}", "2\\sqrt{2}"), ("10,080", "10080"),
+        ("\\frac{1}{2}", "0.5"),
+        ("\\frac12", "\\dfrac{1}{2}"),
+        ("(1,2)", "(1, 2)"),
+        ("[0,1)", "\\left[0,1\\right)"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("10\\%", "10"),
+        ("\\$5.50", "5.50"),
+        ("\\text{Evelyn}", "Evelyn"),
+        ("90^\\circ", "90"),
+        ("52_8", "52_{8}"),
+        ("\\sqrt{8}", "2\\sqrt{2}"),
+        ("10,080", "10080"),
     ],
-)  # fmt: skip
+)
 def test_math_equal_forms(reference: str, answer: str) -> None:
     """The same answer in other words is right, in the main thread and in another."""
     assert maths.equivalent(reference, answer)
@@ -107,11 +115,17 @@ def test_math_equal_forms(reference: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("reference", "answer"),
     [
-        ("p - q", "q - p"), ("(1,2)", "(2,1)"), ("[0,1)", "[0,1]"), ("52_8", "52_9"),
+        ("p - q", "q - p"),
+        ("(1,2)", "(2,1)"),
+        ("[0,1)", "[0,1]"),
+        ("52_8", "52_9"),
         ("15\\mbox{ cm}^2", "15\\mbox{ cm}^3"),
-        ("\\frac{1}{2}", "\\frac{2}{1}"), ("\\text{even}", "\\text{odd}"), ("3", ""), ("3", "\\frac{"),
+        ("\\frac{1}{2}", "\\frac{2}{1}"),
+        ("\\text{even}", "\\text{odd}"),
+        ("3", ""),
+        ("3", "\\frac{"),
     ],
-)  # fmt: skip
+)
 def test_math_near_misses(reference: str, answer: str) -> None:
     """Swapped, open for closed, another base or power, or broken LaTeX: all wrong."""
     assert not maths.equivalent(reference, answer)
@@ -120,11 +134,17 @@ def test_math_near_misses(reference: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("\\boxed{1} so \\boxed{2}", "2"), ("The final answer is $\\frac{1}{2}$.", "\\frac{1}{2}"),
-        ("The answer is: 7.", "7"), ("$x=1$ hence \\(y=2\\)", "y=2"), ("we get 3 and 4", "4"), ("nothing", None),
-        ("", None), ("\\boxed{}", None), (f"\\boxed{{{'1' * 2000}}}", None),
+        ("\\boxed{1} so \\boxed{2}", "2"),
+        ("The final answer is $\\frac{1}{2}$.", "\\frac{1}{2}"),
+        ("The answer is: 7.", "7"),
+        ("$x=1$ hence \\(y=2\\)", "y=2"),
+        ("we get 3 and 4", "4"),
+        ("nothing", None),
+        ("", None),
+        ("\\boxed{}", None),
+        (f"\\boxed{{{'1' * 2000}}}", None),
     ],
-)  # fmt: skip
+)
 def test_math_final_answers(text: str, expected: str | None) -> None:
     """The last box, else the answer phrase, else the last mathematics or number; an absurdly long one is none."""
     assert maths.find_answer(text) == expected
@@ -133,8 +153,8 @@ def test_math_final_answers(text: str, expected: str | None) -> None:
 
 def test_humaneval_canonical_solutions() -> None:
     """Reference solutions pass through the task's grader, and the same with a wrong return value fail."""
-    from kvbench.tasks.cage import check_isolation
-    from kvbench.tasks.humaneval_plus import dataset, metrics
+    from kvbench.tasks.code import dataset, metrics
+    from kvbench.tasks.code.cage.run import check_isolation
 
     rows = rows_of("humaneval_plus/humanevalplus.jsonl", dataset.check_row)[:: 1 if ALL else 40]
     if check_isolation().mechanism is None:

@@ -57,7 +57,7 @@ def test_scores_are_those_of_lm_evals_own_loop(folder, name, shots, method) -> N
 
 def test_choices_of_the_full_cache_are_transformers_own(folder) -> None:
     """Each choice of each document: the sum of a plain forward pass, with the examples in front."""
-    from kvbench.models import load_model
+    from kvbench.models.load import load_model
 
     lm = lm_of(**{"method.tier": "native"})
     plain = load_model({**dict(lm.cfg.model)}).model
@@ -143,7 +143,7 @@ def test_missing_data_is_told_in_seconds(name, monkeypatch) -> None:
     from huggingface_hub import constants
     from omegaconf import OmegaConf
 
-    from kvbench import listing
+    from kvbench.config import files as listing
 
     file = name if name != "hellaswag" else "lm_eval"
     cfg = OmegaConf.load(listing.conf_folder() / "task" / f"{file}.yaml")

@@ -76,7 +76,7 @@ def test_loglikelihood_against_a_plain_forward(lm: KvbenchLM) -> None:
     """Sums of log-probabilities and the greedy flag are those of the model's own forward pass on the same tokens."""
     from lm_eval.api.instance import Instance
 
-    from kvbench.models import load_model
+    from kvbench.models.load import load_model
 
     plain = load_model({**dict(lm.cfg.model)}).model
     tokenizer = lm.model.tokenizer

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from longbench_rows import row, write
+from places import DATA, need_data
 
 from kvbench.tasks import load_task
 from kvbench.tasks.lmeval import TASKS_FOLDER, metadata_of
 from kvbench.tasks.longbench import ENGLISH, LONGBENCH_E
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "longbench"
 # LongBench's six prompts that lm-eval changed: what lm-eval has at the end, and what the official file has.
 CHANGED = {
     "triviaqa": ("{{context}}\n{{input}}", "{{context}}\n\n{{input}}"),
@@ -216,15 +216,15 @@ def test_metadata_of_tasks() -> None:
     assert metadata_of("longbench_samsum") is None
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="real LongBench rows are not part of the repository")
+@need_data("longbench")
 def test_real_rows(make_model, tokenizer) -> None:
     """Every file of real rows loads without a broken row, and its references score 1."""
-    subsets = sorted(path.stem for path in DATA.glob("*.jsonl"))
-    task = load(make_model(max_tokens=3000), DATA, subsets, limit=3)
+    subsets = sorted(path.stem for path in (DATA / "longbench").glob("*.jsonl"))
+    task = load(make_model(max_tokens=3000), DATA / "longbench", subsets, limit=3)
     assert {request.subset for request in task.requests} == set(subsets)
     assert task.quarantined == []
     assert task.num_truncated > 0
-    with (DATA / "trec.jsonl").open(newline="\n") as stream:
+    with (DATA / "longbench" / "trec.jsonl").open(newline="\n") as stream:
         answers = [json.loads(line)["answers"][0] for line in stream]
     for request in task.requests:
         assert request.num_prompt_tokens + request.max_new_tokens <= 3000

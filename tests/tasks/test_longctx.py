@@ -163,8 +163,13 @@ def test_recall_score(answer: str, score: float, exact: float) -> None:
 def load(model, **changes: object):
     """The task with small settings."""
     settings = {"name": "longctx", "length": 600, "items": 2} | changes
-    return load_task(settings, model, limit=settings.pop("limit", None), seed=settings.pop("seed", 0),
-                     protocol=settings.pop("protocol", None))  # fmt: skip
+    return load_task(
+        settings,
+        model,
+        limit=settings.pop("limit", None),
+        seed=settings.pop("seed", 0),
+        protocol=settings.pop("protocol", None),
+    )
 
 
 def test_the_task_set(model, tokenizer) -> None:

@@ -8,9 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 from problem_rows import AIME, folder_of
 
-from kvbench import listing
-from kvbench.parts import default_parts
-from kvbench.run import run_experiment
+from kvbench.config import files as listing
+from kvbench.runs.parts import default_parts
+from kvbench.runs.run import run_experiment
 
 
 class Interrupted:

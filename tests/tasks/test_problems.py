@@ -8,9 +8,9 @@ from longbench_rows import write
 from omegaconf import OmegaConf
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
-from kvbench import listing
+from kvbench.config import files as listing
 from kvbench.tasks import load_task
-from kvbench.tasks.code_extract import STOP_WORDS
+from kvbench.tasks.code.extract import STOP_WORDS
 from kvbench.tasks.gsm8k.shots import COT8
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.mathematics.dataset import SUBJECTS
@@ -22,7 +22,7 @@ BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxe
 @pytest.fixture
 def no_cage(monkeypatch):
     """Lets code tasks load on machines without isolation; nothing is run."""
-    from kvbench.tasks import cage
+    from kvbench.tasks.code.cage import run as cage
 
     monkeypatch.setattr(cage, "run", lambda *arguments, allow_code_execution, **more: None)
 
@@ -182,16 +182,21 @@ def test_math_by_subject(model, tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "gsm8k": [({"question": "x", "answer": "no number"}, "must end with '#### '"),
-              (GSM8K | {"question": 3}, "it is int")],
-    "math500": [({"problem": "x", "solution": "none"}, "answer is missing"),
-                ({"problem": " "}, "problem must be a text")],
+    "gsm8k": [
+        ({"question": "x", "answer": "no number"}, "must end with '#### '"),
+        (GSM8K | {"question": 3}, "it is int"),
+    ],
+    "math500": [
+        ({"problem": "x", "solution": "none"}, "answer is missing"),
+        ({"problem": " "}, "problem must be a text"),
+    ],
     "aime24": [(AIME | {"answer": "1000"}, "from 0 to 999"), (AIME | {"answer": "x"}, "from 0 to 999")],
     "humaneval_plus": [
         ({key: CODE[key] for key in CODE if key != "plus_input"}, "use the EvalPlus release file"),
-        (CODE | {"base_input": []}, "at least one call"), (CODE | {"atol": "0"}, "field atol"),
+        (CODE | {"base_input": []}, "at least one call"),
+        (CODE | {"atol": "0"}, "field atol"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -247,16 +252,21 @@ def test_code_is_refused_without_consent(name: str, model, tmp_path: Path) -> No
 
 def test_code_is_graded_in_the_cage(model, tmp_path: Path) -> None:
     """The reference passes; right on the original input alone is base only; a syntax error is a parse failure."""
-    from kvbench.tasks.cage import check_isolation
+    from kvbench.tasks.code.cage.run import check_isolation
 
     if check_isolation().mechanism is None:
         pytest.skip("no isolation on this machine")
     task = load(model, "humaneval_plus", folder_of(tmp_path, "humaneval_plus"))
     request = task.requests[0]
     for text, plus, base, parsed in (
-        (CODE["canonical_solution"], 1, 1, 1), ("    return 2\n", 0, 1, 1), ("    return 3\n", 0, 0, 1),
-        ("    return (\n", 0, 0, 0), ("    raise ValueError\n", 0, 0, 1), ("", 0, 0, 0), ("<think>    return", 0, 0, 0),
-    ):  # fmt: skip
+        (CODE["canonical_solution"], 1, 1, 1),
+        ("    return 2\n", 0, 1, 1),
+        ("    return 3\n", 0, 0, 1),
+        ("    return (\n", 0, 0, 0),
+        ("    raise ValueError\n", 0, 0, 1),
+        ("", 0, 0, 0),
+        ("<think>    return", 0, 0, 0),
+    ):
         assert task.score(request, text) == {"plus": plus, "base": base, "parsed": parsed}, text
     chat = load(model, "humaneval_plus", tmp_path, form="chat")
     assert chat.score(chat.requests[0], model.tokenizer.decode(chat.requests[0].gold))["plus"] == 1.0

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from places import ROOT
 from problem_rows import AIME, GSM8K, MATH, folder_of
 from rich.console import Console
 from test_problem_runs import aime_config
 
-from kvbench import listing, table
-from kvbench.parts import default_parts
-from kvbench.run import run_experiment
+from kvbench.config import files as listing
+from kvbench.runs.parts import default_parts
+from kvbench.runs.run import run_experiment
+from kvbench.show import table
 from kvbench.tasks import load_task
 
 QUIET = {"say": lambda text: None}
-ROOT = Path(__file__).parents[2]
 
 
 def config(folder: Path, results_dir: Path, task: str, **changes: object):
@@ -138,10 +139,21 @@ def test_a_killed_aime_run_repeats_no_finished_answer(tmp_path: Path) -> None:
     problems = (AIME | {"problem": f"Find $6\\cdot {n}$. " * 5} for n in range(5))
     folder = folder_of(tmp_path, "aime24", *problems)
     words = [
-        "task=aime24", f"task.data_dir={folder}", "model=random", "model.preset=tiny", "model.num_layers=2",
-        "method=snapkv", "method.budget=16", "method.window=4", "backend=torch", "reference=none", "batch_size=1",
-        "protocol=sampled", "protocol.num_samples=8", "protocol.max_new_tokens=60",
-    ]  # fmt: skip
+        "task=aime24",
+        f"task.data_dir={folder}",
+        "model=random",
+        "model.preset=tiny",
+        "model.num_layers=2",
+        "method=snapkv",
+        "method.budget=16",
+        "method.window=4",
+        "backend=torch",
+        "reference=none",
+        "batch_size=1",
+        "protocol=sampled",
+        "protocol.num_samples=8",
+        "protocol.max_new_tokens=60",
+    ]
     command = [sys.executable, "-m", "kvbench", *words]
     settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
 

@@ -37,10 +37,13 @@ def test_a_chat_prompt_has_one_beginning_token(model, tokenizer) -> None:
 @pytest.mark.parametrize(
     ("setting", "rule", "has_template", "wrapped"),
     [
-        ("auto", True, True, True), ("auto", False, True, False), ("auto", True, False, False),
-        ("always", False, True, True), ("never", True, True, False),
+        ("auto", True, True, True),
+        ("auto", False, True, False),
+        ("auto", True, False, False),
+        ("always", False, True, True),
+        ("never", True, True, False),
     ],
-)  # fmt: skip
+)
 def test_who_decides_about_the_chat_template(make_model, setting, rule, has_template, wrapped) -> None:
     """The protocol decides first, then the benchmark's rule, then whether there is a template."""
     rules = PromptRules(max_new_tokens=16, chat_template=rule)

@@ -54,8 +54,15 @@ def test_broken_rows_are_set_aside_by_file_and_line(tmp_path: Path) -> None:
     reasons = {item["line"]: item["reason"] for item in rows.quarantined}
     assert sorted(reasons) == [3, 4, 5, 6, 7, 8, 9, 11]
     for line, words in {
-        3: "not JSON", 4: "answers", 5: "UTF-8", 6: "JSON object", 7: "context", 8: "input", 9: "length", 11: "cut off",
-    }.items():  # fmt: skip
+        3: "not JSON",
+        4: "answers",
+        5: "UTF-8",
+        6: "JSON object",
+        7: "context",
+        8: "input",
+        9: "length",
+        11: "cut off",
+    }.items():
         assert words in reasons[line]
 
 
@@ -138,7 +145,7 @@ def test_the_first_file_of_the_hub_that_holds_the_rows(tmp_path: Path, monkeypat
     import huggingface_hub
     from huggingface_hub import constants
 
-    from kvbench import model_files
+    from kvbench.models import files as model_files
 
     def download(repo: str, name: str, repo_type: str) -> str:
         if repo == "gone":

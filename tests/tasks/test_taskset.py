@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.requests import Request
+from kvbench.engine.requests import Request
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 
@@ -17,9 +17,14 @@ def record(subset: str, place: int, score: float, **more: object) -> dict:
 def task() -> TaskSet:
     """Gives a task with one metric and no requests."""
     return TaskSet(
-        name="t", protocol={}, fingerprint="", requests=[], metrics={"score": MetricInfo(True, "")}, primary="score",
+        name="t",
+        protocol={},
+        fingerprint="",
+        requests=[],
+        metrics={"score": MetricInfo(True, "")},
+        primary="score",
         scorer=lambda key, text: {"score": 1, "other": 2},
-    )  # fmt: skip
+    )
 
 
 def test_subsets_count_the_same(task) -> None:
@@ -49,9 +54,11 @@ def test_answers_to_one_sample_are_averaged_first(task) -> None:
 def test_length_buckets(task) -> None:
     """LongBench-E's records are also averaged by length, inside each subset."""
     records = [
-        record("a_e", 0, 1.0, meta={"length_bucket": "0-4k"}), record("a_e", 1, 0.0, meta={"length_bucket": "0-4k"}),
-        record("a_e", 2, 0.25, meta={"length_bucket": "8k+"}), record("a", 0, 1.0, meta={"length": 3}),
-    ]  # fmt: skip
+        record("a_e", 0, 1.0, meta={"length_bucket": "0-4k"}),
+        record("a_e", 1, 0.0, meta={"length_bucket": "0-4k"}),
+        record("a_e", 2, 0.25, meta={"length_bucket": "8k+"}),
+        record("a", 0, 1.0, meta={"length": 3}),
+    ]
     buckets = task.aggregate(records)["length_buckets"]
     assert set(buckets) == {"a_e"}
     assert {name: numbers["score"] for name, numbers in buckets["a_e"].items()} == {"0-4k": 0.5, "8k+": 0.25}
@@ -76,6 +83,8 @@ def test_fingerprint_sees_prompts_references_and_code(tmp_path: Path) -> None:
     seen = {base, fingerprint(other, {"a/0": "x"}, folder), fingerprint(requests, {"a/0": "y"}, folder)}
     (folder / "x.yaml").write_text("a: 2")
     seen.add(fingerprint(requests, {"a/0": "x"}, folder))
-    (folder.parent / "shared.py").write_text("")
+    (folder.parent / "shared.py").write_text("x = 1")
+    seen.add(fingerprint(requests, {"a/0": "x"}, folder))
+    (folder.parent / "shared.py").write_text('"""Words."""\n\nx = 1  # a comment\n')
     seen.add(fingerprint(requests, {"a/0": "x"}, folder))
     assert len(seen) == 5

@@ -105,10 +105,12 @@ def test_lm_eval_gets_answers_without_thoughts(monkeypatch) -> None:
     )
     said = iter(["why</think>so", "why", "a <think>b", "a</think>b"])
     monkeypatch.setattr(
-        lm, "_run", lambda asked, **settings: {
+        lm,
+        "_run",
+        lambda asked, **settings: {
             request.sample_id: SimpleNamespace(status="ok", text=next(said)) for request in asked
-        }
-    )  # fmt: skip
+        },
+    )
 
     def answers(*prompts: str) -> list[str]:
         places = enumerate(prompts)

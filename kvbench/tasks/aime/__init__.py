@@ -10,7 +10,7 @@ from kvbench.tasks.settings import check_keys
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 METRICS = {
     "correct": MetricInfo(True, "the whole number in the last box (or behind 'the answer is') is right"),

@@ -12,10 +12,7 @@ HUB = {
     ),
     "aime25": (("math-ai/aime25", "test.jsonl"),),
 }
-PREPARED = {
-    "aime24": (("aime_2024", "default", "train"),),
-    "aime25": (("aime25", "default", "test"),),
-}
+PREPARED = {"aime24": (("aime_2024", "default", "train"),), "aime25": (("aime25", "default", "test"),)}
 
 
 def place(subset: str) -> Place:

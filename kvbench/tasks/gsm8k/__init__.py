@@ -14,7 +14,7 @@ from kvbench.tasks.settings import check_keys, one_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 FORMS = ("cot8", "fewshot5", "zeroshot")
 METRICS = {

@@ -9,8 +9,7 @@ _HASHES = re.compile(rf"####\s*(?:\*\*)?({NUMBER})")
 _SENTENCE = re.compile(rf"\bThe answer is\s*({NUMBER})")
 # What chat models put between the phrase and the number: a colon, bold, mathematics.
 _PHRASE = re.compile(
-    rf"\banswer\s*(?:is|:)[\s:*]*(?:approximately|about)?[\s:*]*(?:\\[(\[]|\\boxed\{{|\$|\s)*({NUMBER})",
-    re.IGNORECASE,
+    rf"\banswer\s*(?:is|:)[\s:*]*(?:approximately|about)?[\s:*]*(?:\\[(\[]|\\boxed\{{|\$|\s)*({NUMBER})", re.IGNORECASE
 )
 _NUMBER = re.compile(NUMBER)
 

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.engine.requests import Request
 from kvbench.errors import check_whole, unknown_name
-from kvbench.requests import Request
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.harness.find import build_tasks
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task
 
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 _FOLDER = Path(__file__).resolve().parent
 _OTHER_WAY = "`python -m kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"

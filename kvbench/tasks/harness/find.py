@@ -169,7 +169,7 @@ def build_tasks(
 def _load(manager: "TaskManager", name: str, specs: list) -> "dict[str, Task]":
     import datasets
 
-    from kvbench.model_files import hub_reachable
+    from kvbench.models.files import hub_reachable
 
     try:
         try:

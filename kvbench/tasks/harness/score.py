@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvbench.requests import Request
+from kvbench.engine.requests import Request
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 

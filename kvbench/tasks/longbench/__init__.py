@@ -28,13 +28,27 @@ from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
-    from kvbench.models import LoadedModel
-    from kvbench.requests import Request
+    from kvbench.engine.requests import Request
+    from kvbench.models.load import LoadedModel
 
 ENGLISH = (
-    "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum", "multi_news",
-    "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
-)  # fmt: skip
+    "narrativeqa",
+    "qasper",
+    "multifieldqa_en",
+    "hotpotqa",
+    "2wikimqa",
+    "musique",
+    "gov_report",
+    "qmsum",
+    "multi_news",
+    "trec",
+    "triviaqa",
+    "samsum",
+    "passage_count",
+    "passage_retrieval_en",
+    "lcc",
+    "repobench-p",
+)
 LONGBENCH_E = tuple(f"{name}_e" for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
 GROUPS = {"en": ENGLISH, "e": LONGBENCH_E}
 METRICS = {

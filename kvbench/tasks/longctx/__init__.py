@@ -25,8 +25,8 @@ from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
-    from kvbench.models import LoadedModel
-    from kvbench.requests import Request
+    from kvbench.engine.requests import Request
+    from kvbench.models.load import LoadedModel
 
 METRICS = {
     "score": MetricInfo(True, "multikey, kv, passkey: the number is right; recall: words in common, in order, as F1"),

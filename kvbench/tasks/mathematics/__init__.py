@@ -17,7 +17,7 @@ from kvbench.tasks.settings import check_keys, name_list, one_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from kvbench.models import LoadedModel
+    from kvbench.models.load import LoadedModel
 
 FORMS = ("boxed", "minerva4")
 METRICS = {

@@ -10,9 +10,14 @@ from kvbench.tasks.source import Rows
 
 MATH500 = "math500"
 SUBJECTS = (
-    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
     "precalculus",
-)  # fmt: skip
+)
 HUB_500, HUB_MATH = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 
 

@@ -1,0 +1,239 @@
+"""The compiled library of the CPU backend: which build is loaded, and the structs that its functions take."""
+
+import ctypes
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, build_library
+from kvbench.kernels.format import PageFormat
+
+SOURCES = ("paged.cpp", *sorted(header.name for header in SOURCE_DIR.glob("*.h")))
+ISA_VARIABLE = "KVBENCH_CPU_ISA"
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+# From the least to the most demanding: a CPU that runs one build runs those before it.
+ISA_FLAGS = {
+    "portable": ("-DKVBENCH_PORTABLE",),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512vnni": (*_AVX512, "-mavx512vbmi", "-mavx512vnni"),
+}
+
+ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
+_CODE_KINDS = {1: 0, 2: 1, 4: 2, 8: 3}
+_FP8_KIND = 7
+
+
+def _struct(name: str, fields: str) -> type[ctypes.Structure]:
+    """A C struct from `i a b p c ..`: i = int32, l = int64, p = pointer, f = float, each for the names after it."""
+    kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float}
+    table, kind = [], None
+    for word in fields.split():
+        if word in kinds:
+            kind = kinds[word]
+        else:
+            table.append((word, kind))
+    return type(name, (ctypes.Structure,), {"_fields_": table})
+
+
+# These mirror the structs of the same names in csrc/plan.h, reduce.h and step.h.
+TierStruct = _struct(
+    "Tier",
+    "i slots_per_page num_columns k_kind v_kind k_channel_group k_groups v_groups symmetric "
+    "l k_codes v_codes k_scale k_zero v_scale v_zero score pos p ids num_k num_v scores cos sin",
+)
+RingStruct = _struct(
+    "Ring", "p k v num_tokens rows l k_row_stride k_head_stride v_row_stride v_head_stride i k_length v_length kind"
+)
+_CALL_FIELDS = (
+    "p q pages tiers ring out lse seen l page_bytes num_pages seq_stride "
+    "i num_seq num_heads group_size head_dim num_tiers power reduce num_threads rotated update skip_near f scale"
+)
+CallStruct = _struct("Call", _CALL_FIELDS)
+ColumnsStruct = _struct(
+    "Columns", "p logits sums l num_heads num_queries width sum_stride skip_near i power below num_threads"
+)
+SearchStruct = _struct("Search", "p seen floor before exact l first i by num_threads p value slot pos")
+
+
+class StepStruct(ctypes.Structure):
+    """One decode step; see csrc/step.h."""
+
+    _fields_ = [
+        ("call", CallStruct),
+        *((name, ctypes.c_void_p) for name in ("page", "slot", "old_k", "old_v", "new_k", "new_v")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "tier", "flush_first")),
+    ]
+
+
+@cache
+def best_isa() -> str:
+    """The most demanding build that this CPU runs; a key of `ISA_FLAGS`.
+
+    Raises:
+        BuildError: No compiler, or it failed.
+    """
+    library = ctypes.CDLL(str(build_library("isa", ("isa.cpp",))))
+    library.kvb_isa.restype = ctypes.c_char_p
+    return library.kvb_isa().decode()
+
+
+def available_isas() -> list[str]:
+    """The builds that this CPU runs, the fastest one last.
+
+    Raises:
+        BuildError: See `best_isa`.
+    """
+    names = list(ISA_FLAGS)
+    return names[: names.index(best_isa()) + 1]
+
+
+def chosen_isa() -> str:
+    """The build that KVBENCH_CPU_ISA names, else the fastest one that this CPU runs.
+
+    Raises:
+        ValueError: The variable names no build, or one that this CPU does not run.
+        BuildError: See `best_isa`.
+    """
+    wanted = os.environ.get(ISA_VARIABLE) or "auto"
+    if wanted == "auto":
+        return best_isa()
+    if wanted not in ISA_FLAGS:
+        raise ValueError(f"{ISA_VARIABLE}={wanted} does not exist; choose auto or one of {', '.join(ISA_FLAGS)}")
+    if wanted not in available_isas():
+        raise ValueError(f"{ISA_VARIABLE}={wanted} does not run on this CPU; choose {', '.join(available_isas())}")
+    return wanted
+
+
+def load() -> ctypes.CDLL:
+    """The compiled library, built when no build of the same source, flags and compiler is cached.
+
+    Raises:
+        BuildError: No compiler, or it failed; with the reason and a remedy.
+        ValueError: KVBENCH_CPU_ISA names no build that runs here.
+    """
+    return _load(os.environ.get(ISA_VARIABLE))
+
+
+@cache
+def _load(_: str | None) -> ctypes.CDLL:
+    isa = chosen_isa()
+    library = ctypes.CDLL(str(build_library(f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])))
+    p, n, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    library.kvb_path.restype = ctypes.c_char_p
+    library.max_channels = library.kvb_max_channels()
+    library.kvb_set_work_per_thread.argtypes = [ctypes.c_double]
+    library.kvb_set_work_per_thread.restype = None
+    library.kvb_paged_decode.argtypes = [p]
+    library.kvb_step.argtypes = [p, i, p, p, p, p, ctypes.c_float]
+    pages = [p, n, n, p]
+    library.kvb_add_scores.argtypes = [*pages, n, i]
+    library.kvb_write.argtypes = [*pages, i, n, p, p, p, n, i]
+    library.kvb_read.argtypes = [*pages, n, p, p, p, p, n, i]
+    library.kvb_move.argtypes = [*pages, n, p, p, p, p, n, i]
+    library.kvb_search.argtypes = [*pages, p, n]
+    library.kvb_column_sums.argtypes = [p]
+    return library
+
+
+load.cache_clear = _load.cache_clear
+
+
+def check(status: int) -> None:
+    """Turns the status of a C++ call into an exception."""
+    if status == 1:
+        raise MemoryError("no memory for the partial results of attention")
+    if status:
+        raise AssertionError("a page table names a page that the pool does not have, or a slot beyond a page")
+
+
+@cache
+def _kind(fmt: PageFormat, side: str) -> int:
+    slot = fmt.slot
+    bits, is_coded = (slot.k_bits, slot.k_coded) if side == "k" else (slot.v_bits, slot.v_coded)
+    return _CODE_KINDS[bits] if is_coded else _FP8_KIND if bits == 8 else ELEMENT_KINDS[slot.dtype]
+
+
+@cache
+def format_struct(fmt: PageFormat) -> ctypes.Structure:
+    """A struct with what the C++ side must know of a format, to be copied: filling one field by field takes longer."""
+    slot = fmt.slot
+    offsets = {name: fmt.regions[name][0] for name in ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero")}
+    tracked = {name: fmt.regions[name][0] if name in slot.track else -1 for name in ("score", "pos")}
+    return TierStruct(
+        slots_per_page=fmt.tokens_per_page,
+        k_kind=_kind(fmt, "k"),
+        v_kind=_kind(fmt, "v"),
+        k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
+        k_groups=slot.k_groups,
+        v_groups=slot.v_groups,
+        symmetric=int(slot.symmetric),
+        **offsets,
+        **tracked,
+    )
+
+
+def _tables(tier: TierPages) -> tuple[Tensor, Tensor, Tensor]:
+    return tier.ids, tier.num_k, tier.num_v
+
+
+def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, keep: list[Tensor]) -> None:
+    """Fills a struct; `keep` takes the tensors whose addresses it carries, and must outlive it."""
+    held = [x if x.dtype == torch.int64 and x.is_contiguous() else x.long().contiguous() for x in _tables(tier)]
+    keep += held
+    ctypes.memmove(ctypes.addressof(entry), ctypes.addressof(format_struct(tier.fmt)), ctypes.sizeof(TierStruct))
+    entry.num_columns = tier.ids.shape[-1]
+    entry.ids, entry.num_k, entry.num_v = (x.data_ptr() for x in held)
+    if scores is not None:
+        keep.append(scores)
+        entry.scores = scores.data_ptr()
+    if tier.rotation is not None:
+        # [S, columns, half, slots]: as the keys lie in a page.
+        angle = tier.rotation.float().unflatten(1, (-1, tier.fmt.tokens_per_page)).transpose(2, 3).contiguous()
+        tables = angle.cos(), angle.sin()
+        keep += tables
+        entry.cos, entry.sin = (x.data_ptr() for x in tables)
+
+
+def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
+    """The residual buffers as a struct; only [R, D] of each list must be contiguous."""
+    k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (ring.k, ring.v))
+    num_tokens = ring.num_tokens.long().contiguous()
+    keep += [k, v, num_tokens]
+    unit = k.element_size()
+    return RingStruct(
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        num_tokens=num_tokens.data_ptr(),
+        k_row_stride=k.stride(0) * unit,
+        k_head_stride=k.stride(1) * unit,
+        v_row_stride=v.stride(0) * unit,
+        v_head_stride=v.stride(1) * unit,
+        k_length=k.shape[2],
+        v_length=v.shape[2],
+        kind=ELEMENT_KINDS[k.dtype],
+    )
+
+
+__all__ = [
+    "ELEMENT_KINDS",
+    "ISA_FLAGS",
+    "BuildError",
+    "CallStruct",
+    "ColumnsStruct",
+    "SearchStruct",
+    "StepStruct",
+    "TierStruct",
+    "available_isas",
+    "check",
+    "chosen_isa",
+    "fill_tier",
+    "format_struct",
+    "load",
+    "ring_struct",
+]

@@ -1,0 +1,117 @@
+// What the Python side hands over (kernels/cpu/backend.py mirrors these structs), and how a call is cut into pieces of work.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "sides.h"
+
+namespace kvb {
+
+constexpr float kLowest = -1e30f;
+constexpr long kChunkSlots = 2048;  // less, and the work that each chunk begins with shows; more, and few lists leave threads idle
+
+struct Tier {
+  int32_t slots_per_page, num_columns, k_kind, v_kind, k_channel_group, k_groups, v_groups, symmetric;
+  int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero, score, pos;  // byte offsets in a page, -1 where not tracked
+  const int64_t *ids, *num_k, *num_v;                                      // [list, columns], [list], [list]
+  float* scores;                                                           // [list, columns * slots], or null
+  const float *cos, *sin;                                                  // [S, columns, rotated / 2, slots], or null
+};
+
+struct Ring {
+  uint8_t *k, *v;
+  const int64_t *num_tokens, *rows;                                        // [list]; [S] rows of the buffers, or null: 0, 1, ..
+  int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;         // bytes
+  int32_t k_length, v_length, kind;
+};
+
+struct Call {
+  const float* q;  // [S, H * G, D]
+  uint8_t* pages;
+  const Tier* tiers;
+  Ring* ring;  // or null
+  float *out, *lse;
+  const int64_t* seen;  // [S] position of the query, for skip_near
+  int64_t page_bytes, num_pages, seq_stride;  // `list` in the tables of tiers and rings is sequence * seq_stride + head
+  int32_t num_seq, num_heads, group_size, head_dim, num_tiers, power, reduce, num_threads, rotated, update, skip_near;
+  float scale;
+};
+
+enum Reduce { kNone, kSum, kMean, kMax };
+enum Update { kReturn, kAdd, kReplace };  // what becomes of scores: handed back, added to those in the pages, or put in their place
+
+struct TierPlan {
+  long slots, chunk_slots, num_chunks, first_chunk;  // of the longest list
+  long k_width, v_width, v_padded, score_begin;
+  bool v_direct;  // a register of values never spans two groups of channels
+};
+
+struct Buffer {  // written before it is read, so it need not be cleared
+  std::unique_ptr<float[]> data;
+  long size = 0;
+  void reserve(long wanted) {
+    if (wanted <= size) return;
+    data.reset(new float[wanted]);
+    size = wanted;
+  }
+  float* get() const { return data.get(); }
+};
+
+struct Plan {
+  std::vector<TierPlan> tiers;
+  long num_lists, chunks_per_list, G, D, score_slots;
+  std::vector<float> max, sum;  // [list][chunk][G]
+  Buffer acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]
+};
+
+static bool coded(int kind) { return kind <= kCode8; }
+
+static long row_of(const Call& call, long list) { return list / call.num_heads * call.seq_stride + list % call.num_heads; }
+
+static long list_slots(const Call& call, const Tier& tier, long row) {
+  return call.ring ? call.ring->num_tokens[row] : tier.num_k[row];
+}
+
+// A plan is kept from call to call: its memory is not asked for again.
+static void make_plan(const Call& call, Plan& plan) {
+  plan.tiers.clear();
+  plan.num_lists = (long)call.num_seq * call.num_heads;
+  plan.G = call.group_size;
+  plan.D = call.head_dim;
+  plan.chunks_per_list = plan.score_slots = 0;
+  for (int i = 0; i < call.num_tiers; i++) {
+    const Tier& tier = call.tiers[i];
+    TierPlan p;
+    p.slots = tier.slots_per_page;
+    p.chunk_slots = p.slots * std::max<long>(1, kChunkSlots / p.slots);
+    long longest = 0;
+    for (long list = 0; list < plan.num_lists; list++) longest = std::max(longest, list_slots(call, tier, row_of(call, list)));
+    p.num_chunks = (longest + p.chunk_slots - 1) / p.chunk_slots;
+    p.first_chunk = plan.chunks_per_list;
+    plan.chunks_per_list += p.num_chunks;
+    p.score_begin = plan.score_slots;
+    plan.score_slots += p.num_chunks * p.chunk_slots;
+    p.k_width = plan.D / planes_of(tier.k_kind);
+    p.v_width = plan.D / planes_of(tier.v_kind);
+    p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
+    p.v_direct = true;
+    if (coded(tier.v_kind) && tier.v_groups > 1) {
+      const long channels = plan.D / tier.v_groups;
+      for (long plane = 0; plane < plan.D; plane += p.v_width)
+        for (long w = 0; w < p.v_width; w += kLanes) {
+          const long last = plane + std::min(w + kLanes, p.v_width) - 1;
+          p.v_direct &= (plane + w) / channels == last / channels;
+        }
+    }
+    plan.tiers.push_back(p);
+  }
+  const long parts = plan.num_lists * plan.chunks_per_list * plan.G;
+  plan.max.assign(parts, kLowest);
+  plan.sum.assign(parts, 0.0f);
+  plan.acc.reserve(parts * plan.D);
+  if (call.reduce != kNone) plan.probability.reserve(plan.num_lists * plan.G * plan.score_slots);
+}
+
+}  // namespace kvb

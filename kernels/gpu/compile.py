@@ -1,0 +1,210 @@
+"""Compiles the Triton kernels for NVIDIA and AMD without a GPU: `python -m kvbench.kernels.gpu.compile`.
+
+The operations are called on small tensors in main memory; every launch they would make is taken down with its
+arguments' types and compile-time constants, and compiled for the targets by Triton's own compilers.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.gpu import decode as triton_decode
+from kvbench.kernels.gpu import manager as triton_manager
+from kvbench.kernels.gpu import pages as triton_pages
+from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu.parts import recording
+
+TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+_BINARY = {"cuda": "cubin", "hip": "hsaco"}
+_TYPES = {
+    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float32: "*fp32", torch.bool: "*i1",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one target: its binary's bytes, shared memory in bytes, and the seconds it took."""
+
+    kernel: str
+    target: str
+    binary_bytes: int
+    shared_bytes: int
+    seconds_s: float
+
+
+def _signature(kernel: Callable, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
+    """Types, constants and alignments of a launch, as Triton itself would infer them."""
+    signature, values, alignments = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if index >= len(arguments):
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        value = arguments[index]
+        if isinstance(value, Tensor):
+            signature[name] = _TYPES[value.dtype]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:
+            signature[name], values[(index,)] = "constexpr", 1
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+        if isinstance(value, Tensor) or (isinstance(value, int) and value != 1 and value % 16 == 0):
+            alignments[(index,)] = [["tt.divisibility", 16]]
+    return signature, values, alignments
+
+
+def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compiled]:
+    """Compiles every distinct kernel that a call launches.
+
+    Args:
+        run: Calls operations of the Triton backend on tensors in main memory; nothing is computed.
+        target: A key of `TARGETS`.
+
+    Raises:
+        RuntimeError: The kernels were imported under TRITON_INTERPRET=1 and cannot be compiled.
+    """
+    launches: dict[str, tuple] = {}
+
+    def note(kernel: Callable, _: tuple, arguments: tuple, constants: dict) -> None:
+        launches.setdefault(
+            f"{kernel.__name__} {_signature(kernel, arguments, constants)}", (kernel, arguments, constants)
+        )
+
+    with recording(note):
+        run()
+    for kernel, arguments, constants in launches.values():
+        if not isinstance(kernel, triton.JITFunction):
+            raise RuntimeError("kernels imported under TRITON_INTERPRET=1 cannot be compiled; unset it")
+        signature, values, alignments = _signature(kernel, arguments, constants)
+        options = {name: constants[name] for name in _OPTIONS if name in constants}
+        begin = time.perf_counter()
+        source = ASTSource(kernel, signature, values, alignments)
+        built = triton.compile(source, target=TARGETS[target], options=options)
+        binary = built.asm[_BINARY[TARGETS[target].backend]]
+        yield Compiled(kernel.__name__, target, len(binary), built.metadata.shared, time.perf_counter() - begin)
+
+
+# Representative calls ------------------------------------------------------------------------------------------------
+
+_HEADS, _GROUP, _DIM, _PAGE_BYTES = 2, 4, 128, 16896
+_TRACK = ("score", "pos")
+
+
+def _format(k_bits: int, v_bits: int, dtype: torch.dtype = torch.float16, **extra: object) -> PageFormat:
+    return PageFormat(SlotFormat(_DIM, k_bits, v_bits, dtype=dtype, track=_TRACK, **extra), _PAGE_BYTES)
+
+
+def _decode(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, **options: object) -> Callable[[], object]:
+    """Attention of one sequence of a Llama-3-8B-like layer, two of its eight heads."""
+    held = torch.full((1, _HEADS), 9)
+    tiers = [TierPages(fmt, torch.zeros(1, _HEADS, 2, dtype=torch.int64), held, held) for fmt in formats]
+    q = torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=dtype)
+    buffer = torch.zeros(1, _HEADS, 32, _DIM, dtype=dtype)
+    pages, rings = torch.zeros(8, _PAGE_BYTES, dtype=torch.uint8), Ring(buffer, buffer, held + 4) if ring else None
+    return lambda: triton_decode.paged_decode(q, pages, tiers, rings, 0.1, **options)
+
+
+def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Callable[[], object]:
+    """Writing, reading and, with a lower tier, demoting and moving a group of slots."""
+    count = max(16, fmt.slot.group_tokens)
+    page, slot = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+    x, pages = torch.zeros(count, _DIM, dtype=dtype), torch.zeros(2, _PAGE_BYTES, dtype=torch.uint8)
+
+    def run() -> None:
+        triton_pages.write_keys(pages, fmt, page, slot, x)
+        triton_pages.write_values(pages, fmt, page, slot, x)
+        triton_pages.read_slots(pages, fmt, page, slot)
+        if lower is not None:
+            triton_pages.demote(pages, fmt, lower, page, slot, page, slot)
+            triton_pages.move_slots(pages, lower, page, slot, page, slot)
+
+    return run
+
+
+def _one_of_each() -> None:
+    """One kernel of every kind."""
+    fmt = _format(4, 2)
+    _decode(torch.bfloat16, _format(8, 4), group="max")()
+    channel = _format(2, 2, k_channel_group=32)
+    page, x = torch.zeros(32, dtype=torch.int64), torch.zeros(32, _DIM, dtype=torch.bfloat16)
+    pages = torch.zeros(2, _PAGE_BYTES, dtype=torch.uint8)
+    triton_pages.write_keys(pages, channel, page, page, x)
+    triton_pages.write_values(pages, fmt, page, page, x)
+    triton_pages.move_slots(pages, fmt, page, page, page, page)
+    lists, size = torch.arange(1024), fmt.tokens_per_page
+    held = triton_manager.DevicePages(_PAGE_BYTES, 16, (size,), 1024, 4, "cpu")
+    held.reserve(lists, 0, lists)
+    held.compact(lists, 0, torch.ones(1024, 64, dtype=torch.bool), fmt)
+    q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
+    triton_prefill.column_scores(q, k, 0.1, queries=-1)
+
+
+def _manage() -> None:
+    """Taking, returning and compacting pages of 1,024 lists."""
+    fmt = _format(4, 2)
+    lists, size = torch.arange(1024), fmt.tokens_per_page
+    pages = triton_manager.DevicePages(_PAGE_BYTES, 16, (size, size), 1024, 4, "cpu")
+    pages.reserve(lists, 0, lists)
+    pages.truncate(lists, 1, lists)
+    pages.compact(lists, 1, torch.ones(1024, 64, dtype=torch.bool), fmt)
+
+
+def _prompt() -> None:
+    """Attention with its log-sum-exp, and column scores of all queries and of a window, squared."""
+    q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
+    triton_prefill.attention_with_lse(q, k, k, 0.1)
+    triton_prefill.column_scores(q, k, 0.1, queries=-1)
+    triton_prefill.column_scores(q, k, 0.1, queries=64, skip_near=8, power=2)
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "decode-k16": _decode(torch.float16, _format(16, 16)),
+    "decode-k8v4-k4v2-scores": _decode(torch.bfloat16, _format(8, 4), _format(4, 2), group="max"),
+    "decode-kivi2-ring": _decode(torch.float16, _format(2, 2, k_channel_group=32, v_groups=4), ring=True),
+    "decode-k4v2-fp32": _decode(torch.float32, _format(4, 2), group="mean", power=2, accumulate=True),
+    "write-k8v4": _write(_format(8, 4), _format(4, 2), torch.bfloat16),
+    "write-k16": _write(_format(16, 16), None, torch.float16),
+    "write-kivi2": _write(_format(2, 2, k_channel_group=32, v_groups=4), None, torch.float16),
+    "write-e4m3": _write(_format(8, 8, fp8=True), None, torch.float16),
+    "manager": _manage,
+    "prompt": _prompt,
+    "one-of-each": _one_of_each,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compiles cases for targets and prints one line per kernel; 0 when all compiled."""
+    parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.compile", description=__doc__.split("\n")[0])
+    parser.add_argument("--target", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
+    parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
+    chosen = parser.parse_args(argv)
+    count, failed = 0, 0
+    for case in chosen.case:
+        for target in chosen.target:
+            try:
+                for built in compile_launches(CASES[case], target):
+                    count += 1
+                    print(
+                        f"{case:24} {target:7} {built.kernel:18} {built.binary_bytes:7} B "
+                        f"{built.shared_bytes:6} B shared {built.seconds_s:5.1f} s"
+                    )
+            except Exception as error:  # a compiler's errors have no common type
+                failed += 1
+                print(f"{case:24} {target:7} FAILED: {error}")
+    print(f"{count} kernels compiled, {failed} cases failed (triton {triton.__version__})")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,404 @@
+"""Triton backend, part 3: writing, reading, demoting and moving slots in pages.
+
+Page ids below 0 are passed over, so that a plan over all lists needs no compaction into the lists that it concerns.
+Every function here is capture-safe once it was called for a format: the first `move_slots` and `demote` of a format
+copy a small table to the device.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.parts import (
+    code_values,
+    e4m3_bytes,
+    e4m3_values,
+    elements,
+    launch,
+    metadata,
+    power_of_two,
+    round_even,
+    side_constants,
+)
+
+SLOT_REGIONS = ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero", "score", "pos")
+_TILE = 2048  # entries of a program's tile
+
+
+@triton.jit
+def _slot_values(
+    base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
+    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+):  # fmt: skip
+    """Channels of single slots, fp32, in the broadcast shape of `base`, `slot` and `channel`; 0 where masked.
+
+    A code times its fp16 scale is exact in fp32, so nothing depends on whether the zero is added in the same step.
+    """
+    if BITS >= 16:
+        if KEYS:
+            cell = channel * T + slot
+        else:
+            cell = slot * D + channel
+        return tl.load((base + OFF).to(tl.pointer_type(ELEM)) + cell, mask=mask, other=0.0).to(tl.float32)
+    else:
+        if KEYS:
+            cell = (channel % W) * T + slot
+        else:
+            cell = slot * W + channel % W
+        raw = tl.load(base + OFF + cell, mask=mask, other=0)
+        if BITS == 0:
+            return e4m3_values(raw)
+        else:
+            codes = (raw >> ((channel // W) * BITS).to(tl.uint8)) & ((1 << BITS) - 1)
+            if CHANNEL > 0:
+                index = (slot // CHANNEL) * D + channel
+            else:
+                index = (channel // (D // GROUPS)) * T + slot
+            scale, zero = metadata(base, index, mask, SCALE, ZERO, BITS, SYM)
+            return code_values(codes, BITS, tl.float32) * scale + zero
+
+
+@triton.jit
+def _scale_of(low, high, BITS: tl.constexpr, SYM: tl.constexpr):
+    """Scale and zero fp32 of vectors between two bounds; for symmetric codes `high` is the largest magnitude.
+
+    Adding 0 makes -0 into 0: which of the two a minimum gives is not defined.
+    """
+    if SYM:
+        return tl.div_rn(high, high * 0.0 + (2.0 ** (BITS - 1) - 1.0)), low * 0.0
+    else:
+        zero = low + 0.0
+        return tl.div_rn(high - zero + 0.0, high * 0.0 + (2.0**BITS - 1.0)), zero
+
+
+@triton.jit
+def _codes_of(x, scale, zero, BITS: tl.constexpr, SYM: tl.constexpr, META_FIRST: tl.constexpr):
+    """Codes uint8 of fp32 values under scales of the same shape, as `quant.quantize` rounds and clamps them."""
+    dead = scale.to(tl.float16) == 0.0
+    if META_FIRST:
+        by = tl.where(dead, 1.0, scale.to(tl.float16).to(tl.float32))
+        code = tl.div_rn(x - zero.to(tl.float16).to(tl.float32), by)
+    else:
+        code = (x - zero) * tl.div_rn(scale * 0.0 + 1.0, tl.where(dead, 1.0, scale))
+    code = tl.where(dead, 0.0, round_even(code))
+    HALF: tl.constexpr = 2.0 ** (BITS - 1)
+    if SYM:
+        code = tl.minimum(tl.maximum(code, -HALF), HALF - 1.0) + HALF
+    else:
+        code = tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1.0)
+    return code.to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def _store_metadata(base, index, scale, zero, mask, SCALE: tl.constexpr, ZERO: tl.constexpr, SYM: tl.constexpr):
+    tl.store((base + SCALE).to(tl.pointer_type(tl.float16)) + index, scale.to(tl.float16), mask=mask)
+    if not SYM:
+        tl.store((base + ZERO).to(tl.pointer_type(tl.float16)) + index, zero.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def _write_side(
+    x, pages, source_page, source_slot, page, slot, count, page_bytes,
+    BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
+    FROM_PAGES: tl.constexpr,
+    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+    S_T: tl.constexpr, S_BITS: tl.constexpr, S_P: tl.constexpr, S_W: tl.constexpr, S_WP: tl.constexpr,
+    S_OFF: tl.constexpr, S_SCALE: tl.constexpr, S_ZERO: tl.constexpr, S_GROUPS: tl.constexpr, S_CHANNEL: tl.constexpr,
+    S_SYM: tl.constexpr, S_ELEM: tl.constexpr,
+):  # fmt: skip
+    """Encodes one side of BM slots whose scales are their own; from dense vectors, or from slots of another format."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    live = target >= 0
+    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    base = (pages + target * page_bytes)[:, None, None]
+    plane, w = tl.arange(0, P), tl.arange(0, WP)
+    channel = (plane[:, None] * W + w[None, :])[None, :, :]
+    real = live[:, None, None] & (w < W)[None, None, :]
+    if FROM_PAGES:
+        origin = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64)
+        there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
+        values = _slot_values(
+            (pages + origin * page_bytes)[:, None, None], there[:, None, None], channel, real, KEYS, D, S_T, S_BITS,
+            S_P, S_W, S_WP, S_OFF, S_SCALE, S_ZERO, S_GROUPS, S_CHANNEL, S_SYM, S_ELEM,
+        )  # fmt: skip
+    else:
+        values = tl.load(x + row[:, None, None] * D + channel, mask=real, other=0.0).to(tl.float32)
+    if KEYS:
+        step, stride = T, 1
+    else:
+        step, stride = 1, W
+    cell = at[:, None, None] * stride + w[None, None, :] * step
+    if BITS >= 16:
+        tl.store((base + OFF).to(tl.pointer_type(ELEM)) + cell, elements(values, ELEM), mask=real)
+    elif BITS == 0:
+        tl.store(base + OFF + cell, e4m3_bytes(values), mask=real)
+    else:
+        flat = base + tl.zeros([BM, 1, 1], tl.int32)
+        if SYM:
+            below, above = values, tl.abs(values)
+        else:
+            below, above = values, values
+        scale, zero = tl.zeros_like(values), tl.zeros_like(values)
+        for r in range(GROUPS):
+            mine = ((channel // (D // GROUPS)) == r) & real
+            low = tl.min(tl.min(tl.where(mine, below, float("inf")), 2), 1)
+            high = tl.max(tl.max(tl.where(mine, above, float("-inf")), 2), 1)
+            its_scale, its_zero = _scale_of(
+                tl.where(live, low, 0.0)[:, None, None], tl.where(live, high, 0.0)[:, None, None], BITS, SYM
+            )
+            _store_metadata(flat, r * T + at[:, None, None], its_scale, its_zero, live[:, None, None], SCALE, ZERO, SYM)
+            scale, zero = tl.where(mine, its_scale, scale), tl.where(mine, its_zero, zero)
+        codes = _codes_of(values, scale, zero, BITS, SYM, META_FIRST)
+        packed = tl.sum(codes.to(tl.int32) << (plane * BITS)[None, :, None], 1).to(tl.uint8)
+        place = (pages + target * page_bytes)[:, None] + OFF + at[:, None] * stride + w[None, :] * step
+        tl.store(place, packed, mask=live[:, None] & (w < W)[None, :])
+
+
+@triton.jit
+def _write_key_groups(
+    x, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
+    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+):  # fmt: skip
+    """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot."""
+    first = tl.program_id(0).to(tl.int64) * CHANNEL
+    target = tl.load(page + first).to(tl.int64)
+    start = tl.load(slot + first).to(tl.int32)
+    i, plane = tl.arange(0, GT), tl.arange(0, P)
+    w = tl.program_id(1) * BW + tl.arange(0, BW)
+    width, tokens = tl.where(target >= 0, W, 0), tl.where(target >= 0, CHANNEL, 0)
+    base = pages + target * page_bytes
+    channel = plane[:, None] * W + w[None, :]
+    real = (i < tokens)[:, None, None] & (w < W)[None, None, :]
+    values = tl.load(x + (first + i)[:, None, None] * D + channel[None, :, :], mask=real, other=0.0).to(tl.float32)
+    low = tl.min(tl.where(real, values, float("inf")), 0)
+    if SYM:
+        high = tl.max(tl.where(real, tl.abs(values), float("-inf")), 0)
+    else:
+        high = tl.max(tl.where(real, values, float("-inf")), 0)
+    held = (w < width)[None, :] & (plane >= 0)[:, None]
+    scale, zero = _scale_of(tl.where(held, low, 0.0), tl.where(held, high, 0.0), BITS, SYM)
+    _store_metadata(base, (start // CHANNEL) * D + channel, scale, zero, held, SCALE, ZERO, SYM)
+    grown = tl.zeros_like(values)
+    codes = _codes_of(values, grown + scale[None, :, :], grown + zero[None, :, :], BITS, SYM, True)
+    packed = tl.sum(codes.to(tl.int32) << (plane * BITS)[None, :, None], 1).to(tl.uint8)
+    place = base + OFF + w[None, :] * T + (start + i)[:, None]
+    tl.store(place, packed, mask=(i < tokens)[:, None] & (w < W)[None, :])
+
+
+@triton.jit
+def _read_side(
+    pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
+    OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr,
+    SYM: tl.constexpr, ELEM: tl.constexpr,
+):  # fmt: skip
+    """Dequantises one side of BM slots."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    channel = tl.arange(0, DP)[None, :]
+    source = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    mask = (source >= 0)[:, None] & (channel < D)
+    values = _slot_values(
+        (pages + source * page_bytes)[:, None], at[:, None], channel, mask, KEYS, D, T, BITS, P, W, WP, OFF, SCALE,
+        ZERO, GROUPS, CHANNEL, SYM, ELEM,
+    )  # fmt: skip
+    values = tl.where(mask, values, 0.0)
+    tl.store(out + row[:, None] * D + channel, values, mask=(row < count)[:, None] & (channel < D))
+
+
+@triton.jit
+def _move_bytes(
+    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
+    BM: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """Copies bytes of BM slots; byte j of slot i lies at map[j, 0] + i * map[j, 1] in its page."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    j = tl.program_id(1) * BB + tl.arange(0, BB)
+    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    origin = tl.load(source_page + row, mask=row < count, other=-1).to(tl.int64)
+    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
+    wanted = j < num_bytes
+    mask = ((target >= 0) & (origin >= 0))[:, None] & wanted[None, :]
+    source = (
+        tl.load(source_map + 2 * j, mask=wanted, other=0)[None, :]
+        + there[:, None] * tl.load(source_map + 2 * j + 1, mask=wanted, other=0)[None, :]
+    )
+    place = (
+        tl.load(target_map + 2 * j, mask=wanted, other=0)[None, :]
+        + at[:, None] * tl.load(target_map + 2 * j + 1, mask=wanted, other=0)[None, :]
+    )
+    moved = tl.load(pages + origin[:, None] * page_bytes + source, mask=mask, other=0)
+    tl.store(pages + target[:, None] * page_bytes + place, moved, mask=mask)
+
+
+def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
+    """Encodes keys [M, D] and writes them to their slots; the bytes of `torch_pages.write_keys`, to the last one.
+
+    Args:
+        page: int64 or int32 [M] page ids; below 0 = nothing is written (with per-channel keys: by the first of a
+            group).
+        slot: [M] slots within the page.
+        k: [M, D], any float dtype.
+    """
+    if not fmt.slot.channel_keys:
+        _write("k", pages, fmt, page, slot, k)
+        return
+    side = side_constants(fmt, "k", least=1)
+    group, num_bytes = fmt.slot.k_channel_group, side["W"]
+    tokens = power_of_two(group)
+    width = min(power_of_two(num_bytes), power_of_two(max(1, 2 * _TILE // (tokens * side["P"]))))
+    launch(
+        _write_key_groups, (page.numel() // group, -(-num_bytes // width)), k.contiguous(), pages, page.contiguous(),
+        slot.contiguous(), pages.shape[1], D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width, **side,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
+    """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
+    _write("v", pages, fmt, page, slot, v)
+
+
+def _write(
+    side: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor | None,
+    source: tuple[PageFormat, Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Launches `_write_side` from dense vectors, or from (format, pages, slots)."""
+    constants = side_constants(fmt, side, least=1)
+    page, slot, count = page.contiguous(), slot.contiguous(), page.numel()
+    origin, from_page, from_slot = source if source is not None else (fmt, page, slot)
+    launch(
+        _write_side, (-(-count // _rows(constants)),), pages if x is None else x.contiguous(), pages,
+        from_page.contiguous(), from_slot.contiguous(), page, slot, count, pages.shape[1], BM=_rows(constants),
+        KEYS=side == "k", D=fmt.slot.head_dim, T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys,
+        FROM_PAGES=source is not None, S_T=origin.tokens_per_page, **constants,
+        **side_constants(origin, side, "S_", least=1),
+        enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
+    )  # fmt: skip
+
+
+def _rows(constants: dict[str, object]) -> int:
+    """Slots per program."""
+    return min(64, max(1, _TILE // (constants["P"] * constants["WP"])))
+
+
+def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Dequantises single slots: pages and slots [M] to keys and values fp32 [M, D]; 0 where the page is below 0."""
+    count, head_dim = page.numel(), fmt.slot.head_dim
+    out = [torch.empty(count, head_dim, device=pages.device) for _ in range(2)]
+    padded = power_of_two(head_dim)
+    rows = min(64, max(1, _TILE // padded))
+    for side, target in zip("kv", out, strict=True):
+        launch(
+            _read_side, (-(-count // rows),), pages, target, page.contiguous(), slot.contiguous(), count,
+            pages.shape[1], BM=rows, DP=padded, KEYS=side == "k", D=head_dim, T=fmt.tokens_per_page,
+            **side_constants(fmt, side, least=1),
+        )  # fmt: skip
+    return out[0], out[1]
+
+
+def demote(
+    pages: Tensor, source: PageFormat, target: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor,
+    dst_slot: Tensor,
+) -> None:  # fmt: skip
+    """Re-quantises slots into another format, score and position included, without a dense copy in between.
+
+    Args:
+        source: Format of the slots read; target: of those written.
+        src_page, src_slot, dst_page, dst_slot: [M]; entries with a target page below 0 are passed over. No target slot
+            is also a source.
+
+    Raises:
+        ValueError: The target's keys share scales over tokens, or the formats track different fields.
+
+    Source: DiffKV (tokens go down a tier as they are quantised, not from the original vectors).
+    """
+    if target.slot.channel_keys:
+        raise ValueError(
+            f"slots cannot be demoted into per-channel keys (group {target.slot.k_channel_group}) one by one; give the "
+            "lower tier k_axis=token"
+        )
+    if source.slot.track != target.slot.track:
+        raise ValueError(
+            f"the tiers track {source.slot.track} and {target.slot.track}; demotion needs the same fields in both"
+        )
+    for side in "kv":
+        _write(side, pages, target, dst_page, dst_slot, None, (source, src_page, src_slot))
+    if source.slot.track:
+        maps = [byte_map(fmt, ("score", "pos"), pages.device) for fmt in (source, target)]
+        _move(pages, src_page, src_slot, dst_page, dst_slot, *maps)
+
+
+def move_slots(
+    pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
+) -> None:
+    """Copies the bytes of slots as they are; sources and targets must not overlap. As `torch_pages.move_slots`.
+
+    Raises:
+        ValueError: See `check_movable`.
+    """
+    check_movable(fmt)
+    table = byte_map(fmt, SLOT_REGIONS, pages.device)
+    _move(pages, src_page, src_slot, dst_page, dst_slot, table, table)
+
+
+def check_movable(fmt: PageFormat) -> None:
+    """Refuses formats whose slots do not stand alone.
+
+    Raises:
+        ValueError: Keys share scales over tokens, or pages carry bounds of their keys.
+    """
+    if fmt.slot.channel_keys:
+        raise ValueError(
+            f"slots with per-channel keys (group {fmt.slot.k_channel_group}) cannot move one by one; "
+            "evict before quantising, or store the tokens in a tier with k_axis=token"
+        )
+    if fmt.bounds:
+        raise ValueError("slots of pages that carry bounds of their keys cannot move: the bounds would no longer hold")
+
+
+def _move(
+    pages: Tensor, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor, source: Tensor,
+    target: Tensor,
+) -> None:  # fmt: skip
+    """Launches `_move_bytes`."""
+    count, width = dst_page.numel(), min(64, power_of_two(len(source)))
+    rows = _TILE // 2 // width
+    launch(
+        _move_bytes, (-(-count // rows), -(-len(source) // width)), pages, src_page.contiguous(),
+        src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), source, target, count, len(source),
+        pages.shape[1], BM=rows, BB=width,
+    )  # fmt: skip
+
+
+@cache
+def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
+    """Where the bytes of a slot lie: int32 [bytes, 2], byte j of slot i at first[j] + i * step[j] within its page.
+
+    Args:
+        fmt: A format whose slots stand alone (no per-channel keys).
+        names: Which of `SLOT_REGIONS`.
+        device: Where the table is wanted.
+    """
+    slot, table = fmt.slot, []
+    for name in names:
+        offset, length = fmt.regions[name]
+        if not length:
+            continue
+        per_slot = length // fmt.tokens_per_page
+        if name in ("v_codes", "score", "pos"):  # slot after slot
+            table += [(offset + j, per_slot) for j in range(per_slot)]
+            continue
+        unit = 2 if name != "k_codes" else slot.dtype.itemsize if slot.k_bits >= 16 else 1
+        row = fmt.tokens_per_page * unit  # all slots' first element, then all slots' second, ..
+        table += [(offset + j // unit * row + j % unit, unit) for j in range(per_slot)]
+    return torch.tensor(table, dtype=torch.int32, device=device)

@@ -1,0 +1,211 @@
+"""Triton backend: the tiles of decode attention, as functions that kernels call on the device.
+
+Codes of a plane are dequantised by operations on single elements alone, so that the compiler can load them in the form
+that the tensor cores take; putting planes side by side first sends every code through shared memory.
+"""
+
+import triton
+import triton.language as tl
+
+from kvbench.kernels.gpu.parts import code_values, e4m3_values, metadata
+
+
+@triton.jit
+def query_planes(
+    q, start, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr
+):
+    """The queries of one list, a tile [GP, WP] per plane of key codes: channels plane * W + w."""
+    g, w = tl.arange(0, GP), tl.arange(0, WP)
+    asked = (g < G)[:, None] & (w < W)[None, :]
+    planes = (tl.load(q + start + g[:, None] * D + w[None, :], mask=asked, other=0.0),)
+    for plane in tl.static_range(1, P):
+        planes = planes + (tl.load(q + start + g[:, None] * D + (plane * W + w)[None, :], mask=asked, other=0.0),)
+    return planes
+
+
+@triton.jit
+def key_logits(
+    q, q_sum, base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+):  # fmt: skip
+    """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales folded in after the product.
+
+    Reads whole runs of slots that begin before `held`, because a mask that may change from slot to slot makes every
+    load a single byte; the logits of slots from `held` on are anything.
+    """
+    t = start + tl.arange(0, BT)
+    w = tl.arange(0, WP)
+    RUN: tl.constexpr = 16 if T % 16 == 0 else 8
+    live = ((t // RUN) * RUN < held) & (t < T)
+    rows = (w < W)[:, None] & live[None, :]
+    if BITS >= 16:
+        k = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + w[:, None] * T + t[None, :], mask=rows, other=0.0)
+        return tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
+    elif BITS == 0:
+        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
+        return tl.dot(q[0].to(OP), e4m3_values(raw).to(OP), input_precision="ieee")
+    else:
+        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
+        width = tl.where(start < held, W, 0)  # nothing of a group of tokens that was never written
+        dots = tl.zeros([q_sum.shape[0], BT], tl.float32)
+        constant = tl.zeros_like(q_sum)
+        for plane in tl.static_range(P):
+            codes = (raw >> (plane * BITS)) & ((1 << BITS) - 1)
+            channel = plane * W + w
+            if CHANNEL > 0 and CHANNEL % BT == 0:  # the block lies within one group of tokens: scale the query instead
+                index = (start // CHANNEL) * D + channel
+                scale, zero = metadata(base, index, w < width, SCALE, ZERO, BITS, SYM)
+                wide = q[plane].to(tl.float32)
+                constant += tl.sum(wide * zero[None, :], 1)
+                left, right = (wide * scale[None, :]).to(OP), code_values(codes, BITS, OP)
+            elif CHANNEL > 0 or GROUPS > 1:
+                if CHANNEL > 0:
+                    index = (t // CHANNEL)[None, :] * D + channel[:, None]
+                else:
+                    index = (channel // (D // GROUPS))[:, None] * T + t[None, :]
+                scale, zero = metadata(base, index, rows, SCALE, ZERO, BITS, SYM)
+                left, right = q[plane].to(OP), (code_values(codes, BITS, tl.float32) * scale + zero).to(OP)
+            else:
+                left, right = q[plane].to(OP), code_values(codes, BITS, OP)
+            dots += tl.dot(left, right, input_precision="ieee")
+        if CHANNEL > 0 or GROUPS > 1:
+            return dots + constant[:, None]
+        else:
+            scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
+            return dots * scale[None, :] + q_sum[:, None] * zero[None, :]
+
+
+@triton.jit
+def _scaled_weights(p, scale, zero, OP: tl.constexpr):
+    """Weights for codes, the factor that goes back on their sums, and the sum of the zeros.
+
+    In 16 bits codes are exact in fp16; the scales, as shares of the block's largest, keep the weights in its range.
+    """
+    constant = tl.sum(p * zero[None, :], 1)
+    if OP == tl.float32:  # noqa: SIM300
+        return p * scale[None, :], 1.0, constant
+    else:
+        top = tl.maximum(tl.max(tl.abs(scale), 0), 1e-30)
+        return (p * (scale / top)[None, :]).to(tl.float16), top, constant
+
+
+@triton.jit
+def _plane_values(
+    p, raw, base, t, live, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    BITS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
+    GROUPS: tl.constexpr, SYM: tl.constexpr,
+):  # fmt: skip
+    """Sum of p[g, t] * v[t] over BT slots for the channels of one plane of value codes, fp32 [GP, WP]."""
+    codes = (raw >> (plane * BITS)) & ((1 << BITS) - 1)
+    SIZE: tl.constexpr = D // GROUPS  # channels per scale
+    EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
+    if SIZE % W == 0:  # one scale per slot serves the whole plane
+        scale, zero = metadata(base, (plane * W // SIZE) * T + t, live, SCALE, ZERO, BITS, SYM)
+        weight, factor, constant = _scaled_weights(p, scale, zero, OP)
+        return tl.dot(weight, code_values(codes, BITS, EXACT), input_precision="ieee") * factor + constant[:, None]
+    elif W == WP and W % SIZE == 0 and (SIZE & (SIZE - 1)) == 0:  # one load per group, not per channel
+        r = plane * (W // SIZE) + tl.arange(0, W // SIZE)
+        scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SCALE, ZERO, BITS, SYM)
+        grouped = tl.reshape(code_values(codes, BITS, tl.float32), [BT, W // SIZE, SIZE])
+        v = tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BT, WP])
+        return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
+    else:
+        w = tl.arange(0, WP)
+        index = ((plane * W + w) // SIZE)[None, :] * T + t[:, None]
+        scale, zero = metadata(base, index, live[:, None] & (w < W)[None, :], SCALE, ZERO, BITS, SYM)
+        v = code_values(codes, BITS, tl.float32) * scale + zero
+        return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
+
+
+@triton.jit
+def add_values(
+    acc, shrink, p, base, t, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+):  # fmt: skip
+    """The sums so far, shrunk, with p[g, t] * v[t] of BT slots of a page added: a tile fp32 [GP, WP] per plane."""
+    w = tl.arange(0, WP)
+    cells = live[:, None] & (w < W)[None, :]
+    if BITS >= 16:
+        v = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + t[:, None] * W + w[None, :], mask=cells, other=0.0)
+        return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v.to(OP), input_precision="ieee"),)
+    elif BITS == 0:
+        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
+        v = e4m3_values(raw).to(OP)
+        return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v, input_precision="ieee"),)
+    elif GROUPS == 1 and P > 1:  # the same weights for all planes
+        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
+        scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
+        weight, factor, constant = _scaled_weights(p, scale, zero, OP)
+        EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
+        sums = tl.dot(weight, code_values(raw & ((1 << BITS) - 1), BITS, EXACT), input_precision="ieee")
+        out = (acc[0] * shrink[:, None] + sums * factor + constant[:, None],)
+        for plane in tl.static_range(1, P):
+            codes = (raw >> (plane * BITS)) & ((1 << BITS) - 1)
+            sums = tl.dot(weight, code_values(codes, BITS, EXACT), input_precision="ieee")
+            out = out + (acc[plane] * shrink[:, None] + sums * factor + constant[:, None],)
+        return out
+    else:
+        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
+        sums = _plane_values(p, raw, base, t, live, 0, D, T, BT, OP, BITS, W, WP, SCALE, ZERO, GROUPS, SYM)
+        out = (acc[0] * shrink[:, None] + sums,)
+        for plane in tl.static_range(1, P):
+            sums = _plane_values(p, raw, base, t, live, plane, D, T, BT, OP, BITS, W, WP, SCALE, ZERO, GROUPS, SYM)
+            out = out + (acc[plane] * shrink[:, None] + sums,)
+        return out
+
+
+@triton.jit
+def _ring_tile(ring, start, token, live, plane: tl.constexpr, LENGTH: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+               WP: tl.constexpr):  # fmt: skip
+    """Rows of a residual buffer for the given tokens, the channels of one plane, [BT, WP]; 0 where not live."""
+    w = tl.arange(0, WP)
+    mask = live[:, None] & (w < W)[None, :]
+    return tl.load(ring + start + (token % LENGTH)[:, None] * D + (plane * W + w)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def ring_logits(
+    q, ring, start, token, live, GP: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, LENGTH: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """q . k for tokens in a residual buffer, fp32 [GP, BT]."""
+    dots = tl.zeros([GP, BT], tl.float32)
+    for plane in tl.static_range(P):
+        key = _ring_tile(ring, start, token, live, plane, LENGTH, D, W, WP)
+        dots += tl.dot(q[plane].to(OP), tl.trans(key).to(OP), input_precision="ieee")
+    return dots
+
+
+@triton.jit
+def add_ring_values(
+    acc, p, ring, start, token, live, OP: tl.constexpr, LENGTH: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    W: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """The sums so far with the values of tokens in a residual buffer added."""
+    weight = tl.where(live[None, :], p, 0.0).to(OP)
+    value = _ring_tile(ring, start, token, live, 0, LENGTH, D, W, WP).to(OP)
+    out = (acc[0] + tl.dot(weight, value, input_precision="ieee"),)
+    for plane in tl.static_range(1, P):
+        value = _ring_tile(ring, start, token, live, plane, LENGTH, D, W, WP).to(OP)
+        out = out + (acc[plane] + tl.dot(weight, value, input_precision="ieee"),)
+    return out
+
+
+@triton.jit
+def sum_channels(planes, P: tl.constexpr):
+    """Sum over the channels of all planes, fp32 [GP]."""
+    total = tl.sum(planes[0].to(tl.float32), 1)
+    for plane in tl.static_range(1, P):
+        total += tl.sum(planes[plane].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def zero_planes(P: tl.constexpr, GP: tl.constexpr, WP: tl.constexpr):
+    """A tile of zeros per plane."""
+    planes = (tl.zeros([GP, WP], tl.float32),)
+    for _ in tl.static_range(1, P):
+        planes = planes + (tl.zeros([GP, WP], tl.float32),)
+    return planes

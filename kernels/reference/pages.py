@@ -1,0 +1,231 @@
+"""Reference backend, part 1: writing, reading and moving slots in pages, in plain torch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.reference import quant
+
+
+def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
+    """A region of every page as a typed view.
+
+    Args:
+        pages: uint8 [P, page_bytes].
+        name: A region of `PageFormat.regions`.
+
+    Returns:
+        k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P,
+        groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, score [P, T] fp32, pos [P, T]
+        int32, k_low and k_high [P, D] elements.
+    """
+    offset, length = fmt.regions[name]
+    raw = pages[:, offset : offset + length]
+    slot, tokens = fmt.slot, fmt.tokens_per_page
+    if name == "k_codes":
+        return (raw.view(slot.dtype) if slot.k_bits >= 16 else raw).unflatten(1, (-1, tokens))
+    if name == "v_codes":
+        return (raw.view(slot.dtype) if slot.v_bits >= 16 else raw).unflatten(1, (tokens, -1))
+    if name in ("k_scale", "k_zero"):
+        shape = (-1, slot.head_dim) if slot.channel_keys else (slot.k_groups, tokens)
+        return raw.view(torch.float16).unflatten(1, shape)
+    if name in ("v_scale", "v_zero"):
+        return raw.view(torch.float16).unflatten(1, (slot.v_groups, tokens))
+    if name in ("k_low", "k_high"):
+        return raw.view(slot.dtype)
+    return raw.view(torch.float32 if name == "score" else torch.int32)
+
+
+@dataclass
+class _Side:
+    """Encoded vectors: bytes or elements [M, W] and metadata [M, groups]."""
+
+    codes: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+
+
+def _encode(x: Tensor, bits: int, groups: int, fmt: PageFormat) -> _Side:
+    """Encodes vectors [M, D] with one scale per group of channels."""
+    slot = fmt.slot
+    if bits >= 16:
+        return _Side(x.to(slot.dtype))
+    if slot.fp8 and bits == 8:
+        return _Side(quant.to_fp8(x))
+    codes, scale, zero = quant.quantize(
+        x.unflatten(-1, (groups, -1)), bits, symmetric=slot.symmetric, metadata_first=slot.channel_keys
+    )
+    return _Side(quant.pack(codes.flatten(-2), bits), scale[..., 0], zero[..., 0])
+
+
+def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
+    """Encodes keys and writes them to their slots.
+
+    Args:
+        page: int64 [M] page ids.
+        slot: int64 [M] slots within the page. With per-channel keys, runs of `group_tokens` consecutive slots, aligned,
+            in order.
+        k: [M, D], any float dtype.
+    """
+    form = fmt.slot
+    codes = region(pages, fmt, "k_codes")
+    if not form.channel_keys:
+        side = _encode(k, form.k_bits, form.k_groups, fmt)
+        codes[page, :, slot] = side.codes
+        if side.scale is not None:
+            region(pages, fmt, "k_scale")[page, :, slot] = side.scale
+            if not form.symmetric:
+                region(pages, fmt, "k_zero")[page, :, slot] = side.zero
+        return
+    group = form.k_channel_group
+    page, index = page[::group], slot[::group] // group
+    # One scale per channel: quantise over the tokens of the group, then pack the channels of each token.
+    channels, scale, zero = quant.quantize(
+        k.unflatten(0, (-1, group)).transpose(1, 2), form.k_bits, symmetric=form.symmetric, metadata_first=True
+    )
+    packed = quant.pack(channels.transpose(1, 2), form.k_bits)  # [M / group, group, W]
+    codes.unflatten(2, (-1, group))[page, :, index] = packed.transpose(1, 2)
+    region(pages, fmt, "k_scale")[page, index] = scale[..., 0]
+    if not form.symmetric:
+        region(pages, fmt, "k_zero")[page, index] = zero[..., 0]
+
+
+def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
+    """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
+    side = _encode(v, fmt.slot.v_bits, fmt.slot.v_groups, fmt)
+    region(pages, fmt, "v_codes")[page, slot] = side.codes
+    if side.scale is not None:
+        region(pages, fmt, "v_scale")[page, :, slot] = side.scale
+        if not fmt.slot.symmetric:
+            region(pages, fmt, "v_zero")[page, :, slot] = side.zero
+
+
+def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
+    """Takes keys into the bounds of their pages; slot 0 begins a page anew.
+
+    Args:
+        page: int64 [M] page ids.
+        slot: int64 [M] slots within the page.
+        k: [M, D], as they are written.
+        distinct: No page comes twice, as in a decode step; then nothing is sorted.
+    """
+    k = k.to(fmt.slot.dtype)
+    if distinct:
+        ids, fresh, low, high = page, slot == 0, k, k
+    else:
+        ids, inverse = page.unique(return_inverse=True)
+        index, shape = inverse[:, None].expand_as(k), (len(ids), k.shape[1])
+        fresh = torch.zeros(len(ids), device=k.device).index_add_(0, inverse, (slot == 0).float()) > 0
+        low = k.new_full(shape, float("inf")).scatter_reduce_(0, index, k, "amin")
+        high = k.new_full(shape, float("-inf")).scatter_reduce_(0, index, k, "amax")
+    for name, new, widest in (("k_low", low, torch.minimum), ("k_high", high, torch.maximum)):
+        view = region(pages, fmt, name)
+        view[ids] = torch.where(fresh[:, None], new, widest(new, view[ids]))
+
+
+def write_tracked(
+    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float, pos: Tensor
+) -> None:
+    """Writes the tracked fields of slots; those that the format does not track are ignored."""
+    if "score" in fmt.slot.track:
+        region(pages, fmt, "score")[page, slot] = score
+    if "pos" in fmt.slot.track:
+        region(pages, fmt, "pos")[page, slot] = pos.to(torch.int32)
+
+
+def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+    """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group,
+    D])."""
+    form = fmt.slot
+    if form.k_bits >= 16:
+        return codes.float()
+    if not form.k_coded:
+        return quant.from_fp8(codes)
+    values = quant.unpack(codes, form.k_bits, dim=1)
+    if form.channel_keys:
+        shape = values.shape
+        values = values.unflatten(2, (-1, form.k_channel_group))
+        scale = scale.transpose(1, 2)[..., None]
+        zero = None if zero is None else zero.transpose(1, 2)[..., None]
+        return quant.dequantize(values, scale, zero, form.k_bits, symmetric=form.symmetric).reshape(shape)
+    values = values.unflatten(1, (form.k_groups, -1))
+    zero = None if zero is None else zero[:, :, None]
+    return quant.dequantize(values, scale[:, :, None], zero, form.k_bits, symmetric=form.symmetric).flatten(1, 2)
+
+
+def _decode_values(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+    """fp32 values [X, n, D] from codes [X, n, W] and metadata [X, groups, n]."""
+    form = fmt.slot
+    if form.v_bits >= 16:
+        return codes.float()
+    if not form.v_coded:
+        return quant.from_fp8(codes)
+    values = quant.unpack(codes, form.v_bits).unflatten(-1, (form.v_groups, -1))
+    scale = scale.transpose(1, 2)[..., None]
+    zero = None if zero is None else zero.transpose(1, 2)[..., None]
+    return quant.dequantize(values, scale, zero, form.v_bits, symmetric=form.symmetric).flatten(-2)
+
+
+def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Dequantises whole pages.
+
+    Args:
+        ids: int64 [X] page ids.
+
+    Returns:
+        keys fp32 [X, D, T] (transposed, as they lie in the page) and values fp32 [X, T, D]. Slots never written hold
+        anything, also NaN.
+    """
+    k_meta = [region(pages, fmt, n)[ids] if fmt.regions[n][1] else None for n in ("k_scale", "k_zero")]
+    v_meta = [region(pages, fmt, n)[ids] if fmt.regions[n][1] else None for n in ("v_scale", "v_zero")]
+    keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], *k_meta)
+    return keys, _decode_values(fmt, region(pages, fmt, "v_codes")[ids], *v_meta)
+
+
+def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Dequantises single slots: int64 [M] pages and slots to keys and values, fp32 [M, D]."""
+    if fmt.slot.channel_keys:  # scales belong to groups, so the whole page is the unit of reading
+        keys, values = read_pages(pages, fmt, page)
+        row = torch.arange(len(page), device=page.device)
+        return keys[row, :, slot], values[row, slot]
+    k_meta = [
+        region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("k_scale", "k_zero")
+    ]
+    v_meta = [
+        region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("v_scale", "v_zero")
+    ]
+    keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[page, :, slot][..., None], *k_meta)
+    values = _decode_values(fmt, region(pages, fmt, "v_codes")[page, slot][:, None], *v_meta)
+    return keys[..., 0], values[:, 0]
+
+
+def read_tracked(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Score fp32 and position int64 of single slots; None for a field that is not tracked."""
+    score = region(pages, fmt, "score")[page, slot] if "score" in fmt.slot.track else None
+    pos = region(pages, fmt, "pos")[page, slot].long() if "pos" in fmt.slot.track else None
+    return score, pos
+
+
+def move_slots(
+    pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
+) -> None:
+    """Copies the bytes of slots as they are (no requantisation); sources and targets must not overlap.
+
+    Raises:
+        ValueError: The format's keys share scales over tokens, so that a slot cannot move alone.
+    """
+    if fmt.slot.channel_keys:
+        raise ValueError(
+            f"slots with per-channel keys (group {fmt.slot.k_channel_group}) cannot move one by one; "
+            "evict before quantising, or store the tokens in a tier with k_axis=token"
+        )
+    for name, (_, length) in fmt.regions.items():
+        if not length:
+            continue
+        view = region(pages, fmt, name)
+        if name in ("v_codes", "score", "pos"):
+            view[dst_page, dst_slot] = view[src_page, src_slot]
+        else:
+            view[dst_page, :, dst_slot] = view[src_page, :, src_slot]

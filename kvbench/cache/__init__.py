@@ -1,0 +1,1 @@
+"""The compressed cache: pages, rings and the store that executes what a policy decides."""

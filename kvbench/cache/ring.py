@@ -1,0 +1,80 @@
+"""The residual buffers: a ring of 16-bit tokens per list, in front of tier 0."""
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import Residual
+
+
+class ResidualBuffer:
+    """Rings of keys and values for all lists, with the counts that say which tokens are still in them.
+
+    Token i of a list is in the key ring while `i >= num_k`, in the value ring while `i >= num_v`; it lies at i modulo
+    the ring's length.
+
+    Args:
+        spec: The policy's residual.
+        lists_shape: (rows, layers, heads).
+        head_dim: Channels.
+        dtype: Element type of the rings.
+        group_tokens: Slots that tier 0 takes together on the key side.
+        device: Where the rings live.
+    """
+
+    def __init__(
+        self,
+        spec: Residual,
+        lists_shape: tuple[int, int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        group_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.group_tokens = group_tokens
+        # The oldest value leaves when R + 1 are held, and the newest is written before it does: one entry more.
+        v_length = spec.num_tokens + (spec.v_flush == "oldest")
+        self.k = torch.zeros(*lists_shape, spec.num_tokens, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(*lists_shape, v_length, head_dim, dtype=dtype, device=device)
+        num_lists = lists_shape[0] * lists_shape[1] * lists_shape[2]
+        self.num_k = torch.zeros(num_lists, dtype=torch.int32, device=device)
+        self.num_v = torch.zeros(num_lists, dtype=torch.int32, device=device)
+        self.num_tokens = torch.zeros(num_lists, dtype=torch.int32, device=device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of rings and counters, as the tensors hold them."""
+        return sum(t.nbytes for t in (self.k, self.v, self.num_k, self.num_v, self.num_tokens))
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes of one list's rings, without counters."""
+        return (self.k[0, 0, 0].numel() + self.v[0, 0, 0].numel()) * self.k.element_size()
+
+    def of_layer(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """The key and value rings [S, H, R, D] of one layer; views, not copies, when `rows` follow one another."""
+        numbers = rows.tolist()
+        if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            chosen = slice(numbers[0], numbers[0] + len(numbers))
+            return self.k[chosen, layer], self.v[chosen, layer]
+        return self.k[rows, layer], self.v[rows, layer]
+
+    def split_prompt(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of a prompt's `count` kept tokens (int64 [..]) go to the pages at once: keys, values."""
+        size = self.spec.num_tokens
+        if self.spec.hold_prompt:
+            whole = count - count % size
+            return whole, whole if self.spec.v_flush == "all" else (count - size).clamp(min=0)
+        whole = count - count % self.group_tokens
+        return whole, whole
+
+    def after_append(self, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """The counts (keys, values in pages) once each of these lists has taken one more token; int64 [M]."""
+        total = self.num_tokens[lists].long() + 1
+        held_k, held_v = self.num_k[lists].long(), self.num_v[lists].long()
+        size = self.spec.num_tokens
+        full = total - held_k >= size
+        new_k = torch.where(full, total, held_k)
+        if self.spec.v_flush == "all":
+            return new_k, torch.where(full, total, held_v)
+        return new_k, torch.where(total - held_v > size, total - size, held_v)

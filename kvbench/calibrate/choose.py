@@ -1,0 +1,187 @@
+"""From measured points to a choice: what each loses against the full cache, what it holds, and which is the cheapest
+that loses no more than the margin."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbench.calibrate.measure import Point
+from kvbench.calibrate.plan import Rule
+from kvbench.results.summary import values_by_sample
+from kvbench.stats import paired as stats
+from kvbench.stats.intervals import Estimate, paired_difference
+
+FIDELITY = {"nll": "nll", "kl": "kl_mean"}  # criterion -> field of a record's fidelity
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What one point lost and held, against another point on the same samples."""
+
+    settings: dict
+    """The tuned settings."""
+    hash: str
+    """Of the run that the point is."""
+    num_samples: int
+    """Samples that ended well."""
+    num_failed: int
+    """Answers that did not; such a point is never chosen."""
+    score: float | None
+    """Mean score."""
+    losses: dict[str, Estimate]
+    """Criterion -> loss, positive when worse, with its paired 95 % interval."""
+    bytes_ratio: Estimate
+    """Resident bytes at the end of the answer, as a share of an FP16 full cache."""
+    resident_bytes: float
+    """Mean per sample."""
+    slot_ratio: float | None
+    """Share of the tokens' slots that are held."""
+    tier_shares: list[float]
+    """Of the slots held, the share in each tier."""
+    samples: list[dict]
+    """One row per answer: its score, NLL, KL and resident bytes."""
+    within: bool = False
+    """The rule accepts it."""
+
+
+def evaluate(point: Point, reference: Point, rule: Rule) -> Measured:
+    """Compare a measured point with another one on the same samples.
+
+    Args:
+        point: What is judged.
+        reference: The full cache, or the uncalibrated method.
+        rule: Decides `within`.
+    """
+    ok = [record for record in point.records if record["status"] == "ok"]
+    task = point.experiment.task
+    losses = {name: loss(point, reference, name, rule) for name in ("score", *FIDELITY)}
+    ratios, resident = _bytes(ok, rule)
+    held = np.array([record["kept"].get("slots_per_tier", []) for record in ok], dtype=float).sum(axis=0)
+    shares = [record["kept"]["slot_ratio"] for record in ok if "slot_ratio" in record["kept"]]
+    found = values_by_sample(point.records, lambda record: record["scores"][task.primary])[0]
+    means = [np.mean(list(values.values())) for values in found.values()]
+    result = Measured(
+        settings=point.settings,
+        hash=point.experiment.hash,
+        num_samples=len({record["sample_id"] for record in ok}),
+        num_failed=len(point.records) - len(ok),
+        score=float(np.mean(means)) if means else None,
+        losses={name: value for name, value in losses.items() if value.value is not None},
+        bytes_ratio=ratios,
+        resident_bytes=resident,
+        slot_ratio=float(np.mean(shares)) if shares else None,
+        tier_shares=[float(share) for share in held / held.sum()] if np.size(held) and held.sum() else [],
+        samples=[_row(record, task.primary) for record in point.records],
+    )
+    result.within = accepts(rule, result)
+    return result
+
+
+def loss(point: Point, reference: Point, criterion: str, rule: Rule) -> Estimate:
+    """What a point loses, sample by sample, with a 95 % interval; positive when worse.
+
+    Scores take Newcombe's interval where they are yes or no, which has a width even when no sample differs. NLL and KL
+    take a bootstrap within the subsets; identical values give an interval of no width.
+    """
+    info = point.experiment.task.metrics[point.experiment.task.primary]
+    sign = -1.0 if criterion == "score" and info.higher_is_better else 1.0
+
+    def pick(record: dict) -> object:
+        return (
+            record["scores"][point.experiment.task.primary]
+            if criterion == "score"
+            else record["fidelity"][FIDELITY[criterion]]
+        )
+
+    mine, theirs = (values_by_sample(item.records, pick)[0] for item in (point, reference))
+    pairs = {
+        subset: [
+            (sign * value, sign * theirs[subset][name]) for name, value in values.items() if name in theirs[subset]
+        ]
+        for subset, values in mine.items()
+        if subset in theirs
+    }
+    pairs = {subset: values for subset, values in pairs.items() if values}
+    if not pairs:
+        return Estimate()
+    if criterion == "score":
+        # The interval's arithmetic wants values in [0, 1]; the sign goes on afterwards.
+        plain = {subset: [(abs(a), abs(b)) for a, b in values] for subset, values in pairs.items()}
+        return paired_difference(plain) if sign > 0 else _negated(paired_difference(plain))
+    strata = [np.array([a - b for a, b in values]) for values in pairs.values()]
+    interval = stats.bootstrap(strata, resamples=rule.resamples, seed=rule.seed)
+    count, value = sum(map(len, strata)), stats.mean(strata)
+    if interval is None and min(map(len, strata)) > 1:
+        interval = (value, value)
+    low, high = interval or (None, None)
+    return Estimate(value=value, num_samples=count, low=low, high=high, interval="bootstrap" if interval else "")
+
+
+def accepts(rule: Rule, measured: Measured) -> bool:
+    """Is the loss within the margin, and did every sample end well?"""
+    found = measured.losses.get(rule.criterion)
+    if found is None or measured.num_failed:
+        return False
+    bound = found.high if rule.proof == "interval" else found.value
+    return bound is not None and bound <= rule.margin
+
+
+def choose(measured: Sequence[Measured], rule: Rule) -> int | None:
+    """Index of the cheapest point that the rule accepts; None when it accepts none.
+
+    Of nearly equal bytes the earlier, gentler value: a threshold that frees no memory should not be paid for.
+    """
+    good = [index for index, item in enumerate(measured) if item.within]
+    fewest = min((measured[index].resident_bytes for index in good), default=0.0)
+    return next((index for index in good if measured[index].resident_bytes <= (1 + rule.tie) * fewest), None)
+
+
+def beside(points: Sequence[Measured], parameter: str) -> str:
+    """The settings beside a tuned one that are the same at every point, as `alpha_l=0`, or follow it."""
+    shown = {}
+    for name in [name for name in points[0].settings if name != parameter]:
+        values = [point.settings[name] for point in points]
+        if len(set(values)) == 1:
+            shown[name] = values[0]
+        elif values == [point.settings[parameter] for point in points]:
+            shown[name] = parameter
+    return settings_text(shown)
+
+
+def settings_text(settings: dict) -> str:
+    """Settings as `alpha_h=1 alpha_l=0.02`."""
+    return " ".join(
+        f"{name}={value:g}" if isinstance(value, int | float) else f"{name}={value}" for name, value in settings.items()
+    )
+
+
+def _row(record: dict, primary: str) -> dict:
+    fidelity = record["fidelity"] or {}
+    return {
+        "sample_id": record["sample_id"],
+        "repeat": record["repeat"],
+        "status": record["status"],
+        "score": record["scores"].get(primary),
+        **{name: fidelity.get(key) for name, key in FIDELITY.items()},
+        "resident_bytes": record["ledger"].get("resident_bytes"),
+    }
+
+
+def _negated(estimate: Estimate) -> Estimate:
+    low, high = (None if end is None else -end for end in (estimate.high, estimate.low))
+    return dataclasses.replace(estimate, value=-estimate.value, low=low, high=high)
+
+
+def _bytes(records: Sequence[dict], rule: Rule) -> tuple[Estimate, float]:
+    """Share of the FP16 cache with its interval over samples, and mean bytes."""
+    if not records:
+        return Estimate(), 0.0
+    resident = np.array([record["ledger"]["resident_bytes"] for record in records], dtype=float)
+    fp16 = np.array([record["ledger"]["fp16_bytes"] for record in records], dtype=float)
+    draws = stats.resampled_means([np.stack([resident, fp16], axis=1)], rule.resamples, rule.seed)
+    low, high = stats.percentiles(draws[:, 0] / draws[:, 1])
+    value = float(resident.sum() / fp16.sum())
+    share = Estimate(value=value, num_samples=len(records), low=low, high=high, interval="bootstrap")
+    return share, float(resident.mean())

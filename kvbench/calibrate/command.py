@@ -1,0 +1,163 @@
+"""`kvbench calibrate`: thresholds or a budget for one model, chosen on some samples and proven on others.
+
+Source: DiffKV (SOSP'25), the calibration of alpha_h and alpha_l on a training split; the released scripts of its
+param_tuning/ folder sweep alpha_h with alpha_l = 0, then alpha_l at the alpha_h chosen, and give a model without a low
+tier (Qwen2.5-7B) equal thresholds.
+Differs: the paper states no rule for the choice beyond near-lossless accuracy; the rule here is in the written file.
+The paper has no held-out verdict and no intervals.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.calibrate import figure as calibrate_figure
+from kvbench.calibrate import show as calibrate_show
+from kvbench.calibrate import write as calibrate_write
+from kvbench.calibrate.choose import choose, evaluate
+from kvbench.calibrate.measure import Point, Sweep
+from kvbench.calibrate.plan import Plan, read_plan, split
+from kvbench.calibrate.write import Result, StageResult
+from kvbench.engine.prompt_cache import PromptCache
+from kvbench.results import identity
+from kvbench.results.journal import run_lock
+from kvbench.runs.calibration import KEY
+from kvbench.runs.experiment import check_config, check_requests
+from kvbench.runs.parts import Parts, default_parts, read_bytes
+from kvbench.tasks.taskset import TaskSet
+
+EXIT_DONE, EXIT_FAILED = 0, 1
+
+
+def main(cfg: DictConfig, parts: Parts | None = None) -> int:
+    """Calibrate one method on one model.
+
+    Args:
+        cfg: The settings of conf/command/calibrate.yaml and of an experiment.
+        parts: Loaders to use instead of kvbench's own.
+
+    Returns:
+        0 when the choice was confirmed on the held-out samples, 1 when it was not, or when no setting was good enough.
+
+    Raises:
+        ValueError: A setting is out of range, or data or weights are missing.
+    """
+    experiment, wanted, method = _parted(cfg)
+    parts = parts or default_parts()
+    policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
+    plan = read_plan(wanted, method, policy)
+    limit = read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes)
+    model = parts.load_model(experiment.model)
+    task = _load_task(experiment, plan, parts, model)
+    tuning, held_out = split(task, plan, wanted.split_seed)
+    folder = identity.run_folder(
+        Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
+    ).parent
+    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=_say)
+    default = sweep.point({}, held_out)
+    digest = identity.hash_identity(
+        identity.canonical({"plan": plan, "held_out": default.experiment.identity, "tuning": tuning.fingerprint})
+    )
+    own = folder / digest[: identity.HASH_DIGITS]
+    with run_lock(folder, say=_say):
+        own.mkdir(parents=True, exist_ok=True)
+        result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
+        _tune(sweep, plan, tuning, result)
+        if result.chosen is not None:
+            _verdict(sweep, plan, held_out, default, result)
+        result.prompts_read, result.prompts_reused = sweep.prompts.num_read, sweep.prompts.num_reused
+        result.sets = {"tuning": _described(tuning), "held_out": _described(held_out)}
+        files = calibrate_write.write(result, out=wanted.out)
+        files += calibrate_figure.draw(result)
+    calibrate_show.show(result, files)
+    return EXIT_DONE if result.confirmed else EXIT_FAILED
+
+
+def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
+    """The experiment's settings, the command's, and the name of the method."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    wanted, choices = plain.pop("calibrate"), plain.pop("_choices_")
+    experiment = OmegaConf.create(plain)
+    check_config(experiment)
+    if experiment.limit is not None:
+        raise ValueError(
+            f"limit={experiment.limit} has no meaning here; calibrate.tuning_samples and calibrate.held_out_samples "
+            "say how many samples of each subset"
+        )
+    if experiment.method.get(KEY) is not None:
+        raise ValueError("method.calibration is what this command writes; leave it out")
+    return experiment, OmegaConf.create(wanted), choices["method"]
+
+
+def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: object) -> TaskSet:
+    """As many samples of each subset as both sets need; generated tasks make them."""
+    count = plan.tuning_samples + plan.held_out_samples
+    if "items" in cfg.task:
+        cfg.task["items"] = count
+    task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)
+    check_requests(task)
+    if plan.rule.criterion != "score":
+        if not cfg.fidelity.max_tokens:
+            raise ValueError(
+                f"calibrate.criterion={plan.rule.criterion} needs gold answers; fidelity.max_tokens=0 means none, so "
+                "raise it, or use calibrate.criterion=score"
+            )
+        without = [request.sample_id for request in task.requests if len(request.gold) < 2]
+        if without:
+            raise ValueError(
+                f"calibrate.criterion={plan.rule.criterion} needs gold answers of at least two tokens, and "
+                f"{len(without)} of {len(task.requests)} samples of task {task.name} have none (for example "
+                f"{without[0]}); use calibrate.criterion=score"
+            )
+    return task
+
+
+def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> None:
+    """Choose the settings one after the other; ends early when no value of a grid is good enough."""
+    full = sweep.full(task)
+    chosen: dict = {}
+    for index, stage in enumerate(plan.stages):
+        settings = [plan.settings(index, value, chosen) for value in stage.values]
+        points = [sweep.point(item, task) for item in settings]
+        sweep.measure([*_distinct(points), full], f"{result.method}: {stage.parameter}")
+        known = {point.experiment.hash: point for point in points if point.records}
+        measured = [evaluate(replace(known[p.experiment.hash], settings=p.settings), full, plan.rule) for p in points]
+        best = choose(measured, plan.rule)
+        result.stages.append(StageResult(stage=stage, points=measured, chosen=best))
+        if best is None:
+            return
+        chosen = {done.parameter: settings[best][done.parameter] for done in plan.stages[: index + 1]}
+        result.tuned = measured[best]
+    result.chosen = dict(result.tuned.settings)
+
+
+def _verdict(sweep: Sweep, plan: Plan, task: TaskSet, default: Point, result: Result) -> None:
+    """The chosen settings on samples that took no part in the choice, beside the full cache and the uncalibrated
+    method."""
+    full, best = sweep.full(task), sweep.point(result.chosen, task)
+    sweep.measure(_distinct([best, default, full]), f"{result.method}: held-out")
+    if not default.records:  # the calibrated settings are the uncalibrated ones
+        default.records = best.records
+    result.held_out = evaluate(best, full, plan.rule)
+    result.held_out_default = evaluate(default, full, plan.rule)
+    result.against_default = evaluate(best, default, plan.rule)
+    result.held_out_full = evaluate(full, full, plan.rule)
+    result.confirmed = result.held_out.within
+
+
+def _distinct(points: list[Point]) -> list[Point]:
+    """One point for each run: two values of a grid can be the same run, and a run has one journal."""
+    return list({point.experiment.hash: point for point in reversed(points)}.values())[::-1]
+
+
+def _described(task: TaskSet) -> dict:
+    names: dict[str, list[str]] = {}
+    for request in task.requests:
+        names.setdefault(request.subset, []).append(request.sample_id)
+    return {"fingerprint": task.fingerprint, "num_samples": len(task.requests), "samples": names}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

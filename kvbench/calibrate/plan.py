@@ -1,0 +1,194 @@
+"""What `calibrate` is to do: the settings to tune one after the other, the rule of the choice, and the two sets of
+samples."""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.engine.requests import Request
+from kvbench.errors import check_whole, unknown_name
+from kvbench.runs.experiment import FULL
+from kvbench.tasks.taskset import TaskSet
+
+CRITERIA = {
+    "score": "points of the task's own score lost to the full cache, as a share",
+    "nll": "gold NLL above the full cache's, nats per token",
+    "kl": "KL to the full cache on the gold tokens, nats per token",
+}
+PROOFS = ("interval", "mean")
+Number = int | float | str  # a budget in bytes is written `8MiB`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """When a setting is good enough."""
+
+    criterion: str
+    """One of `CRITERIA`."""
+    margin: float
+    """Largest loss against the full cache, in the criterion's unit."""
+    proof: str
+    """`interval`: the upper end of the loss's 95 % interval is within the margin; `mean`: the mean loss is."""
+    tie: float
+    """Bytes that are larger than the fewest by at most this share of them count as equal."""
+    resamples: int
+    """Bootstrap resamples of an interval."""
+    seed: int
+    """Of the resamples."""
+
+    def text(self) -> str:
+        """The rule as a sentence."""
+        what = "the upper end of the 95 % interval of the loss" if self.proof == "interval" else "the mean loss"
+        return (
+            f"the fewest resident bytes among the values of which {what} is at most {self.margin:g} "
+            f"({CRITERIA[self.criterion]}); bytes within {100 * self.tie:g} % of the fewest are a tie, which the "
+            "earlier, gentler value of the grid wins"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One setting of the method and the values to try, from the gentlest to the harshest."""
+
+    parameter: str
+    values: tuple[Number, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that decides a calibration, beside the experiment's own settings."""
+
+    stages: tuple[Stage, ...]
+    raised: Mapping[str, tuple[str, Number]]
+    """Setting -> the other setting that it must not be below, and that one's value where it is not tuned."""
+    rule: Rule
+    tuning_samples: int
+    """Samples per subset that the choice is made on."""
+    held_out_samples: int
+    """Further samples per subset that only the verdict is made on."""
+
+    def settings(self, stage: int, value: Number, chosen: Mapping[str, Number]) -> dict[str, Number]:
+        """The tuned settings of one grid point.
+
+        Args:
+            stage: Index of the stage that the point belongs to.
+            value: The stage's value.
+            chosen: What earlier stages chose. Later ones stay at the first value of their grid.
+        """
+        result = {item.parameter: chosen.get(item.parameter, item.values[0]) for item in self.stages}
+        result[self.stages[stage].parameter] = value
+        for name, (other, otherwise) in self.raised.items():
+            if name in result:
+                result[name] = max(result[name], result.get(other, otherwise))
+        return result
+
+
+def read_plan(cfg: DictConfig, method: str, policy: object) -> Plan:
+    """Check the settings of the command.
+
+    Args:
+        cfg: The node `calibrate`.
+        method: Name of the method's configuration.
+        policy: The method at its uncalibrated settings.
+
+    Raises:
+        ValueError: Names the setting, its value, the rule and the remedy.
+    """
+    if method == FULL:
+        raise ValueError("method=full is what the others are measured against; choose a method that compresses")
+    stages = _stages(cfg, method, {item.name: item.type for item in fields(policy) if item.init})
+    for name in ("tuning_samples", "held_out_samples", "resamples"):
+        check_whole(f"calibrate.{name}", cfg[name], 2)
+    if not isinstance(cfg.tie, int | float) or not 0 <= cfg.tie < 1:
+        raise ValueError(f"calibrate.tie={cfg.tie} must be a share of the bytes in [0, 1)")
+    for name, known in (("criterion", CRITERIA), ("proof", PROOFS)):
+        if cfg[name] not in known:
+            raise unknown_name(f"calibrate.{name}", cfg[name], known)
+    margin = cfg.margin[cfg.criterion]
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not margin > 0:
+        raise ValueError(f"calibrate.margin.{cfg.criterion}={margin} must be a number above 0: the loss you accept")
+    rule = Rule(
+        criterion=cfg.criterion,
+        margin=float(margin),
+        proof=cfg.proof,
+        tie=float(cfg.tie),
+        resamples=cfg.resamples,
+        seed=cfg.split_seed,
+    )
+    return Plan(
+        stages=stages,
+        raised={name: (other, getattr(policy, other)) for name, other in cfg.raised.items() if hasattr(policy, other)},
+        rule=rule,
+        tuning_samples=cfg.tuning_samples,
+        held_out_samples=cfg.held_out_samples,
+    )
+
+
+def _stages(cfg: DictConfig, method: str, known: Mapping[str, object]) -> tuple[Stage, ...]:
+    """The settings to tune: those asked for, or those of the grid that the method has; `known` has their types."""
+    grid = OmegaConf.to_container(cfg.grid, resolve=True)
+    names = cfg.parameters
+    if names is None:
+        names = [name for name in grid if name in known]
+        if not names:
+            raise ValueError(
+                f"method={method} has none of the settings {', '.join(grid)}; say which to tune and with which values, "
+                f"for example calibrate.parameters=[NAME] '+calibrate.grid.NAME=[...]'; it has {', '.join(known)}"
+            )
+    stages = []
+    for name in names:
+        if name not in known:
+            raise unknown_name("calibrate.parameters", name, known)
+        values = grid.get(name)
+        if not isinstance(values, list) or not values or any(isinstance(item, bool | None) for item in values):
+            raise ValueError(
+                f"calibrate.parameters has {name}, and calibrate.grid.{name}={values} is no list of values; give one, "
+                f"the gentlest first: '+calibrate.grid.{name}=[...]'"
+            )
+        if len(set(values)) < len(values):
+            raise ValueError(f"calibrate.grid.{name}={values} holds a value twice")
+        # 1 and 1.0 are two runs to the hash; a setting that is a float takes floats.
+        values = [float(item) if known[name] is float and isinstance(item, int) else item for item in values]
+        stages.append(Stage(parameter=name, values=tuple(values)))
+    if not stages or len({stage.parameter for stage in stages}) < len(stages):
+        raise ValueError(f"calibrate.parameters={list(names)} must name at least one setting, and none twice")
+    return tuple(stages)
+
+
+def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:
+    """Two disjoint sets of samples: one to tune on, one for the verdict.
+
+    Which sample goes where depends on its id and the seed alone. A subset with fewer samples than asked for is shared
+    in the same proportion.
+
+    Args:
+        task: The loaded task.
+        plan: How many samples of each subset.
+        seed: Decides the split.
+
+    Raises:
+        ValueError: A subset has a single sample.
+    """
+    tuning: set[str] = set()
+    held_out: set[str] = set()
+    for subset, group in itertools.groupby(sorted(task.requests, key=lambda r: r.subset), key=lambda r: r.subset):
+        order = sorted(group, key=lambda r: hashlib.sha256(f"{seed}/{r.sample_id}".encode()).hexdigest())
+        wanted = plan.tuning_samples + plan.held_out_samples
+        count = min(plan.tuning_samples, max(1, len(order) * plan.tuning_samples // wanted))
+        if len(order) < 2:
+            raise ValueError(
+                f"subset {subset} of task {task.name} has a single sample, which cannot serve for tuning and verdict; "
+                "leave the subset out"
+            )
+        tuning |= {request.sample_id for request in order[:count]}
+        held_out |= {request.sample_id for request in order[count:wanted]}
+    return _part(task, tuning), _part(task, held_out)
+
+
+def _part(task: TaskSet, names: set[str]) -> TaskSet:
+    requests: Iterable[Request] = [request for request in task.requests if request.sample_id in names]
+    marked = hashlib.sha256("\n".join([task.fingerprint, *sorted(names)]).encode()).hexdigest()
+    return replace(task, requests=requests, fingerprint=marked)

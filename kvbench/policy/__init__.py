@@ -1,0 +1,81 @@
+"""The contract between the methods, which decide, and the store, which executes.
+
+A method is a `Policy`: it names the precision tiers it uses, the attention statistics it needs (`ScoreSpec`), how much
+of the cache it must see at once (`scope`), and answers two questions with tensors: which tier does each prompt token go
+to (`plan_prefill`), and where does the next token go, who makes room for it and what becomes of the one who does
+(`plan_decode`). A third, optional answer evicts in bulk (`plan_compact`). A policy never sees keys or values, never
+counts bytes, never knows a backend.
+
+How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
+
+- full, int8, int4, fp8: one tier; none; head; all tokens to tier 0; append.
+- streaming_llm: k16v16; none; head; sinks and recent; overwrite the oldest non-sink, `cache_relative` positions.
+- h2o: k16v16; all queries, sum, decode update; head; heavy and recent; overwrite `view.argmin(by="score")`.
+- snapkv, pyramidkv: any token tier; last w, max-pool 7, group mean; head; top C_l - w and the window; append.
+- ada_snapkv: as snapkv, but scope layer: `view.score` of all heads of the layer is ranked together.
+- kivi: channel keys; none; head; all; `Residual` (oldest value, all keys), flushed after attention.
+- kvquant_style: as kivi, but keys per channel before the rotary embedding (`pre_rope`); `Residual` of one group.
+- minikv: channel keys; all queries, sum; head or model; heavy and recent; `Residual` (all), before attention.
+- kv_compress: k16v16; last 8 or all but near, squared, pooled; model; blocks ranked over all layers and heads;
+  `plan_compact` every n steps.
+- diffkv: k8v4 and k4v2; all queries, group max, decode update; head; thresholds alpha / N; `DecodePlan` with demotion.
+- scissorhands: k16v16; last w, counts below 1 / n, decode update; head; the least often low; `plan_compact` when full.
+- tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
+- knorm: any tier; key norms, no query; head; the smallest norms; append.
+- quest: any token tier; none; head; all; append, and a `ReadSpec`: steps read the pages with the largest bounds.
+- random: any tier; none; head; a seeded choice; append.
+- duo_attention: any tier; none; head; all tokens or sinks and recent, by a table; as streaming_llm for some heads.
+"""
+
+from kvbench.policy.base import Policy
+from kvbench.policy.budget import Budget
+from kvbench.policy.declare import (
+    ALL_QUERIES,
+    ALLOWED_BITS,
+    ReadSpec,
+    Residual,
+    ScoreSpec,
+    Tier,
+    check_granularity,
+    window_score,
+)
+from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
+from kvbench.policy.ranking import (
+    choose_blocks,
+    largest_remainder,
+    num_blocks,
+    pyramid_budgets,
+    rank_descending,
+    share_with_cap,
+)
+from kvbench.policy.views import DecodeView, PrefillView
+from kvbench.policy.window import shrink_to_share
+
+__all__ = [
+    "ALLOWED_BITS",
+    "ALL_QUERIES",
+    "APPEND",
+    "EVICT",
+    "Budget",
+    "CompactPlan",
+    "DecodePlan",
+    "DecodeView",
+    "Extreme",
+    "Policy",
+    "PrefillPlan",
+    "PrefillView",
+    "ReadSpec",
+    "Residual",
+    "ScoreSpec",
+    "SlotArrays",
+    "Tier",
+    "check_granularity",
+    "choose_blocks",
+    "largest_remainder",
+    "num_blocks",
+    "pyramid_budgets",
+    "rank_descending",
+    "share_with_cap",
+    "shrink_to_share",
+    "window_score",
+]

@@ -1,0 +1,150 @@
+"""The base class of all methods."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvbench.policy.budget import Budget
+from kvbench.policy.declare import ReadSpec, Residual, ScoreSpec, Tier
+from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
+from kvbench.policy.views import DecodeView, PrefillView
+
+
+@dataclass(kw_only=True)
+class Policy:
+    """A cache compression method. Subclasses are dataclasses whose fields are the hyper-parameters.
+
+    Class attributes to override: `scope`, `position_mode`, `granularity`, `acts_in_decode`, `compact_every`. Override
+        `tiers`, `score`, `reading` and `residual` as properties.
+    """
+
+    scope: ClassVar[Literal["head", "layer", "model"]] = "head"
+    position_mode: ClassVar[Literal["absolute", "cache_relative", "pre_rope"]] = "absolute"  # see CompressedStore
+    granularity: ClassVar[Literal["kv_head", "q_head"]] = (
+        "kv_head"  # q_head stores every query head's copy and is billed for it; a field where the method has the option
+    )
+    acts_in_decode: ClassVar[bool] = (
+        False  # plan_decode may displace a token: question segments are then fed token by token
+    )
+    compact_every: ClassVar[int] = 0  # > 0: plan_compact is called before every n-th decode step of a sequence
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """One to three tiers; tier 0 takes new tokens."""
+        return (Tier(),)
+
+    @property
+    def score(self) -> ScoreSpec:
+        """The statistics needed; none by default."""
+        return ScoreSpec()
+
+    @property
+    def reading(self) -> ReadSpec | None:
+        """Which pages decode steps read; all by default."""
+        return None
+
+    @property
+    def residual(self) -> Residual | None:
+        """The 16-bit buffer in front of tier 0; none by default."""
+        return None
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        """Refuses a model that the method's settings do not fit, before anything is read. Default: fits all.
+
+        Raises:
+            ValueError: With what would fit.
+        """
+
+    def max_slots(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        """Upper bound on the slots of one list over all tiers, for sizing page tables. Default: every token."""
+        return num_prompt_tokens + num_new_tokens
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        """Decides where the prompt's tokens go. Default: all to tier 0."""
+        return PrefillPlan(tier_of=view.filled(0))
+
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        """Decides one decode step. Default: append to tier 0 everywhere."""
+        return DecodePlan()
+
+    def compact_due(self, view: DecodeView) -> Tensor:
+        """bool [S]: sequences for which `plan_compact` comes before this step; only asked when `compact_every` > 0.
+
+        Default: every `compact_every` tokens behind the prompt.
+        """
+        grown = view.tokens_seen - view.prompt_tokens
+        return (grown > 0) & (grown % self.compact_every == 0)
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        """Decides a bulk eviction for the sequences that `compact_due` named."""
+        raise NotImplementedError(f"{type(self).__name__} sets compact_every but does not define plan_compact")
+
+    def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:
+        """int64 [S, num_slots]: each slot's index in the cache by age, the incoming token included; only for
+        `cache_relative` methods.
+
+        Args:
+            view: The view that the step was planned from.
+            num_slots: Slots to number; those past the end may hold anything.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is cache_relative but does not define cache_positions")
+
+    def check_outcome(self, record: dict) -> str | None:
+        """Says what is wrong when a journal record shows that the method did not do its work, else None."""
+        return None
+
+    def budget_complaint(
+        self,
+        record: dict,
+        budget: Budget,
+        *,
+        at_least: int = 1,
+        mean: bool = False,
+        block: int = 1,
+        spare_pages: int = 0,
+        at_end: int | None = None,
+    ) -> str | None:
+        """What is wrong when a record holds more prompt tokens than a budget allows, or over a page per list fewer.
+
+        Args:
+            record: A journal record.
+            budget: What was asked.
+            at_least: Tokens per list that the method keeps whatever the budget says.
+            mean: The budget is a mean over lists; otherwise every list has to keep to it.
+            block: The budget is rounded up to whole blocks of so many tokens.
+            spare_pages: Pages per list that may be spent beyond the budget, for released code that rounds.
+            at_end: When not None, the sequence's last state must keep to the budget too, with this many tokens per list
+                to spare.
+
+        Returns:
+            One line, or None when the budget was met.
+        """
+        kept = record.get("kept", {})
+        if not kept:
+            return None
+        lists, prompt, page = kept["lists"], kept["prompt_tokens"], kept["page_tokens"]
+        limit = max(at_least, -(-budget.tokens(prompt, lists, kept["slot_bytes"]) // block) * block)
+        allowed, average = min(prompt, limit), kept["prompt_slots"] / lists
+        most = average if mean else kept["prompt_slots_max"]
+        asked = f"the budget {budget.value:g} {budget.unit} allows"
+        if most > allowed + spare_pages * page or average < allowed - max(page, block):
+            return f"a head kept {most:g} of {prompt} prompt tokens ({average:g} on average), but {asked} {allowed}"
+        held = sum(kept["slots_per_tier"]) / lists if at_end is not None else 0
+        if at_end is not None and held > limit + at_end:
+            return f"{held:g} tokens per head held at the end, but {asked} {limit + at_end}"
+        return None
+
+    def share_complaint(self, record: dict, budget: Budget, window: int, **how: int) -> str | None:
+        """`budget_complaint` of a method that evicts by `shrink_to_share`: after the prompt, and at the end where it
+        also evicts while decoding."""
+        complaint = self.budget_complaint(record, budget, **how)
+        kept = record.get("kept", {})
+        if complaint or not kept or not self.compact_every:
+            return complaint
+        held = sum(kept["slots_per_tier"]) / kept["lists"]
+        share = max(window, budget.tokens(kept["tokens_seen"], kept["lists"], kept["slot_bytes"]))
+        limit = share + self.compact_every + how.get("spare_pages", 0) * kept["page_tokens"]
+        if held <= limit:
+            return None
+        return f"{held:g} tokens per head held at the end, but the budget {budget.value:g} {budget.unit} allows {limit}"

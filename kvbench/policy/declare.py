@@ -1,0 +1,274 @@
+"""What a method declares: precision tiers, attention statistics, residual buffer, reads. Methods import these from
+`kvbench.policy`."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvbench.policy.budget import Budget
+
+ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
+
+INT_BITS = (1, 2, 4, 8)
+ALLOWED_BITS = (*INT_BITS, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A precision format: how one slot's key and value are stored.
+
+    Args:
+        k_bits: Bits per key element: 1, 2, 4, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
+        v_bits: Bits per value element, likewise.
+        k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group`
+            consecutive slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
+        k_group: Axis `token`: channels per scale, 0 = the whole vector. Axis `channel`: tokens per scale, > 0.
+        v_group: Channels per value scale, 0 = the whole vector.
+        k_splits: Number of equal groups a key vector is cut into when `k_group` is 0.
+        v_splits: Likewise for values.
+        symmetric: Codes are centred on zero and no zero point is stored.
+        fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
+        native: Store the model's own dtype; the bits are ignored. For exactness tests.
+    """
+
+    k_bits: int = 16
+    v_bits: int = 16
+    k_axis: Literal["token", "channel"] = "token"
+    k_group: int = 0
+    v_group: int = 0
+    k_splits: int = 1
+    v_splits: int = 1
+    symmetric: bool = False
+    fp8: bool = False
+    native: bool = False
+
+    def __post_init__(self) -> None:
+        for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if bits not in ALLOWED_BITS:
+                raise ValueError(f"{side}={bits} is not one of {ALLOWED_BITS}; choose one of these bit widths")
+        if self.k_axis not in ("token", "channel"):
+            raise ValueError(f"k_axis={self.k_axis!r} must be 'token' or 'channel'")
+        if self.k_axis == "channel" and self.k_group < 8 and not self.native:
+            raise ValueError(f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual")
+        for name, value in (("k_group", self.k_group), ("v_group", self.v_group)):
+            if value < 0:
+                raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
+        for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be >= 1")
+
+    @property
+    def evictable(self) -> bool:
+        """True when a single slot can be evicted, demoted or overwritten."""
+        return self.native or self.k_axis == "token" or self.k_bits == 16
+
+    @property
+    def name(self) -> str:
+        """Short label such as `k8v4`, `k2v2-channel32` or `native`."""
+        if self.native:
+            return "native"
+        base = "fp8" if self.fp8 else f"k{self.k_bits}v{self.v_bits}"
+        return base + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
+
+    def split_by_bits(self, splits: dict[int, int]) -> "Tier":
+        """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
+        return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
+
+    @staticmethod
+    def parse(text: "str | Tier") -> "Tier":
+        """Reads a tier from a config string: `k8v4`, `fp16`, `int8`, `int4`, `fp8`, `native`.
+
+        Raises:
+            ValueError: The text names no tier.
+        """
+        if isinstance(text, Tier):
+            return text
+        known = {
+            "native": Tier(native=True),
+            "fp16": Tier(),
+            "int8": Tier(k_bits=8, v_bits=8),
+            "int4": Tier(k_bits=4, v_bits=4),
+            "fp8": Tier(k_bits=8, v_bits=8, fp8=True),
+        }
+        lowered = str(text).lower()
+        if lowered in known:
+            return known[lowered]
+        match = re.fullmatch(r"k(\d+)v(\d+)", lowered)
+        if match is None:
+            raise ValueError(
+                f"tier={text!r} is not a tier; write k<bits>v<bits> (for example k8v4) or one of {', '.join(known)}"
+            )
+        return Tier(k_bits=int(match[1]), v_bits=int(match[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSpec:
+    """Which attention statistics the kernels return and keep.
+
+    Args:
+        statistic: `probability`: what queries attend to a key with. `below_uniform`: minus 1 for every query that
+            attends to a key with less than 1 / (keys it sees). `key_norm`: minus the Euclidean norm of the key, fixed
+            when the slot is written; no query counts.
+        prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
+        skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
+            tracked.
+        power: Probabilities are raised to this power (1 or 2) before they are summed over queries.
+        pool: `none`, `avg` (zero padding counts) or `max`, along the keys, stride 1.
+        pool_kernel: Odd width of the pool.
+        pool_stage: Pool each query head before the group is reduced, or the reduced score.
+        pool_region: `prefix` pools only keys before the last `prefill_queries` tokens, `all` pools every key.
+        group_reduce: How the query heads of a KV head are reduced, after summing over queries in prefill, per step in
+            decode.
+        decode_update: Every decode step adds its reduced probabilities to the slots' scores.
+        decode_replace: With `decode_update`: a step's probabilities replace the scores instead.
+        track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
+    """
+
+    statistic: Literal["probability", "below_uniform", "key_norm"] = "probability"
+    prefill_queries: int = 0
+    skip_near: int = 0
+    power: int = 1
+    pool: Literal["none", "avg", "max"] = "none"
+    pool_kernel: int = 1
+    pool_stage: Literal["per_query_head", "after_group"] = "after_group"
+    pool_region: Literal["prefix", "all"] = "prefix"
+    group_reduce: Literal["sum", "mean", "max"] = "mean"
+    decode_update: bool = False
+    decode_replace: bool = False
+    track: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.prefill_queries < ALL_QUERIES:
+            raise ValueError(f"prefill_queries={self.prefill_queries} must be >= 0, or -1 for all queries")
+        for name, value, known in (
+            ("statistic", self.statistic, ("probability", "below_uniform", "key_norm")),
+            ("pool", self.pool, ("none", "avg", "max")),
+            ("pool_stage", self.pool_stage, ("per_query_head", "after_group")),
+            ("pool_region", self.pool_region, ("prefix", "all")),
+            ("group_reduce", self.group_reduce, ("sum", "mean", "max")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
+        if self.statistic == "below_uniform" and (self.power, self.pool, self.group_reduce) != (1, "none", "max"):
+            raise ValueError(
+                f"statistic='below_uniform' counts per query head, so it needs power=1, pool='none' and "
+                f"group_reduce='max', not {self.power}, {self.pool!r} and {self.group_reduce!r}"
+            )
+        if self.statistic == "key_norm" and (self.prefill_queries or self.decode_update or self.pool != "none"):
+            raise ValueError(
+                "statistic='key_norm' looks at no query, so it needs prefill_queries=0, decode_update=False and "
+                "pool='none'"
+            )
+        if self.power not in (1, 2):
+            raise ValueError(f"power={self.power} must be 1 or 2")
+        if self.pool != "none" and (self.pool_kernel < 1 or self.pool_kernel % 2 == 0):
+            raise ValueError(f"pool_kernel={self.pool_kernel} must be odd and >= 1, so that the pool is centred")
+        if unknown := set(self.track) - {"score", "pos"}:
+            raise ValueError(f"track={sorted(unknown)} is unknown; the store can keep 'score' and 'pos'")
+        if self.decode_update and "score" not in self.track:
+            raise ValueError("decode_update=True needs track to hold 'score'")
+        if self.decode_replace and not self.decode_update:
+            raise ValueError("decode_replace=True needs decode_update=True: it says how a step updates the scores")
+        if self.decode_update and self.skip_near and "pos" not in self.track:
+            raise ValueError(f"skip_near={self.skip_near} with decode_update=True needs track to hold 'pos'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """A 16-bit buffer that new tokens pass through before they reach tier 0.
+
+    Args:
+        num_tokens: Length R, a multiple of the tier's token group.
+        v_flush: `all`: values leave together with the keys when R are held; `oldest`: one value leaves whenever more
+            than R are held.
+        when: Flush after the attention of the step that filled the buffer, or before it (then the newest token is read
+            quantised).
+        hold_prompt: Prompt tokens stay in the buffer as KIVI does (N mod R tokens; of the values the last R when
+            `v_flush` is `oldest`); otherwise only those that do not fill a group.
+    """
+
+    num_tokens: int
+    v_flush: Literal["all", "oldest"] = "oldest"
+    when: Literal["after_attention", "before_attention"] = "after_attention"
+    hold_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ValueError(f"residual={self.num_tokens} must be >= 1 token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """Which pages decode steps read, for methods that keep every token and read some of them.
+
+    Every page carries the smallest and the largest value of each key channel. A step reads the pages with the largest
+    bound on a logit, sum over channels of max(q * smallest, q * largest), and always the newest page.
+
+    Args:
+        budget: Tokens read per KV head and step; a ratio refers to the prompt.
+        page_tokens: Slots per page, a multiple of 8.
+        min_pages: Pages read at least, >= 1.
+        dense_layers: First layers that read everything.
+        group_reduce: How the bounds of a KV head's query heads are reduced.
+    """
+
+    budget: Budget
+    page_tokens: int = 16
+    min_pages: int = 3
+    dense_layers: int = 2
+    group_reduce: Literal["mean", "max"] = "max"
+
+    def __post_init__(self) -> None:
+        if self.page_tokens < 8 or self.page_tokens % 8:
+            raise ValueError(f"page_tokens={self.page_tokens} must be a multiple of 8 and >= 8")
+        if self.min_pages < 1 or self.dense_layers < 0:
+            raise ValueError(f"min_pages={self.min_pages} must be >= 1 and dense_layers={self.dense_layers} >= 0")
+        if self.group_reduce not in ("mean", "max"):
+            raise ValueError(f"group_reduce={self.group_reduce!r} must be 'mean' or 'max'")
+
+
+def check_granularity(granularity: str) -> None:
+    """Refuses what is neither `kv_head` nor `q_head` (one kept set per query head, whose copies are stored and billed).
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if granularity not in ("kv_head", "q_head"):
+        raise ValueError(
+            f"granularity={granularity!r} must be 'kv_head', or 'q_head' as code that repeats KV heads has it"
+        )
+
+
+def window_score(
+    budget: Budget, window: int, pool: str, pool_kernel: int, decode_every: int, granularity: str
+) -> ScoreSpec:
+    """The statistics of methods that rank a prompt by its observation window, after checking the settings they share.
+
+    Args:
+        budget: What stays; in tokens it must exceed the window, which always stays.
+        window: Observation window, >= 1.
+        pool: Over the prompt before the window.
+        pool_kernel: Odd width of the pool.
+        decode_every: Steps between evictions while decoding, which need scores and positions kept; 0 = never.
+        granularity: `kv_head` or `q_head`.
+
+    Raises:
+        ValueError: A setting is out of range.
+    """
+    check_granularity(granularity)
+    if window < 1:
+        raise ValueError(f"window={window} must be >= 1: the window's queries are the score")
+    if budget.unit == "tokens" and budget.value <= window:
+        raise ValueError(
+            f"budget={budget.value:g} tokens must exceed window={window}; raise the budget or shrink the window"
+        )
+    if decode_every < 0:
+        raise ValueError(f"decode_every={decode_every} must be >= 0 steps; 0 = never")
+    return ScoreSpec(
+        prefill_queries=window,
+        pool=pool,
+        pool_kernel=pool_kernel,
+        group_reduce="mean",
+        decode_update=decode_every > 0,
+        track=("score", "pos") if decode_every else (),
+    )

@@ -1,0 +1,136 @@
+"""Ranking tokens and sharing budgets, the same way in every method. Methods import these from `kvbench.policy`."""
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+def rank_descending(score: Tensor) -> Tensor:
+    """Rank of each element along the last axis: score descending, then position ascending (stable); same shape,
+    int64."""
+    order = torch.argsort(score, dim=-1, descending=True, stable=True)
+    return torch.empty_like(order).scatter_(
+        -1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    )
+
+
+def largest_remainder(parts: list, denominator: object, total: int) -> list[int]:
+    """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending,
+    index ascending.
+
+    Args:
+        parts: Whole numbers or fractions, so that ties are ties (0.2 is not exact in binary).
+        denominator: Common denominator.
+        total: Wanted sum; at least the sum of the floors, at most one more per part.
+    """
+    floors = [int(part // denominator) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (-(parts[i] - floors[i] * denominator), i))
+    for index in by_remainder[: total - sum(floors)]:
+        floors[index] += 1
+    return floors
+
+
+def pyramid_budgets(
+    base: int,
+    room: int,
+    num_tokens: int,
+    num_layers: int,
+    *,
+    beta: int,
+    official_rounding: bool = False,
+    uniform_middle: bool = True,
+) -> list[int]:
+    """Prefix tokens per layer that fall linearly from the first layer to the last; their sum is base * num_layers.
+
+    Args:
+        base: Mean prefix tokens per layer.
+        room: Prefix tokens that exist, num_tokens - window.
+        num_tokens: Prompt length.
+        num_layers: Layers.
+        beta: The last layer keeps base / beta.
+        official_rounding: Round the step between layers down, which may spend more than the sum.
+        uniform_middle: Prompts below twice the base get it in every layer; AdaKV's code has no such branch.
+
+    Source: KVCache-Factory at c97f9d7, PyramidKVCluster.
+    Differs: largest remainder instead of a floored step; one layer works.
+    """
+    if base >= room:
+        return [room] * num_layers
+    if num_layers == 1 or (
+        uniform_middle and num_tokens < 2 * base
+    ):  # the released code's guard: uniform where the top would not fit
+        return [base] * num_layers
+    low = base // beta
+    high = 2 * base - low
+    if high >= room:
+        high, low = room, 2 * base - room
+    steps = num_layers - 1
+    if official_rounding:
+        return [high - layer * ((high - low) // steps) for layer in range(num_layers)]
+    return largest_remainder(
+        [high * steps - layer * (high - low) for layer in range(num_layers)], steps, base * num_layers
+    )
+
+
+def share_with_cap(weight: Tensor, total: int, cap: int) -> list[int]:
+    """Whole shares proportional to `weight` [L], none above `cap`; what a cap cuts off is shared again among the
+    others; at least one each.
+
+    Args:
+        weight: fp64 [L], >= 0.
+        total: Wanted sum; what no cap leaves room for is dropped.
+        cap: Largest share.
+    """
+    shares, open_layers, left = [0] * len(weight), list(range(len(weight))), min(total, cap * len(weight))
+    while open_layers:
+        parts = [Fraction(float(weight[layer])) for layer in open_layers]
+        parts = parts if sum(parts) else [Fraction(1)] * len(parts)
+        scaled = [part * left / sum(parts) for part in parts]
+        over = [layer for layer, part in zip(open_layers, scaled, strict=True) if part >= cap]
+        if not over:
+            common = sum(parts)
+            exact = largest_remainder([part * left for part in parts], common, left)
+            for layer, value in zip(open_layers, exact, strict=True):
+                shares[layer] = value
+            break
+        for layer in over:
+            shares[layer] = cap
+        left -= cap * len(over)
+        open_layers = [layer for layer in open_layers if layer not in over]
+    return [max(1, share) for share in shares]
+
+
+def num_blocks(held: Tensor, block: int) -> Tensor:
+    """Blocks that so many slots take, the last one perhaps part-filled."""
+    return -(-held // block)
+
+
+def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
+    """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [M, n].
+
+    Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
+    first block is freed once as many slots are gone as its last block holds.
+
+    Args:
+        cost: fp32 [M, n], +inf for slots that must stay and past a list's end.
+        held: int64 [M] slots per list.
+        surplus: Blocks to free; fewer are freed when all others hold protected slots.
+    """
+    order = cost.argsort(dim=-1, stable=True)
+    ranked = cost.gather(-1, order)
+    blocks = num_blocks(held, block)
+    hanging = held - (blocks - 1) * block
+    step = torch.arange(int(blocks.max()), device=cost.device)
+    last = hanging[:, None] + step * block - 1
+    price = ranked.gather(-1, last.clamp(max=cost.shape[-1] - 1)).masked_fill(step >= blocks[:, None], float("inf"))
+    flat = price.flatten()
+    first = flat.argsort(dim=-1, stable=True)[: max(0, int(surplus))]
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[first] = torch.isfinite(flat[first])
+    count = chosen.view_as(price).sum(1)
+    num_evicted = torch.where(count > 0, hanging + (count - 1) * block, 0)
+    position = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(cost.shape[-1], device=cost.device).expand_as(order)
+    )
+    return position < num_evicted[:, None]

@@ -1,0 +1,96 @@
+"""What a policy sees when it plans. Methods import these from `kvbench.policy`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policy.budget import Budget
+from kvbench.policy.plans import Extreme, SlotArrays
+
+
+@dataclass(kw_only=True)
+class PrefillView:
+    """What a policy sees of one prompt.
+
+    Args:
+        num_tokens: Prompt length N.
+        num_layers: Layers of the model.
+        num_kv_heads: KV heads per layer.
+        layers: int64 [V], the layers in this view: one for scope `head` and `layer`, all for scope `model`.
+        score: fp32 [V, H, N] exactly as the `ScoreSpec` says, or None.
+        token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
+    """
+
+    num_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    layers: Tensor
+    score: Tensor | None
+    token_bytes: tuple[float, ...]
+
+    def budget_tokens(self, budget: Budget, tier: int = 0) -> int:
+        """Tokens per KV head that a budget allows in a tier, at least 1 and at most the prompt."""
+        lists = self.num_layers * self.num_kv_heads
+        return min(int(budget.tokens(self.num_tokens, lists, self.token_bytes[tier])), self.num_tokens)
+
+    def filled(self, tier: int) -> Tensor:
+        """An int8 [V, H, N] plan that sends every token to `tier`."""
+        shape = (len(self.layers), self.num_kv_heads, self.num_tokens)
+        return torch.full(shape, tier, dtype=torch.int8, device=self.layers.device)
+
+
+class DecodeView:
+    """What a policy sees before a decode step, for all live sequences (S), layers (L) and KV heads (H) together.
+
+    The store's backend implements it. Scores are those of the steps before.
+
+    Attributes:
+        tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
+        prompt_tokens: int64 [S]: prompt length.
+        prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only where `compact_every` > 0.
+        shape: (S, L, H).
+    """
+
+    tokens_seen: Tensor
+    prompt_tokens: Tensor
+    prompt_slots: Tensor
+    shape: tuple[int, int, int]
+
+    def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
+        """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1."""
+        raise NotImplementedError
+
+    def num_slots(self, tier: int) -> Tensor:
+        """int64 [S, L, H]: slots held in a tier."""
+        raise NotImplementedError
+
+    def argmin(
+        self,
+        tier: int,
+        *,
+        by: Literal["mean", "score", "pos"],
+        before: Tensor | None = None,
+        first: int = 0,
+        over_layer: bool = False,
+    ) -> Extreme:
+        """The slot with the smallest value; ties go to the lower position.
+
+        Args:
+            tier: Which tier to search.
+            by: `score` as stored, `mean` = score / queries counted so far, or `pos`.
+            before: int64 [S]: only slots whose position is smaller.
+            first: Only slots whose position is at least this (sinks below are protected).
+            over_layer: Compare the mean over the layer's heads, the same slot for all of them. For methods that decide
+                once per layer, so that slot i holds the same token in every head.
+        """
+        raise NotImplementedError
+
+    def find(self, tier: int, position: Tensor) -> Extreme:
+        """The slot that holds a position (int64 [S]); its `value` is the mean score."""
+        raise NotImplementedError
+
+    def slots(self, tier: int) -> SlotArrays:
+        """All slots of a tier at once. For planning in bulk (`plan_compact`), not for every step."""
+        raise NotImplementedError

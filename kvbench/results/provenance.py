@@ -1,0 +1,199 @@
+"""Where a result comes from: library versions, the state of the source tree, the machine, and a hash of the code that
+made it."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import kvbench
+from kvbench.config.code import hash_files, sources
+from kvbench.config.files import package_folder, sibling_folder
+
+# What an answer depends on, beside the task, the method and the backend that runs: these folders of kvbench/ ...
+ANSWER_FOLDERS = ("policy", "cache", "engine", "models", "runs")
+# ... and these parts of kernels/. The reference counts for every backend, which takes from it what it has not itself.
+ANSWER_KERNELS = ("format.py", "pool.py", "table.py", "memory.py", "backend.py", "reference")
+# Backend -> the folder of kernels/ with its code.
+BACKEND_FOLDERS = {"torch": "reference", "cpu": "cpu", "triton": "gpu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """What was installed. A missing library is recorded as an empty string."""
+
+    python: str
+    """Version of the interpreter."""
+    kvbench: str
+    """Version of this package."""
+    torch: str
+    """Version of torch, with its build tag (`+cpu`, `+cu130`)."""
+    transformers: str
+    """Version of transformers."""
+    lm_eval: str
+    """Version of lm-eval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Git:
+    """State of the source tree; both fields are empty when kvbench does not run from its own repository."""
+
+    commit: str = ""
+    """Full id of the commit that is checked out."""
+    dirty: bool | None = None
+    """True when a tracked file was changed or an unknown one was there; None when unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The hardware and the settings that decide its speed."""
+
+    device: str
+    """Where the model ran, with the name of the accelerator or processor."""
+    host: str
+    """Operating system and architecture; never the host's name."""
+    num_cpus: int
+    """Processors this process may use."""
+    num_threads: int | None
+    """Threads of torch inside one operation; None when torch was not loaded."""
+    omp_wait_policy: str
+    """Value of OMP_WAIT_POLICY; empty when not set. ACTIVE threads that share cores make small operations many times
+    slower."""
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def versions() -> Versions:
+    """Read the installed versions without importing the libraries."""
+    return Versions(
+        python=platform.python_version(),
+        kvbench=kvbench.__version__,
+        torch=_version("torch"),
+        transformers=_version("transformers"),
+        lm_eval=_version("lm_eval"),
+    )
+
+
+def git_state() -> Git:
+    """Ask git about the repository kvbench runs from; a missing git, a wheel or a foreign repository give an empty
+    answer."""
+    root = package_folder().parent
+
+    def ask(*arguments: str) -> str:
+        return subprocess.run(
+            ("git", *arguments), cwd=root, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+
+    try:
+        if Path(ask("rev-parse", "--show-toplevel")).resolve() != root:
+            return Git()
+        return Git(commit=ask("rev-parse", "HEAD"), dirty=bool(ask("status", "--porcelain")))
+    except (OSError, subprocess.SubprocessError):
+        return Git()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine(device: object) -> Machine:
+    """Describe the machine.
+
+    Args:
+        device: The model's torch device, or its name.
+    """
+    torch = sys.modules.get("torch")
+    kind = str(device)
+    name = torch.cuda.get_device_name(device) if torch is not None and kind.startswith("cuda") else _processor()
+    return Machine(
+        device=f"{kind} ({name})",
+        host=f"{platform.system()} {platform.machine()}",
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_threads=torch.get_num_threads() if torch is not None else None,
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+    )
+
+
+def code_files(backend: str) -> dict[str, Path]:
+    """The source files that decide an answer, whatever the task and the method.
+
+    A task counts its own files (`TaskSet.fingerprint`) and a method its own (`method_files`): a new one of either must
+    not make the stored runs of the others stale. What reads, shows or fetches changes no answer.
+
+    Args:
+        backend: Name of the backend that runs; the kernels of the others do not count.
+
+    Returns:
+        Name and path of each file.
+    """
+    package, kernels = package_folder(), sibling_folder("kernels")
+    own = (*ANSWER_KERNELS, BACKEND_FOLDERS.get(backend, backend))
+    roots = [package / name for name in ANSWER_FOLDERS] + [kernels / name for name in dict.fromkeys(own)]
+    files = [path for root in roots for path in ([root] if root.is_file() else sources(root))]
+    return {
+        f"kernels/{path.relative_to(kernels)}"
+        if path.is_relative_to(kernels)
+        else f"kvbench/{path.relative_to(package)}": path
+        for path in files
+    }
+
+
+@cache
+def harness_hash(backend: str) -> str:
+    """Hash of `code_files`, read once per process."""
+    return hash_files(code_files(backend))
+
+
+def method_files(policy_class: type) -> dict[str, Path]:
+    """The source files a method consists of: its own, and every other file of `methods` that it imports or inherits
+    from.
+
+    A new method must not make the stored runs of all others stale, so the folder as a whole does not count.
+
+    Args:
+        policy_class: Class of the policy.
+
+    Returns:
+        Name and path of each file; empty for a class that was typed into an interpreter.
+    """
+    inherited = {cls.__module__ for cls in policy_class.__mro__}
+    todo = {policy_class.__module__} | {module for module in inherited if module.startswith("kvbench.methods.")}
+    files: dict[str, Path] = {}
+    while todo:
+        module = todo.pop()
+        loaded = sys.modules.get(module)
+        origin = getattr(loaded, "__file__", None)
+        if origin is None and module.startswith("kvbench.methods."):
+            try:
+                spec = importlib.util.find_spec(module)
+            except ModuleNotFoundError:  # a class imported from a method's module looks like a module of it
+                spec = None
+            origin = spec.origin if spec else None
+        if origin is None or not origin.endswith(".py") or module in files:
+            continue
+        files[module] = Path(origin)
+        for node in ast.walk(ast.parse(files[module].read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                base = f"kvbench.methods.{node.module}" if node.level else node.module
+                names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            todo |= {name for name in names if name.startswith("kvbench.methods.")}
+    return files

@@ -1,0 +1,225 @@
+"""What a run leaves behind: its folder, the typed content of `run.json`, and the hash that says which run it is.
+
+results/<task>/<model>/<method>/<hash>/
+    config.yaml     the resolved configuration
+    run.json        `RunRecord` below
+    samples.jsonl   one record per finished sample (`kvbench.results.journal`)
+    result.png      the picture of the run
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvbench.results.journal import plain, write_atomic
+from kvbench.results.provenance import Git, Machine, Versions
+from kvbench.stats.intervals import Estimate
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(kw_only=True)
+class Metric(Estimate):
+    """One metric of the task, over all subsets (mean of the subsets' means) and for each."""
+
+    higher_is_better: bool = True
+    """Direction of the metric."""
+    description: str = ""
+    """One sentence on what it measures."""
+    primary: bool = False
+    """True for the metric that tables and plots show."""
+    subsets: dict[str, Estimate] = field(default_factory=dict)
+    """The same for each subset by itself."""
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """The difference to the full cache on the same samples."""
+
+    reference: str = ""
+    """Folder of the full-cache run, relative to the results folder."""
+    metric: str = ""
+    """The metric that is compared: the task's primary one."""
+    difference: Estimate = field(default_factory=Estimate)
+    """This run minus the reference, over the samples that ended well in both."""
+    num_worse: int = 0
+    """Samples with a worse score than the reference."""
+    num_better: int = 0
+    """Samples with a better score than the reference."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """How many samples, and what happened to them. Samples here are answers: prompts times answers per prompt."""
+
+    total: int = 0
+    """Answers the run consists of."""
+    done: int = 0
+    """Answers in the journal, of any status."""
+    ok: int = 0
+    """Answers that were scored."""
+    nan: int = 0
+    """Answers given up because logits or scores were not finite. They are left out of the scores, not counted as
+    wrong."""
+    oom: int = 0
+    """Answers that did not fit in memory or in the page budget. They are left out of the scores, not counted as
+    wrong."""
+    truncated: int = 0
+    """Prompts the task's rule had to shorten."""
+    quarantined: int = 0
+    """Rows of the data that could not be read and were set aside."""
+    damaged: int = 0
+    """Journal lines that a crash had torn; their samples were done again."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One stretch of work on the run; a run that was stopped and resumed has several."""
+
+    started: str = ""
+    """Start, ISO 8601 in UTC."""
+    ended: str = ""
+    """End, ISO 8601 in UTC; empty when the process was killed."""
+    wall_s: float = 0.0
+    """Seconds spent on the samples of this session, model loading apart."""
+    num_done: int = 0
+    """Answers finished in this session."""
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """Speed of the run. Never part of what is compared between two runs."""
+
+    prefill_s: float | None = None
+    """Mean seconds to process one prompt."""
+    decode_tokens_per_s: float | None = None
+    """Generated tokens per second of decoding, over all rows of a batch together."""
+    decode_tokens: int = 0
+    """Tokens generated in the decoding steps that were timed."""
+    wall_s: float = 0.0
+    """Seconds spent on samples, over all sessions."""
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The content of `run.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    """Rises when a field changes its meaning."""
+    status: str = "running"
+    """`running` (also after a kill), `complete`, or `failed`."""
+    message: str = ""
+    """Why it failed."""
+    task: str = ""
+    """Name of the task."""
+    model: str = ""
+    """Name of the model."""
+    method: str = ""
+    """Name of the method."""
+    hash: str = ""
+    """SHA-256 over `identity`; its first digits name the folder."""
+    identity: dict = field(default_factory=dict)
+    """Everything that can change an answer; compare two of these to see why two runs are not the same run."""
+    protocol: dict = field(default_factory=dict)
+    """Every choice of how the task is posed and scored."""
+    backend: str = ""
+    """Name of the kernels that ran, after `auto` was resolved."""
+    seed: int = 0
+    """Seed of sampling, data and policy."""
+    versions: Versions | None = None
+    """Installed libraries."""
+    git: Git = field(default_factory=Git)
+    """State of the source tree."""
+    machine: Machine | None = None
+    """Hardware and thread settings."""
+    started: str = ""
+    """First start, ISO 8601 in UTC."""
+    ended: str = ""
+    """Last end, ISO 8601 in UTC."""
+    sessions: list[Session] = field(default_factory=list)
+    """Every stretch of work."""
+    counts: Counts = field(default_factory=Counts)
+    """Samples by outcome."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """The task's scores, each with n and a 95 % interval."""
+    task_aggregate: dict = field(default_factory=dict)
+    """What the task itself reports (its own means and groups), as it gives it."""
+    fidelity: dict[str, Estimate] = field(default_factory=dict)
+    """Teacher-forced comparison with the full cache on the reference answers."""
+    ledger: dict[str, float] = field(default_factory=dict)
+    """Bytes per sample and their ratios to the FP16 full cache of the same tokens, averaged over samples."""
+    kept: dict[str, float] = field(default_factory=dict)
+    """What the method did, averaged over samples."""
+    timing: Timing = field(default_factory=Timing)
+    """Speed."""
+    comparison: Comparison | None = None
+    """Difference to the full cache; None for the full cache itself and with `reference=none`."""
+    quarantined: list[dict] = field(default_factory=list)
+    """The first rows of the data that could not be read: file, line, reason."""
+
+    @property
+    def primary(self) -> str:
+        """Name of the primary metric, or an empty string."""
+        return next((name for name, metric in self.metrics.items() if metric.primary), "")
+
+    def save(self, folder: Path) -> None:
+        """Write `run.json` in one atomic step."""
+        text = json.dumps(plain(dataclasses.asdict(self)), indent=2, allow_nan=False)
+        write_atomic(folder / "run.json", text.encode("ascii") + b"\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "RunRecord | None":
+        """Read `run.json`.
+
+        Returns:
+            None when the folder has none yet.
+
+        Raises:
+            ValueError: It is not JSON, or of another schema version.
+        """
+        path = folder / "run.json"
+        try:
+            content = json.loads(path.read_text(encoding="ascii"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is not readable as JSON ({error}); remove it, the samples beside it are kept"
+            ) from error
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"{path} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; use another results_dir"
+            )
+        try:
+            return _build(cls, content)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} has fields this kvbench does not know ({error}); use another results_dir"
+            ) from error
+
+
+def _build(kind: object, value: object) -> typing.Any:
+    """Build dataclasses from plain JSON, following the type hints; an unknown key is a KeyError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if value is None:
+        return None
+    if origin in (typing.Union, types.UnionType):
+        return _build(next(item for item in arguments if item is not type(None)), value)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{key: _build(hints[key], item) for key, item in value.items()})
+    if origin is dict:
+        return {key: _build(arguments[1], item) for key, item in value.items()}
+    if origin is list:
+        return [_build(arguments[0], item) for item in value]
+    return value
+
+
+def now() -> str:
+    """The time, ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

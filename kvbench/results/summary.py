@@ -1,0 +1,182 @@
+"""From journal records to the numbers of `run.json`: means with 95 % intervals, and the paired difference to the full
+cache.
+
+Everything here is a pure function of the records, so a table can be made again from `samples.jsonl` alone.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from kvbench.results.record import Comparison, Counts, Metric, Timing
+from kvbench.stats.intervals import Estimate, estimate, paired_difference
+
+if TYPE_CHECKING:
+    from kvbench.engine.requests import Request
+
+SCORES = (0.0, 1.0)  # every score of a task lies in between
+
+
+def values_by_sample(
+    records: Iterable[dict], pick: Callable[[dict], object]
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Collect one number per sample: the mean over its answers.
+
+    Args:
+        records: Journal records; those whose status is not `ok` are left out.
+        pick: Takes the number from a record; None means that it could not be written because it was not finite; a
+            KeyError or
+            TypeError that the record does not have it.
+
+    Returns:
+        Subset -> sample id -> value, and how many answers were not finite.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    num_nonfinite = 0
+    for record in records:
+        if record["status"] != "ok":
+            continue
+        try:
+            value = pick(record)
+        except (KeyError, TypeError):
+            continue
+        if value is None:
+            num_nonfinite += 1
+        else:
+            found.setdefault(record["subset"], {}).setdefault(record["sample_id"], []).append(float(value))
+    means = {
+        subset: {sample: sum(values) / len(values) for sample, values in samples.items()}
+        for subset, samples in found.items()
+    }
+    return means, num_nonfinite
+
+
+def metrics(records: list[dict], infos: Mapping[str, object], primary: str) -> dict[str, Metric]:
+    """Every metric of a task over the records.
+
+    Args:
+        records: Journal records.
+        infos: Name -> object with `higher_is_better` and `description`.
+        primary: Name of the metric that tables show.
+    """
+    result = {}
+    for name, info in infos.items():
+        means, num_nonfinite = values_by_sample(records, lambda record, name=name: record["scores"][name])
+        strata = {subset: list(values.values()) for subset, values in means.items()}
+        whole = estimate(strata, num_nonfinite, SCORES)
+        result[name] = Metric(
+            **vars(whole),
+            higher_is_better=info.higher_is_better,
+            description=info.description,
+            primary=name == primary,
+            subsets={subset: estimate({subset: values}, bounds=SCORES) for subset, values in strata.items()},
+        )
+    return result
+
+
+def fidelity(records: list[dict]) -> dict[str, Estimate]:
+    """Teacher-forced measurements over the records that have them; empty when none has."""
+    names = dict.fromkeys(name for record in records if record.get("fidelity") for name in record["fidelity"])
+    result = {}
+    for name in names:
+        means, num_nonfinite = values_by_sample(records, lambda record, name=name: record["fidelity"][name])
+        result[name] = estimate({subset: list(values.values()) for subset, values in means.items()}, num_nonfinite)
+    return result
+
+
+def compare(
+    records: list[dict], reference: list[dict], metric: str, folder: str, higher_is_better: bool = True
+) -> Comparison:
+    """Difference to the reference on the samples that ended well in both.
+
+    Args:
+        records: Journal records of the run.
+        reference: Journal records of the full-cache run of the same samples.
+        metric: Name of the metric to compare.
+        folder: Folder of the reference, for the record.
+        higher_is_better: Direction of the metric, for what counts as worse.
+    """
+
+    def pick(record: dict) -> object:
+        return record["scores"][metric]
+
+    mine, theirs = values_by_sample(records, pick)[0], values_by_sample(reference, pick)[0]
+    pairs = {
+        subset: [(value, theirs[subset][sample]) for sample, value in samples.items() if sample in theirs[subset]]
+        for subset, samples in mine.items()
+        if subset in theirs
+    }
+    flat = [pair for values in pairs.values() for pair in values]
+    return Comparison(
+        reference=folder,
+        metric=metric,
+        difference=paired_difference(pairs),
+        num_worse=sum(a < b if higher_is_better else a > b for a, b in flat),
+        num_better=sum(a > b if higher_is_better else a < b for a, b in flat),
+    )
+
+
+def counts(records: list[dict], requests: "list[Request]", num_quarantined: int, num_damaged: int) -> Counts:
+    """Samples by outcome."""
+    statuses = [record["status"] for record in records]
+    return Counts(
+        total=sum(request.num_samples for request in requests),
+        done=len(records),
+        ok=statuses.count("ok"),
+        nan=statuses.count("nan"),
+        oom=statuses.count("oom"),
+        truncated=sum(request.truncated for request in requests),
+        quarantined=num_quarantined,
+        damaged=num_damaged,
+    )
+
+
+def flatten(record: Mapping[str, object], prefix: str = "") -> dict[str, float]:
+    """The numbers of a nested dict under dotted names; text, lists and None are left out."""
+    result: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            result |= flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            result[f"{prefix}{key}"] = float(value)
+    return result
+
+
+def means(dicts: Iterable[Mapping[str, object]]) -> dict[str, float]:
+    """Mean of every number over the dicts; a number that some dict lacks counts as 0 there, as an item of a ledger
+    does."""
+    rows = [flatten(item) for item in dicts if item]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
+
+
+def ledger(records: list[dict]) -> dict[str, float]:
+    """Bytes per sample, with `resident_ratio` and `peak_ratio` to the FP16 full cache.
+
+    These two are sums over sums, because a mean of ratios would favour short prompts; `average_ratio` compares every
+    decode step with the FP16 cache of that step and is the mean over samples.
+    """
+    result = means(record["ledger"] for record in records if record["status"] == "ok")
+    fp16 = result.get("fp16_bytes", 0.0)
+    for name in ("resident", "peak"):
+        if fp16 and f"{name}_bytes" in result:
+            result[f"{name}_ratio"] = result[f"{name}_bytes"] / fp16
+    return result
+
+
+def timing(records: list[dict], wall_s: float) -> Timing:
+    """Speed over the records that ended well.
+
+    Args:
+        records: Journal records; `timing.decode_share_s` is a sample's share of the decode steps it was part of.
+        wall_s: Seconds spent on samples over all sessions.
+    """
+    rows = [record["timing"] for record in records if record["status"] == "ok" and record.get("timing")]
+    prefill = [row["prefill_s"] for row in rows if row.get("prefill_s") is not None]
+    seconds = sum(row.get("decode_share_s", 0.0) for row in rows)
+    tokens = sum(row.get("decode_tokens", 0) for row in rows)
+    return Timing(
+        prefill_s=sum(prefill) / len(prefill) if prefill else None,
+        decode_tokens_per_s=tokens / seconds if seconds else None,
+        decode_tokens=tokens,
+        wall_s=wall_s,
+    )

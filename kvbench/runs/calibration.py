@@ -1,0 +1,153 @@
+"""Calibrated settings of a method: the file that `kvbench calibrate` writes and `method.calibration=` reads.
+
+The file holds the settings that were found, what they were found with (model, data, code, the method's other settings),
+every measurement of the grid, and the verdict on samples that took no part in the choice.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.config import files as listing
+from kvbench.config.code import hash_files
+from kvbench.errors import unknown_name
+from kvbench.results import provenance
+
+SCHEMA_VERSION = 1
+KEY = "calibration"  # the setting method.calibration
+FOLDER = "calibration"  # files that come with kvbench lie in conf/calibration/
+NEEDED = ("target", "method", "settings", "replaces", "base", "model", "code", "confirmed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The content of a calibration file, and where it lies."""
+
+    path: Path
+    content: dict
+
+    @property
+    def settings(self) -> dict:
+        """Setting of the method -> calibrated value."""
+        return self.content["settings"]
+
+
+def shipped() -> dict[str, Path]:
+    """The files that come with kvbench, by name."""
+    return {path.stem: path for path in sorted((listing.conf_folder() / FOLDER).glob("*.yaml"))}
+
+
+def load(where: str) -> Calibration:
+    """Read a calibration file.
+
+    Args:
+        where: Path of the file, or the name of one that comes with kvbench.
+
+    Raises:
+        ValueError: It does not exist, or is not such a file.
+    """
+    path = shipped().get(where, Path(where).expanduser())
+    if not path.is_file():
+        if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
+            raise ValueError(
+                f"method.calibration={where} does not exist; `python -m kvbench calibrate method=...` writes one"
+            )
+        raise unknown_name("method.calibration", where, shipped())
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # whatever the YAML library makes of a file that is none
+        raise ValueError(f"method.calibration={where} cannot be read as YAML: {error}") from error
+    missing = [key for key in NEEDED if key not in content] if isinstance(content, dict) else list(NEEDED)
+    if missing:
+        raise ValueError(
+            f"method.calibration={where} is no calibration file: it lacks {', '.join(missing)}; "
+            "`python -m kvbench calibrate method=...` writes one"
+        )
+    if content.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"method.calibration={where} has schema version {content.get('schema_version')!r}, this kvbench reads "
+            f"{SCHEMA_VERSION}; calibrate again"
+        )
+    return Calibration(path=path, content=content)
+
+
+def apply(method: DictConfig) -> tuple[DictConfig, Calibration | None]:
+    """Put the calibrated settings into a method's configuration.
+
+    Args:
+        method: The method group; its key `calibration` names the file.
+
+    Returns:
+        The configuration with the file's settings, its key `calibration` left in place, and the file; the same
+        configuration and None when it names no file.
+
+    Raises:
+        ValueError: The file is for another method, or a setting is given by hand as well.
+    """
+    where = method.get(KEY)
+    if where is None:
+        return method, None
+    found = load(str(where))
+    if found.content["target"] != method._target_:
+        raise ValueError(f"method.calibration={where} is for method={found.content['method']}; choose that method")
+    changed = OmegaConf.create(OmegaConf.to_container(method, resolve=True))
+    for name, value in found.settings.items():
+        if name not in changed:
+            raise ValueError(
+                f"method.calibration={where} sets {name}, which this method does not have; calibrate again"
+            )
+        if changed[name] not in (value, found.content["replaces"].get(name)):
+            raise ValueError(
+                f"method.{name}={changed[name]} and method.calibration={where}, which says {value}, contradict each "
+                f"other; leave one out"
+            )
+        changed[name] = value
+    return changed, found
+
+
+def notes(method: DictConfig, model: object, policy: object) -> list[str]:
+    """Compare what a calibration was made with and what it is used with.
+
+    Args:
+        method: The method group; without `calibration` there is nothing to compare.
+        model: The loaded model.
+        policy: The policy that was built.
+
+    Returns:
+        One sentence for each difference that leaves the file usable.
+
+    Raises:
+        ValueError: It was made for another model: thresholds do not carry over.
+    """
+    method, found = apply(method)
+    if found is None:
+        return []
+    content, path = found.content, found.path
+    made_for = content["model"]
+    if made_for["fingerprint"] != model.fingerprint:
+        given = " ".join(f"method.{name}={value}" for name, value in found.settings.items())
+        raise ValueError(
+            f"{path} was calibrated on the model {made_for['name']} ({made_for['fingerprint'][:12]}), and this is "
+            f"{model.name} ({model.fingerprint[:12]}); calibrate this one, or give the settings by hand: {given}"
+        )
+    remarks = []
+    if not content["confirmed"]:
+        remarks.append(f"{path}: its settings were not confirmed on held-out samples")
+    if made_for["dtype"] != str(model.dtype):
+        remarks.append(f"{path} was calibrated in {made_for['dtype']}, and this model runs in {model.dtype}")
+    if content["code"]["method"] != method_hash(policy):
+        remarks.append(f"{path} was calibrated with another version of this method's code; calibrate again to be sure")
+    changed = [
+        f"{name}={method[name]} (then {value})"
+        for name, value in content["base"].items()
+        if name in method and method[name] != value
+    ]
+    if changed:
+        remarks.append(f"{path} was calibrated with other settings beside it: now {', '.join(changed)}")
+    return remarks
+
+
+def method_hash(policy: object) -> str:
+    """Hash of the source files of a policy."""
+    return hash_files(provenance.method_files(type(policy)))

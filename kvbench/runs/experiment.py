@@ -1,0 +1,178 @@
+"""What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.config import files as listing
+from kvbench.config.code import hash_files
+from kvbench.errors import check_whole, unknown_name
+from kvbench.results import identity, provenance
+from kvbench.results.journal import Key
+from kvbench.runs import calibration
+from kvbench.runs.parts import Parts
+
+KEYS = {
+    "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
+    | {"reference", "fidelity", "store", "prompt_cache_bytes"},
+    "fidelity.": {"max_tokens"},
+}
+FULL = "full"  # the one method the harness knows by name: the reference of every other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything one run needs, loaded and checked, with its place in the results."""
+
+    cfg: DictConfig
+    method: str
+    policy: object
+    engine: object
+    task: object
+    model: object
+    backend: str
+    identity: dict
+    hash: str
+    folder: Path
+
+    @property
+    def keys(self) -> list[Key]:
+        """Every answer the run consists of, in request order."""
+        return [(request.sample_id, repeat) for request in self.task.requests for repeat in range(request.num_samples)]
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Check the settings that belong to no group.
+
+    Raises:
+        ValueError: Names the setting, its value, the rule and the remedy.
+    """
+    for prefix, known in KEYS.items():
+        for key in OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg:
+            if key not in known:
+                raise unknown_name("key", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+    for key, minimum in (("batch_size", 1), ("seed", 0), ("fidelity.max_tokens", 0)):
+        check_whole(key, OmegaConf.select(cfg, key), minimum)
+    if cfg.limit is not None:
+        check_whole("limit", cfg.limit, 1, ", or null for all samples")
+    if cfg.reference not in ("auto", "none"):
+        raise unknown_name("reference", cfg.reference, ("auto", "none"))
+    if not isinstance(cfg.resume, bool):
+        raise ValueError(f"resume={cfg.resume} is neither true nor false")
+    if not isinstance(cfg.results_dir, str) or not cfg.results_dir:
+        raise ValueError(
+            f"results_dir={cfg.results_dir!r} is not a folder; give a path, for example results_dir=results"
+        )
+
+
+def reference_config(cfg: DictConfig) -> DictConfig:
+    """The same experiment with the full cache.
+
+    The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed one
+    would only
+    make it fail.
+    """
+    full = OmegaConf.load(listing.conf_folder() / "method" / f"{FULL}.yaml")
+    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    changed.method = full
+    changed.store.budget_bytes = None
+    return changed
+
+
+def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
+    """Load what the configuration names and work out which run it is.
+
+    Args:
+        cfg: The resolved configuration.
+        method: Name of the method's configuration.
+        parts: The loaders.
+
+    Raises:
+        ValueError: A setting is out of range, or data or weights are missing.
+    """
+    cfg = _with_calibration(cfg)
+    policy = parts.make_policy(cfg.method)  # first: a bad setting should not cost a model load
+    model = parts.load_model(cfg.model)
+    for note in calibration.notes(cfg.method, model, policy):
+        print(note, file=sys.stderr, flush=True)
+    task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
+    check_requests(task)
+    engine = parts.make_engine(cfg, model, policy)
+    backend = getattr(engine, "backend", cfg.backend.name)
+    backend = getattr(backend, "name", backend)
+    ingredients = identity.canonical(
+        {
+            "model": {
+                "fingerprint": model.fingerprint,
+                "dtype": str(model.dtype),
+                "device": str(model.device).split(":")[0],
+                "chat_template": model.chat_template,
+                "max_tokens": model.max_tokens,
+            },
+            "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": cfg.limit},
+            "method": _method_settings(cfg.method, policy),
+            "generation": cfg.protocol,
+            "store": cfg.store,
+            "fidelity": cfg.fidelity,
+            "batch_size": cfg.batch_size,
+            "seed": cfg.seed,
+            "backend": str(backend),
+            "code": {
+                "harness": provenance.harness_hash(str(backend)),
+                "method": hash_files(provenance.method_files(type(policy))),
+                "torch": provenance.versions().torch,
+                "transformers": provenance.versions().transformers,
+            },
+        }
+    )
+    digest = identity.hash_identity(ingredients)
+    return Experiment(
+        cfg=cfg,
+        method=method,
+        policy=policy,
+        engine=engine,
+        task=task,
+        model=model,
+        backend=str(backend),
+        identity=ingredients,
+        hash=digest,
+        folder=identity.run_folder(Path(cfg.results_dir), task.name, model.name, method, digest),
+    )
+
+
+def _with_calibration(cfg: DictConfig) -> DictConfig:
+    """The configuration with the settings of the calibration file that it names."""
+    method, found = calibration.apply(cfg.method)
+    if found is None:
+        return cfg
+    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    changed.method = method
+    return changed
+
+
+def _method_settings(cfg: DictConfig, policy: object) -> dict:
+    """What the YAML says plus the policy's own fields, so that a default that is only in the code counts too."""
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings.pop(calibration.KEY, None)  # where the numbers come from changes no answer
+    if dataclasses.is_dataclass(policy):
+        settings |= {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
+    return settings
+
+
+def check_requests(task: object) -> None:
+    """Refuse a task that has nothing to run, or two samples of the same id.
+
+    Raises:
+        ValueError: Names the task and the sample.
+    """
+    if not task.requests:
+        broken = f"; {len(task.quarantined)} rows could not be read" if task.quarantined else ""
+        raise ValueError(f"task {task.name} has no samples{broken}; check its subsets, its length and its data")
+    seen = set()
+    for request in task.requests:
+        if request.sample_id in seen:
+            raise ValueError(f"task {task.name} has two samples with the id {request.sample_id}; ids must be unique")
+        seen.add(request.sample_id)

@@ -1,0 +1,283 @@
+"""One experiment: configuration -> model, task, policy, engine -> journal, record, table and picture.
+
+The full cache on the same samples is an experiment like any other; it is looked up by its hash, or run first.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.engine.requests import Outcome, Request
+from kvbench.results import provenance, summary
+from kvbench.results.journal import Journal, JournalError, run_lock, write_atomic
+from kvbench.results.record import RunRecord, Session, now
+from kvbench.runs.experiment import FULL, Experiment, check_config, prepare, reference_config
+from kvbench.runs.parts import Parts, default_parts
+from kvbench.show.progress import Progress
+
+MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that ended, and the full-cache run it is compared with."""
+
+    record: RunRecord
+    """Content of `run.json`."""
+    folder: Path
+    """Where it is."""
+    reference: RunRecord | None = None
+    """The full-cache run; None when this is it, or when none was wanted."""
+
+
+def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Journal) -> list[Request]:
+    """The requests to give to the engine: whole groups that hold an unfinished answer.
+
+    The groups are fixed over the full list. A resumed run thus batches every sample with the same neighbours as an
+    uninterrupted one, and computes the same numbers to the last bit, at the price of computing some samples twice.
+
+    Args:
+        requests: All requests of the task.
+        batch_size: Requests per group.
+        journal: The finished answers.
+    """
+    todo: list[Request] = []
+    for start in range(0, len(requests), batch_size):
+        group = requests[start : start + batch_size]
+        if any((item.sample_id, repeat) not in journal for item in group for repeat in range(item.num_samples)):
+            todo.extend(group)
+    return todo
+
+
+def journal_record(request: Request, outcome: Outcome, scores: Mapping[str, float], protocol: dict) -> dict:
+    """One line of `samples.jsonl`. Only `timing` may differ between two runs of the same thing."""
+    return {
+        "sample_id": outcome.sample_id,
+        "subset": request.subset,
+        "repeat": outcome.repeat,
+        "status": outcome.status,
+        "text": outcome.text,
+        "token_ids": list(outcome.token_ids),
+        "finish": outcome.finish,
+        "scores": dict(scores),
+        "fidelity": outcome.fidelity,
+        **({"choices": outcome.choices} if request.choices else {}),
+        "ledger": outcome.ledger,
+        "kept": outcome.kept,
+        "num_prompt_tokens": outcome.num_prompt_tokens,
+        "num_prompt_tokens_untruncated": request.num_prompt_tokens_untruncated,
+        "truncated": request.truncated,
+        "nan_layer": outcome.nan_layer,
+        "message": outcome.message,
+        "protocol": protocol,
+        "meta": request.meta,
+        "timing": outcome.timing,
+    }
+
+
+def score_outcome(task: object, request: Request, outcome: Outcome) -> dict[str, float]:
+    """The scores of one answer, by its text or by its choices' log-likelihoods; none for one that did not end well."""
+    if outcome.status != "ok":
+        return {}
+    return task.score_choices(request, outcome.choices) if request.choices else task.score(request, outcome.text)
+
+
+@contextmanager
+def _session(record: RunRecord, folder: Path) -> Iterator[Session]:
+    """Keep `run.json` true whatever happens inside: failed after an error, else (a kill, a full disk) still running."""
+    session = Session(started=now())
+    record.started = record.started or session.started
+    record.sessions.append(session)
+    record.status, record.message = "running", ""
+    record.save(folder)
+    clock = time.perf_counter()
+
+    def end() -> None:
+        session.wall_s = time.perf_counter() - clock
+        session.ended = record.ended = now()
+        record.save(folder)
+
+    try:
+        yield session
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, JournalError):
+            record.status, record.message = "failed", f"{type(error).__name__}: {error}"
+        with suppress(JournalError):  # a full disk must not hide the error that came first
+            end()
+        raise
+    end()
+
+
+def compute_missing(experiment: Experiment, journal: Journal, session: Session) -> None:
+    """Run the engine over what is not in the journal yet.
+
+    Args:
+        experiment: What to run.
+        journal: Where every finished answer goes.
+        session: Counts the answers of this stretch of work.
+    """
+    task = experiment.task
+    by_id = {request.sample_id: request for request in task.requests}
+    label = f"{experiment.method} on {task.name}"
+    with Progress(label, len(experiment.keys), len(journal.records)) as progress:
+
+        def on_outcome(outcome: Outcome) -> None:
+            if (outcome.sample_id, outcome.repeat) in journal:
+                return
+            request = by_id[outcome.sample_id]
+            scores = score_outcome(task, request, outcome)
+            journal.append(journal_record(request, outcome, scores, task.protocol))
+            session.num_done += 1
+            progress.advance()
+
+        todo = unfinished_groups(task.requests, experiment.cfg.batch_size, journal)
+        experiment.engine.run(todo, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests)
+
+
+def verdict(experiment: Experiment, records: Sequence[dict]) -> str:
+    """Say why the run must not be used, or return an empty string.
+
+    A method that did nothing, and a run in which no sample ended well, would otherwise pass as a result.
+    """
+    ok = [record for record in records if record["status"] == "ok"]
+    if not ok:
+        first = records[0]
+        return f"no sample ended well; the first, {first['sample_id']}, ended as {first['status']}: {first['message']}"
+    check = getattr(experiment.policy, "check_outcome", None)
+    complaints = [] if check is None else [(r["sample_id"], text) for r in ok if (text := check(r))]
+    if complaints:
+        sample_id, text = complaints[0]
+        where = f"in {len(complaints)} of {len(ok)} samples: {text} (sample {sample_id})"
+        return f"method {experiment.method} did not do its work {where}"
+    return ""
+
+
+def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
+    """Fill the numbers of `run.json` from the journal."""
+    task, records = experiment.task, list(journal.records.values())
+    record.metrics = summary.metrics(records, task.metrics, task.primary)
+    record.task_aggregate = task.aggregate(records)
+    record.fidelity = summary.fidelity(records)
+    record.ledger = summary.ledger(records)
+    record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
+    record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
+    _count(experiment, record, journal)
+
+
+def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
+    task = experiment.task
+    damaged = max(record.counts.damaged, journal.damaged)
+    records = list(journal.records.values())
+    record.counts = summary.counts(records, task.requests, len(task.quarantined), damaged)
+    record.quarantined = list(task.quarantined[:MAX_LISTED])
+
+
+def _describe(experiment: Experiment, record: RunRecord) -> None:
+    record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
+    record.hash, record.identity = experiment.hash, experiment.identity
+    record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.cfg.seed
+    record.versions, record.git = provenance.versions(), provenance.git_state()
+    record.machine = provenance.machine(experiment.model.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run that ended: its record, its samples in request order, and its folder."""
+
+    record: RunRecord
+    records: list[dict]
+    folder: Path
+
+
+def execute(
+    experiment: Experiment, *, resume: bool, wait: bool, say: Callable[[str], None], reference: Run | None
+) -> Run:
+    """Bring one run to its end, whatever state it is found in.
+
+    Args:
+        experiment: What to run.
+        resume: Keep the samples that are there; False starts again.
+        wait: Wait while another process has the run.
+        say: Takes one-line notes.
+        reference: The full cache on the same samples, for the comparison.
+
+    Raises:
+        RunLocked: Another process has it and `wait` is False.
+        JournalError: The disk is full.
+    """
+    folder = experiment.folder
+    with run_lock(folder, wait=wait, say=say), closing(Journal(folder / "samples.jsonl", warn=say)) as journal:
+        record = RunRecord.load(folder) or RunRecord()
+        if record.hash and record.hash != experiment.hash:
+            raise ValueError(f"{folder} holds another run whose hash begins alike; use another results_dir")
+        if not resume:
+            journal.clear()
+            record = RunRecord()
+        if any(key not in journal for key in experiment.keys):
+            if journal.records:
+                say(f"going on with {folder}: {len(journal.records)} of {len(experiment.keys)} samples are done")
+            write_atomic(folder / "config.yaml", OmegaConf.to_yaml(experiment.cfg, resolve=True).encode())
+            _describe(experiment, record)
+            with _session(record, folder) as session:
+                try:
+                    compute_missing(experiment, journal, session)
+                finally:
+                    _count(experiment, record, journal)
+        elif record.status == "complete":
+            say(f"already there: {folder} (resume=false runs it again)")
+        journal.finish(experiment.keys)
+        records = list(journal.records.values())
+        before = dataclasses.asdict(record)
+        summarise(experiment, record, journal)
+        if reference is not None and (primary := record.metrics.get(record.primary)):
+            name = reference.folder.relative_to(Path(experiment.cfg.results_dir)).as_posix()
+            record.comparison = summary.compare(
+                records, reference.records, record.primary, name, primary.higher_is_better
+            )
+        record.message = verdict(experiment, records)
+        record.status = "failed" if record.message else "complete"
+        if dataclasses.asdict(record) != before:
+            record.save(folder)
+        return Run(record=record, records=records, folder=folder)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_experiment(
+    cfg: DictConfig, *, method: str, parts: Parts | None = None, say: Callable[[str], None] = _say
+) -> Finished:
+    """Run one experiment, and the full cache on the same samples when it is not there yet.
+
+    Args:
+        cfg: The composed configuration (`conf/config.yaml`).
+        method: Name of the method's configuration; names the folder and the row of the table.
+        parts: Loaders to use instead of kvbench's own.
+        say: Takes one-line notes; stderr by default.
+
+    Returns:
+        The run. Its status is `failed` when its result must not be used.
+
+    Raises:
+        ValueError: A bad setting, missing data or weights, or another process at work on the same run.
+    """
+    check_config(cfg)
+    parts = parts or default_parts()
+    experiment = prepare(cfg, method, parts)
+    for row in experiment.task.quarantined[:5]:
+        say(f"set aside: {row['file']}:{row['line']}: {row['reason']}")
+    full = None
+    if cfg.reference == "auto" and method != FULL:
+        full = execute(prepare(reference_config(cfg), FULL, parts), resume=True, wait=True, say=say, reference=None)
+        if full.record.status != "complete":
+            say(f"no comparison with the full cache, whose run failed: {full.record.message}")
+            full = None
+    run = execute(experiment, resume=cfg.resume, wait=False, say=say, reference=full)
+    return Finished(record=run.record, folder=run.folder, reference=full.record if full else None)

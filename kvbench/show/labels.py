@@ -1,0 +1,54 @@
+"""Short names for runs in tables and pictures: the method, and what tells it from the other runs of that method."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvbench.results.record import RunRecord
+
+LONGEST = 24  # characters of a value; a table of numbers would fill the line
+APART = ("seed", "batch_size", "backend", "limit")  # parts of the identity that may differ when the method does not
+
+
+def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str]:
+    """A name for each run.
+
+    Args:
+        records: Runs that are shown together.
+        separator: What stands between the method and its settings.
+
+    Returns:
+        `snapkv` where there is one run of it, else `snapkv budget=0.25`, or the
+        start of the hash where no setting differs.
+    """
+    labels = []
+    for record in records:
+        same = {other.hash: other.identity for other in records if other.method == record.method}
+        words = differing(record.identity.get("method", {}), [item.get("method", {}) for item in same.values()])
+        words += differing({key: record.identity.get(key) for key in APART}, list(same.values()))
+        words = [_cut(word) for word in words]
+        labels.append(separator.join([record.method, *([" ".join(words)] if words else [])]))
+    names = {}
+    for label, record in zip(labels, records, strict=True):
+        names.setdefault(label, set()).add(record.hash)
+    pairs = zip(labels, records, strict=True)  # what was cut short may not tell two runs apart
+    return [f"{label} {record.hash[:6]}" if len(names[label]) > 1 else label for label, record in pairs]
+
+
+def differing(settings: Mapping[str, object], others: Iterable[Mapping[str, object]]) -> list[str]:
+    """The settings that are not the same in all others.
+
+    Args:
+        settings: Those of one run.
+        others: Those of the runs it is shown with, itself among them or not.
+
+    Returns:
+        `key=value` for each, in the order of the settings.
+    """
+    others = list(others)
+    return [f"{key}={value}" for key, value in settings.items() if any(other.get(key) != value for other in others)]
+
+
+def _cut(word: str) -> str:
+    key, _, value = word.partition("=")
+    return word if len(value) <= LONGEST else f"{key}={value[: LONGEST - 2]}.."

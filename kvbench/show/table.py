@@ -1,0 +1,240 @@
+"""The table at the end of a run: quality and cost of each method beside the full cache, on the terminal."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.results.record import RunRecord
+from kvbench.show.labels import label_runs
+from kvbench.show.progress import format_bytes
+from kvbench.stats.intervals import Estimate
+
+Cell = Callable[[RunRecord], str]
+NONE = "-"
+
+
+def percent(estimate: Estimate | None, signed: bool = False) -> str:
+    """A score as percent with its 95 % interval, for example `96.9 [89.3, 99.1]`."""
+    if estimate is None or estimate.value is None:
+        return NONE
+    form = "{:+.1f}" if signed else "{:.1f}"
+    text = form.format(_tidy(100 * estimate.value))
+    if estimate.low is None or estimate.high is None:
+        return text
+    return f"{text} [{form.format(_tidy(100 * estimate.low))}, {form.format(_tidy(100 * estimate.high))}]"
+
+
+def _tidy(value: float) -> float:
+    """No minus sign in front of a zero."""
+    return 0.0 if abs(value) < 0.05 else value
+
+
+def _score(record: RunRecord) -> str:
+    return percent(record.metrics.get(record.primary))
+
+
+def _num(record: RunRecord) -> str:
+    metric = record.metrics.get(record.primary)
+    done = metric.num_samples if metric else 0
+    per_answer = record.counts.total // max(1, done) if metric and done else 1
+    missing = record.counts.total - record.counts.ok
+    return f"{done}" if not missing else f"{done} of {(record.counts.total + per_answer - 1) // per_answer}"
+
+
+def _difference(record: RunRecord) -> str:
+    if record.comparison is None:
+        return NONE
+    text = percent(record.comparison.difference, signed=True)
+    if text == NONE:
+        return NONE
+    return f"{text}\n{record.comparison.num_worse} worse, {record.comparison.num_better} better"
+
+
+def _fidelity(name: str, form: str) -> Cell:
+    def cell(record: RunRecord) -> str:
+        found = record.fidelity.get(name)
+        return NONE if found is None or found.value is None else form.format(found.value)
+
+    return cell
+
+
+def _bytes(name: str) -> Cell:
+    def cell(record: RunRecord) -> str:
+        count, ratio = record.ledger.get(f"{name}_bytes"), record.ledger.get(f"{name}_ratio")
+        return format_bytes(count) if ratio is None else f"{format_bytes(count)}\n{100 * ratio:.1f} %"
+
+    return cell
+
+
+def _read_ratio(record: RunRecord) -> float:
+    """Bytes that decode steps read, of what reading everything takes; 1 where no step chooses."""
+    return record.kept.get("read_ratio", 1.0)
+
+
+def _prefill(record: RunRecord) -> str:
+    seconds = record.timing.prefill_s
+    return NONE if seconds is None else f"{seconds:.3g}"
+
+
+def _decode(record: RunRecord) -> str:
+    rate = record.timing.decode_tokens_per_s
+    return NONE if rate is None else f"{rate:.3g}"
+
+
+def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str, Cell]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("method", justify="left", no_wrap=True)
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for label, record in zip(label_runs(records, "\n"), records, strict=True):
+        table.add_row(label, *(cell(record) for _, cell in columns))
+    return table
+
+
+def _notes(records: Sequence[RunRecord]) -> list[str]:
+    """What a reader must know to read the numbers right."""
+    notes = ["[a, b] is a 95 % interval; vs full is measured on the same samples; % of bytes is of an FP16 full cache."]
+    if any(_read_ratio(record) < 1.0 for record in records):
+        notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
+    slow = [record.method for record in records if record.backend == "torch"]
+    if slow:
+        who = ", ".join(slow)
+        notes.append(f"Speed is no claim for {who}: backend torch is the plain reference, made to be right.")
+    whole = next((record.ledger.get("resident_ratio") for record in records if record.method == "full"), None)
+    for record in records:
+        ratio = record.ledger.get("resident_ratio")
+        if record.method != "full" and whole and ratio and ratio > 0.99 * whole:
+            notes.append(
+                f"{record.method} holds as much as the full cache: at this setting it compresses nothing here."
+            )
+        counts = record.counts
+        odd = [
+            f"{counts.nan} gave NaN" if counts.nan else "",
+            f"{counts.oom} ran out of memory" if counts.oom else "",
+            f"{counts.total - counts.done} not done" if counts.done < counts.total else "",
+        ]
+        if any(odd):
+            what = ", ".join(filter(None, odd))
+            notes.append(f"{record.method}: of {counts.total} answers {what}; not in the score.")
+        if record.status == "failed":
+            notes.append(f"{record.method} FAILED, do not use its numbers: {record.message}")
+    notes += _protocol_notes(records[-1].protocol)
+    first = records[-1].counts
+    if first.truncated:
+        notes.append(f"Prompts longer than the task or model allows, which were shortened: {first.truncated}.")
+    if first.quarantined:
+        notes.append(f"Rows of the data that could not be read (listed in run.json): {first.quarantined}.")
+    return notes
+
+
+def _answer(name: str, form: str, factor: float = 1.0) -> Cell:
+    def cell(record: RunRecord) -> str:
+        value = record.task_aggregate.get("answers", {}).get(name)
+        return NONE if value is None else form.format(factor * value)
+
+    return cell
+
+
+def _sampled(name: str) -> Cell:
+    def cell(record: RunRecord) -> str:
+        found = record.task_aggregate.get("sampling", {}).get(name)
+        return percent(Estimate(**found) if found else None)
+
+    return cell
+
+
+def _answers(records: Sequence[RunRecord]) -> list[Table]:
+    """How the answers ended, and what several answers to one problem say."""
+    last = records[-1].task_aggregate
+    tables = []
+    if "answers" in last:
+        columns = [
+            ("answers", _answer("num_answers", "{:.0f}")),
+            ("mean tokens", _answer("mean_tokens", "{:.1f}")),
+            ("cut by the limit, %", _answer("cut_share", "{:.1f}", 100)),
+        ]
+        if "num_unparsed" in last["answers"]:
+            columns.append(("nothing to grade", _answer("num_unparsed", "{:.0f}")))
+        tables.append(_table("Answers: how they ended", records, columns))
+    if sampling := last.get("sampling"):
+        # pass@1 is avg@n; the largest k say most.
+        names = [name for name in sampling if name.startswith("avg@")]
+        names += [name for name in sampling if name.startswith("pass@") and name != "pass@1"][-3:]
+        title = f"Sampling: {sampling['num_samples']} answers to each of {sampling['num_problems']} problems"
+        tables.append(_table(title, records, [(f"{name}, %", _sampled(name)) for name in names]))
+    return tables
+
+
+def _protocol_notes(protocol: dict) -> list[str]:
+    """What the protocol changes about the meaning of the numbers."""
+    notes = []
+    if protocol.get("query_aware") is False:
+        notes.append("Query-agnostic: the context was compressed before the question was seen.")
+    if protocol.get("thinking") in ("on", "off"):
+        notes.append(f"Thinking was {protocol['thinking']} in the chat template; thoughts are not graded.")
+    return notes
+
+
+def render(records: Sequence[RunRecord]) -> Group:
+    """Make the table of one task and model.
+
+    Args:
+        records: Rows from top to bottom, the full cache first.
+
+    Returns:
+        Something rich can print; 80 columns are enough.
+    """
+    last = records[-1]
+    quality = (
+        (f"{last.primary or 'score'}, %", _score),
+        ("n", _num),
+        ("vs full, points", _difference),
+        ("gold NLL", _fidelity("nll", "{:.4f}")),
+        ("KL to full", _fidelity("kl_mean", "{:.2g}")),
+    )
+    reads_parts = any(_read_ratio(record) < 1.0 for record in records)
+    cost = (
+        ("resident", _bytes("resident")),
+        ("average", _bytes("average")),
+        ("peak", _bytes("peak")),
+        *([("read, %", lambda record: f"{100 * _read_ratio(record):.1f}")] if reads_parts else []),
+        ("prefill s", _prefill),
+        ("decode tok/s", _decode),
+        ("backend", lambda record: record.backend),
+    )
+    name = f"{last.task} with {last.model}"
+    return Group(
+        _table(f"Quality: {name}", records, quality),
+        Text(),
+        _table("Cost: cache bytes per sample, and time", records, cost),
+        Text(),
+        *(part for table in _answers(records) for part in (table, Text())),
+        *(Text(note, style="dim") for note in _notes(records)),
+    )
+
+
+def show(records: Sequence[RunRecord], paths: Sequence[Path] = (), *, console: Console | None = None) -> None:
+    """Print the tables, one for each task and model, and where the files are.
+
+    Args:
+        records: Runs in any order; a run that is there twice counts once.
+        paths: Files and folders to name at the end.
+        console: Where to print; stdout by default, at least 100 columns wide when it is not a terminal.
+    """
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=100)
+    groups: dict[tuple[str, str], dict[tuple[str, str], RunRecord]] = {}
+    for record in records:
+        # Two names of one method have the same hash.
+        groups.setdefault((record.task, record.model), {})[record.method, record.hash] = record
+    for group in groups.values():
+        rows = sorted(group.values(), key=lambda record: record.method != "full")
+        console.print()
+        console.print(render(rows))
+    for path in paths:
+        console.print(Text(str(path), overflow="fold"), soft_wrap=True)

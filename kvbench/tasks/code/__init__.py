@@ -1,0 +1,64 @@
+"""`task=humaneval_plus` and `task=mbpp_plus`: Python functions, run in a cage on the original and the added inputs.
+
+`complete`: the model continues raw code; `chat`: it is asked for a fenced block in the chat template. Nothing runs
+unless `task.allow_code_execution=true`, and nothing where the cage is not complete.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.tasks.problem_set import load_problems
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import check_keys, one_of
+from kvbench.tasks.taskset import MetricInfo, TaskSet
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
+
+FORMS = ("complete", "chat")
+METRICS = {
+    "plus": MetricInfo(
+        True, "the function is right on the original and the added inputs (pass@1 of the plus benchmark)"
+    ),
+    "base": MetricInfo(True, "the function is right on the original inputs"),
+    "parsed": MetricInfo(True, "the program loads; one that loads and answers wrongly is not a parse failure"),
+}
+_FOLDER = Path(__file__).resolve().parent
+
+
+def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+    """Load the problems in one form.
+
+    Args:
+        cfg: `name` (`humaneval_plus` or `mbpp_plus`), `form` (of `FORMS`), `data_dir`, `allow_code_execution`.
+        model: Tokenizes the prompts.
+        limit: Problems, from the start of the file; None for all.
+        seed: Not used: nothing here is random.
+        protocol: How the problems are asked.
+
+    Raises:
+        CageRefused: There is no consent, or this machine cannot isolate generated code; before anything is generated.
+        ValueError: An unknown form or key, or data that is missing or broken.
+    """
+    from kvbench.tasks.code.cage import run as cage
+
+    check_keys(cfg, ("form", "data_dir", "allow_code_execution"))
+    name, form = cfg["name"], one_of("task.form", cfg.get("form") or FORMS[0], FORMS)
+    consent = cfg.get("allow_code_execution", False)
+    # Hours of answers that cannot be graded help nobody: a trivial program goes first.
+    cage.run("def one():\n    return 1\n", "one", [[]], allow_code_execution=consent)
+    return load_problems(
+        name=name,
+        folder=_FOLDER,
+        yaml_names=[f"kvbench_{name}_{form}"],
+        metadata={"data_dir": cfg.get("data_dir"), "allow_code_execution": consent},
+        model=model,
+        limit=limit,
+        protocol=protocol,
+        metrics=METRICS,
+        primary="plus",
+        describe={"form": form},
+        meta_keys=("task_id",),
+        reference=lambda doc: doc["row"],
+    )

@@ -1,0 +1,1 @@
+"""The cage that runs programs written by a model."""

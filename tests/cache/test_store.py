@@ -1,0 +1,239 @@
+"""The compressed store: rows, equal roads to the same bytes, and what it refuses."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.store import CompressedStore
+from kvbench.kernels.dispatch import get_backend
+from kvbench.policy import Policy, PrefillPlan, PrefillView, ScoreSpec, Tier
+
+LAYERS, HEADS, GROUP = 2, 2, 3
+
+
+@dataclass(kw_only=True)
+class Keep(Policy):
+    """Keeps every token in one tier."""
+
+    tier: Tier = Tier()
+    spec: ScoreSpec = ScoreSpec()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """As given."""
+        return (self.tier,)
+
+    @property
+    def score(self) -> ScoreSpec:
+        """As given."""
+        return self.spec
+
+
+def store_of(policy: Policy, head_dim: int = 64, rows: int = 4, dtype: torch.dtype = torch.float32) -> CompressedStore:
+    """A store of 2 layers, 2 KV heads and 6 query heads that keeps positions."""
+    shape = ModelShape(
+        num_layers=LAYERS,
+        num_q_heads=HEADS * GROUP,
+        num_kv_heads=HEADS,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    return CompressedStore(
+        policy,
+        shape,
+        rows=rows,
+        max_prompt_tokens=64,
+        max_new_tokens=64,
+        backend=get_backend("torch"),
+        options=StoreOptions(track=("pos",)),
+    )
+
+
+def tokens(head_dim: int, length: int, seed: int = 0) -> list[tuple]:
+    """q, k, v of every layer: [heads, length, D]."""
+    make = torch.Generator().manual_seed(seed)
+    return [
+        tuple(torch.randn(n, length, head_dim, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
+        for _ in range(LAYERS)
+    ]
+
+
+def prefill(store: CompressedStore, layers: list[tuple], length: int) -> int:
+    """A row with the first `length` tokens."""
+    row = store.open_row()
+    for layer, qkv in enumerate(layers):
+        store.prefill_layer(row, layer, *(x[:, :length] for x in qkv), 0.2)
+    return row
+
+
+def step(store: CompressedStore, rows: list[int], layers: list[list[tuple]], at: int) -> list[torch.Tensor]:
+    """One decode step with token `at` of each row's tokens; the outputs of all layers."""
+    store.begin_step(torch.tensor(rows))
+    out = [
+        store.attend(layer, *(torch.stack([own[layer][part][:, at] for own in layers]) for part in range(3)), 0.2)
+        for layer in range(LAYERS)
+    ]
+    store.end_step()
+    return out
+
+
+def slot_bytes(store: CompressedStore, row: int) -> list[list[int]]:
+    """The bytes of every live slot of a row, region by region, in slot order."""
+    fmt, lists = store.formats[0], store.lists_of(torch.tensor([row]))
+    found = []
+    for number in lists.tolist():
+        count = int(store.table.num_slots[0, number])
+        page, slot = store.table.lookup(torch.full((count,), number), 0, torch.arange(count))
+        for name, (_, length) in fmt.regions.items():
+            if length:
+                view = store.backend.region(store.pool.pages, fmt, name)
+                part = view[page, slot] if name in ("v_codes", "pos", "score") else view[page, :, slot]
+                found.append(part.contiguous().view(torch.uint8).flatten().tolist())
+    return found
+
+
+TIERS = {
+    "fp16": (Tier(), 64),
+    "native": (Tier(native=True), 80),
+    "k8v4": (Tier(k_bits=8, v_bits=4), 128),
+    "k4v2-splits": (Tier(k_bits=4, v_bits=2, k_splits=2, v_splits=4), 64),
+    "k1v1-odd": (Tier(k_bits=1, v_bits=1), 80),
+    "symmetric": (Tier(k_bits=4, v_bits=4, symmetric=True), 16),
+    "fp8": (Tier(k_bits=8, v_bits=8, fp8=True), 64),
+}
+
+
+@pytest.mark.parametrize("case", TIERS.values(), ids=TIERS.keys())
+def test_appending_one_by_one_equals_writing_at_once(case: tuple):
+    """A prompt of 37, one of 30 and 7 steps, and one of 30, a segment of 4 and 3 steps leave the same bytes."""
+    tier, head_dim = case
+    store, layers = store_of(Keep(tier=tier), head_dim), tokens(head_dim, 37)
+    whole, stepped, chunked = prefill(store, layers, 37), prefill(store, layers, 30), prefill(store, layers, 30)
+    for at in range(30, 37):
+        step(store, [stepped], [layers], at)
+    for layer, qkv in enumerate(layers):
+        store.append_chunk(chunked, layer, *(x[:, 30:34] for x in qkv), 0.2)
+    for at in range(34, 37):
+        step(store, [chunked], [layers], at)
+    assert slot_bytes(store, stepped) == slot_bytes(store, whole)
+    assert slot_bytes(store, chunked) == slot_bytes(store, whole)
+    assert store.tokens_seen.tolist()[:3] == [37, 37, 37]
+    assert store.prompt_tokens.tolist()[:3] == [37, 30, 30]
+
+
+def test_a_batch_equals_single_rows():
+    """Rows of unlike lengths decoded together, in any order, give what each gives alone."""
+    spec = ScoreSpec(prefill_queries=-1, decode_update=True, group_reduce="max", track=("score", "pos"))
+    policy = Keep(tier=Tier(k_bits=8, v_bits=4), spec=spec)
+    prompts = [(3, tokens(64, 8, 1)), (40, tokens(64, 45, 2)), (17, tokens(64, 22, 3))]
+    together = store_of(policy)
+    rows = [prefill(together, layers, n) for n, layers in prompts]
+    alone = [store_of(policy) for _ in prompts]
+    singles = [prefill(store, layers, n) for store, (n, layers) in zip(alone, prompts, strict=True)]
+    for i in range(5):
+        order = [2, 0, 1] if i % 2 else [0, 1, 2]
+        shifted = [[tuple(x[:, n + i : n + i + 1] for x in qkv) for qkv in layers] for n, layers in prompts]
+        out = step(together, [rows[j] for j in order], [shifted[j] for j in order], 0)
+        for place, j in enumerate(order):
+            want = step(alone[j], [singles[j]], [shifted[j]], 0)
+            for layer in range(LAYERS):
+                assert torch.allclose(out[layer][place], want[layer][0], rtol=0, atol=1e-5)
+    for j, (row, single) in enumerate(zip(rows, singles, strict=True)):
+        for got, want in zip(slot_bytes(together, row), slot_bytes(alone[j], single), strict=True):
+            if got != want:  # only scores may differ, by the rounding of sums of unlike width
+                got, want = (torch.tensor(x, dtype=torch.uint8).view(torch.float32) for x in (got, want))
+                assert torch.allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_rows_are_reused_clean():
+    """A closed row returns its pages; whoever opens it next starts from nothing."""
+    store, layers = store_of(Keep(), rows=1), tokens(64, 20)
+    first = prefill(store, layers, 20)
+    want = slot_bytes(store, first)
+    store.close_row(first)
+    assert store.pool.num_used == 0
+    again = store.open_row()
+    assert again == first
+    assert store.tokens_seen[again] == store.prompt_tokens[again] == 0
+    assert store.meters[again].peak_bytes == 0
+    for layer, qkv in enumerate(layers):
+        store.prefill_layer(again, layer, *qkv, 0.2)
+    assert slot_bytes(store, again) == want
+
+
+def test_a_fork_shares_nothing():
+    """The copy has the same slots on other pages; steps of one do not touch the other."""
+    store, layers = store_of(Keep(tier=Tier(k_bits=4, v_bits=4))), tokens(64, 24)
+    row = prefill(store, layers, 20)
+    copy = store.fork_row(row)
+    want = slot_bytes(store, row)
+    assert slot_bytes(store, copy) == want
+    used = store.table.used_page_ids().tolist()
+    assert len(set(used)) == len(used)
+    step(store, [copy], [layers], 20)
+    assert slot_bytes(store, row) == want
+    assert slot_bytes(store, copy) != want
+    assert store.tokens_seen[[row, copy]].tolist() == [20, 21]
+
+
+def test_query_head_granularity_equals_kv_heads():
+    """Storing every query head's copy changes the bytes but not the attention."""
+
+    class Repeated(Keep):
+        granularity = "q_head"
+
+    layers, outs = tokens(64, 12), []
+    for policy in (Keep(), Repeated()):
+        store = store_of(policy)
+        row = prefill(store, layers, 8)
+        outs.append([step(store, [row], [layers], at) for at in range(8, 12)])
+        assert store.num_heads == (6 if policy.granularity == "q_head" else 2)
+    for one, other in zip(*outs, strict=True):
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(one, other, strict=True))
+
+
+def test_cache_relative_positions_need_a_plain_rotary_embedding():
+    """Without inverse frequencies the store says which setting helps."""
+
+    class Relative(Keep):
+        position_mode = "cache_relative"
+
+    with pytest.raises(
+        ValueError,
+        match="Relative stores keys without their rotary position and rotates them .*, but this model's rotary",
+    ):
+        store_of(Relative())
+
+
+def test_a_plan_of_the_wrong_shape_is_noticed():
+    """A policy that plans for other heads than the store has is a defect of the policy."""
+
+    class Crooked(Keep):
+        def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+            return PrefillPlan(tier_of=view.filled(0)[:, :1])
+
+    with pytest.raises(AssertionError, match=r"Crooked.plan_prefill returned \(1, 1, 5\), not \(1, 2, 5\)"):
+        prefill(store_of(Crooked()), tokens(64, 5), 5)
+
+
+def test_bulk_eviction_must_be_defined_where_it_is_announced():
+    """A policy with `compact_every` but no `plan_compact` says so at the first compaction."""
+
+    class Silent(Keep):
+        compact_every = 1
+
+    store, layers = store_of(Silent()), tokens(64, 8)
+    row = prefill(store, layers, 5)
+    step(store, [row], [layers], 5)
+    with pytest.raises(NotImplementedError, match="Silent sets compact_every but does not define plan_compact"):
+        step(store, [row], [layers], 6)
+
+
+def test_a_backend_that_does_not_exist_is_refused():
+    """The error lists the backends there are."""
+    with pytest.raises(ValueError, match="backend='cuda' does not exist; choose auto or one of .*torch"):
+        get_backend("cuda")
+    assert get_backend("auto").name in ("torch", "cpu", "triton")

@@ -1,0 +1,187 @@
+"""Calibration on a method whose loss and bytes are known: the order of the stages, the rule, the verdict, resuming."""
+
+import json
+
+import pytest
+import yaml
+from graded import Bench, gentle, make_cfg, smaller
+from omegaconf import OmegaConf
+
+from kvbench.calibrate.command import main
+from kvbench.calibrate.plan import read_plan, split
+from kvbench.runs.calibration import load
+
+
+def one(pattern, folder):
+    """The only file of a pattern below a folder."""
+    (found,) = folder.rglob(pattern)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def fixed_code(monkeypatch):
+    """The starts of a test belong to one version of the code even while somebody edits a source file."""
+    from kvbench.results import provenance
+
+    monkeypatch.setattr(provenance, "harness_hash", lambda backend: "the same")
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leaves the picture out, which takes most of the time."""
+    from kvbench.calibrate import figure as calibrate_figure
+
+    monkeypatch.setattr(calibrate_figure, "draw", lambda result: [])
+
+
+def test_alpha_h_is_tuned_with_nothing_pruned_then_alpha_l(tmp_path, capsys):
+    """The stages follow the paper's order, the cheapest good values win, and files, verdict and exit code say so."""
+    bench = Bench(gentle, smaller)
+    assert main(make_cfg(tmp_path), bench.parts()) == 0
+    content = yaml.safe_load(one("calibration.yaml", tmp_path).read_text())
+    assert content["settings"] == {"alpha_h": 3.0, "alpha_l": 0.01} and content["confirmed"] is True
+    first, second = content["tuning"]
+    assert [point["alpha_l"] for point in first["grid"]] == [0, 0, 0, 0]
+    assert [point["alpha_h"] for point in second["grid"]] == [3, 3, 3]
+    assert [point["within"] for point in second["grid"]] == [True, True, False]
+    assert content["replaces"] == {"alpha_h": 1.0, "alpha_l": 0.02} and content["base"]["window"] == 64
+    assert content["held_out"]["calibrated"]["loss"]["nll"][0] == pytest.approx(0.03, abs=0.003)
+    assert content["held_out"]["uncalibrated"]["loss"]["nll"][0] == pytest.approx(0.51, abs=0.003)
+    against = content["held_out"]["calibrated_against_uncalibrated"]["loss"]["nll"]
+    assert against[0] == pytest.approx(-0.48) and against[2] < 0
+    assert content["held_out"]["calibrated"]["bytes_ratio"] == [0.34, 0.34, 0.34]
+    assert {path.name for path in one("calibration.yaml", tmp_path).parent.iterdir()} == {
+        "calibration.yaml",
+        "calibration.json",
+        "calibration.png",
+        "calibration.svg",
+    }
+    shown = capsys.readouterr().out
+    assert "alpha_h=3 alpha_l=0.01: confirmed on 24 held-out samples" in shown and "method.calibration=" in shown
+    everything = json.loads(one("calibration.json", tmp_path).read_text())
+    rows = everything["stages"][0]["points"][3]["samples"]
+    assert len(rows) == 12 and {"sample_id", "nll", "kl", "score", "resident_bytes"} <= rows[0].keys()
+
+
+def test_no_held_out_sample_takes_part_in_the_choice(tmp_path, undrawn):
+    """Every sample is in one set, and only chosen, uncalibrated and full settings ever see the held-out set."""
+    bench = Bench(gentle, smaller)
+    main(make_cfg(tmp_path), bench.parts())
+    everything = json.loads(one("calibration.json", tmp_path).read_text())
+    sets = {
+        name: {sample for names in everything["sets"][name]["samples"].values() for sample in names}
+        for name in ("tuning", "held_out")
+    }
+    assert not sets["tuning"] & sets["held_out"]
+    assert (len(sets["tuning"]), len(sets["held_out"])) == (12, 24)
+    seen = {(high, low) for high, low, sample in bench.answered if sample in sets["held_out"]}
+    assert seen == {(3.0, 0.01), (1.0, 0.02), (None, None)}
+
+
+def test_without_a_low_tier_both_thresholds_are_equal(tmp_path, undrawn):
+    """Where every alpha_h above 0 loses too much, pruning is tuned with alpha_h = alpha_l, as for Qwen2.5-7B."""
+    bench = Bench(lambda h, low: 1.0 if h > 0.5 else 0.0, smaller)
+    assert main(make_cfg(tmp_path), bench.parts()) == 0
+    content = yaml.safe_load(one("calibration.yaml", tmp_path).read_text())
+    assert [(p["alpha_h"], p["alpha_l"]) for p in content["tuning"][1]["grid"]] == [(0, 0), (0.01, 0.01), (0.02, 0.02)]
+    assert content["settings"] == {"alpha_h": 0.02, "alpha_l": 0.02}
+
+
+def test_setting_is_raised_to_one_that_is_not_tuned(tmp_path, undrawn):
+    """alpha_h alone: a value below the method's own alpha_l means no low tier, not a refused setting."""
+    cfg = make_cfg(tmp_path, calibrate__parameters=["alpha_h"], calibrate__margin__nll=1.0)
+    assert main(cfg, Bench(gentle, smaller).parts()) == 0
+    content = yaml.safe_load(one("calibration.yaml", tmp_path).read_text())
+    assert [point["alpha_h"] for point in content["tuning"][0]["grid"]] == [0.02, 1, 2, 3]
+    assert content["settings"] == {"alpha_h": 3.0} and content["base"]["alpha_l"] == 0.02
+
+
+def test_nothing_is_written_where_nothing_is_good_enough(tmp_path, capsys):
+    """No calibration file, but the measurements and their picture, a message that says what to do, and exit code 1."""
+    assert main(make_cfg(tmp_path), Bench(lambda h, low: 0.3, smaller).parts()) == 1
+    assert not list(tmp_path.rglob("calibration.yaml"))
+    assert one("calibration.json", tmp_path) and one("calibration.png", tmp_path)
+    assert "No value of alpha_h is good enough" in capsys.readouterr().out
+
+
+def test_choice_that_fails_on_held_out_samples_is_not_confirmed(tmp_path, capsys, undrawn):
+    """A choice whose loss on the held-out samples exceeds the margin says so in file, text and exit code."""
+    bench = Bench(gentle, smaller, held_out_penalty=0.4)
+    cfg = make_cfg(tmp_path)
+    task = bench.load_task(cfg.task, None, limit=18, seed=0, protocol=None)
+    plan = read_plan(cfg.calibrate, "graded", bench.parts().make_policy(cfg.method))
+    bench.penalised = {request.sample_id for request in split(task, plan, 0)[1].requests}
+    assert main(cfg, bench.parts()) == 1
+    assert load(str(one("calibration.yaml", tmp_path))).content["confirmed"] is False
+    assert "NOT confirmed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop_after", [3, 41, 130])
+def test_stopped_calibration_goes_on(tmp_path, stop_after, undrawn):
+    """Stopped anywhere and started again: finished groups are kept, and all numbers equal an uninterrupted run's."""
+    whole = Bench(gentle, smaller)
+    assert main(make_cfg(tmp_path / "whole"), whole.parts()) == 0
+    first, second = Bench(gentle, smaller, stop_after=stop_after), Bench(gentle, smaller)
+    with pytest.raises(KeyboardInterrupt):
+        main(make_cfg(tmp_path / "parts"), first.parts())
+    assert main(make_cfg(tmp_path / "parts"), second.parts()) == 0
+    again = len(first.answered) + len(second.answered) - len(whole.answered)
+    assert 0 <= again < 4
+
+    def numbers(folder):
+        content = json.loads(one("calibration.json", folder).read_text())
+        return {key: content[key] for key in ("stages", "chosen", "held_out", "against_default", "confirmed", "sets")}
+
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+
+
+def test_another_margin_measures_only_what_is_new(tmp_path, undrawn):
+    """Points belong to no single calibration: another rule takes them as they are."""
+    main(make_cfg(tmp_path), Bench(gentle, smaller).parts())
+    bench = Bench(gentle, smaller)
+    main(make_cfg(tmp_path, calibrate__margin__nll=0.04), bench.parts())
+    assert bench.answered == []
+    assert len(list(tmp_path.rglob("calibration.yaml"))) == 2
+
+
+def test_resume_false_measures_each_point_once_more(tmp_path, undrawn):
+    """Everything is measured again, and still each point only once, though two stages share one."""
+    first, second = Bench(gentle, smaller), Bench(gentle, smaller)
+    main(make_cfg(tmp_path), first.parts())
+    main(make_cfg(tmp_path, resume=False), second.parts())
+    assert second.answered == first.answered and len(set(first.answered)) == len(first.answered)
+
+
+def test_damaged_journal_is_measured_again(tmp_path, capsys, undrawn):
+    """A torn last line costs its sample, not the calibration."""
+    cfg = make_cfg(tmp_path)
+    main(cfg, Bench(gentle, smaller).parts())
+    path = sorted(tmp_path.rglob("points/*.jsonl"))[0]
+    path.write_bytes(path.read_bytes()[:-9])
+    bench = Bench(gentle, smaller)
+    assert main(cfg, bench.parts()) == 0
+    assert 1 <= len(bench.answered) <= 4 and "torn line" in capsys.readouterr().err
+
+
+def test_picture_is_the_same_again(tmp_path):
+    """The same measurements give the same bytes, PNG and SVG."""
+    for name in ("one", "two"):
+        cfg = make_cfg(tmp_path / name, calibrate__parameters=["alpha_h"], calibrate__grid__alpha_h=[0, 1])
+        main(cfg, Bench(gentle, smaller).parts())
+    for suffix in ("png", "svg"):
+        first, second = (one(f"calibration.{suffix}", tmp_path / name).read_bytes() for name in ("one", "two"))
+        assert first == second and len(first) > 5000
+
+
+def test_settings_of_the_command_compose():
+    """Task, model, method and the command's own settings come together, and the choice of groups is known."""
+    from kvbench.cli import commands
+
+    words = ["method=snapkv", "calibrate.parameters=[budget]", "task.length=512", "+calibrate.grid.window=[32,16]"]
+    cfg = commands.compose_command("calibrate", words)
+    assert cfg._choices_.method == "snapkv" and cfg.method._target_.endswith("SnapKV") and cfg.task.length == 512
+    assert "hydra" not in cfg and OmegaConf.to_container(cfg.calibrate.grid)["window"] == [32, 16]
+    with pytest.raises(ValueError, match=r"key=calibrate.margins does not exist. Did you mean calibrate.margin"):
+        commands.compose_command("calibrate", ["calibrate.margins=1"])
+    with pytest.raises(ValueError, match="key=method.budgt does not exist"):
+        commands.compose_command("calibrate", ["method=snapkv", "method.budgt=1"])

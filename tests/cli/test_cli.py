@@ -1,0 +1,284 @@
+"""The command line: commands, help, sweeps, and what a user reads when something is wrong."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_parts import make_parts
+from places import ROOT
+
+from kvbench.cli import main as cli
+from kvbench.config import files as listing
+from kvbench.results.record import RunRecord
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """The shipped config.yaml with small methods, tasks and models beside it, run on fakes in an empty folder."""
+    conf = tmp_path / "conf"
+    files = {
+        "method/full.yaml": "# Keeps everything.\n_target_: fake.Full\nratio: 1.0\n",
+        "method/snapkv.yaml": "# Keeps half. And more words.\n_target_: fake.Half\nratio: 0.5\nbudget: 5\n",
+        "method/kivi.yaml": "# source: a\n# Keeps a quarter\n# of it.\n# source: b\n_target_: fake.Q\nratio: 0.25\n",
+        "method/diffkv.yaml": "_target_: fake.D\nratio: 0.75\nlevels: {high: 8, low: 4}\n",
+        "task/longctx.yaml": "# Generated.\nkind: fake\n",
+        "task/longbench.yaml": "# From files.\nkind: fake\ndata_dir: null\n",
+        "model/smollm2-135m.yaml": "# Small.\nname: tiny\n",
+        "protocol/default.yaml": "# Official.\ntemperature: 0.0\n",
+        "experiment/paper.yaml": "# @package _global_\n# A paper's.\ndefaults:\n  - override /method: kivi\nseed: 7\n",
+    }
+    for name, text in files.items():
+        (conf / name).parent.mkdir(parents=True, exist_ok=True)
+        (conf / name).write_text(text)
+    shutil.copy(ROOT / "conf" / "config.yaml", conf / "config.yaml")
+    shutil.copytree(ROOT / "conf" / "backend", conf / "backend")
+    monkeypatch.setattr(listing, "conf_folder", lambda: conf)
+    monkeypatch.setattr("kvbench.runs.run.default_parts", make_parts)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def runs(folder: Path) -> dict[str, RunRecord]:
+    """The runs below a folder by method and seed."""
+    found = [RunRecord.load(path.parent) for path in (folder / "results").rglob("run.json")]
+    return {f"{record.method} {record.seed}": record for record in found}
+
+
+def test_plain_run(fakes, capsys):
+    """No argument runs the defaults beside the full cache, prints the table, draws the picture and litters nothing."""
+    assert cli.main([]) == 0
+    assert sorted(runs(fakes)) == ["diffkv 0", "full 0"]
+    assert [item.name for item in fakes.iterdir()] == ["results"]
+    out = capsys.readouterr().out
+    assert "Quality: fake with tiny" in out
+    picture = next((fakes / "results" / "fake" / "tiny" / "diffkv").rglob("result.png"))
+    assert str(picture.relative_to(fakes)) in out.replace("\n", "")
+
+
+def test_run_command_with_settings(fakes, capsys):
+    """`run` is the same command; group choices and single settings reach the run; an experiment file sets several."""
+    assert cli.main(["run", "method=snapkv", "method.ratio=0.6", "limit=4", "reference=none"]) == 0
+    assert list(runs(fakes)) == ["snapkv 0"]
+    record = runs(fakes)["snapkv 0"]
+    assert record.counts.total == 4
+    assert record.identity["method"]["ratio"] == 0.6
+    assert cli.main(["experiment=paper", "reference=none"]) == 0
+    assert sorted(runs(fakes)) == ["kivi 7", "snapkv 0"]
+
+
+def test_sweep(fakes, capsys):
+    """-m with comma lists runs every combination once, shares the references, and ends with one table and one
+    picture."""
+    assert cli.main(["-m", "method=snapkv,kivi,diffkv", "seed=0,1"]) == 0
+    names = [f"{method} {seed}" for method in ("diffkv", "full", "kivi", "snapkv") for seed in (0, 1)]
+    assert sorted(runs(fakes)) == names
+    out = capsys.readouterr().out
+    assert out.count("Quality: ") == 1
+    assert out.count("\nsnapkv") == 4
+    assert [item.name for item in fakes.iterdir()] == ["results"]
+    assert (fakes / "results" / "fake" / "tiny" / "sweep.png").exists()
+
+
+def test_sweep_sets_a_key_that_the_default_method_lacks(fakes, capsys):
+    """A setting beside a sweep of methods goes to each of them, whatever the default method has."""
+    assert cli.main(["-m", "method=choice(snapkv)", "method.budget=9", "reference=none"]) == 0, capsys.readouterr().err
+    record = RunRecord.load(next((fakes / "results").rglob("run.json")).parent)
+    assert record.identity["method"]["budget"] == 9
+    assert cli.main(["-m", "method=snapkv,diffkv", "method.budget=9", "reference=none"]) == 2
+    assert "key=method.budget does not exist" in capsys.readouterr().err
+
+
+def test_sweep_with_glob(fakes):
+    """glob(*) takes every method there is."""
+    assert cli.main(["-m", "method=glob(*)", "limit=4"]) == 0
+    assert sorted(runs(fakes)) == ["diffkv 0", "full 0", "kivi 0", "snapkv 0"]
+
+
+def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
+    """One setting out of range does not keep the others from running; the exit code tells."""
+    assert cli.main(["-m", "method=snapkv", "method.ratio=0.5,1.5,0.25", "reference=none"]) == 2
+    assert len(list((fakes / "results").rglob("run.json"))) == 2
+    error = capsys.readouterr().err
+    assert "in method=snapkv method.ratio=1.5" in error.replace(" reference=none", "")
+    assert "error: method.ratio=1.5 is outside (0, 1]" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["method=snapvk"], "method=snapvk does not exist. Did you mean snapkv? Known: diffkv, full, kivi, snapkv."),
+        (["task=longbnch"], "task=longbnch does not exist. Did you mean longbench? Known: longbench, longctx."),
+        (["model=llama"], "model=llama does not exist."),
+        (["-m", "method=snapkv,kiwi"], "method=kiwi does not exist. Did you mean kivi?"),
+        (["method.ration=0.5"], "key=method.ration does not exist. Did you mean method.ratio? Known: method."),
+        (
+            ["method=snapkv", "method.budgte=1"],
+            "Did you mean method.budget? Known: method.budget, method.calibration, method.ratio. (method=snapkv)",
+        ),
+        (["-m", "method=snapkv,kivi", "method.budget=1"], "key=method.budget does not exist."),
+        (["method.levels.hihg=2"], "key=method.levels.hihg does not exist. Did you mean method.levels.high?"),
+        (["method.ratio.x=2"], "method.ratio has no keys of its own, so method.ratio.x cannot be set"),
+        (["bacth_size=2"], "key=bacth_size does not exist. Did you mean batch_size?"),
+        (["metod=kivi"], "key=metod does not exist. Did you mean method?"),
+        (["store.page_byte=2"], "key=store.page_byte does not exist. Did you mean store.page_bytes?"),
+        (["+surprise=1"], "key=surprise does not exist."),
+        (["method=snapkv,kivi"], "-m"),
+        (["method.ratio=2"], "method.ratio=2 is outside (0, 1]; give the share of the cache to keep"),
+        (["batch_size=0"], "batch_size=0 must be a whole number of at least 1"),
+        (["limit=4", "kivi"], "kivi cannot be read as key=value"),
+        (["kivi"], "kivi is no command. Did you mean method=kivi? Commands: run, list, lm_eval, help; settings are"),
+        (["lsit"], "lsit is no command. Did you mean list?"),
+        (["list", "metods"], "list=metods does not exist. Did you mean method?"),
+    ],
+)
+def test_user_errors(fakes, capsys, arguments, message):
+    """A wrong word is answered with one message that names what exists, no traceback, exit code 2, and nothing is
+    run."""
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("error: ") or captured.err.startswith("in ")
+    assert "Traceback" not in captured.err
+    assert not runs(fakes)
+
+
+def test_debug_shows_the_traceback(fakes, capsys, monkeypatch):
+    """KVBENCH_DEBUG=1 shows where an error comes from."""
+    monkeypatch.setenv("KVBENCH_DEBUG", "1")
+    assert cli.main(["method.ratio=2"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
+    """A fault of kvbench shows its traceback without being asked; a foreign ValueError says that it is one."""
+
+    def broken(error):
+        def parts():
+            raise error
+
+        return parts
+
+    monkeypatch.setattr("kvbench.runs.run.default_parts", broken(KeyError("oops")))
+    assert cli.main([]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error and "fault of kvbench" in error
+    monkeypatch.setattr("kvbench.runs.run.default_parts", broken(ValueError("shape mismatch")))
+    assert cli.main([]) == 2
+    error = capsys.readouterr().err
+    assert "error: shape mismatch" in error and "(ValueError from outside kvbench; KVBENCH_DEBUG=1" in error
+
+
+def test_failed_run_exits_with_1(fakes, capsys, monkeypatch):
+    """A run whose result must not be used ends with exit code 1 and says why."""
+    monkeypatch.setattr(
+        "kvbench.runs.run.default_parts", lambda: make_parts(statuses={f"{'ab'[i % 2]}/{i}": "oom" for i in range(10)})
+    )
+    assert cli.main(["reference=none"]) == 1
+    assert "the run failed: no sample ended well" in capsys.readouterr().err
+
+
+def test_interrupt_says_how_to_go_on(fakes, capsys, monkeypatch):
+    """Ctrl-C ends without a traceback and prints the command that resumes."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvbench.runs.run.default_parts", interrupted)
+    assert cli.main(["method=kivi", "task.kind=a b"]) == 130
+    assert "To go on: python -m kvbench method=kivi 'task.kind=a b'" in capsys.readouterr().err
+
+
+def test_list(fakes, capsys):
+    """`list` shows every group with the first sentence of each file's leading comment, or only the groups asked for."""
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split("=")[0] for line in out.splitlines() if line[:1].isalpha()] == list(listing.GROUPS)
+    assert "  snapkv  Keeps half.\n" in out
+    assert "  kivi    Keeps a quarter of it.\n" in out or "  kivi    Keeps a quarter of it\n" in out
+    assert "  paper  A paper's.\n" in out
+    assert cli.main(["list", "methods", "backend"]) == 0
+    out = capsys.readouterr().out
+    assert "longctx" not in out and "torch" in out and "snapkv" in out
+
+
+def test_help(fakes, capsys):
+    """Help, asked for in three ways, shows commands, examples, every group's choices and every setting."""
+    texts = []
+    for arguments in (["help"], ["--help"], ["run", "method=kivi", "-h"]):
+        assert cli.main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+    for part in (
+        "usage: python -m kvbench [command] [key=value ...]",
+        "method=      diffkv full kivi snapkv",
+        "batch_size: 4",
+    ):
+        assert part in texts[0], part
+    assert "hydra:" not in texts[0] and "defaults:" not in texts[0]
+    assert max(map(len, texts[0].splitlines())) <= 120
+
+
+def test_flags_anywhere(fakes, capsys):
+    """A flag between two settings works, with its value; a folder of one's own adds to the choices."""
+    assert cli.main(["limit=4", "-m", "method=kivi,snapkv", "reference=none"]) == 0
+    assert sorted(runs(fakes)) == ["kivi 0", "snapkv 0"]
+    (fakes / "mine" / "method").mkdir(parents=True)
+    (fakes / "mine" / "method" / "new.yaml").write_text("_target_: fake.New\nratio: 0.3\n")
+    assert cli.main(["limit=4", "--config-dir", "mine", "method=new", "reference=none"]) == 0
+    assert "new 0" in runs(fakes)
+
+
+def test_config_can_be_shown(fakes, capsys):
+    """Hydra's own flags work: --cfg job prints the configuration and runs nothing."""
+    assert cli.main(["--cfg", "job", "method=kivi"]) == 0
+    assert "ratio: 0.25" in capsys.readouterr().out
+    assert not runs(fakes)
+
+
+def test_shipped_files_are_described():
+    """Every shipped configuration file says in a leading comment what it is."""
+    for group in listing.GROUPS:
+        for name, text in listing.options(group).items():
+            assert len(text) > 15, f"conf/{group}/{name}.yaml"
+
+
+@pytest.mark.parametrize("argument", ["list", "--help", "--version"])
+def test_light_commands_import_nothing_heavy(argument):
+    """`list` and help answer at once: neither torch nor transformers nor hydra is imported for them."""
+    code = f"import sys; from kvbench.cli.main import main; code = main([{argument!r}]); "
+    code += "heavy = {'torch', 'transformers', 'lm_eval', 'hydra', 'scipy', 'datasets'} & set(sys.modules); "
+    code += "sys.exit(f'{heavy}' if heavy else code)"
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    assert time.monotonic() - started < 10  # well under one second on an idle machine
+
+
+def test_ctrl_c_in_a_real_process(fakes):
+    """SIGINT during a run: exit code 130, a one-line message, and the samples are there for the next start."""
+    code = (  # started in the background, a shell's children ignore SIGINT unless they ask for it
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import sys; from fake_parts import make_parts; import kvbench.runs.run, kvbench.config.files as l; "
+        "from pathlib import Path; import kvbench.cli.main as c; conf = Path(sys.argv[1]); "
+        "l.conf_folder = lambda: conf; kvbench.runs.run.default_parts = lambda: make_parts(count=500, pause_s=0.01); "
+        "sys.exit(c.main(['reference=none']))"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", code, str(listing.conf_folder())]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as child:
+        assert "500 samples" in child.stderr.readline()
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        error = child.stderr.read()
+    assert child.returncode == 130
+    assert "stopped; every finished sample is kept" in error
+    assert "Traceback" not in error
+    record = runs(fakes)["diffkv 0"]
+    assert record.status == "running"
+    assert 0 < record.counts.done < 500

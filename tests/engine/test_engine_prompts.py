@@ -1,0 +1,215 @@
+"""Prompts in segments, and the gold continuation that rides along: what they may and may not influence."""
+
+import pytest
+import torch
+from engine_helpers import (
+    NATIVE_METHODS,
+    answers,
+    comparable,
+    engine,
+    forced_logits,
+    own_greedy,
+    own_logits,
+    random_tokens,
+    request,
+)
+
+from kvbench.cache.view import StoreDecodeView
+from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.snapkv import SnapKV
+from kvbench.methods.streaming_llm import StreamingLLM
+
+METHODS = NATIVE_METHODS
+NATIVE = METHODS["full"]
+LOSSLESS = {
+    "full": NATIVE,
+    "snapkv": SnapKV(budget=1.0, tier="native"),
+    "kivi": METHODS["kivi"],
+    "diffkv": DiffKV(alpha_h=0, alpha_l=0, high="native", low="native"),
+    "streaming_llm": StreamingLLM(budget=5000, tier="native"),
+}
+
+
+@pytest.fixture
+def loaded(tiny_model):
+    """The tiny Llama with three query heads per KV head, in fp32."""
+    return tiny_model("llama", "gqa3", 64)
+
+
+def slots_after_prompt(loaded, policy, asked) -> list[list[list[int]]]:
+    """Positions per tier and list, as the first decode step leaves them (slots in order)."""
+    seen = []
+
+    def look(running, step):
+        if not seen:
+            view = StoreDecodeView(running.store, torch.tensor([running._open[0]]))
+            for tier in range(len(running.store.formats)):
+                arrays = view.slots(tier)
+                pos, valid = arrays.pos[0].flatten(0, 1), arrays.valid[0].flatten(0, 1)
+                seen.append([p[v].tolist() for p, v in zip(pos, valid, strict=True)])
+
+    answers(loaded, policy, [asked], on_step=look, track=("pos",))
+    return seen
+
+
+# Segments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("cuts", [(60, 61), (1, 30), (40, 41, 90)])
+def test_lossless_segments_equal_one_segment(loaded, name, cuts):
+    """Context first and question later, in two to four segments, is the same prompt when nothing is lost."""
+    prompt = random_tokens(100)
+    segments = tuple(prompt[a:b] for a, b in zip((0, *cuts), (*cuts, 100), strict=True))
+    whole = own_greedy(loaded, [prompt], 24)[0]
+    outcome = answers(loaded, LOSSLESS[name], [request("a", *segments)])["a", 0]
+    assert outcome.token_ids == whole
+    assert outcome.num_prompt_tokens == 100
+    assert outcome.kept["tokens_seen"] == 123
+    assert sum(outcome.kept["slots_per_tier"]) == 123 * 4
+
+
+@pytest.mark.parametrize("question_tokens", [1, 2, 30])
+def test_no_question_token_influences_what_snapkv_keeps(loaded, question_tokens):
+    """The context is compressed before the question is seen: another question, the same slots; then it is appended."""
+    context, policy = random_tokens(120), METHODS["snapkv"]
+    kept = []
+    for seed in (1, 2):
+        question = random_tokens(question_tokens, seed=seed)
+        slots = slots_after_prompt(loaded, policy, request("a", context, question, max_new_tokens=3))[0]
+        assert all(pos[60:] == list(range(120, 121 + question_tokens)) for pos in slots)
+        kept.append([pos[:60] for pos in slots])
+    assert kept[0] == kept[1]
+    alone = slots_after_prompt(loaded, policy, request("a", context, max_new_tokens=3))[0]
+    assert kept[0] == [pos[:60] for pos in alone]
+    aware = slots_after_prompt(loaded, policy, request("a", context + random_tokens(30, seed=1), max_new_tokens=3))[0]
+    assert [pos[:60] for pos in aware] != kept[0]  # in one segment the question does choose
+
+
+@pytest.mark.parametrize("name", ["diffkv", "kivi", "streaming_llm"])
+def test_later_segments_are_fed_like_answers(loaded, name):
+    """Methods that act in decode take a question token by token: the logits are those of an answer forced to it."""
+    context, question = random_tokens(90), random_tokens(21, seed=1)
+    outcome = answers(loaded, METHODS[name], [request("a", context, question, max_new_tokens=1)])["a", 0]
+    logits = forced_logits(loaded, METHODS[name], [context], [question])[0]
+    assert outcome.token_ids == [int(logits[-1].argmax())]
+    assert outcome.kept["tokens_seen"] == 111 and outcome.kept["prompt_tokens"] == 90
+    if name == "streaming_llm":
+        assert outcome.kept["slots_per_tier"] == [40 * 4]
+
+
+def test_a_chunk_attends_to_compressed_context_and_to_itself(loaded):
+    """A question fed at once gives the logits of the same question fed token by token."""
+    context, question = random_tokens(90), random_tokens(21, seed=1)
+    for policy in (NATIVE, METHODS["snapkv"]):
+        with engine(loaded, policy) as running:
+            chunked = {}
+            running.run(
+                [request("a", context, question, max_new_tokens=2)],
+                on_outcome=lambda outcome: chunked.setdefault("tokens", outcome.token_ids),  # noqa: B023
+            )
+        logits = forced_logits(loaded, policy, [context], [question])[0]
+        assert chunked["tokens"][0] == int(logits[-1].argmax())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_averages_are_over_the_answer_not_the_question(loaded, name):
+    """A question fed step by step leaves no trace in the average bytes, which are those of the answer's steps."""
+    asked = request("a", random_tokens(90), random_tokens(21, seed=1), max_new_tokens=2)
+    held = answers(loaded, METHODS[name], [asked])["a", 0].ledger
+    assert held["average_bytes"] == held["resident_bytes"]  # one step only
+    assert held["average_ratio"] == pytest.approx(held["ratio"])
+    assert held["peak_bytes"] >= held["resident_bytes"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_segmented_prompts_in_a_batch_equal_themselves_alone(loaded, name):
+    """Questions are appended to one row while others wait, without disturbing them."""
+    requests = [
+        request(str(i), random_tokens(n), random_tokens(q, seed=1), gold=random_tokens(5))
+        for i, (n, q) in enumerate([(60, 9), (33, 1), (90, 20)])
+    ]
+    together = answers(loaded, METHODS[name], requests)
+    alone = answers(loaded, METHODS[name], requests, batch_size=1)
+    for key in together:
+        got, want = comparable(together[key]), comparable(alone[key])
+        assert got.pop("fidelity") == pytest.approx(want.pop("fidelity"), abs=1e-4)
+        assert got == want
+
+
+# Gold continuations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("segments", [1, 2])
+def test_gold_influences_nothing_but_the_fidelity(loaded, name, segments):
+    """With, without and with another gold continuation: the same slots, tokens and bytes."""
+    parts = (random_tokens(90),) if segments == 1 else (random_tokens(70), random_tokens(20, seed=1))
+    golds = [(), random_tokens(12, seed=2), random_tokens(30, seed=3)]
+    sizing = [request("a", *parts, gold=golds[2])]
+    runs, slots = [], []
+    for gold in golds:
+        asked = request("a", *parts, gold=gold)
+        fields = comparable(answers(loaded, METHODS[name], [asked], sizing=sizing)["a", 0])
+        assert (fields.pop("fidelity") is None) == (gold == ())
+        runs.append(fields)
+        if name != "kivi":  # which tokens it holds follows from their number
+            slots.append(slots_after_prompt(loaded, METHODS[name], asked))
+    assert runs[0] == runs[1] == runs[2]
+    assert all(kept == slots[0] for kept in slots)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("segments", [1, 2])
+def test_reference_nll_is_that_of_an_uncompressed_forward_pass(loaded, name, segments):
+    """The full-cache NLL of the gold tokens equals transformers' own, whatever the method compresses."""
+    parts = (random_tokens(90),) if segments == 1 else (random_tokens(70), random_tokens(20, seed=1))
+    prompt, gold = [token for part in parts for token in part], random_tokens(12, seed=2)
+    fidelity = answers(loaded, METHODS[name], [request("a", *parts, gold=gold)])["a", 0].fidelity
+    logp = own_logits(loaded, [*prompt, *gold], len(prompt) - 1)[:12].log_softmax(-1)
+    nll = -logp[torch.arange(12), torch.tensor(gold)]
+    assert fidelity["nll_full"] == pytest.approx(float(nll.mean()), abs=1e-4)
+    assert fidelity["num_tokens"] == 12
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_fidelity_equals_a_plain_computation(loaded, name):
+    """NLL, KL, agreement and matches of a forced continuation, computed from the two sets of logits by hand."""
+    prompt, gold = random_tokens(90), random_tokens(12, seed=2)
+    got = answers(loaded, METHODS[name], [request("a", prompt, gold=gold)])["a", 0].fidelity
+    ours = forced_logits(loaded, METHODS[name], [prompt], [gold])[0][:12].double().log_softmax(-1)
+    full = own_logits(loaded, [*prompt, *gold], 89)[:12].double().log_softmax(-1)
+    kl = (full.exp() * (full - ours)).sum(-1)
+    right = ours.argmax(-1) == torch.tensor(gold)
+    assert got["nll"] == pytest.approx(-float(ours[torch.arange(12), torch.tensor(gold)].mean()), abs=1e-4)
+    assert got["kl_mean"] == pytest.approx(float(kl[1:].mean()), abs=1e-4)
+    assert got["kl_max"] == pytest.approx(float(kl[1:].max()), abs=1e-4)
+    assert got["top1_agreement"] == pytest.approx(float((ours.argmax(-1) == full.argmax(-1))[1:].double().mean()))
+    assert got["gold_argmax_share"] == pytest.approx(float(right.double().mean()))
+    assert got["gold_exact"] == 0.0
+    assert (got["kl_max"] < 1e-6) == (name in ("full", "kivi"))
+
+
+def test_gold_that_the_model_would_say_itself(loaded):
+    """Forced to its own greedy answer, the full cache matches every token."""
+    prompt = random_tokens(90)
+    own = tuple(own_greedy(loaded, [prompt], 10)[0])
+    got = answers(loaded, NATIVE, [request("a", prompt, gold=own)])["a", 0].fidelity
+    assert (got["gold_exact"], got["gold_argmax_share"], got["top1_agreement"]) == (1.0, 1.0, 1.0)
+    assert got["nll"] == pytest.approx(got["nll_full"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("gold_tokens", "limit", "forced"), [(1, 64, 1), (20, 8, 8), (20, 0, None), (20, 64, 20)])
+def test_how_many_gold_tokens_are_forced(loaded, gold_tokens, limit, forced):
+    """Never more than fidelity_max_tokens; a single token has an NLL, but nothing was read from the cache yet."""
+    asked = request("a", random_tokens(30), gold=random_tokens(gold_tokens, seed=2), max_new_tokens=3)
+    fidelity = answers(loaded, NATIVE, [asked], fidelity_max_tokens=limit)["a", 0].fidelity
+    assert (fidelity and fidelity["num_tokens"]) == forced
+    if forced == 1:
+        assert (fidelity["kl_mean"], fidelity["kl_max"], fidelity["top1_agreement"]) == (None, None, None)
+
+
+def test_gold_never_goes_beyond_the_context(loaded):
+    """A prompt near the model's limit forces only the gold tokens that still have a position."""
+    asked = request("a", random_tokens(2044), gold=random_tokens(20), max_new_tokens=2)
+    assert answers(loaded, NATIVE, [asked])["a", 0].fidelity["num_tokens"] == 4

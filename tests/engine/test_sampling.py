@@ -1,0 +1,144 @@
+"""Choosing tokens, and the rules that end an answer."""
+
+import pytest
+import torch
+from engine_helpers import request
+
+from kvbench.engine.sampling import Answer, choose_token, row_generator
+
+LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
+
+
+class Words:
+    """A tokenizer of a few pieces that need not be words; 9 is special and decodes to nothing."""
+
+    pieces = ["", "He", "llo", " wor", "ld", "\n", "\n\n", "Q", ":", ""]
+
+    def decode(self, token_ids, **settings):
+        assert settings == {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return "".join(self.pieces[token] for token in token_ids)
+
+
+def answered(tokens, *, end_ids=(0,), **fields):
+    """Feeds tokens until the answer is over; returns it and the number of tokens it took."""
+    fields = {"max_new_tokens": 100, "min_new_tokens": 0} | fields
+    answer = Answer(request("x", (1,), **fields), Words(), end_ids)
+    for count, token in enumerate(tokens, 1):
+        answer.add(token)
+        if answer.finish:
+            return answer, count
+    return answer, len(tokens)
+
+
+def shares(logits, num_draws=4000, banned=(), **fields):
+    """How often each token is drawn."""
+    generator = torch.Generator().manual_seed(0)
+    asked = request("x", (1,), **fields)
+    draws = torch.tensor([choose_token(logits, asked, generator, list(banned)) for _ in range(num_draws)])
+    return (torch.bincount(draws, minlength=len(logits)) / num_draws).tolist()
+
+
+def test_greedy_takes_the_largest_and_the_first_of_equals():
+    """Temperature 0 draws nothing."""
+    assert choose_token(LOGITS, request("x", (1,)), None, []) == 1
+    assert choose_token(torch.tensor([0.0, 2.0, 2.0]), request("x", (1,)), None, []) == 1
+
+
+def test_banned_tokens_never_come():
+    """Neither greedily nor by chance, and the logits handed in stay as they are."""
+    before = LOGITS.clone()
+    assert choose_token(LOGITS, request("x", (1,)), None, [1]) == 3
+    assert shares(LOGITS, 500, banned=[1, 3], temperature=1.0)[1::2] == [0.0, 0.0]
+    assert torch.equal(LOGITS, before)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "want"),
+    [
+        (1.0, 1.0, [0.05, 0.5, 0.15, 0.3]),
+        (0.5, 1.0, [0.0068, 0.6849, 0.0616, 0.2466]),  # squares, normalised
+        (1.0, 0.8, [0.0, 0.625, 0.0, 0.375]),  # .5 alone is below .8, .5 + .3 reaches it
+        (1.0, 0.81, [0.0, 0.5263, 0.1579, 0.3158]),  # the token that crosses the mass is kept
+        (1.0, 0.1, [0.0, 1.0, 0.0, 0.0]),  # the first token is always kept
+    ],
+)
+def test_sampling_follows_temperature_and_top_p(temperature, top_p, want):
+    """Drawn shares are the tempered probabilities inside the nucleus (4,000 draws: standard error below 0.008)."""
+    got = shares(LOGITS, temperature=temperature, top_p=top_p)
+    assert got == pytest.approx(want, abs=0.03)
+    assert [p == 0 for p in got] == [p == 0 for p in want]
+
+
+def test_each_answer_has_its_own_random_numbers():
+    """The same seed, sample and repeat give the same numbers; changing any of them gives others."""
+    keys = [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1), (0, "a", 10), (0, "a0", 0)]
+    draws = [torch.rand(4, generator=row_generator(*key, torch.device("cpu"))).tolist() for key in keys]
+    again = torch.rand(4, generator=row_generator(*keys[0], torch.device("cpu"))).tolist()
+    assert again == draws[0]
+    assert len({tuple(draw) for draw in draws}) == len(keys)
+
+
+def test_length_limit():
+    """The answer has exactly max_new_tokens tokens when nothing else ends it."""
+    answer, count = answered([1, 2, 3, 4], max_new_tokens=3)
+    assert (answer.finish, answer.token_ids, answer.text, count) == ("length", [1, 2, 3], "Hello wor", 3)
+
+
+@pytest.mark.parametrize(("token", "finish"), [(0, "eos"), (8, "stop")])
+def test_end_and_stop_tokens_are_not_part_of_the_answer(token, finish):
+    """An end-of-sequence token and a stop token of the request both end the answer before themselves."""
+    answer, _ = answered([1, 2, token], stop_token_ids=(8,))
+    assert (answer.finish, answer.token_ids, answer.text) == (finish, [1, 2], "Hello")
+
+
+def test_stop_token_wins_over_end_token():
+    """A token that is both counts as the request's stop token."""
+    assert answered([1, 0], stop_token_ids=(0,))[0].finish == "stop"
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text", "count"),
+    [
+        (("\n",), [1, 2, 5, 3], "Hello", 3),
+        (("llo wor",), [1, 2, 3, 4], "He", 3),  # over two tokens
+        (("lo w",), [1, 2, 3, 4], "Hel", 3),  # begins and ends inside tokens
+        (("\n\nQ:",), [1, 5, 5, 7, 8, 1], "He", 5),  # over four tokens
+        (("Q:",), [1, 7, 9, 8], "He", 4),  # a special token in between decodes to nothing
+        (("ld", "Hello w"), [1, 2, 3, 4], "", 3),  # whichever comes first
+        (("zzz",), [1, 2, 3], "Hello wor", 3),
+    ],
+)
+def test_stop_strings_may_span_tokens(stop, tokens, text, count):
+    """The answer ends at the token that completes a stop string, and its text before the string."""
+    answer, taken = answered(tokens, stop=stop)
+    assert (answer.text, taken) == (text, count)
+    assert answer.finish == ("" if stop == ("zzz",) else "stop")
+    assert answer.token_ids == tokens[:count]
+
+
+def test_a_stop_string_in_the_last_token_is_a_stop():
+    """At the length limit the stop string still cuts the text."""
+    answer, _ = answered([1, 2, 5], stop=("\n",), max_new_tokens=3)
+    assert (answer.finish, answer.text) == ("stop", "Hello")
+
+
+def test_stop_tokens_are_banned_until_the_answer_is_long_enough():
+    """With min_new_tokens=2 neither end nor stop tokens may be the first or second token."""
+    answer, _ = answered([1], min_new_tokens=2, stop_token_ids=(8, 5), end_ids=(0, 8))
+    assert answer.banned == [0, 5, 8]
+    answer.add(2)
+    assert answer.banned == []
+
+
+def test_stop_strings_inside_the_first_tokens_are_ignored_for_good():
+    """A stop string that is complete before min_new_tokens neither ends the answer then nor later, nor cuts it."""
+    answer, count = answered([5, 1, 2, 5, 3], min_new_tokens=1, stop=("\n",))
+    assert (answer.finish, answer.text, count) == ("stop", "\nHello", 4)
+    answer, _ = answered([5, 1, 2], min_new_tokens=1, stop=("\n",), max_new_tokens=3)
+    assert (answer.finish, answer.text) == ("length", "\nHello")
+
+
+def test_a_stop_string_that_ends_after_the_first_tokens_counts():
+    """What begins before min_new_tokens and is completed after it ends the answer."""
+    answer, count = answered([1, 5, 5, 3], min_new_tokens=2, stop=("\n\n",))
+    assert (answer.finish, answer.text, count) == ("stop", "He", 3)

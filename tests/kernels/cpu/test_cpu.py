@@ -1,0 +1,355 @@
+"""The C++ attention against the torch reference, and how it is compiled, cached and done without."""
+
+import os
+import stat
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from page_helpers import PAGE_BYTES, Cache, tier_format
+
+from kvbench.kernels import dispatch
+from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.cpu import abi as cpu_abi
+from kvbench.kernels.cpu import backend as cpu
+from kvbench.kernels.cpu import build
+from kvbench.kernels.cpu.build import BuildError, build_library
+from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.reference import attention as torch_attention
+from kvbench.kernels.reference.pages import region
+
+try:
+    cpu.load()
+    ABSENT = ""
+except BuildError as error:
+    ABSENT = str(error)
+needs_compiler = pytest.mark.skipif(bool(ABSENT), reason=ABSENT)
+
+CODED = ("8,8", "8,4", "4,4", "4,2", "2,2", "2,1", "1,1")
+VARIANTS = {
+    "token": {},
+    "symmetric": {"symmetric": True},
+    "groups": {"k_groups": 2, "v_groups": 4},
+    "narrow": {"k_groups": 4, "v_groups": 16},  # value groups of 4 to 8 channels, below any register
+    "channel": {"k_channel_group": 16, "v_groups": 2},
+    "channel8": {"k_channel_group": 8},  # half a register of AVX-512
+}
+
+
+def random_queries(num_seq: int, num_heads: int, head_dim: int, seed: int = 3) -> torch.Tensor:
+    """Queries fp32 [S, Hq, D]."""
+    return torch.randn(num_seq, num_heads, head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_equal(q: torch.Tensor, pages: torch.Tensor, tiers: list, ring: Ring | None, **scores) -> None:
+    """Output, log-sum-exp and scores equal the reference's to 1e-5, which is the rounding of fp32 sums."""
+    scale = q.shape[-1] ** -0.5
+    want = torch_attention.paged_decode(q, pages, tiers, ring, scale, **scores)
+    got = cpu.paged_decode(q, pages, tiers, ring, scale, **scores)
+    assert len(got[2]) == len(want[2])
+    for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def ragged(fmt: PageFormat) -> list[list[int]]:
+    """Counts of one token, full pages, nearly full ones, and several chunks of 2,048 slots."""
+    full = fmt.tokens_per_page
+    return [[1, full], [2 * full + 3, full - 1], [5, 4300]]
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_coded_format_equals_the_reference(variant: str, head_dim: int):
+    """All bit widths; metadata per token, per group of channels and per channel; 1, 3 and 7 query heads per KV head."""
+    checked = 0
+    for index, bits in enumerate(CODED):
+        extra = VARIANTS[variant]
+        if extra.get("symmetric") and "1" in bits.split(","):
+            continue  # one bit has no symmetric code
+        slot = SlotFormat(head_dim=head_dim, k_bits=int(bits[0]), v_bits=int(bits[2]), **extra)
+        fmt = PageFormat(slot, max(PAGE_BYTES, -(-slot.quantum_bytes // 16) * 16))
+        cache = Cache([fmt], [ragged(fmt)], head_dim) if fmt.page_bytes == PAGE_BYTES else None
+        if cache is None:
+            continue  # one group is more than the page of these tests
+        group_size = (1, 3, 7)[index % 3]
+        rule, power = (("max", 1), ("sum", 2), ("mean", 1))[(index + 1) % 3]
+        assert_equal(
+            random_queries(3, 2 * group_size, head_dim), cache.pages, cache.tiers, None, group=rule, power=power
+        )
+        checked += 1
+    assert checked >= 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
+@pytest.mark.parametrize(
+    ("bits", "kind", "extra"),
+    [
+        ("16,16", "fp16", {}),
+        ("16,16", "bf16", {}),
+        ("32,32", "fp32", {}),
+        ("8,8", "fp16", {"fp8": True}),
+        ("4,8", "fp16", {"fp8": True}),
+        ("8,16", "bf16", {}),
+        ("16,2", "fp16", {}),
+    ],
+)
+def test_elements_and_mixed_sides_equal_the_reference(bits: str, kind: str, extra: dict, head_dim: int):
+    """16- and 32-bit sides, e4m3, and one coded side beside one of elements; also pages shorter than a register."""
+    try:
+        fmt = tier_format(bits, head_dim, kind, **extra)
+    except ValueError:
+        pytest.skip("a page of these tests holds no eight slots of this format")
+    cache = Cache([fmt], [ragged(fmt)], head_dim)
+    for group_size in (1, 3, 7):
+        assert_equal(random_queries(3, 2 * group_size, head_dim), cache.pages, cache.tiers, None, group="max")
+
+
+@needs_compiler
+def test_three_tiers_with_empty_ones_equal_the_reference():
+    """Lists whose second or third tier is empty, and one whose first tier is."""
+    formats = [tier_format(bits, 64) for bits in ("8,4", "4,2", "16,16")]
+    counts = [[[5, 0], [700, 40], [1, 3]], [[0, 9], [2000, 0], [0, 1]], [[0, 17], [3, 0], [0, 0]]]
+    cache = Cache(formats, counts, 64)
+    for group_size in (1, 3, 5):
+        assert_equal(random_queries(3, 2 * group_size, 64), cache.pages, cache.tiers, None, group="sum", power=2)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("num_k", "num_v"), [(0, 0), (64, 32), (32, 61), (64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: torch.dtype):
+    """Keys and values that left the buffer at different times, on either side, and rings that have wrapped around."""
+    fmt = PageFormat(SlotFormat(64, 2, 2, k_channel_group=32, v_groups=2), PAGE_BYTES)
+    cache = Cache([fmt], [[[64, 64], [64, 64]]], 64)
+    make = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(2, 2, length, 64, generator=make).to(dtype) for length in (40, 42))
+    held = [torch.full((2, 2), n) for n in (num_k, num_v)]
+    tier = TierPages(fmt, cache.tiers[0].ids, *held)
+    low = max(num_k, num_v, 1)
+    high = min(num_k + 40, num_v + 42)
+    ring = Ring(k, v, torch.tensor([[low, high], [low, min(low + 3, high)]]))
+    assert_equal(random_queries(2, 6, 64), cache.pages, [tier], ring)
+    rows = torch.stack([k, k], 1)[:, 0]  # rows that do not lie next to each other
+    assert_equal(random_queries(2, 6, 64), cache.pages, [tier], Ring(rows, v, ring.num_tokens), group="sum")
+
+
+@needs_compiler
+def test_rotated_keys_equal_the_reference():
+    """Keys that are rotated to their place in the cache."""
+    fmt = tier_format("16,16", 64)
+    cache = Cache([fmt], [[[9, 40]]], 64)
+    width = cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page
+    cache.tiers[0].rotation = torch.randn(1, width, 32, generator=torch.Generator().manual_seed(4))
+    assert_equal(random_queries(1, 6, 64), cache.pages, cache.tiers, None)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", ["16,16", "4,2"])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_comes_out_of_its_own_list_only(bits: str, where: str):
+    """A NaN in a query, a key or a value spoils every head that reads it, and no other."""
+    fmt = tier_format(bits, 64)
+    cache = Cache([fmt], [[[40, 40]]], 64)
+    q = random_queries(1, 6, 64)
+    if where == "q":
+        q[0, :3, 7] = float("nan")
+    else:
+        name = f"{where}_codes" if bits == "16,16" else f"{where}_scale"
+        # Codes are [channel, slot] of keys, [slot, channel] of values; scales are [group, slot].
+        region(cache.pages, fmt, name)[cache.tiers[0].ids[0, 0, 0], 0, 5] = float("nan")
+    out, _, scores = cpu.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="sum")
+    bad = ~torch.isfinite(out[0]).all(1)
+    assert bad[:3].all() and not bad[3:].any()
+    assert torch.isfinite(scores[0][0, 1]).all()
+
+
+@needs_compiler
+def test_a_list_of_nothing_has_no_value():
+    """Attention over no token is NaN with a log-sum-exp of minus infinity; its neighbour is untouched."""
+    fmt = tier_format("4,2", 64)
+    cache = Cache([fmt], [[[0, 12]]], 64)
+    out, lse, _ = cpu.paged_decode(random_queries(1, 2, 64), cache.pages, cache.tiers, None, 0.125)
+    assert out[0, 0].isnan().all() and float(lse[0, 0]) == float("-inf")
+    assert out[0, 1].isfinite().all() and lse[0, 1].isfinite()
+
+
+@needs_compiler
+def test_results_depend_neither_on_threads_nor_on_the_batch():
+    """Bit for bit: one thread, two and three, all rows together, each row alone, and in another order."""
+    formats = [tier_format("8,4", 64), tier_format("4,2", 64)]
+    cache = Cache(formats, [[[9000, 3], [600, 90], [5, 40]], [[7, 9100], [0, 1], [900, 0]]], 64)
+    q = random_queries(3, 6, 64)  # enough for three threads: 19,000 slots of 3 x 64 products each
+
+    def attend(rows: list[int]) -> list[torch.Tensor]:
+        tiers = [TierPages(t.fmt, t.ids[rows], t.num_k[rows], t.num_v[rows]) for t in cache.tiers]
+        out, lse, scores = cpu.paged_decode(q[rows], cache.pages, tiers, None, 0.125, group="max")
+        return [out, lse, *scores]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = attend([0, 1, 2])
+        for count in (2, 3) * 10:
+            torch.set_num_threads(count)
+            assert all(torch.equal(a, b) for a, b in zip(attend([0, 1, 2]), want, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    for rows in ([0], [1], [2], [2, 0], [1, 1]):
+        assert all(torch.equal(a, b[rows]) for a, b in zip(attend(rows), want, strict=True))
+
+
+@needs_compiler
+def test_scores_are_added_as_the_reference_adds_them():
+    """Every live slot of every list gets its score, and not one byte beside them changes."""
+    fmt = tier_format("4,2", 64, track=("score", "pos"))
+    cache = Cache([fmt], [[[1, 200], [fmt.tokens_per_page, 0]]], 64)
+    tier = cache.tiers[0]
+    region(cache.pages, fmt, "score").copy_(torch.rand(len(cache.pages), fmt.tokens_per_page))
+    scores = torch.rand(2, 2, tier.ids.shape[-1] * fmt.tokens_per_page)
+    want = cache.pages.clone()
+    torch_attention.add_scores(want, tier, scores)
+    cpu.add_scores(cache.pages, tier, scores)
+    assert torch.equal(cache.pages, want)
+
+
+@needs_compiler
+def test_a_page_that_does_not_exist_is_refused():
+    """A broken table is an error and no read of foreign memory."""
+    fmt = tier_format("4,2", 64)
+    cache = Cache([fmt], [[[5]]], 64)
+    cache.tiers[0].ids[:] = len(cache.pages)
+    with pytest.raises(AssertionError, match="names a page that the pool does not have"):
+        cpu.paged_decode(random_queries(1, 1, 64), cache.pages, cache.tiers, None, 0.125)
+
+
+@needs_compiler
+def test_every_build_equals_the_reference(monkeypatch: pytest.MonkeyPatch):
+    """All builds that this CPU runs, from portable C++ to the widest registers, attend alike; rotated keys too."""
+    formats = [tier_format(bits, 80, v_groups=2) for bits in ("8,4", "2,1")]
+    cache = Cache(formats, [[[1, 70]], [[530, 0]]], 80)
+    channel = Cache([tier_format("2,2", 64, k_channel_group=32)], [[[96, 33]]], 64)
+    elements = Cache([tier_format("16,16", 64), tier_format("8,8", 64, fp8=True)], [[[9, 80]], [[3, 20]]], 64)
+    rotated = Cache([tier_format("4,4", 64)], [[[9, 40]]], 64)
+    width = rotated.tiers[0].ids.shape[-1] * rotated.tiers[0].fmt.tokens_per_page
+    rotated.tiers[0].rotation = torch.randn(1, width, 20, generator=torch.Generator().manual_seed(4))
+    assert cpu_abi.available_isas()[0] == "portable"
+    for isa in cpu_abi.available_isas():
+        monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
+        assert cpu.load().kvb_path().decode() == isa
+        for each, head_dim in ((cache, 80), (channel, 64), (elements, 64), (rotated, 64)):
+            assert_equal(random_queries(1, 14, head_dim), each.pages, each.tiers, None, group="max")
+
+
+@needs_compiler
+def test_a_build_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """The variable's value must be a build, and one for this CPU; the error names those that are."""
+    monkeypatch.setenv("KVBENCH_CPU_ISA", "sse9")
+    with pytest.raises(ValueError, match="KVBENCH_CPU_ISA=sse9 does not exist; choose auto or one of portable, avx2"):
+        dispatch.get_backend("auto")
+    monkeypatch.setattr(cpu_abi, "best_isa", lambda: "avx2")
+    monkeypatch.setenv("KVBENCH_CPU_ISA", "avx512")
+    with pytest.raises(ValueError, match="KVBENCH_CPU_ISA=avx512 does not run on this CPU; choose portable, avx2"):
+        cpu_abi.chosen_isa()
+    monkeypatch.setenv("KVBENCH_CPU_ISA", "auto")
+    assert cpu_abi.chosen_isa() == "avx2"
+
+
+# Compiling ------------------------------------------------------------------------------------------------------------
+
+
+def fake_compiler(folder: Path, body: str) -> Path:
+    """A `c++` that runs a shell script."""
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def small_source(tmp_path: Path) -> Path:
+    """A folder with a C++ file that compiles at once."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    return folder
+
+
+@needs_compiler
+def test_a_build_is_cached_until_its_source_changes(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second call compiles nothing; another source is another file; nothing but libraries stays behind."""
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    compiled = []
+    real = build._compile
+    monkeypatch.setattr(build, "_compile", lambda *a: (compiled.append(a), real(*a)))
+    first = build_library("tiny", ("tiny.cpp",), small_source)
+    assert build_library("tiny", ("tiny.cpp",), small_source) == first and len(compiled) == 1
+    (small_source / "tiny.cpp").write_text('extern "C" int answer() { return 43; }\n')
+    second = build_library("tiny", ("tiny.cpp",), small_source)
+    assert second != first and len(compiled) == 2
+    assert sorted(first.parent.iterdir()) == sorted([first, second])
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_says_why(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The error ends with the compiler's own words, and no half library is left."""
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    (small_source / "tiny.cpp").write_text("int main( {\n")
+    with pytest.raises(BuildError, match=r"cannot compile tiny\.cpp: .*error"):
+        build_library("tiny", ("tiny.cpp",), small_source)
+    assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+def test_a_compiler_without_openmp_still_builds(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where -fopenmp is refused, the same source is compiled for one thread."""
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    refuse = 'case "$*" in *--version*) exit 0;; *-fopenmp*) echo no openmp >&2; exit 1;; esac'
+    script = refuse + '\nfor last; do :; done\necho ok > "$last"'
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, script)))
+    assert build_library("tiny", ("tiny.cpp",), small_source).read_text() == "ok\n"
+
+
+def test_without_a_compiler_auto_warns_once_and_takes_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One warning with the reason and the stand-in; asking for the backend by name is an error with a remedy."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    cpu.load.cache_clear()
+    cpu.warn_absent.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"no C\+\+ compiler found.*backend=torch, the plain reference") as caught:
+            assert dispatch.get_backend("auto").name == "torch"
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert dispatch.get_backend("auto").name == "torch"
+        with pytest.raises(ValueError, match=r"no C\+\+ compiler found .*; install g\+\+ or clang\+\+"):
+            dispatch.get_backend("cpu")
+        monkeypatch.setenv("CXX", "nosuchcompiler")
+        with pytest.raises(ValueError, match="CXX=nosuchcompiler is not there"):
+            dispatch.get_backend("cpu")
+    finally:
+        cpu.load.cache_clear()
+        cpu.warn_absent.cache_clear()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may be refused")
+def test_a_cache_that_cannot_be_written_is_named(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The error names the folder's setting."""
+    (tmp_path / "cache").mkdir(mode=0o500)
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(BuildError, match="set KVBENCH_CACHE"):
+        build_library("tiny", ("tiny.cpp",), small_source)
+
+
+@needs_compiler
+def test_auto_takes_the_compiled_kernels_on_a_cpu_only():
+    """On a GPU auto goes elsewhere, and asking for them there is an error."""
+    assert dispatch.get_backend("auto").name == "cpu" and not dispatch.get_backend("cpu").is_reference
+    assert dispatch.get_backend("auto", "cuda").name != "cpu"
+    with pytest.raises(ValueError, match="this model is on cuda"):
+        dispatch.get_backend("cpu", torch.device("cuda"))

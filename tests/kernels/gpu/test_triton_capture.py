@@ -1,0 +1,194 @@
+"""What a CUDA graph needs of the Triton operations: nothing is read back, and no size depends on what tensors hold."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+
+from page_helpers import PAGE_BYTES, tier_format
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.gpu import backend as triton_backend
+from kvbench.kernels.gpu import decode as triton_decode
+from kvbench.kernels.gpu import manager as triton_manager
+from kvbench.kernels.gpu import pages as triton_pages
+from kvbench.kernels.gpu import parts as triton_parts
+from kvbench.kernels.pool import PagePool
+from kvbench.kernels.reference import attention as torch_attention
+from kvbench.kernels.table import PageTable
+
+TRACK = ("score", "pos")
+SYNCS = (RuntimeError, NotImplementedError, AssertionError)
+
+
+class NothingOnTheHost(TorchDispatchMode):
+    """Fails when an operation brings a result to main memory."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{function} put a result on the host"
+        return out
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch):
+    """Gives tensors without data, of which nothing can be read back. Launches are counted and not run."""
+    monkeypatch.setattr(triton_decode, "_num_processors", lambda device: 132)
+    uncached = triton_pages.byte_map.__wrapped__  # no table without data may stay behind
+    for module in (triton_pages, triton_manager):
+        monkeypatch.setattr(module, "byte_map", uncached)
+    launches = []
+
+    def note(kernel, grid, arguments, constants) -> None:
+        assert all(isinstance(x, int) for x in grid)
+        assert not any(isinstance(x, torch.Tensor) and x.device.type != "meta" for x in arguments)
+        launches.append(kernel.__name__)
+
+    def make(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with triton_parts.recording(note):
+        yield SimpleNamespace(make=make, launches=launches)
+
+
+def tiers_of(make, *formats) -> list[TierPages]:
+    """One layer of three sequences and two KV heads, four pages per list."""
+    return [TierPages(fmt, make(3, 2, 4), make(3, 2), make(3, 2)) for fmt in formats]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_attention_reads_nothing_back(device, accumulate: bool):
+    """Two tiers with scores: one launch per tier, a merge, one launch of scores per tier."""
+    make = device.make
+    tiers = tiers_of(make, tier_format("8,4", 64, track=TRACK), tier_format("4,2", 64, track=TRACK))
+    pages, q = make(9, PAGE_BYTES, dtype=torch.uint8), make(3, 6, 64, dtype=torch.float16)
+    with NothingOnTheHost():
+        out, lse, scores = triton_decode.paged_decode(q, pages, tiers, None, 0.125, group="max", accumulate=accumulate)
+    assert out.shape == (3, 6, 64) and lse.shape == (3, 6) and len(scores) == (0 if accumulate else 2)
+    assert device.launches == ["_attend_part"] * 2 + ["_merge_parts"] + ["_reduce_scores"] * 2
+
+
+def test_attention_behind_a_ring_and_rotated_reads_nothing_back(device):
+    """The residual buffers' token counts stay on the device; so do the angles of rotated keys."""
+    make = device.make
+    pages, q = make(9, PAGE_BYTES, dtype=torch.uint8), make(3, 6, 64, dtype=torch.bfloat16)
+    buffer = make(3, 2, 40, 64, dtype=torch.bfloat16)
+    tiers = tiers_of(make, tier_format("2,2", 64, k_channel_group=32, v_groups=2))
+    with NothingOnTheHost():
+        triton_decode.paged_decode(q, pages, tiers, Ring(buffer, buffer, make(3, 2)), 0.125)
+        (tier,) = tiers_of(make, tier_format("16,16", 64, track=TRACK))
+        tier.rotation = make(3, 4 * tier.fmt.tokens_per_page, 32, dtype=torch.float32)
+        triton_decode.paged_decode(q, pages, [tier], None, 0.125, group="sum", accumulate=True)
+        triton_decode.add_scores(pages, tier, make(3, 2, 4 * tier.fmt.tokens_per_page, dtype=torch.float32))
+    assert device.launches == ["_attend_part", "_merge_parts", "_add_scores", "_add_scores"]
+
+
+def test_pages_are_written_read_demoted_and_moved_without_reading_back(device):
+    """Every operation on slots, the tracked fields' included."""
+    make, backend = device.make, triton_backend.backend(get_backend("torch"))
+    fmt, lower = tier_format("8,4", 64, track=TRACK), tier_format("4,2", 64, track=TRACK)
+    channel = tier_format("2,2", 64, k_channel_group=32, track=TRACK)
+    pages, page, slot = make(9, PAGE_BYTES, dtype=torch.uint8), make(64), make(64)
+    x = make(64, 64, dtype=torch.float16)
+    triton_pages.byte_map(fmt, TRACK, pages.device)  # made at the first call of a format: not during a capture
+    with NothingOnTheHost():
+        for form in (fmt, channel):
+            backend.write_keys(pages, form, page, slot, x)
+            backend.write_values(pages, form, page, slot, x)
+            backend.read_slots(pages, form, page, slot)
+        backend.write_tracked(pages, fmt, page, slot, 0.0, slot)
+    backend.demote(pages, fmt, lower, page, slot, page, slot)
+    backend.move_slots(pages, fmt, page, slot, page, slot)
+    assert device.launches.count("_write_side") == 5 and device.launches.count("_move_bytes") == 2
+
+
+def test_prompts_are_scored_without_reading_back(device):
+    """Attention with its log-sum-exp, column sums, pooling and reduction."""
+    make, backend = device.make, triton_backend.backend(get_backend("torch"))
+    q, k = make(6, 300, 64, dtype=torch.bfloat16), make(2, 300, 64, dtype=torch.bfloat16)
+    with NothingOnTheHost():
+        backend.attention_with_lse(q, k, k, 0.125)
+        scores = backend.prompt_scores(
+            q,
+            k,
+            0.125,
+            queries=32,
+            skip_near=2,
+            power=2,
+            pool="avg",
+            pool_kernel=5,
+            pool_stage="after_group",
+            pool_region="all",
+            group="max",
+        )
+    assert scores.shape == (2, 300)
+    assert device.launches == ["_attend_prompt", "_attend_prompt", "_sum_columns"]
+
+
+def test_pages_of_all_lists_are_managed_without_reading_back(device):
+    """Three launches to take or return, five to compact, for 40 lists as for 30,000."""
+    fmt = tier_format("4,2", 64, track=TRACK)
+    for num_lists in (40, 30_000):
+        del device.launches[:]
+        pages = triton_manager.DevicePages(PAGE_BYTES, 64, (8, fmt.tokens_per_page), num_lists, 4, "meta")
+        lists, keep = device.make(num_lists), device.make(num_lists, 100, dtype=torch.bool)
+        with NothingOnTheHost():
+            first = pages.reserve(lists, 0, lists)
+            pages.lookup(lists, 0, first)
+            pages.page_ids(lists, 1, 3)
+            pages.truncate(lists, 0, lists)
+        pages.compact(lists, 1, keep, fmt)
+        change = ["_sum_needs", "_assign", "_commit"]
+        assert device.launches == [*change, *change, "_pair_moves", "_move_listed", *change]
+
+
+def test_the_checks_see_what_synchronises(device):
+    """The reference's own operations, which choose by content or count on the host, do not pass."""
+    make = device.make
+    (tier,) = tiers_of(make, tier_format("4,2", 64, track=TRACK))
+    pages = make(9, PAGE_BYTES, dtype=torch.uint8)
+    with pytest.raises(SYNCS):
+        torch_attention.add_scores(pages, tier, make(3, 2, 4 * tier.fmt.tokens_per_page, dtype=torch.float32))
+    with pytest.raises(SYNCS):
+        PageTable(PagePool(32, 9, "meta"), (8,), 3, 1, 1, 4).reserve(make(3), 0, make(3))
+    with pytest.raises(SYNCS), NothingOnTheHost():
+        make(3).cpu()
+
+
+def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
+    """One kernel of every kind, to machine code of sm_90 and gfx942; the command alone compiles many more."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench.kernels.gpu.compile", "--case", "one-of-each"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 cases failed" in done.stdout
+    for target in ("sm_90", "gfx942"):
+        kernels = {line.split()[2] for line in done.stdout.splitlines() if line.split()[1] == target}
+        assert kernels >= {
+            "_attend_part",
+            "_merge_parts",
+            "_reduce_scores",
+            "_write_key_groups",
+            "_write_side",
+            "_move_bytes",
+            "_sum_needs",
+            "_assign",
+            "_commit",
+            "_pair_moves",
+            "_move_listed",
+            "_attend_prompt",
+            "_sum_columns",
+        }

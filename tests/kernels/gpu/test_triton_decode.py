@@ -1,0 +1,251 @@
+"""The Triton kernels of decoding against the torch reference: in the interpreter, or on a GPU where there is one."""
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+
+from page_helpers import Cache, tier_format
+from triton_helpers import DEVICE, move_cache, move_ring, poisoned_memory, random_queries  # noqa: F401
+
+from kvbench.kernels import dispatch
+from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.gpu import decode as triton_decode
+from kvbench.kernels.reference import attention as torch_attention
+from kvbench.kernels.reference.pages import region
+
+# The interpreter computes in numpy, which warns of the NaNs that slots without a token may hold.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def assert_equal(cache: Cache, q: torch.Tensor, ring: Ring | None = None, *, tolerance: float = 1e-5, **options):
+    """Output, log-sum-exp and scores equal the reference's; 1e-5 is the rounding of fp32 sums."""
+    scale, cut = q.shape[-1] ** -0.5, options.pop("pages_per_part", 2)
+    want = torch_attention.paged_decode(q, cache.pages, cache.tiers, ring, scale, **options)
+    pages, tiers = move_cache(cache)
+    moved = None if ring is None else move_ring(ring)
+    got = triton_decode.paged_decode(q.to(DEVICE), pages, tiers, moved, scale, pages_per_part=cut, **options)
+    assert len(got[2]) == len(want[2])
+    for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=tolerance)
+
+
+def ragged(full: int) -> list[list[int]]:
+    """One token, a full page, two pages and a bit, a nearly full page."""
+    return [[1, full], [min(2 * full + 3, full + 40), full - 1]]
+
+
+FORMATS = {  # bits, head dim, query heads per KV head, rule, power, format
+    "k16": ("16,16", 64, 3, "max", 1, {}),
+    "k8v8": ("8,8", 64, 1, "mean", 1, {}),
+    "k8v4": ("8,4", 128, 4, "sum", 2, {}),
+    "k4v4": ("4,4", 64, 7, "max", 2, {"symmetric": True}),
+    "k4v2": ("4,2", 128, 3, "mean", 1, {}),
+    "k2v2": ("2,2", 64, 17, "max", 1, {}),
+    "k2v1": ("2,1", 80, 7, "sum", 1, {"k_groups": 4, "v_groups": 4}),
+    "k1v1": ("1,1", 64, 1, "mean", 1, {}),
+    "k1v16": ("1,16", 80, 2, "mean", 1, {}),
+    "k8v2-groups": ("8,2", 64, 3, "max", 1, {"k_groups": 2, "v_groups": 4}),
+    "fp8": ("8,8", 64, 2, "sum", 1, {"fp8": True}),
+    "k4-fp8": ("4,8", 80, 3, "max", 1, {"fp8": True}),
+    "kivi2": ("2,2", 64, 3, "max", 1, {"k_channel_group": 32, "v_groups": 2}),
+    "kivi4": ("4,4", 128, 4, "sum", 1, {"k_channel_group": 16, "v_groups": 4}),
+    "kivi8": ("2,2", 64, 1, "mean", 1, {"k_channel_group": 8, "symmetric": True}),
+    "dim8": ("16,16", 8, 3, "max", 1, {}),
+}
+
+
+@pytest.mark.parametrize("case", FORMATS.values(), ids=FORMATS.keys())
+def test_every_format_equals_the_reference(case: tuple):
+    """Every bit width on each side, scales per token, per group of channels, per channel, e4m3; odd head dims."""
+    bits, head_dim, group_size, rule, power, extra = case
+    fmt = tier_format(bits, head_dim, **extra)
+    cache = Cache([fmt], [ragged(fmt.tokens_per_page)], head_dim)
+    assert_equal(cache, random_queries(2, 2 * group_size, head_dim), group=rule, power=power)
+
+
+def test_three_tiers_with_empty_ones_equal_the_reference():
+    """Lists whose first, second or third tier is empty."""
+    formats = [tier_format(bits, 64) for bits in ("8,4", "4,2", "16,16")]
+    counts = [[[5, 0], [70, 40]], [[0, 9], [90, 0]], [[0, 17], [3, 0]]]
+    assert_equal(Cache(formats, counts, 64), random_queries(2, 6, 64), group="sum", power=2)
+
+
+@pytest.mark.parametrize(("num_k", "num_v", "dtype"), [(0, 0, "float16"), (64, 32, "bfloat16"), (32, 61, "float32")])
+def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: str):
+    """Keys and values that left the buffer at different times, rings that wrapped or lost tokens, strided rows."""
+    fmt = tier_format("2,2", 64, k_channel_group=32, v_groups=2)
+    cache = Cache([fmt], [[[64, 64], [64, 64]]], 64)
+    make = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(2, 2, length, 64, generator=make).to(getattr(torch, dtype)) for length in (40, 42))
+    held = [torch.full((2, 2), n) for n in (num_k, num_v)]
+    cache.tiers = [TierPages(fmt, cache.tiers[0].ids, *held)]
+    low, high = max(num_k, num_v, 1), min(num_k + 40, num_v + 42)
+    ring = Ring(torch.stack([k, k], 1)[:, 0], v, torch.tensor([[low, high], [high + 3, min(low + 3, high)]]))
+    assert_equal(cache, random_queries(2, 6, 64), ring, group="sum", pages_per_part=1)
+
+
+def test_packed_dims_that_are_no_power_of_two_meet_their_ring():
+    """At head dim 80 the planes of codes are padded, the buffer's channels are not."""
+    fmt = tier_format("4,2", 80)
+    cache = Cache([fmt], [[[40, 8]]], 80)
+    make = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(1, 2, 16, 80, generator=make) for _ in range(2))
+    assert_equal(cache, random_queries(1, 4, 80), Ring(k, v, torch.tensor([[50, 20]])), group="max")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", ["16,16", "8,4"])
+def test_half_precision_queries_keep_their_digits(bits: str, dtype: torch.dtype):
+    """Products in the model's own type: weights are rounded to 11 (fp16) or 8 bits (bf16 elements), sums are not.
+
+    The interpreter cannot multiply bf16 and takes fp32 for it; on a GPU the bound is what it says.
+    """
+    kind = "bf16" if dtype is torch.bfloat16 else "fp16"
+    fmt = tier_format(bits, 64, kind)
+    cache = Cache([fmt], [[[33, 7]]], 64)
+    rounding = 2**-8 if kind == "bf16" and bits == "16,16" else 2**-10
+    assert_equal(cache, random_queries(1, 6, 64).to(dtype), group="max", tolerance=rounding)
+
+
+def test_small_scales_survive_half_precision():
+    """Values of 1e-6 whose scales lie far below fp16's normal range still come out to three digits."""
+    fmt = tier_format("8,8", 64)
+    cache = Cache([fmt], [[[30]]], 64)
+    region(cache.pages, fmt, "v_scale").fill_(6e-8)
+    region(cache.pages, fmt, "v_zero").fill_(0.0)
+    q = random_queries(1, 2, 64).half()
+    want, _, _ = torch_attention.paged_decode(q, cache.pages, cache.tiers, None, 0.125)
+    pages, tiers = move_cache(cache)
+    got, _, _ = triton_decode.paged_decode(q.to(DEVICE), pages, tiers, None, 0.125)
+    torch.testing.assert_close(got.cpu(), want, rtol=4e-3, atol=0)
+
+
+def test_the_number_of_parts_does_not_change_the_result():
+    """One part, one page per part and anything between agree to the rounding of their merge."""
+    fmt = tier_format("8,4", 64)
+    cache = Cache([fmt], [[[90, 3]]], 64)
+    q = random_queries(1, 6, 64)
+    for cut in (1, 2, 100):
+        assert_equal(cache, q, group="max", pages_per_part=cut)
+    assert_equal(cache, q, group="max", pages_per_part=None)
+
+
+def test_a_list_of_nothing_has_no_value():
+    """Attention over no token is NaN with a log-sum-exp of minus infinity; its neighbour is untouched."""
+    fmt = tier_format("4,2", 64)
+    cache = Cache([fmt], [[[0, 12]]], 64)
+    pages, tiers = move_cache(cache)
+    q = random_queries(1, 2, 64).to(DEVICE)
+    out, lse, (scores,) = triton_decode.paged_decode(q, pages, tiers, None, 0.125, group="max")
+    assert out[0, 0].isnan().all() and float(lse[0, 0]) == float("-inf")
+    assert out[0, 1].isfinite().all() and lse[0, 1].isfinite()
+    assert not scores[0, 0].any()
+
+
+def test_nan_comes_out_of_its_own_list_only():
+    """A NaN in a value scale spoils every head that reads it, and no other list."""
+    fmt = tier_format("4,2", 64)
+    cache = Cache([fmt], [[[40, 40]]], 64)
+    region(cache.pages, fmt, "v_scale")[cache.tiers[0].ids[0, 0, 0], 0, 5] = float("nan")
+    pages, tiers = move_cache(cache)
+    out, _, scores = triton_decode.paged_decode(
+        random_queries(1, 6, 64).to(DEVICE), pages, tiers, None, 0.125, group="sum"
+    )
+    bad = ~torch.isfinite(out[0]).all(1)
+    assert bad[:3].all() and not bad[3:].any()
+    assert torch.isfinite(scores[0]).all()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_scores_are_added_as_the_reference_adds_them(accumulate: bool):
+    """By a call of its own or along with attention: live slots get their score, no other byte of any page changes."""
+    formats = [tier_format(bits, 64, track=("score", "pos")) for bits in ("8,4", "4,2")]
+    cache = Cache(formats, [[[1, 50]], [[90, 0]]], 64)
+    for tier in cache.tiers:
+        region(cache.pages, tier.fmt, "score")[tier.ids.flatten()] = torch.rand(tier.ids.numel(), 1)
+    q = random_queries(1, 6, 64)
+    want = cache.pages.clone()
+    _, _, scores = torch_attention.paged_decode(q, want, cache.tiers, None, 0.125, group="max")
+    for tier, score in zip(cache.tiers, scores, strict=True):
+        torch_attention.add_scores(want, tier, score)
+    pages, tiers = move_cache(cache)
+    if accumulate:
+        _, _, left = triton_decode.paged_decode(
+            q.to(DEVICE), pages, tiers, None, 0.125, group="max", accumulate=True, pages_per_part=1
+        )
+        assert left == []
+    else:
+        for tier, score in zip(tiers, scores, strict=True):
+            triton_decode.add_scores(pages, tier, score.to(DEVICE))
+    got = pages.cpu()
+    for tier in cache.tiers:
+        for s, h in ((0, 0), (0, 1)):
+            count, size = int(tier.num_k[s, h]), tier.fmt.tokens_per_page
+            for i, page in enumerate(tier.ids[s, h].tolist()):
+                live = slice(0, max(0, min(size, count - i * size)))
+                views = [region(x, tier.fmt, "score")[page, live] for x in (got, want)]
+                torch.testing.assert_close(*views, rtol=0, atol=0 if not accumulate else 1e-5)
+                region(got, tier.fmt, "score")[page, live] = views[1]
+    assert torch.equal(got, want)
+
+
+def test_adding_to_scores_that_are_not_tracked_is_refused():
+    """The error names what is missing."""
+    fmt = tier_format("4,2", 64)
+    pages, tiers = move_cache(Cache([fmt], [[[5]]], 64))
+    with pytest.raises(ValueError, match="tracks no scores to add to; track score"):
+        triton_decode.add_scores(pages, tiers[0], torch.zeros(1, 1, fmt.tokens_per_page, device=DEVICE))
+
+
+def test_rotated_keys_equal_the_reference():
+    """Keys that are rotated to their place in the cache, with scores that are added."""
+    fmt = tier_format("16,16", 64, track=("score",))
+    cache = Cache([fmt], [[[9, 16]]], 64)
+    angle = torch.randn(1, cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page, 32)
+    pages, (tier,) = move_cache(cache)
+    cache.tiers[0].rotation, tier.rotation = angle, angle.to(DEVICE)
+    q = random_queries(1, 6, 64)
+    want, _, (score,) = torch_attention.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="max")
+    torch_attention.add_scores(cache.pages, cache.tiers[0], score)
+    got, _, left = triton_decode.paged_decode(q.to(DEVICE), pages, [tier], None, 0.125, group="max", accumulate=True)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-5)
+    live = [region(x, fmt, "score")[cache.tiers[0].ids[0, 1, 0], :16] for x in (pages.cpu(), cache.pages)]
+    torch.testing.assert_close(*live, rtol=0, atol=1e-5)
+    assert left == []
+
+
+# The backend ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_backend_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
+    """On a CPU without the interpreter, and without the package: why, and what to do."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(
+        ValueError, match=r"needs an NVIDIA or AMD GPU, but this model is on cpu; set model.device=cuda"
+    ):
+        dispatch.get_backend("triton", "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.get_backend("triton", "cpu").name == "triton"
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="triton is not installed; run pip install triton .* or choose backend=torch"):
+        dispatch.get_backend("triton", "cuda")
+
+
+def test_auto_takes_the_kernels_on_a_gpu_and_says_when_it_cannot(monkeypatch: pytest.MonkeyPatch):
+    """CUDA and ROCm devices get them; without the package, and on other devices, one warning and the reference."""
+    dispatch._auto_gpu.cache_clear()
+    assert dispatch.get_backend("auto", "cuda:1").name == "triton"
+    dispatch._auto_gpu.cache_clear()
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="no GPU kernels: the package triton is not installed.*much slower"):
+        assert dispatch.get_backend("auto", "cuda").name == "torch"
+    with pytest.warns(UserWarning, match="no kernels for mps; going on with backend=torch"):
+        assert dispatch.get_backend("auto", "mps").name == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.get_backend("auto", "cuda").name == "torch"
+    dispatch._auto_gpu.cache_clear()

@@ -1,0 +1,76 @@
+"""Prompt attention and column scores of the Triton kernels against full matrices and the torch reference."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+
+from oracles import slow_attention
+from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
+
+from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.reference import attention as torch_attention
+
+
+def prompt(q_heads: int, heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple:
+    """Random q, k, v whose tokens do not lie next to each other in memory, as a model's do."""
+    make = torch.Generator().manual_seed(length)
+    tensors = (torch.randn(length, h, head_dim, generator=make).to(dtype) for h in (q_heads, heads, heads))
+    return tuple(x.transpose(0, 1).to(DEVICE) for x in tensors)
+
+
+@pytest.mark.parametrize(
+    ("queries", "skip_near", "power"), [(-1, 0, 1), (-1, 70, 2), (8, 0, 2), (80, 7, 1), (500, 1, 1)]
+)
+def test_column_sums_equal_those_of_the_full_matrix(queries: int, skip_near: int, power: int):
+    """Any window, exclusion and power, over ragged blocks of queries and keys."""
+    q, k, _ = prompt(3, 1, 147, 16)
+    got = triton_prefill.column_scores(q, k, 0.25, queries=queries, skip_near=skip_near, power=power).cpu()
+    for h in range(3):
+        p = slow_attention.causal_probabilities(q[h].cpu(), k[0].cpu(), 0.25)
+        want = slow_attention.columns(p, queries, skip_near, power)
+        assert torch.allclose(got[h].double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "head_dim", "q_heads"), [(1, 64, 2), (64, 80, 6), (130, 128, 4)])
+def test_attention_and_lse_equal_the_full_matrix(length: int, head_dim: int, q_heads: int):
+    """One token, one full block, several ragged ones; a head dim that is no power of two."""
+    q, k, v = prompt(q_heads, 2, length, head_dim)
+    out, lse = triton_prefill.attention_with_lse(q, k, v, head_dim**-0.5)
+    for h in range(q_heads):
+        logits = q[h].cpu().double() @ k[h // (q_heads // 2)].cpu().double().T * head_dim**-0.5
+        logits = logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+        want = logits.softmax(-1) @ v[h // (q_heads // 2)].cpu().double()
+        assert torch.allclose(out[h].cpu().double(), want, rtol=0, atol=1e-5)
+        assert torch.allclose(lse[h].cpu().double(), logits.logsumexp(-1), rtol=0, atol=1e-5)
+
+
+def test_half_precision_prompts_keep_their_digits():
+    """fp16 products are summed in fp32: columns to a thousandth, outputs to fp16's rounding; the dtype stays."""
+    q, k, v = prompt(6, 2, 90, 64, torch.float16)
+    out, _ = triton_prefill.attention_with_lse(q, k, v, 0.125)
+    want = torch_attention.prefill_attention(*(x.cpu().float() for x in (q, k, v)), 0.125)
+    assert out.dtype is torch.float16
+    torch.testing.assert_close(out.cpu().float(), want, rtol=0, atol=4e-3)
+    got = triton_prefill.column_scores(q, k, 0.125, queries=-1)
+    want = torch_attention.column_scores(q.cpu(), k.cpu(), 0.125, queries=-1)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", ["sum", "mean", "max"])
+def test_prompt_scores_equal_the_reference(group: str):
+    """Pooled and reduced over the group as the reference does it."""
+    q, k, _ = prompt(6, 2, 50, 16)
+    options = {
+        "queries": 8,
+        "skip_near": 2,
+        "power": 2,
+        "pool": "avg",
+        "pool_kernel": 5,
+        "pool_stage": "per_query_head",
+        "pool_region": "prefix",
+        "group": group,
+    }
+    got = triton_prefill.prompt_scores(q, k, 0.5, **options).cpu()
+    want = torch_attention.prompt_scores(q.cpu(), k.cpu(), 0.5, **options)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

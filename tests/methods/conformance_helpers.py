@@ -1,0 +1,129 @@
+"""What the conformance tests know of a method they have never seen: its YAML, and names with a meaning.
+
+`sinks` first tokens are never evicted; `window`, `recent` or `obs_window` last tokens of a prompt are kept (as far as a
+`budget` allows), and a method that acts in decode keeps that many last tokens at every step. A line
+`# lossless: key=value ...` in the YAML names settings at which nothing is lost; without it they follow from the
+names of the fields.
+"""
+
+import dataclasses
+import re
+from functools import cache
+
+import torch
+from engine_helpers import open_settings
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from places import CONF
+
+from kvbench.policy import EVICT, Budget, CompactPlan, DecodePlan, Policy, PrefillPlan
+
+FOLDER = CONF / "method"
+METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+SHAPES = ("mha", "gqa3", "gqa7")  # 1, 3 and 7 query heads per KV head
+
+# Values of fields, by name, at which nothing is lost. A `k8v4` becomes the model's own dtype.
+LOSSLESS = {"budget": 1_000_000, "tier": "native", "high": "native", "low": "native", "native": True, "alpha_l": 0.0}
+
+
+def settings_of(name: str):
+    """The YAML file of a method as a config."""
+    return OmegaConf.load(FOLDER / f"{name}.yaml")
+
+
+@cache
+def policy_of(name: str, heads: str = "gqa3", **changes) -> Policy:
+    """The method at the settings of its YAML file, with some changed; what the file leaves open fits a tiny model."""
+    return instantiate(settings_of(name), **(open_settings(name, 4 if heads == "mha" else 2) | changes))
+
+
+def fields_of(name: str) -> set[str]:
+    """The hyper-parameters that a method's YAML lists."""
+    return {str(key) for key in settings_of(name)} - {"_target_"}
+
+
+def having(*fields: str) -> list[str]:
+    """The methods whose YAML lists all of these settings."""
+    return [name for name in METHODS if fields_of(name) >= set(fields)]
+
+
+def distinct() -> list[str]:
+    """The methods without those that are another one under a second name."""
+    seen, names = [], []
+    for name in METHODS:
+        if (settings := settings_of(name)) not in seen:
+            seen.append(settings)
+            names.append(name)
+    return names
+
+
+def lossless_of(name: str) -> dict:
+    """The settings at which a method loses nothing; empty when neither its YAML nor its fields say."""
+    said = re.search(r"^# lossless: (.+)$", (FOLDER / f"{name}.yaml").read_text(), re.MULTILINE)
+    if said:
+        return {
+            key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            for key, value in OmegaConf.from_dotlist(said[1].split()).items()
+        }
+    return {key: value for key, value in LOSSLESS.items() if key in fields_of(name)}
+
+
+def protected(policy: Policy, num_prompt_tokens: int, tokens_seen: int) -> set[int]:
+    """Positions that the method's own fields promise to keep, by the names in this file's first lines."""
+    sinks, length = getattr(policy, "sinks", 0), num_prompt_tokens
+    budget = Budget.parse(policy.budget) if getattr(policy, "budget", None) is not None else None
+    last = getattr(policy, "window", 0) or getattr(policy, "recent", 0)
+    if getattr(policy, "recent_share", 0) and not last:
+        last = int(budget.tokens(length, 1, 1.0) * policy.recent_share)
+    if hasattr(policy, "obs_window"):  # the incoming token is one of them
+        last = (policy.obs_window if policy.variant == "window" else policy.protected) - 1
+    last = last if isinstance(last, int) else max(1, int(length * last))
+    end = tokens_seen if policy.acts_in_decode else length
+    if budget is not None and (budget.unit == "bytes" or budget.tokens(length, 1, 1.0) < sinks + last):
+        return set()  # what yields to so small a budget is the method's own business
+    return {*range(min(sinks, tokens_seen)), *range(end - min(last, end), end)}
+
+
+def watched(policy: Policy, plans: list) -> Policy:
+    """The same method, with every plan for a prompt appended to `plans` as (layers, tier_of)."""
+
+    class Watched(type(policy)):
+        def plan_prefill(self, view):
+            plan = super().plan_prefill(view)
+            plans.append((view.layers.tolist(), plan.tier_of))
+            return plan
+
+    return _again(policy, Watched)
+
+
+def keeping(policy: Policy, count: int | None) -> Policy:
+    """A broken copy of a method: of every prompt it keeps the last `count` tokens, or all, and later only appends."""
+
+    class Broken(type(policy)):
+        def plan_prefill(self, view):
+            tier_of = view.filled(0)
+            if count is not None:
+                tier_of[..., : max(0, view.num_tokens - count)] = EVICT
+            return PrefillPlan(tier_of=tier_of)
+
+    return _again(policy, Broken)
+
+
+def idle(policy: Policy) -> Policy:
+    """A broken copy of a method: it compresses the prompt as it should and never evicts again."""
+
+    class Idle(type(policy)):
+        def plan_decode(self, view):
+            return DecodePlan()
+
+        def plan_compact(self, view):
+            return CompactPlan(keep=[None] * len(self.tiers))
+
+        def cache_positions(self, view, num_slots):
+            return torch.arange(num_slots).expand(len(view.tokens_seen), -1)
+
+    return _again(policy, Idle)
+
+
+def _again(policy: Policy, kind: type[Policy]) -> Policy:
+    return kind(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})

@@ -1,0 +1,216 @@
+"""What every method must do at the settings of its YAML file; conf/method/*.yaml is the list, nothing else to edit.
+
+Declarations, losslessness, determinism, batches, protected tokens. test_conformance_decode.py has the long answers,
+test_conformance_budget.py budgets, tiers and granularity; conformance_helpers.py says which names have a meaning.
+"""
+
+import copy
+import dataclasses
+import re
+from functools import cache
+
+import pytest
+import torch
+from conformance_helpers import (
+    FOLDER,
+    METHODS,
+    SHAPES,
+    distinct,
+    fields_of,
+    having,
+    lossless_of,
+    policy_of,
+    protected,
+    watched,
+)
+from engine_helpers import answers, comparable, forced_logits, random_tokens, request
+
+from kvbench.cache.view import StoreDecodeView
+from kvbench.methods.full import Full
+from kvbench.policy import Policy
+
+
+@pytest.fixture
+def loaded(tiny_model):
+    """The tiny Llama with three query heads per KV head, in fp32."""
+    return tiny_model("llama", "gqa3", 64)
+
+
+# Files and declarations ----
+
+
+def test_methods_are_found():
+    """The list is not empty, or these files would pass without testing anything; an alias is the method it stands
+    for."""
+    assert {"full", "snapkv", "kivi", "diffkv", "streaming_llm"} <= set(METHODS)
+    assert policy_of("leankv") == policy_of("diffkv")
+    assert set(METHODS) - set(distinct()) <= {"leankv"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_file_is_complete(name):
+    """The file says what the method is and where it comes from, and lists every hyper-parameter; so does the class."""
+    text, policy = (FOLDER / f"{name}.yaml").read_text(), policy_of(name)
+    assert text.startswith("# ") and re.search(r"^# source: \S", text, re.MULTILINE)
+    assert isinstance(policy, Policy)
+    assert fields_of(name) == {field.name for field in dataclasses.fields(policy) if field.init}
+    documentation = type(policy).__doc__
+    for word in ("Args:", "Source:", "Differs:", *(f"{field}:" for field in sorted(fields_of(name)))):
+        assert word in documentation, f"the docstring of {type(policy).__name__} lacks {word!r}"
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER.parents[1] / "methods").glob("*.py")), ids=lambda path: path.stem)
+def test_method_files_are_short(path):
+    """A method only decides: its file stays under 150 lines."""
+    assert len(path.read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_declarations_fit_together(name):
+    """Tiers, score and residual are stable from call to call, and a policy can be made again from its fields."""
+    policy = policy_of(name)
+    assert 1 <= len(policy.tiers) <= 3
+    assert policy.tiers == policy.tiers and policy.score == policy.score and policy.residual == policy.residual
+    again = type(policy)(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
+    assert again == policy and again.tiers == policy.tiers
+
+
+# What comes out ----
+
+
+@pytest.fixture(scope="module")
+def full_logits(tiny_model):
+    """Gives, per head shape and tier, the logits of the full cache on the prompts and continuations of
+    `test_lossless_settings_equal_full`."""
+
+    @cache
+    def build(heads, tier):
+        prompts, forced = [random_tokens(n, seed=4) for n in (1, 33, 90)], [random_tokens(16, seed=5)] * 3
+        loaded = tiny_model("llama", heads, 64)
+        return loaded, prompts, forced, forced_logits(loaded, Full(tier=tier), prompts, forced)
+
+    return build
+
+
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("name", distinct())
+def test_lossless_settings_equal_full(full_logits, name, heads):
+    """With its lossless settings a method gives the full cache's logits (1e-4 in fp32) after 1, 33 and 90 tokens and
+    along 16 more, with 1, 3 and 7 query heads per KV head."""
+    check_lossless(name, heads, lossless_of(name), *full_logits(heads, tier_of(name)))
+
+
+@pytest.mark.parametrize("name", having("granularity"))
+def test_copies_per_query_head_lose_nothing_either(full_logits, name):
+    """With the KV heads repeated, as official code does, the lossless settings give the same logits."""
+    check_lossless(name, "gqa7", lossless_of(name) | {"granularity": "q_head"}, *full_logits("gqa7", tier_of(name)))
+
+
+def tier_of(name) -> str:
+    """The tier that the lossless settings of a method store, `native` wherever it can."""
+    return "native" if policy_of(name, **lossless_of(name)).tiers[0].native else "fp16"
+
+
+def check_lossless(name, heads, changes, loaded, prompts, forced, want) -> None:
+    """A method at the given settings keeps every token and gives the wanted logits (1e-4 in fp32)."""
+    assert changes or name == "full", f"conf/method/{name}.yaml needs a line '# lossless: key=value ...'"
+    reports = []
+    got = forced_logits(loaded, policy_of(name, heads, **changes), prompts, forced, reports)
+    for a, b, prompt, (_, kept) in zip(want, got, prompts, reports, strict=True):
+        assert (a - b).abs().max() < 1e-4
+        assert sum(kept["slots_per_tier"]) == (len(prompt) + 16) * kept["lists"]
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_runs_repeat_themselves(loaded, name):
+    """The same seed gives the same tokens and the same bytes."""
+    requests = [request(str(n), random_tokens(n), gold=random_tokens(4)) for n in (1, 40, 200)]
+    first, second = (answers(loaded, policy_of(name), requests) for _ in range(2))
+    assert {k: comparable(o) for k, o in first.items()} == {k: comparable(o) for k, o in second.items()}
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_a_ragged_batch_equals_single_rows(tiny_model, name):
+    """Rows fed the same tokens in one batch and alone: the same slots, and logits that only rounding tells apart.
+
+    Tolerance: matrix products differ in the last bit between batch sizes, and where that crosses a rounding boundary of
+    a tier, one stored element by a step. Another row's cache would move the logits by whole standard deviations.
+    """
+    loaded, policy = tiny_model("llama", "gqa7", 64), policy_of(name)
+    prompts = [random_tokens(n) for n in (1, 10, 70, 200)]
+    forced = [random_tokens(10, seed=i) for i in range(len(prompts))]
+    reports = []
+    together = forced_logits(loaded, policy, prompts, forced, reports)
+    for prompt, tokens, logits, (_, kept) in zip(prompts, forced, together, reports, strict=True):
+        own = []
+        alone = forced_logits(loaded, policy, [prompt], [tokens], own)[0]
+        assert (logits - alone).abs().max() < 0.1 * alone.std()
+        assert kept["prompt_slots"] == own[0][1]["prompt_slots"]
+        assert kept["slots_per_tier"] == pytest.approx(own[0][1]["slots_per_tier"], rel=0.01, abs=4)
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_the_context_can_come_before_the_question(loaded, name):
+    """A prompt in two segments is answered, and every token of it is seen once."""
+    asked = request("a", random_tokens(300), random_tokens(20, seed=1), gold=random_tokens(5))
+    outcome = answers(loaded, policy_of(name), [asked])["a", 0]
+    assert (outcome.status, len(outcome.token_ids)) == ("ok", 24)
+    assert (outcome.kept["tokens_seen"], outcome.kept["prompt_tokens"]) == (343, 300)
+    assert outcome.fidelity["num_tokens"] == 5
+
+
+# What stays ----
+
+
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("name", distinct())
+def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
+    """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
+    loaded, policy, plans, steps = tiny_model("llama", heads, 64), policy_of(name, heads), [], [0]
+    lengths = [10, 300]
+
+    def check(running, step):
+        steps[0] += 1
+        store = running.store
+        for row, length in zip(running._open, lengths, strict=True):
+            seen = int(store.tokens_seen[row])
+            assert seen == length + steps[0]
+            if store.residual is not None:  # tokens behind a buffer are immutable: a step only adds one to every list
+                counts = store.residual.num_tokens[store.lists_of(torch.tensor([row]))].tolist()
+                prompt = store.meters[row].prompt_slots["prompt_slots"]
+                assert sum(counts) == prompt + steps[0] * len(counts) and max(counts) <= seen
+            else:
+                view = StoreDecodeView(store, torch.tensor([row]))
+                arrays = [view.slots(tier) for tier in range(len(store.formats))]
+                check_positions(arrays, seen, protected(policy, length, seen) | {seen - 1})
+
+    requests = [request(str(n), random_tokens(n), max_new_tokens=15) for n in lengths]
+    track = ("pos",) if policy.residual is None else ()
+    answers(loaded, watched(policy, plans), requests, on_step=check, track=track)
+    assert steps[0] == 14
+    for _, tier_of in plans:
+        length = tier_of.shape[-1]
+        must = sorted(protected(policy, length, length))
+        assert (tier_of[..., must] >= 0).all()
+
+
+def check_positions(arrays, seen: int, must: set[int]) -> None:
+    """Every list of a row holds all of `must`, and each position below `seen` at most once, over all tiers."""
+    layers, heads = arrays[0].pos.shape[1:3]
+    for layer in range(layers):
+        for head in range(heads):
+            fields = [(a.pos[0, layer, head], a.valid[0, layer, head]) for a in arrays]
+            held = [p for pos, valid in fields for p in pos[valid].tolist()]
+            assert len(held) == len(set(held)) and set(held) <= set(range(seen))
+            assert must <= set(held)
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_a_nan_is_reported_not_hidden(loaded, name):
+    """A model that gives NaN fails with its layer, whatever the method does with the numbers."""
+    model = copy.deepcopy(loaded.model)
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = float("nan")
+    broken = dataclasses.replace(loaded, model=model)
+    for segments in ((random_tokens(100),), (random_tokens(100), random_tokens(3))):
+        outcome = answers(broken, policy_of(name), [request("a", *segments)])["a", 0]
+        assert (outcome.status, outcome.nan_layer) == ("nan", 1)

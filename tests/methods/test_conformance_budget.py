@@ -1,0 +1,99 @@
+"""Every method's budget, tiers and granularity: what was asked is what is held, and a miss fails the run."""
+
+import pytest
+from conformance_helpers import distinct, fields_of, having, idle, keeping, policy_of
+from engine_helpers import answers, random_tokens, request
+
+from kvbench.cache import ledger
+from kvbench.policy import Budget, Tier
+
+BUDGETS = (0.2, 0.5, 0.85, 60, "96KiB")
+BUDGETED = [name for name in having("budget") if name in distinct()]
+HEAD_DIM, LAYERS = 64, 2
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_the_budget_is_met_at_five_budgets(tiny_model, name):
+    """Ratio, tokens or bytes: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
+    loaded = tiny_model("llama", "gqa3", HEAD_DIM)
+    for budget in BUDGETS:
+        policy = policy_of(name, budget=budget)
+        outcome = answers(loaded, policy, [request("0", random_tokens(400), max_new_tokens=11)])["0", 0]
+        kept, page = outcome.kept, outcome.kept["page_tokens"]
+        asked = Budget.parse(budget).tokens(400, kept["lists"], kept["slot_bytes"])
+        assert policy.check_outcome(vars(outcome)) is None
+        assert abs(kept["prompt_slots"] / kept["lists"] - asked) <= page
+        held = sum(kept["slots_per_tier"]) / kept["lists"]
+        assert held <= asked + page + (1 if policy.acts_in_decode else 10)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_missed_budget_fails_the_run(tiny_model, name):
+    """A method that keeps everything, or far too little of a prompt, does not pass its own check."""
+    loaded, asked = tiny_model("llama", "gqa3", HEAD_DIM), [request("0", random_tokens(400), max_new_tokens=1)]
+    policy = policy_of(name, budget=0.5)
+    for count in (None, 4):
+        outcome = answers(loaded, keeping(policy, count), asked)["0", 0]
+        assert outcome.kept["prompt_slots_max"] == (count or 400)
+        message = policy.check_outcome(vars(outcome))
+        assert message is not None and "the budget 0.5 ratio allows 200" in message.replace("208", "200")
+
+
+def growing() -> list[tuple[str, dict]]:
+    """The budgeted methods that evict while decoding, with the setting that makes them do so."""
+    cases = [(name, {}) for name in BUDGETED if policy_of(name).acts_in_decode]
+    switches = {"decode_every": 8, "continual": True}
+    return cases + [(n, {key: on}) for n in BUDGETED for key, on in switches.items() if key in fields_of(n)]
+
+
+@pytest.mark.parametrize(("name", "changes"), growing())
+def test_a_cache_that_only_grows_fails_the_run(tiny_model, name, changes):
+    """A method that should evict while decoding passes its own check after 56 steps, but not when it only appends."""
+    loaded = tiny_model("llama", "gqa3", HEAD_DIM)
+    policy = policy_of(name, budget=50, **changes)
+    asked = [request("0", random_tokens(120), max_new_tokens=57)]
+    assert policy.check_outcome(vars(answers(loaded, policy, asked)["0", 0])) is None
+    message = policy.check_outcome(vars(answers(loaded, idle(policy), asked)["0", 0]))
+    assert message is not None and "held at the end" in message
+
+
+@pytest.mark.parametrize("tier", ["k8v4", "k4v2", "k2v4", "int8", "fp8", "native"])
+def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, tier):
+    """The same tokens are kept as at 16 bits, and their bytes are those of the tier's closed formula."""
+    loaded, names = tiny_model("llama", "gqa3", HEAD_DIM), having("budget", "tier")
+    assert {"snapkv", "pyramidkv", "ada_snapkv", "h2o", "kv_compress", "streaming_llm", "random"} <= set(names)
+    parsed = Tier.parse(tier)
+    element, meta = (64, 0) if parsed.native else (parsed.k_bits + parsed.v_bits, 0 if parsed.fp8 else 8)
+    for name in names:
+        requests = [request("0", random_tokens(150), max_new_tokens=3)]
+        plain, coded = (answers(loaded, policy_of(name, budget=0.4, tier=t), requests)["0", 0] for t in ("fp16", tier))
+        slots = sum(coded.kept["slots_per_tier"])
+        assert coded.kept["prompt_slots"] == plain.kept["prompt_slots"] and slots < 152 * coded.kept["lists"]
+        assert coded.ledger["payload_bytes"] == slots * HEAD_DIM * element // 8
+        assert coded.ledger["quant_meta_bytes"] == slots * meta
+        assert coded.ledger["track_bytes"] == slots * 4 * len(policy_of(name).score.track)
+
+
+@pytest.mark.parametrize("name", having("granularity"))
+def test_query_head_copies_are_billed_in_full(tiny_model, name):
+    """With granularity=q_head every query head keeps its own set: three times the lists, tokens and payload of kv_head,
+    and the ratio to the uncompressed cache of the KV heads says so. A byte budget buys a third of the tokens."""
+    loaded, asked = tiny_model("llama", "gqa3", HEAD_DIM), [request("0", random_tokens(200), max_new_tokens=4)]
+    own, copies = (
+        answers(loaded, policy_of(name, budget=0.5, granularity=g), asked)["0", 0] for g in ("kv_head", "q_head")
+    )
+    assert copies.kept["lists"] == 3 * own.kept["lists"] == 3 * LAYERS * 2
+    assert copies.kept["prompt_slots"] == 3 * own.kept["prompt_slots"]
+    assert copies.ledger["fp16_bytes"] == own.ledger["fp16_bytes"]
+    for item in ("payload_bytes", "quant_meta_bytes", "track_bytes", "residual_bytes"):
+        assert copies.ledger[item] == 3 * own.ledger[item]
+    held = [sum(o.ledger[item] for item in ledger.ITEMS[:6]) / o.ledger["fp16_bytes"] for o in (own, copies)]
+    assert held[1] > 2.5 * held[0]
+    bytes_each = [
+        answers(loaded, policy_of(name, budget="36KiB", granularity=g), asked)["0", 0].kept
+        for g in ("kv_head", "q_head")
+    ]
+    assert bytes_each[0]["prompt_slots"] * bytes_each[0]["slot_bytes"] <= 36 * 1024
+    assert bytes_each[1]["prompt_slots"] <= bytes_each[0]["prompt_slots"] + bytes_each[0]["lists"]
+    with pytest.raises(ValueError, match="granularity='head' must be 'kv_head', or 'q_head'"):
+        type(policy_of(name))(granularity="head")

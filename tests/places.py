@@ -1,0 +1,23 @@
+"""Where tests find things: the repository, the configuration, and real benchmark items outside of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+CONF = ROOT / "conf"
+# Real benchmark items are never committed; KVBENCH_TEST_DATA names the folder that holds one subfolder per task.
+DATA = Path(os.environ.get("KVBENCH_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+def need_data(*names: str) -> pytest.MarkDecorator:
+    """A mark that skips a test where a file or folder of the benchmark data is missing, and says how to fetch it."""
+    missing = [name for name in names if not (DATA / name).exists()]
+    task = names[0].split("/")[0]
+    return pytest.mark.skipif(
+        bool(missing),
+        reason=f"{', '.join(missing)} not in {DATA}; `python -m kvbench data task={task} to=DIR` fetches it, and "
+        "KVBENCH_TEST_DATA=PARENT_OF_DIR names the folder",
+    )

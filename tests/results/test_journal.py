@@ -1,0 +1,142 @@
+"""The journal and the lock: nothing finished is lost, nothing is there twice, one process at a time."""
+
+import errno
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+from kvbench.results.journal import Journal, JournalError, RunLocked, dump_line, plain, run_lock, write_atomic
+
+
+def record(number: int, **changes) -> dict:
+    """A journal record of sample `number`."""
+    base = {"sample_id": f"a/{number}", "repeat": 0, "subset": "a", "status": "ok", "scores": {"exact": 1.0}}
+    return base | {"text": 'a "quoted"\nline \u00e4', "ledger": {}, "timing": {}} | changes
+
+
+def test_journal_cut_at_every_byte(tmp_path, monkeypatch):
+    """Whatever byte a crash stops at, reading keeps every whole line, redoes the torn one, and ends with the same
+    file."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of them, and no power is cut here
+    records = [record(i) for i in range(3)]
+    whole = b"".join(map(dump_line, records))
+    ends = [len(b"".join(map(dump_line, records[:i]))) for i in range(4)]
+    path = tmp_path / "samples.jsonl"
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        journal = Journal(path)
+        kept = max(i for i in range(4) if ends[i] <= cut)
+        assert len(journal.records) == kept, cut
+        assert journal.damaged == (cut not in ends), cut
+        assert path.stat().st_size == ends[kept], cut
+        added = [journal.append(item) for item in records]
+        assert added == [False] * kept + [True] * (3 - kept)
+        journal.close()
+        assert path.read_bytes() == whole, cut
+
+
+def test_journal_drops_unreadable_and_double_lines(tmp_path):
+    """Zeros left by a power cut, a foreign line and a doubled record go; everything else stays and each loss is
+    told."""
+    path = tmp_path / "samples.jsonl"
+    lines = [dump_line(record(0)), b"\0\0\0\n", dump_line(record(0)), b'{"no": "id"}\n', dump_line(record(1)), b"[1]\n"]
+    path.write_bytes(b"".join(lines))
+    told = []
+    journal = Journal(path, warn=told.append)
+    assert list(journal.records) == [("a/0", 0), ("a/1", 0)]
+    assert journal.damaged == len(told) == 3
+    assert "samples.jsonl:2: unreadable line" in told[0]
+    assert path.read_bytes() == lines[0] + lines[4]
+
+
+def test_journal_finish_sorts_and_refuses_gaps(tmp_path):
+    """A finished journal is in request order, stays open for appending, and a run with a gap is not called finished."""
+    path = tmp_path / "samples.jsonl"
+    journal = Journal(path)
+    for number in (2, 0, 1):
+        journal.append(record(number))
+    with pytest.raises(ValueError, match="1 samples missing or unknown"):
+        journal.finish([("a/0", 0), ("a/1", 0)])
+    journal.finish([(f"a/{i}", 0) for i in range(3)])
+    assert path.read_bytes() == b"".join(dump_line(record(i)) for i in range(3))
+    journal.append(record(3))
+    assert path.read_bytes().endswith(dump_line(record(3)))
+    assert [item.name for item in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
+    """A disk that fills in the middle of a record leaves whole records only, says so, and can go on afterwards."""
+    path = tmp_path / "samples.jsonl"
+    journal = Journal(path)
+    journal.append(record(0))
+    real = os.write
+    calls = []
+
+    def full(descriptor, data):
+        calls.append(len(data))
+        if len(calls) == 1:
+            return real(descriptor, data[:7])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(JournalError, match="the disk is full; free some space, then give the same command again"):
+        journal.append(record(1))
+    monkeypatch.setattr(os, "write", real)
+    assert path.read_bytes() == dump_line(record(0))
+    assert journal.append(record(1))
+    assert path.read_bytes() == dump_line(record(0)) + dump_line(record(1))
+
+
+def test_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):
+    """A write that fails half way leaves the old content and no litter."""
+    path = tmp_path / "run.json"
+    write_atomic(path, b"old")
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(JournalError, match=r"run.json: Input/output error"):
+        write_atomic(path, b"new and longer")
+    assert path.read_bytes() == b"old"
+    assert [item.name for item in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_plain_is_strict():
+    """NaN and infinity become null, numpy scalars become numbers, and an unknown type is refused."""
+    np = pytest.importorskip("numpy")
+    value = {"a": [float("nan"), -math.inf, 1.5], 3: (np.float32(0.5), np.int64(2), np.bool_(True))}
+    assert plain(value) == {"a": [None, None, 1.5], "3": [0.5, 2, True]}
+    with pytest.raises(TypeError, match="cannot write set to JSON"):
+        plain({"a": {1}})
+
+
+LOCKER = "import sys; from pathlib import Path; from kvbench.results.journal import run_lock\n"
+LOCKER += "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+
+
+def test_lock_between_processes(tmp_path):
+    """A second process is refused by the holder's number, one that waits gets its turn, and a killed holder lets go."""
+    command = [sys.executable, "-c", LOCKER, str(tmp_path / "run")]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunLocked, match=f"is being worked on by process {holder.pid}"), run_lock(tmp_path / "run"):
+            pass
+        told = []
+
+        def tell(text):
+            told.append(text)
+            holder.kill()
+
+        with run_lock(tmp_path / "run", wait=True, say=tell):
+            assert told == [f"waiting for process {holder.pid}, which is computing {tmp_path / 'run'}"]
+    finally:
+        holder.kill()
+        holder.communicate()
+    with run_lock(tmp_path / "run"):
+        pass

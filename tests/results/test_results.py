@@ -1,0 +1,126 @@
+"""The record of a run and its identity."""
+
+import ast
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvbench.config.code import hash_files
+from kvbench.config.files import package_folder
+from kvbench.results import identity, provenance
+from kvbench.results.record import Comparison, Counts, Metric, RunRecord, Session
+from kvbench.stats.intervals import Estimate
+
+
+def test_run_record_round_trip(tmp_path):
+    """run.json holds every field and reads back equal; another schema version or a broken file is refused."""
+    metric = Metric(value=0.5, num_samples=4, low=0.1, high=0.9, primary=True, subsets={"a": Estimate(value=0.5)})
+    made = RunRecord(
+        method="kivi",
+        metrics={"exact": metric},
+        counts=Counts(total=4, done=4),
+        comparison=Comparison(difference=Estimate(value=-0.1), num_worse=1),
+        versions=provenance.versions(),
+        git=provenance.git_state(),
+        machine=provenance.machine("cpu"),
+        sessions=[Session(started="then", num_done=4)],
+        ledger={"resident_bytes": 5.0},
+    )
+    assert RunRecord.load(tmp_path) is None
+    made.save(tmp_path)
+    assert RunRecord.load(tmp_path) == made
+    assert made.primary == "exact"
+    content = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(content | {"schema_version": 99}))
+    with pytest.raises(ValueError, match="schema version 99, this kvbench reads 1"):
+        RunRecord.load(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(content | {"surprise": 1}))
+    with pytest.raises(ValueError, match="fields this kvbench does not know"):
+        RunRecord.load(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="not readable as JSON"):
+        RunRecord.load(tmp_path)
+
+
+def test_every_result_field_is_described():
+    """Each field of run.json has a sentence under it in the source."""
+    for module in ("results/record.py", "results/provenance.py"):
+        tree = ast.parse((package_folder() / module).read_text())
+        bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
+        fields = [(item, after) for body in bodies for item, after in zip(body, body[1:] + [None], strict=True)]
+        fields = [(item, after) for item, after in fields if isinstance(item, ast.AnnAssign)]
+        assert len(fields) > 10
+        for item, after in fields:
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            assert is_text and isinstance(after.value.value, str), f"{module}:{item.lineno}: {item.target.id}"
+
+
+@dataclass
+class Settings:
+    """Settings as a policy holds them."""
+
+    budget: float = 0.5
+    names: tuple = ("a", "b")
+
+
+def test_canonical_settings():
+    """Equal settings give equal JSON whatever holds them; a share of 1.0 and a budget of 1 token differ; objects are
+    refused."""
+    torch = pytest.importorskip("torch")
+    assert identity.canonical(Settings()) == {"budget": 0.5, "names": ["a", "b"]}
+    assert identity.canonical({"b": {2, 1}, "a": torch.float16}) == {"a": "torch.float16", "b": [1, 2]}
+    one, whole = identity.canonical(Settings(budget=1)), identity.canonical(Settings(budget=1.0))
+    assert identity.hash_identity(one) != identity.hash_identity(whole)
+    with pytest.raises(TypeError, match="two settings of type object"):
+        identity.canonical({"a": object()})
+
+
+def test_folder_names():
+    """A name cannot leave the results folder, and a usual name stays as it is."""
+    assert identity.folder_name("smollm2-135m_v1.2+x") == "smollm2-135m_v1.2+x"
+    assert identity.folder_name("../../etc/passwd") == "etc-passwd"
+    assert identity.folder_name("..") == "unnamed"
+    made = identity.run_folder(Path("results"), "t", "org/model", "kivi", "0123456789abcdef")
+    assert made == Path("results/t/org-model/kivi/0123456789ab")
+
+
+def test_code_hash_follows_content(tmp_path):
+    """The hash of sources changes with a name, a byte, or a moved boundary between two files, and with nothing else."""
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a.write_text("x = 1\n"), b.write_text("y = 2\n")
+    first = hash_files({"a": a, "b": b})
+    assert first == hash_files({"b": b, "a": a})
+    assert first != hash_files({"a": a, "c": b})
+    a.write_text("x = 1\ny"), b.write_text(" = 2\n")
+    assert first != hash_files({"a": a, "b": b})
+
+
+def test_code_hash_follows_meaning(tmp_path):
+    """Comments, formatting and docstrings do not count; a number, an order and a text that is used do."""
+    path = tmp_path / "a.py"
+    texts = [
+        'def f(x):\n    """Says."""\n    return [x, 1]\n',
+        "def f(x):\n  # why\n  return [x,1]\n",
+        "def f(x):\n    return [x, 2]\n",
+        "def f(x):\n    return [1, x]\n",
+        'def f(x):\n    return ["Says.", x]\n',
+    ]
+    found = []
+    for text in texts:
+        path.write_text(text)
+        found.append(hash_files({"a": path}))
+    assert found[0] == found[1] and len(set(found)) == 4
+
+
+def test_method_files_follow_imports(tmp_path, monkeypatch):
+    """A method counts its own file and those of the methods it takes a class from, however the import is written."""
+    from kvbench.methods.snapkv import SnapKV
+
+    assert set(provenance.method_files(SnapKV)) == {"kvbench.methods.snapkv"}
+    for number, line in enumerate(("from kvbench.methods.snapkv import SnapKV", "import kvbench.methods.snapkv")):
+        (tmp_path / f"own_method_{number}.py").write_text(f"{line}\nclass Own: pass\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        own = __import__(f"own_method_{number}").Own
+        assert set(provenance.method_files(own)) == {f"own_method_{number}", "kvbench.methods.snapkv"}

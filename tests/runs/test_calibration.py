@@ -1,0 +1,182 @@
+"""The calibration file: loaded by `method.calibration=`, refused for another model or method, never silent."""
+
+import re
+import shutil
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from kvbench.config import files as listing
+from kvbench.methods.diffkv import DiffKV
+from kvbench.runs import calibration
+from kvbench.runs.experiment import prepare
+from kvbench.runs.parts import default_parts, make_policy
+
+MODEL = type("Model", (), {"name": "tiny", "fingerprint": "ab" * 32, "dtype": torch.float32})()
+
+
+def method_cfg(**changes):
+    """DiffKV's group as a run composes it."""
+    cfg = OmegaConf.load(listing.conf_folder() / "method" / "diffkv.yaml")
+    return OmegaConf.merge(cfg, {"calibration": None} | changes)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Gives a writer of calibration files, whose fields can be changed."""
+
+    def make(name="thresholds.yaml", **changes):
+        content = {
+            "schema_version": 1,
+            "method": "diffkv",
+            "target": "kvbench.methods.diffkv.DiffKV",
+            "settings": {"alpha_h": 2.0, "alpha_l": 0.001},
+            "replaces": {"alpha_h": 1.0, "alpha_l": 0.02},
+            "base": {"window": 64, "high": "k8v4"},
+            "confirmed": True,
+            "model": {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "torch.float32"},
+            "code": {"method": calibration.method_hash(DiffKV())},
+        }
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump({k: v for k, v in (content | changes).items() if v is not None}))
+        return str(path)
+
+    return make
+
+
+def test_settings_come_from_the_file(write):
+    """The policy is built with the file's thresholds; the method's other settings stay."""
+    policy = make_policy(method_cfg(calibration=write(), window=32))
+    assert (policy.alpha_h, policy.alpha_l, policy.window) == (2.0, 0.001, 32)
+    assert make_policy(method_cfg()).alpha_l == 0.02
+
+
+def test_same_settings_are_the_same_run(write, tmp_path):
+    """A run with the file and a run with its numbers given by hand are one run, and the configuration shows them."""
+    cfg = OmegaConf.create(
+        {
+            "method": method_cfg(calibration=write(model={"name": "m", "fingerprint": "0" * 64, "dtype": "x"})),
+            "task": {"name": "longctx", "kinds": ["kv"], "length": 300, "items": 1},
+            "model": {
+                "kind": "random",
+                "preset": "tiny",
+                "num_layers": 1,
+                "seed": 0,
+                "dtype": "float32",
+                "device": "cpu",
+                "overrides": {},
+            },
+            "protocol": {},
+            "backend": {"name": "torch"},
+            "seed": 0,
+            "limit": None,
+            "batch_size": 1,
+            "results_dir": str(tmp_path),
+            "resume": True,
+            "reference": "none",
+            "fidelity": {"max_tokens": 4},
+            "store": {"page_bytes": "auto", "budget_bytes": None, "track": []},
+        }
+    )
+    parts = default_parts()
+    model = parts.load_model(cfg.model)
+    with pytest.raises(ValueError, match="calibrated on the model m"):
+        prepare(cfg, "diffkv", parts)
+    made_for = {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
+    cfg.method.calibration = write(model=made_for)
+    with_file = prepare(cfg, "diffkv", parts)
+    assert with_file.cfg.method.alpha_l == 0.001 and cfg.method.alpha_l == 0.02
+    cfg.method = method_cfg(alpha_h=2.0, alpha_l=0.001)
+    assert prepare(cfg, "diffkv", parts).hash == with_file.hash
+    cfg.method = method_cfg(alpha_h=2.0, alpha_l=0.002)
+    assert prepare(cfg, "diffkv", parts).hash != with_file.hash
+
+
+def test_nothing_to_say_where_all_is_the_same(write):
+    """The same model, code and settings give no remark."""
+    cfg = method_cfg(calibration=write())
+    assert calibration.notes(cfg, MODEL, make_policy(cfg)) == []
+    assert calibration.notes(method_cfg(), MODEL, DiffKV()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "remark"),
+    [
+        ({"confirmed": False}, {}, "not confirmed on held-out samples"),
+        ({"code": {"method": "0"}}, {}, "another version of this method's code"),
+        ({}, {"window": 32}, r"now window=32 \(then 64\)"),
+        (
+            {"model": {"name": "t", "fingerprint": "ab" * 32, "dtype": "torch.bfloat16"}},
+            {},
+            "calibrated in torch.bfloat16",
+        ),
+    ],
+)
+def test_differences_are_told(write, file, changes, remark):
+    """What leaves the file usable but may matter is one sentence each."""
+    cfg = method_cfg(calibration=write(**file), **changes)
+    (line,) = calibration.notes(cfg, MODEL, make_policy(cfg))
+    assert re.search(remark, line)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ({}, {"alpha_l": 0.5}, r"method.alpha_l=0.5 and method.calibration=.*, which says 0.001, contradict"),
+        (
+            {"target": "kvbench.methods.snapkv.SnapKV", "method": "snapkv"},
+            {},
+            "is for method=snapkv; choose that method",
+        ),
+        ({"settings": {"alpha_x": 1}}, {}, "sets alpha_x, which this method does not have"),
+        ({"schema_version": 7}, {}, "has schema version 7, this kvbench reads 1"),
+        ({"settings": None, "model": None}, {}, "it lacks settings, model"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(write, file, changes, message):
+    """Another method, contradicting settings and broken files are refused by name."""
+    with pytest.raises(ValueError, match=message):
+        make_policy(method_cfg(calibration=write(**file), **changes))
+
+
+def test_settings_given_twice_may_agree(write):
+    """A stored configuration names the file and its numbers; it can be run again."""
+    cfg, found = calibration.apply(method_cfg(calibration=write()))
+    again, _ = calibration.apply(cfg)
+    assert again == cfg and found.settings["alpha_h"] == 2.0
+
+
+def test_missing_and_unreadable_files(tmp_path):
+    """What is no file, no YAML or no mapping is told apart."""
+    with pytest.raises(ValueError, match="nowhere.yaml does not exist; `python -m kvbench calibrate"):
+        calibration.load("nowhere.yaml")
+    (tmp_path / "a.yaml").write_text("a: [1\n")
+    with pytest.raises(ValueError, match="cannot be read as YAML"):
+        calibration.load(str(tmp_path / "a.yaml"))
+    (tmp_path / "b.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="is no calibration file: it lacks target"):
+        calibration.load(str(tmp_path / "b.yaml"))
+
+
+def test_shipped_files_are_found_by_name(write, monkeypatch, tmp_path):
+    """Files of conf/calibration are named without path; a wrong name shows what there is."""
+    folder = tmp_path / "conf" / "calibration"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(listing, "conf_folder", lambda: tmp_path / "conf")
+    source = write("x.yaml")
+    shutil.copy(source, folder / "diffkv_tiny.yaml")
+    assert calibration.load("diffkv_tiny").settings == {"alpha_h": 2.0, "alpha_l": 0.001}
+    with pytest.raises(ValueError, match="does not exist. Did you mean diffkv_tiny"):
+        calibration.load("diffkv_tyni")
+
+
+@pytest.mark.parametrize("name", sorted(calibration.shipped()))
+def test_every_shipped_file_builds_its_method(name):
+    """A file that comes with kvbench fits the method it names, at that method's YAML settings."""
+    found = calibration.load(name)
+    cfg = OmegaConf.load(listing.conf_folder() / "method" / f"{found.content['method']}.yaml")
+    policy = make_policy(OmegaConf.merge(cfg, {"calibration": name}))
+    assert {key: getattr(policy, key) for key in found.settings} == found.settings
+    assert found.content["confirmed"]

@@ -1,0 +1,123 @@
+"""What one run is: the hash over everything that changes an answer, and the settings that are refused."""
+
+import pytest
+from fake_parts import FakePolicy, make_cfg, make_parts
+from omegaconf import OmegaConf
+from places import CONF
+
+from kvbench.results import provenance
+from kvbench.runs import experiment
+from kvbench.runs.experiment import check_config, prepare
+from kvbench.runs.run import run_experiment
+
+QUIET = {"say": lambda text: None}
+
+CHANGES = {
+    "method__ratio": 0.25,
+    "protocol__temperature": 0.5,
+    "store__page_bytes": 4096,
+    "store__budget_bytes": 10**6,
+    "store__track": ["pos"],
+    "batch_size": 5,
+    "seed": 1,
+    "limit": 7,
+    "fidelity__max_tokens": 3,
+    "model__fingerprint": "weights-2",
+    "model__dtype": "bfloat16",
+    "model__device": "cuda",
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_hash_sees_each_setting(tmp_path, key):
+    """Changing one thing that can change an answer gives another run."""
+    base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
+    assert prepare(make_cfg(tmp_path, **{key: CHANGES[key]}), "half", make_parts()).hash != base
+
+
+def test_hash_ignores_what_changes_no_answer(tmp_path):
+    """Where results go, whether to resume, and the comparison are not part of the identity."""
+    base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
+    other = make_cfg(tmp_path / "elsewhere", resume=False, reference="auto")
+    assert prepare(other, "half", make_parts()).hash == base
+
+
+def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
+    """The data, the task's protocol, the code, the libraries, the backend, and a default that no YAML names all
+    count."""
+
+    def digest(**parts):
+        return prepare(make_cfg(tmp_path), "half", make_parts(**parts)).hash
+
+    base = digest()
+    found = {base, digest(task={"fingerprint": "data-2"}), digest(task={"protocol": {"query_aware": False}})}
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "harness_hash", lambda backend: "other code")
+        found.add(digest())
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "hash_files", lambda files: "other method")
+        found.add(digest())
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "_version", lambda name: "9.9")
+        found.add(digest())
+    with monkeypatch.context() as patch:
+        patch.setattr(FakePolicy.__init__, "__kwdefaults__", {"ratio": 1.0, "hidden": 4, "does_nothing": False})
+        found.add(digest())
+    parts = make_parts()
+
+    def cpu_engine(cfg, model, policy):
+        engine = parts.make_engine(cfg, model, policy)
+        engine.backend = "cpu"
+        return engine
+
+    changed = type(parts)(**(vars(parts) | {"make_engine": cpu_engine}))
+    found.add(prepare(make_cfg(tmp_path), "half", changed).hash)
+    assert len(found) == 8
+    assert digest() == base
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("batch_size", 0, "batch_size=0 must be a whole number of at least 1"),
+        ("batch_size", "four", "batch_size='four' must be a whole number"),
+        ("limit", 0, "limit=0 must be a whole number of at least 1, or null for all samples"),
+        ("limit", True, "limit=True must be a whole number"),
+        ("seed", -1, "seed=-1"),
+        ("fidelity__max_tokens", -1, "fidelity.max_tokens=-1"),
+        ("reference", "atuo", "reference=atuo does not exist. Did you mean auto?"),
+        ("resume", "maybe", "resume=maybe is neither true nor false"),
+        ("results_dir", None, "results_dir=None is not a folder"),
+        ("method__ratio", 1.5, r"method.ratio=1.5 is outside \(0, 1\]"),
+    ],
+)
+def test_bad_settings(tmp_path, key, value, message):
+    """A setting out of range is refused before anything is loaded, with value, rule and remedy."""
+
+    def never(*arguments):
+        raise AssertionError("the model was loaded first")
+
+    parts = make_parts()
+    parts = type(parts)(**(vars(parts) | {"load_model": never}))
+    with pytest.raises(ValueError, match=message):
+        run_experiment(make_cfg(tmp_path, **{key: value}), method="half", parts=parts, **QUIET)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_and_doubled_tasks(tmp_path):
+    """A task without samples, or with two of one id, is refused."""
+    with pytest.raises(ValueError, match="task fake has no samples; 2 rows could not be read"):
+        prepare(make_cfg(tmp_path), "half", make_parts(count=0, task={"quarantined": [{}, {}]}))
+    parts = make_parts()
+    task = parts.load_task({}, None, limit=None, seed=0, protocol={})
+    task.requests.append(task.requests[0])
+    doubled = type(parts)(**(vars(parts) | {"load_task": lambda *a, **k: task}))
+    with pytest.raises(ValueError, match="two samples with the id a/0"):
+        prepare(make_cfg(tmp_path), "half", doubled)
+
+
+def test_check_config_accepts_the_defaults(tmp_path):
+    """The shipped top-level settings pass their own check."""
+    shipped = OmegaConf.load(CONF / "config.yaml")
+    del shipped["defaults"], shipped["hydra"]
+    check_config(shipped)

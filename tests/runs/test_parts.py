@@ -1,0 +1,79 @@
+"""Building policy and engine from the configuration: what does not fit is refused by name."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from kvbench.config import files as listing
+from kvbench.runs.parts import _LastOne, make_engine, make_policy, read_bytes
+
+
+def test_every_shipped_method_builds():
+    """Each YAML of conf/method gives a policy that holds exactly the YAML's settings."""
+    for name in listing.options("method"):
+        cfg = OmegaConf.load(listing.conf_folder() / "method" / f"{name}.yaml")
+        policy = make_policy(cfg)
+        assert type(policy).__name__ == cfg._target_.rsplit(".", 1)[1]
+        assert f"{type(policy).__module__}.{type(policy).__name__}" == cfg._target_
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_target_": "kvbench.methods.full.Ful"}, "method._target_=kvbench.methods.full.Ful is no policy class"),
+        ({"_target_": "kvbench.methods.nothing.X"}, "method._target_=kvbench.methods.nothing.X is no policy class"),
+        ({"_target_": "kvbench.config.files.describe"}, "is no policy class"),
+        ({"teir": "k8v8"}, "key=method.teir does not exist. Did you mean method.tier?"),
+        ({"tier": "k3v3"}, "k_bits=3 is not one of"),
+    ],
+)
+def test_policy_errors(changes, message):
+    """A wrong class, key or value gives one ValueError that names it, not an error of the configuration library."""
+    cfg = OmegaConf.create({"_target_": "kvbench.methods.full.Full", "tier": "fp16"} | changes)
+    with pytest.raises(ValueError, match=message):
+        make_policy(cfg)
+
+
+def test_engine_from_configuration(tiny_model):
+    """The engine gets every setting of the configuration; an unknown store key is refused by name."""
+    store = {"page_bytes": 4096, "budget_bytes": None, "track": ["pos"]}
+    settings = {"store": store, "batch_size": 3, "seed": 5, "backend": {"name": "torch"}, "fidelity": {"max_tokens": 7}}
+    policy = make_policy(OmegaConf.load(listing.conf_folder() / "method" / "full.yaml"))
+    engine = make_engine(OmegaConf.create(settings), tiny_model(), policy)
+    assert (engine.batch_size, engine.seed, engine.fidelity_max_tokens, engine.backend.name) == (3, 5, 7, "torch")
+    assert (engine.options.page_bytes, engine.options.track) == (4096, ("pos",))
+    store["page_bites"] = 1
+    with pytest.raises(ValueError, match="key=store.page_bites does not exist. Did you mean store.page_bytes?"):
+        make_engine(OmegaConf.create(settings), tiny_model(), policy)
+
+
+@pytest.mark.parametrize(("value", "count"), [(0, 0), (4096, 4096), ("512MiB", 2**29), ("1.5GiB", 3 * 2**29)])
+def test_bytes_settings(value, count):
+    """A number of bytes can be written out or with a unit."""
+    assert read_bytes("x", value) == count
+
+
+@pytest.mark.parametrize("value", [-1, True, 0.5, "0.5", "256", "8 gigs", None])
+def test_bytes_settings_refused(value):
+    """Ratios, negative numbers and unknown units are no bytes."""
+    with pytest.raises(ValueError, match="prompt_cache_bytes=.* is no number of bytes; write a whole number"):
+        read_bytes("prompt_cache_bytes", value)
+
+
+def test_last_one_is_shared():
+    """The same settings give the same object, other settings a new one, and a failed load is not remembered."""
+    made = []
+
+    def load(value):
+        made.append(value)
+        if value < 0:
+            raise ValueError("no")
+        return [value]
+
+    last = _LastOne(load)
+    first = last({"a": 1}, 1)
+    assert last({"a": 1}, 1) is first
+    assert last({"a": 2}, 2) == [2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            last({"a": 3}, -1)
+    assert made == [1, 2, -1, -1]

@@ -1,0 +1,256 @@
+"""The run loop on small fakes: resume, kill, reference, guard, hash, table and picture."""
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_parts import FakePolicy, make_cfg, make_parts, make_requests
+from omegaconf import OmegaConf
+from places import ROOT, TESTS
+
+from kvbench.results.journal import Journal, JournalError, RunLocked, run_lock
+from kvbench.results.record import RunRecord
+from kvbench.runs.experiment import prepare
+from kvbench.runs.run import run_experiment, unfinished_groups
+
+QUIET = {"say": lambda text: None}
+
+
+def samples(folder: Path) -> list[dict]:
+    """The records of a run without their timing."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert all(row.pop("timing") for row in rows if row["status"] == "ok")
+    return rows
+
+
+def test_one_run_leaves_everything(tmp_path):
+    """A run writes its configuration, its samples in request order and a record whose numbers follow from the
+    samples."""
+    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    folder, record = finished.folder, finished.record
+    assert folder == tmp_path / "fake" / "tiny" / "half" / record.hash[:12]
+    assert sorted(item.name for item in folder.iterdir()) == [".lock", "config.yaml", "run.json", "samples.jsonl"]
+    assert RunRecord.load(folder) == record
+    assert OmegaConf.load(folder / "config.yaml").method.ratio == 0.5
+    rows = samples(folder)
+    assert [row["sample_id"] for row in rows] == [request.sample_id for request in make_requests(10)]
+    right = [row["scores"]["exact"] for row in rows]
+    assert record.metrics["exact"].value == pytest.approx(sum(right) / 10)
+    assert 0 < sum(right) < 10
+    assert (record.status, record.counts.done, record.counts.total, record.counts.truncated) == ("complete", 10, 10, 1)
+    assert record.ledger["resident_bytes"] == 524
+    assert record.ledger["resident_ratio"] == pytest.approx(0.524)
+    assert record.timing.decode_tokens_per_s == pytest.approx(50 / (10 * 0.25))
+    assert record.versions.python.count(".") == 2
+    assert len(record.sessions) == 1
+    assert record.sessions[0].num_done == 10
+    assert rows[3]["truncated"] and not rows[2]["truncated"]
+    assert rows[0]["protocol"] == {"query_aware": True}
+
+
+def test_complete_run_is_reused(tmp_path):
+    """The same command again computes nothing and changes no file; resume=false computes all of it again."""
+    first = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    before = {item.name: item.read_bytes() for item in first.folder.iterdir()}
+    engines, told = [], []
+    again = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(engines=engines), say=told.append)
+    assert engines[0].seen == []
+    assert again.record == first.record
+    assert {item.name: item.read_bytes() for item in first.folder.iterdir()} == before
+    assert told == [f"already there: {first.folder} (resume=false runs it again)"]
+    fresh = run_experiment(make_cfg(tmp_path, resume=False), method="half", parts=make_parts(engines=engines), **QUIET)
+    assert len(engines[1].seen) == 10
+    assert fresh.folder == first.folder
+
+
+def test_reference_is_run_once_and_paired(tmp_path):
+    """method=full is run first, shared by other methods, never by itself, and the difference is over the same
+    samples."""
+    engines = []
+    parts = make_parts(engines=engines)
+    half = run_experiment(
+        make_cfg(tmp_path, reference="auto", store__budget_bytes=9), method="half", parts=parts, **QUIET
+    )
+    assert [(engine.policy.ratio, len(engine.seen)) for engine in engines] == [(0.5, 10), (1.0, 10)]
+    assert engines[0].cfg.store.budget_bytes == 9
+    assert engines[1].cfg.store.budget_bytes is None
+    assert half.reference.method == "full"
+    assert half.reference.metrics["exact"].value >= half.record.metrics["exact"].value
+    quarter = make_cfg(tmp_path, reference="auto", method__ratio=0.25)
+    other = run_experiment(quarter, method="quarter", parts=make_parts(), **QUIET)
+    assert other.reference == half.reference
+    difference = half.record.comparison.difference
+    mine, full = half.record.metrics["exact"].value, half.reference.metrics["exact"].value
+    assert difference.value == pytest.approx(mine - full)
+    assert half.record.comparison.reference == f"fake/tiny/full/{half.reference.hash[:12]}"
+    assert (tmp_path / half.record.comparison.reference / "run.json").exists()
+    alone = run_experiment(
+        make_cfg(tmp_path, reference="auto", method__ratio=1.0), method="full", parts=make_parts(), **QUIET
+    )
+    assert alone.reference is None
+
+
+def test_groups_stay_fixed(tmp_path):
+    """A resumed run gives the engine whole original groups, and only those with something missing."""
+    requests = make_requests(10, repeats=2)
+    journal = Journal(tmp_path / "samples.jsonl")
+    for request in requests[:5]:
+        for repeat in range(2):
+            journal.append({"sample_id": request.sample_id, "repeat": repeat})
+    for repeat in range(2):
+        journal.append({"sample_id": requests[9].sample_id, "repeat": repeat})
+    journal.append({"sample_id": requests[8].sample_id, "repeat": 1})
+    assert unfinished_groups(requests, 4, journal) == requests[4:10]
+    journal.append({"sample_id": requests[8].sample_id, "repeat": 0})
+    assert unfinished_groups(requests, 4, journal) == requests[4:8]
+    assert unfinished_groups(requests, 3, journal) == requests[3:9]
+
+
+def test_resume_from_any_subset(tmp_path):
+    """Whatever samples a broken run had finished, in whatever order, resuming gives the uninterrupted records."""
+    parts = make_parts(count=11, repeats=2)
+    whole = run_experiment(make_cfg(tmp_path / "whole"), method="half", parts=parts, **QUIET)
+    expected = (whole.folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    rng = random.Random(5)
+    for trial in range(10):
+        results = tmp_path / str(trial)
+        folder = results / whole.folder.relative_to(tmp_path / "whole")
+        folder.mkdir(parents=True)
+        some = rng.sample(expected, rng.randrange(len(expected)))
+        (folder / "samples.jsonl").write_text("".join(some) + expected[0][: rng.randrange(5)])
+        engines = []
+        resuming = make_parts(count=11, repeats=2, engines=engines)
+        resumed = run_experiment(make_cfg(results), method="half", parts=resuming, **QUIET)
+        assert engines[0].sizing == 11
+        assert resumed.folder == folder
+        assert samples(folder) == samples(whole.folder)
+        assert resumed.record.metrics == whole.record.metrics
+
+
+@pytest.mark.timeout(240)
+def test_killed_twenty_times(tmp_path):
+    """SIGKILL at 20 random moments, then a last start, leaves the records of an uninterrupted run, each exactly
+    once."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
+    command = [sys.executable, str(TESTS / "fake_parts.py")]
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    sizes = []
+    for _ in range(20):
+        with subprocess.Popen([*command, str(tmp_path / "cut")], env=environment, stdout=subprocess.PIPE) as child:
+            assert child.stdout.readline() == b"ready\n"
+            time.sleep(rng.uniform(0, 0.15))
+            child.kill()
+        files = list((tmp_path / "cut").rglob("samples.jsonl"))
+        sizes.append(files[0].read_bytes().count(b"\n") if files else 0)
+    assert sizes == sorted(sizes), "a finished sample was lost"
+    assert len(set(sizes)) > 3, "the kills all hit the same moment, so this test shows nothing"
+    for name in ("cut", "whole"):
+        subprocess.run([*command, str(tmp_path / name)], env=environment, check=True, capture_output=True)
+    cut, whole = (next((tmp_path / name).rglob("samples.jsonl")).parent for name in ("cut", "whole"))
+    assert len(samples(whole)) == 120
+    assert samples(cut) == samples(whole)
+    mine, theirs = RunRecord.load(cut), RunRecord.load(whole)
+    assert mine.metrics == theirs.metrics
+    assert mine.status == "complete"
+    assert len(mine.sessions) > 3
+
+
+def test_interrupt_and_error_keep_the_samples(tmp_path):
+    """Ctrl-C leaves the status running, an error leaves it failed with the reason; both keep samples and can be
+    resumed."""
+    for error, status in ((KeyboardInterrupt(), "running"), (RuntimeError("kernel fault"), "failed")):
+        results = tmp_path / status
+        parts = make_parts()
+        made = prepare(make_cfg(results), "half", parts)
+        score, calls = type(made.task).score, []
+
+        def broken(self, request, text, error=error, score=score, calls=calls):
+            calls.append(text)
+            if len(calls) == 6:
+                raise error
+            return score(self, request, text)
+
+        type(made.task).score = broken
+        try:
+            with pytest.raises(type(error)):
+                run_experiment(make_cfg(results), method="half", parts=parts, **QUIET)
+        finally:
+            type(made.task).score = score
+        record = RunRecord.load(made.folder)
+        assert (record.status, record.counts.done, record.counts.total) == (status, 5, 10)
+        assert ("kernel fault" in record.message) == (status == "failed")
+        assert record.sessions[0].ended
+        again = run_experiment(make_cfg(results), method="half", parts=parts, **QUIET).record
+        assert (again.status, again.message, again.counts.done) == ("complete", "", 10)
+        assert [session.num_done for session in again.sessions] == [5, 5]
+
+
+def test_full_disk_ends_with_a_message(tmp_path, monkeypatch):
+    """When the disk fills, the error names the file and the remedy, and the run can go on later."""
+    made = prepare(make_cfg(tmp_path), "half", make_parts())
+    real, written = os.write, []
+
+    def limited(descriptor, data):
+        written.append(len(data))
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", limited)
+    with pytest.raises(JournalError, match=r"samples.jsonl: the disk is full"):
+        run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    monkeypatch.setattr(os, "write", real)
+    assert len(samples(made.folder)) == 3
+    record = RunRecord.load(made.folder)
+    assert (record.status, record.counts.done) == ("running", 3)  # incomplete, and nothing is wrong with it
+    assert run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET).record.counts.done == 10
+
+
+def test_second_process_is_refused(tmp_path):
+    """Two processes cannot work on one run."""
+    made = prepare(make_cfg(tmp_path), "half", make_parts())
+    with run_lock(made.folder), pytest.raises(RunLocked, match="is being worked on by process"):
+        run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+
+
+def test_method_that_did_nothing_fails(tmp_path):
+    """A policy's complaint about its own outcome fails the run, keeps the results, and does so again the next time."""
+
+    def idle_parts():
+        parts = make_parts()
+
+        def make_policy(cfg):
+            return FakePolicy(ratio=cfg.ratio, does_nothing=True)
+
+        return type(parts)(**(vars(parts) | {"make_policy": make_policy}))
+
+    for _ in range(2):
+        finished = run_experiment(make_cfg(tmp_path), method="half", parts=idle_parts(), **QUIET)
+        assert finished.record.status == "failed"
+        assert "did not do its work in 10 of 10 samples: kept 1.0 instead of 0.5" in finished.record.message
+        assert RunRecord.load(finished.folder).status == "failed"
+        assert len(samples(finished.folder)) == 10
+
+
+def test_nan_and_oom_are_outcomes(tmp_path):
+    """Samples that gave NaN or did not fit are recorded with their reason, counted, and left out of the score."""
+    parts = make_parts(statuses={"a/0": "nan", "b/1": "oom"})
+    finished = run_experiment(make_cfg(tmp_path), method="half", parts=parts, **QUIET)
+    counts = finished.record.counts
+    assert (counts.nan, counts.oom, counts.ok, counts.done) == (1, 1, 8, 10)
+    rows = samples(finished.folder)
+    assert (rows[0]["status"], rows[0]["nan_layer"], rows[0]["scores"]) == ("nan", 7, {})
+    assert finished.record.metrics["exact"].num_samples == 8
+    assert finished.record.status == "complete"
+    none = make_parts(statuses={request.sample_id: "oom" for request in make_requests(10)})
+    failed = run_experiment(make_cfg(tmp_path, seed=3), method="half", parts=none, **QUIET)
+    assert failed.record.status == "failed"
+    assert "no sample ended well; the first, a/0, ended as oom: too big" in failed.record.message

@@ -1,0 +1,111 @@
+"""The table, the picture and the progress lines."""
+
+import io
+
+from fake_parts import make_cfg, make_parts
+from rich.console import Console
+
+from kvbench.results.record import RunRecord
+from kvbench.runs.run import run_experiment
+from kvbench.show import figure, table
+from kvbench.show.progress import Progress, format_bytes, format_seconds
+
+QUIET = {"say": lambda text: None}
+
+
+def test_table_shows_the_numbers(tmp_path):
+    """The table fits 80 columns and shows score, n, paired difference, bytes, speed, and the warning about the
+    reference backend."""
+    parts = make_parts(
+        statuses={"a/0": "nan"}, count=24, task={"quarantined": [{"file": "f", "line": 3, "reason": "bad"}]}
+    )
+    finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=parts, **QUIET)
+    console = Console(width=80, record=True, file=io.StringIO())
+    table.show([finished.reference, finished.record, finished.record], console=console)
+    text = console.export_text()
+    metric = finished.record.metrics["exact"]
+    assert f"{100 * metric.value:.1f} [{100 * metric.low:.1f}, {100 * metric.high:.1f}]" in text
+    comparison = finished.record.comparison
+    assert f"{100 * comparison.difference.value:+.1f} [" in text
+    assert f"{comparison.num_worse} worse, {comparison.num_better} better" in text
+    for part in ("23 of 24", "524 B", "52.4 %", "45.0 %", "120.0 %", "Speed is no claim for full, half", "1 gave NaN"):
+        assert part in text, part
+    assert "could not be read (listed in run.json): 1." in text
+    assert "..." not in text and "\u2026" not in text
+    rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
+    assert [line.split()[0] for line in rows] == ["full", "half"] * 2
+
+
+def test_table_names_a_method_that_saves_nothing(tmp_path):
+    """A method that holds as much as the full cache is pointed out, one that holds less is not."""
+    for ratio, expected in ((1.0, True), (0.5, False)):
+        cfg = make_cfg(tmp_path, reference="auto", method__ratio=ratio, method__hidden=4)
+        finished = run_experiment(cfg, method="lazy", parts=make_parts(), **QUIET)
+        console = Console(width=80, record=True, file=io.StringIO())
+        table.show([finished.reference, finished.record], console=console)
+        assert ("lazy holds as much as the full cache" in console.export_text()) == expected
+
+
+def test_table_shows_two_names_of_one_method(tmp_path):
+    """Runs with the same hash and another name are rows of their own, and the same run given twice is one."""
+    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    assert runs[0].hash == runs[1].hash
+    console = Console(width=80, record=True, file=io.StringIO())
+    table.show([*runs, runs[0]], console=console)
+    rows = [line.split()[0] for line in console.export_text().splitlines() if line.startswith(("a ", "b "))]
+    assert rows == ["b", "a"] * 2
+    sizes = [len(figure.draw(some, tmp_path / "x.png").read_bytes()) for some in ([runs[0]], runs, [*runs, runs[0]])]
+    assert sizes[0] != sizes[1] == sizes[2]
+
+
+def test_table_shows_what_is_read_where_a_method_chooses(tmp_path):
+    """The column of bytes read is there as soon as one run reads a part of what it keeps, and not before."""
+    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    for ratio, shown in ((1.0, False), (1.05, False), (0.2512, True)):
+        runs[1].kept["read_ratio"] = ratio
+        console = Console(width=80, record=True, file=io.StringIO())
+        table.show(runs, console=console)
+        text = console.export_text()
+        assert ("read, %" in text) == ("read: bytes that attention read" in text) == shown
+    cost = text.split("Cost:")[1]
+    cells = {line.split()[0]: line for line in cost.splitlines() if line.startswith(("a ", "b "))}
+    assert " 25.1 " in cells["a"] and " 100.0 " in cells["b"]
+
+
+def test_picture_is_the_same_twice(tmp_path):
+    """The picture is a PNG whose bytes depend on the records only, and draws records without scores too."""
+    finished = run_experiment(make_cfg(tmp_path, reference="auto"), method="half", parts=make_parts(), **QUIET)
+    rows = [finished.reference, finished.record]
+    first = figure.draw(rows, tmp_path / "a.png").read_bytes()
+    assert first == figure.draw(rows, tmp_path / "b.png").read_bytes()
+    assert first.startswith(b"\x89PNG") and len(first) > 20_000
+    assert first != figure.draw(rows[:1], tmp_path / "c.png").read_bytes()
+    figure.draw([RunRecord(task="t", model="m", method="x")], tmp_path / "d.png")
+
+
+def test_progress_lines(tmp_path, monkeypatch):
+    """Without a terminal, progress is plain lines: what was done before, rate, cache bytes, time left."""
+    monkeypatch.setattr("kvbench.show.progress.PLAIN_EVERY_S", 0.0)
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
+        with Progress("kivi on longctx", 8, 2, stream=log) as progress:
+            progress.step({"decode_tokens_per_s": 12.34, "cache_bytes": 45.6e6})
+            progress.advance()
+        log.seek(0)
+        lines = log.read().splitlines()
+    assert lines[0] == "kivi on longctx: 8 samples, 2 of them done before"
+    assert lines[1] == "kivi on longctx: 2/8 samples, 12.3 tokens/s, cache 45.6 MB"
+    assert lines[2] == "kivi on longctx: 3/8 samples, 12.3 tokens/s, cache 45.6 MB, 0 s left"
+
+
+def test_units():
+    """Bytes and durations are written with sensible digits at every size."""
+    sizes = [0, 999, 1000, 9994, 99_940, 999_600, 12_345_678, 3e9, 5e12, None]
+    expected = ["0 B", "999 B", "1.00 kB", "9.99 kB", "99.9 kB", "1.00 MB", "12.3 MB", "3.00 GB", "5 TB", "-"]
+    assert [format_bytes(size) for size in sizes] == expected
+    assert [format_seconds(s) for s in (0.4, 59.6, 3599, 7500, None)] == [
+        "0 s",
+        "1 min 00 s",
+        "59 min 59 s",
+        "2 h 05 min",
+        "?",
+    ]

@@ -1,0 +1,163 @@
+"""Grading of the HumanEval+ rows at hand: their references pass, programs that differ from them fail.
+
+By default a few rows; KVBENCH_FULL_TESTS=1 takes all of them, which lasts minutes.
+"""
+
+import ast
+import copy
+import json
+import os
+import random
+
+import pytest
+from places import DATA, need_data
+
+from kvbench.tasks.code.cage import run as cage
+from kvbench.tasks.code.cage.wire import decode
+from kvbench.tasks.code.grade import GradeResult, grade_humaneval_plus
+
+FULL = os.environ.get("KVBENCH_FULL_TESTS") == "1"
+needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
+FILE = "humaneval_plus/humanevalplus.jsonl"
+needs_data = need_data(FILE)
+PASS = GradeResult("pass", True, True)
+
+
+def rows() -> list[dict]:
+    """The rows at hand; a few spread over them unless the full run is asked for."""
+    every = [json.loads(line) for line in (DATA / FILE).read_text().splitlines()]
+    return every if FULL else every[1::15]
+
+
+def grade(completion: str, row: dict) -> GradeResult:
+    """Grade with consent."""
+    return grade_humaneval_plus(row, completion, allow_code_execution=True)
+
+
+@needs_cage
+@needs_data
+@pytest.mark.timeout(1200)
+def test_every_reference_passes():
+    """Every canonical solution at hand passes base and plus, as a continuation and as a chat reply."""
+
+    def both(row: dict) -> list:
+        reply = f"Here it is:\n\n```python\n{row['prompt']}{row['canonical_solution']}\n```\nIt works.\n"
+        return [grade(row["canonical_solution"], row), grade(reply, row)]
+
+    wrong = [
+        (row["task_id"], result)
+        for row, results in zip(rows(), cage.map_bounded(both, rows(), workers=2), strict=True)
+        for result in results
+        if result != PASS
+    ]
+    assert wrong == []
+
+
+SWAPS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Add,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+
+
+def mutations(node: ast.AST) -> list:
+    """What can be done to one node: functions that change it in place."""
+    found = []
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+        found.append(lambda node: setattr(node, "op", SWAPS[type(node.op)]()))
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        found.append(lambda node: node.ops.__setitem__(0, SWAPS[type(node.ops[0])]()))
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        found.append(lambda node: setattr(node, "value", node.value + 1))
+    if isinstance(node, ast.Constant) and type(node.value) is bool:
+        found.append(lambda node: setattr(node, "value", not node.value))
+    if isinstance(node, ast.If):
+        found.append(lambda node: setattr(node, "body", [ast.Pass()]))
+        found.append(lambda node: setattr(node, "test", ast.Constant(True)))
+    if isinstance(node, ast.Return):
+        found.append(lambda node: setattr(node, "value", ast.Constant(None)))
+    return found
+
+
+def mutants(row: dict, count: int, generator: random.Random) -> list[str]:
+    """Programs that differ from the reference in one place inside the function; the first always returns None."""
+    text = row["prompt"] + row["canonical_solution"]
+    tree = ast.parse(text)
+    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == row["entry_point"])
+    places = [(place, kind) for place, node in enumerate(ast.walk(function)) for kind in range(len(mutations(node)))]
+    made = []
+    for place, kind in generator.sample(places, min(count, len(places))):
+        changed = copy.deepcopy(tree)
+        (function,) = (n for n in changed.body if isinstance(n, ast.FunctionDef) and n.name == row["entry_point"])
+        node = list(ast.walk(function))[place]
+        mutations(node)[kind](node)
+        made.append(ast.unparse(ast.fix_missing_locations(changed)))
+    nothing = f"def {row['entry_point']}(*arguments):\n    return None\n"
+    return [nothing, *dict.fromkeys(made)]
+
+
+def clearly_equal(one: object, other: object) -> bool:
+    """Equal, or floats that a tolerance might take for equal."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= 1e-3 * max(1.0, abs(one))
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(clearly_equal, one, other))
+    return one == other
+
+
+def differs(row: dict, mutant: str, expected: list) -> bool:
+    """Whether the mutant gives another value, raises or takes too long on an input, by plain equality."""
+    found = []
+
+    def look(output: cage.Output) -> bool:
+        if output.index < 0:
+            same = output.kind == "v"
+        else:
+            same = output.kind == "v" and clearly_equal(expected[output.index], decode(output.payload))
+        found.append(same)
+        return same
+
+    calls = row["base_input"] + row["plus_input"]
+    report = cage.run(mutant, row["entry_point"], calls, call_s=4.0, allow_code_execution=True, on_output=look)
+    return report.status != "done" or not all(found)
+
+
+@needs_cage
+@needs_data
+@pytest.mark.timeout(1800)
+def test_mutants_fail():
+    """Programs that differ from the reference on some input are not passed; at least 300 of them in the full run."""
+
+    def grade_all(row: dict) -> list[tuple[str, str, GradeResult]]:
+        found = []
+        calls = row["base_input"] + row["plus_input"]
+        limits = cage.Limits(value_bytes=1 << 28, output_bytes=1 << 30)
+        program = row["prompt"] + row["canonical_solution"]
+        report = cage.run(program, row["entry_point"], calls, call_s=30, allow_code_execution=True, limits=limits)
+        expected = [decode(output.payload) for output in report.outputs[1:]]
+        for mutant in mutants(row, 5 if FULL else 2, random.Random(row["task_id"])):
+            # Any root is right in HumanEval/32, so another output says nothing there; None is no root.
+            if row["entry_point"] == "find_zero" and "return None" not in mutant:
+                continue
+            if differs(row, mutant, expected):
+                found.append((row["task_id"], mutant, grade(f"```python\n{mutant}\n```", row)))
+        return found
+
+    results = [found for group in cage.map_bounded(grade_all, rows(), workers=2) for found in group]
+    statuses = [result.status for _, _, result in results]
+    print(f"{len(results)} mutants: { {status: statuses.count(status) for status in sorted(set(statuses))} }")
+    assert [(task, mutant) for task, mutant, result in results if result.plus_passed or result.status == "pass"] == []
+    assert len(results) >= (300 if FULL else 16)

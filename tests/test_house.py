@@ -1,0 +1,263 @@
+"""The house: folders are layers, imports point one way, and what an answer depends on is decided by folders."""
+
+import ast
+import sys
+from functools import cache
+from itertools import chain
+
+import pytest
+from places import ROOT
+
+from kvbench.config import code
+from kvbench.results import provenance
+from kvbench.tasks.taskset import fingerprint
+
+# The floors, lowest first. A module imports only from lower floors and from its own folder.
+LAYERS = [
+    {"errors", "stats", "kernels"},
+    {"policy", "config"},
+    {"methods", "cache", "models"},
+    {"engine"},
+    {"results", "tasks"},
+    {"show"},
+    {"runs", "evidence", "data"},
+    {"calibrate", "bench", "lm"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
+# What some rooms know beside themselves; the others may import from every lower floor.
+KNOWS = {
+    "errors": set(),
+    "stats": {"errors"},
+    "kernels": set(),
+    "policy": {"errors"},
+    "config": {"errors", "__init__"},
+    "methods": {"policy"},
+    "cache": {"policy", "kernels", "errors"},
+    "models": {"errors", "config"},
+    "results": {"stats", "config", "errors", "engine", "__init__"},
+    "show": {"results", "stats", "config", "errors"},
+    "evidence": {"results", "stats", "show", "policy", "config", "errors"},
+}
+# The libraries, beside Python's own, of the rooms that must stay light.
+LIBRARIES = {
+    "kernels": {"torch", "triton", "numpy"},
+    "policy": {"torch"},
+    "methods": {"torch"},
+    "cache": {"torch"},
+    "stats": {"numpy", "scipy", "statsmodels"},
+}
+# How the names end in transformers that only engine/hf.py may use.
+INTERNALS = (
+    "Cache",
+    "CacheLayerMixin",
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "_FUNCTIONS",
+    "cache_utils",
+    "masking_utils",
+)
+
+
+def modules():
+    """Dotted name -> path of every module of the package."""
+    found = {}
+    for folder, package in (("kvbench", "kvbench"), ("kernels", "kvbench.kernels"), ("methods", "kvbench.methods")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+def room(name):
+    """The room of a module: the folder or file beneath kvbench/."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def names_imported(source, module):
+    """Full dotted names that a source imports anywhere, TYPE_CHECKING and functions included, and what it takes of
+    transformers by attribute."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} imports relatively, which hides where a name comes from"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "transformers":
+            names.append(f"transformers.{node.attr}")
+    return names
+
+
+def inner(names, module, known):
+    """Of imported names, the modules of the package."""
+    found = set()
+    for imported in names:
+        while imported and imported not in known:
+            imported = imported.rpartition(".")[0]
+        if imported and imported != module:
+            found.add(imported)
+    return found
+
+
+@cache
+def graph():
+    """Module -> the modules of the package that it imports."""
+    known = modules()
+    return {name: inner(names_imported(path.read_text(), name), name, known) for name, path in known.items()}
+
+
+def against(importer, imported):
+    """What is wrong with an import, or None."""
+    mine, theirs = room(importer), room(imported)
+    if mine == theirs:
+        return None
+    if mine in KNOWS:
+        return (
+            None
+            if theirs in KNOWS[mine]
+            else f"{importer} imports {imported}: {mine}/ knows only {sorted(KNOWS[mine])}"
+        )
+    if theirs == "__init__":  # for the version
+        return None
+    return None if FLOOR[theirs] < FLOOR[mine] else f"{importer} imports {imported}: {theirs}/ is not below {mine}/"
+
+
+def foreign(module, names):
+    """What is wrong with the libraries that a module imports."""
+    found, allowed = [], LIBRARIES.get(room(module))
+    for name in names:
+        top = name.split(".")[0]
+        if top in ("kernels", "methods", "conf"):
+            found.append(f"{module} imports {name}: root folders are reached as kvbench.{name}")
+        elif allowed is not None and top not in {*allowed, "kvbench", *sys.stdlib_module_names}:
+            found.append(f"{module} imports {name}: {room(module)}/ knows only {sorted(allowed)}")
+        internals = top == "transformers" and any(part.endswith(INTERNALS) for part in name.split("."))
+        if internals and module != "kvbench.engine.hf":
+            found.append(f"{module} imports {name}: only engine/hf.py touches transformers' cache, attention and masks")
+    return found
+
+
+def circles(edges):
+    """Strongly connected components of more than one module (Tarjan)."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(node):
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in edges.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            part = []
+            while node not in part:
+                part.append(stack.pop())
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_every_room_has_a_floor():
+    """Only the named files lie directly in kvbench/, and every folder is in LAYERS."""
+    directly = {path.stem for path in (ROOT / "kvbench").glob("*.py")}
+    assert directly == {"__init__", "__main__", "errors", "lm"}
+    assert {room(name) for name in modules()} == set(chain(*LAYERS))
+
+
+def test_imports_point_down():
+    """No import goes to a higher floor, or from a room to one that it does not know."""
+    wrong = [line for name, found in graph().items() for other in found if (line := against(name, other))]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_import_circles():
+    """No module imports itself by way of others, not even for types or inside a function."""
+    assert circles(graph()) == []
+
+
+def test_libraries_stay_where_they_belong():
+    """Methods, policies, the cache and the kernels need few libraries; transformers' internals are in one file."""
+    files = {name: path.read_text() for name, path in modules().items()}
+    wrong = [line for name, text in files.items() for line in foreign(name, names_imported(text, name))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvbench.methods.bad", "def f():\n    from kvbench.cache.store import CompressedStore"),
+        ("kvbench.methods.bad", "from kvbench.cache import store"),
+        ("kvbench.methods.bad", "import transformers"),
+        ("kvbench.policy.bad", "from kvbench.engine.hf import attach"),
+        ("kvbench.cache.bad", "if TYPE_CHECKING:\n    from kvbench.engine.engine import Engine"),
+        ("kvbench.kernels.bad", "from kvbench.policy import Tier"),
+        ("kvbench.kernels.bad", "import hydra.utils"),
+        ("kvbench.evidence.bad", "from kvbench.runs.run import run_experiment"),
+        ("kvbench.engine.bad", "from transformers import DynamicCache"),
+        ("kvbench.engine.bad", "import transformers\nx = transformers.AttentionInterface"),
+        ("kvbench.models.bad", "from transformers.masking_utils import create_causal_mask"),
+        ("kvbench.cache.bad", "import kernels.pool"),
+    ],
+)
+def test_a_wrong_import_is_seen(module, source):
+    """The checker sees an import against the direction: nested, for types only, or by attribute."""
+    names = names_imported(source, module)
+    known = {*modules(), module}
+    wrong = [line for other in inner(names, module, known) if (line := against(module, other))]
+    assert len(wrong + foreign(module, names)) == 1
+
+
+def test_a_circle_is_seen():
+    """The checker sees a circle of three, and none in a tree."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+# What an answer depends on.
+
+
+FOLDERS = sorted({path.parent for name, path in modules().items()} | {ROOT / "kernels" / "cpu" / "csrc"})
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
+def test_the_hash_of_the_code_moves_for_the_folders_it_should(backend, monkeypatch):
+    """A changed file of the policy, cache, engine, models, runs, the reference or the running backend makes stored runs
+    another version; one of the command line, a picture, a downloader, a task or another backend does not."""
+    before = provenance.harness_hash.__wrapped__(backend)
+    own = {"torch": "kernels/reference", "cpu": "kernels/cpu", "triton": "kernels/gpu"}[backend]
+    should = {"kvbench/policy", "kvbench/cache", "kvbench/engine", "kvbench/models", "kvbench/runs"}
+    should |= {"kernels/reference", own} | ({"kernels/cpu/csrc"} if backend == "cpu" else set())
+    real, moved = code.meaning, set()
+    for folder in FOLDERS:
+        chosen = sorted(path for path in folder.iterdir() if path.suffix in (".py", ".cpp"))[-1]
+        monkeypatch.setattr(code, "meaning", lambda path, chosen=chosen: real(path) + b"x" * (path == chosen))
+        if provenance.harness_hash.__wrapped__(backend) != before:
+            moved.add(str(folder.relative_to(ROOT)))
+    assert moved == should | {"kernels"}  # its last file is table.py, which every backend has under it
+
+
+def test_kernels_beside_the_pages_do_not_count():
+    """Of the files directly in kernels/, those that benches and checks of a device use change no answer."""
+    counted = {name for name in provenance.code_files("cpu") if name.count("/") == 1 and name.startswith("kernels/")}
+    assert counted == {f"kernels/{name}.py" for name in ("format", "pool", "table", "memory", "backend")}
+
+
+def test_a_task_counts_its_folder_and_what_all_tasks_share(monkeypatch):
+    """A task's fingerprint moves for its own files and the shared ones, not for the sandbox nor for another task."""
+    folder, real = ROOT / "kvbench" / "tasks" / "code", code.meaning
+    before, moved = fingerprint([], {}, folder), set()
+    for name in ("code/grade", "code/cage/probe", "code/cage/jail", "prompts", "gsm8k/metrics"):
+        changed = folder.parent / f"{name}.py"
+        monkeypatch.setattr(code, "meaning", lambda path, changed=changed: real(path) + b"x" * (path == changed))
+        if fingerprint([], {}, folder) != before:
+            moved.add(name)
+    assert moved == {"code/grade", "prompts"}
