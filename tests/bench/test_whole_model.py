@@ -91,10 +91,18 @@ def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
     assert own.name == "transformers" and own.check is None
     assert full.check() <= 1e-6
     decoder = full.before_round.__self__
-    before = (decoder.cache_bytes(), decoder.store.tokens_seen.tolist(), decoder.store.pool.num_used)
-    decoder.store.backend = SimpleNamespace(**{**vars(real), "paged_decode": off})
+    before = (
+        decoder.cache_bytes(),
+        decoder.runner.store.counters.tokens_seen.tolist(),
+        decoder.runner.store.pages.pool.num_used,
+    )
+    decoder.runner.store.pages.backend = SimpleNamespace(**{**vars(real), "paged_decode": off})
     assert full.check() > full.tolerance
-    assert (decoder.cache_bytes(), decoder.store.tokens_seen.tolist(), decoder.store.pool.num_used) == before
+    assert (
+        decoder.cache_bytes(),
+        decoder.runner.store.counters.tokens_seen.tolist(),
+        decoder.runner.store.pages.pool.num_used,
+    ) == before
 
 
 def test_throughput_fills_the_memory_and_no_more():

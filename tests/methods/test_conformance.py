@@ -25,7 +25,7 @@ from conformance_helpers import (
 )
 from engine_helpers import answers, comparable, forced_logits, random_tokens, request
 
-from kvbench.cache.view import StoreDecodeView
+from kvbench.cache.buffered import Buffered
 from kvbench.methods.full import Full
 from kvbench.policy import Policy
 
@@ -173,15 +173,17 @@ def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
         steps[0] += 1
         store = running.store
         for row, length in zip(running._open, lengths, strict=True):
-            seen = int(store.tokens_seen[row])
+            seen = int(store.counters.tokens_seen[row])
             assert seen == length + steps[0]
-            if store.residual is not None:  # tokens behind a buffer are immutable: a step only adds one to every list
-                counts = store.residual.num_tokens[store.lists_of(torch.tensor([row]))].tolist()
-                prompt = store.meters[row].prompt_slots["prompt_slots"]
+            if isinstance(
+                store.holding, Buffered
+            ):  # tokens behind a buffer are immutable: a step only adds one to every list
+                counts = store.holding.ring.num_tokens[store.pages.lists_of(torch.tensor([row]))].tolist()
+                prompt = store.ledger.meters[row].prompt["prompt_slots"]
                 assert sum(counts) == prompt + steps[0] * len(counts) and max(counts) <= seen
             else:
-                view = StoreDecodeView(store, torch.tensor([row]))
-                arrays = [view.slots(tier) for tier in range(len(store.formats))]
+                view = store.view(torch.tensor([row]))
+                arrays = [view.slots(tier) for tier in range(len(store.pages.formats))]
                 check_positions(arrays, seen, protected(policy, length, seen) | {seen - 1})
 
     requests = [request(str(n), random_tokens(n), max_new_tokens=15) for n in lengths]
