@@ -1,18 +1,18 @@
 """Prepares a decode step for backends that do a whole layer of it in one call: write, attend, update scores, flush."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import StepRing, TierPages
+from kvbench.kernels.backend import FusedStep, StepRing, TierPages
 
 if TYPE_CHECKING:
     from kvbench.cache.step import Step
     from kvbench.cache.store import CompressedStore
 
 
-def prepare(store: "CompressedStore", step: "Step") -> Any | None:
+def prepare(store: "CompressedStore", step: "Step") -> FusedStep | None:
     """What the backend's `open_step` returns for this step, once its plan is applied.
 
     Returns:
@@ -20,7 +20,7 @@ def prepare(store: "CompressedStore", step: "Step") -> Any | None:
         cover the step: the layers then go through the single operations.
     """
     spec, backend = store.policy.score, store.backend
-    if backend.open_step is None or (spec.statistic != "probability" and (spec.decode_update or spec.track)):
+    if not backend.fuses_layers or (spec.statistic != "probability" and (spec.decode_update or spec.track)):
         return None
     # No such operation rotates keys between buffer and page, nor chooses the pages that it reads.
     if store.policy.position_mode == "pre_rope" or store.policy.reading is not None:

@@ -5,7 +5,6 @@ decode step for many rows. Legend: S live rows, L layers, H KV heads, Hq query h
 M = S * L * H lists.
 """
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from kvbench.cache import prompt as store_prompt
 from kvbench.cache import step as store_step
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.cache.ring import ResidualBuffer
-from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.backend import Backend, Ring, TierPages
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.reference.attention import rotate
 from kvbench.kernels.table import PageTable
@@ -57,7 +56,7 @@ class CompressedStore:
         max_prompt_tokens: int,
         max_new_tokens: int,
         options: StoreOptions,
-        backend: SimpleNamespace,
+        backend: Backend,
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend

@@ -81,7 +81,7 @@ class StoreDecodeView(DecodeView):
         over_layer: bool = False,
     ) -> Extreme:
         self._require(tier, "pos" if by == "pos" or before is not None or first else "score")
-        if not over_layer and self._store.backend.slot_extreme is not None:
+        if not over_layer and self._store.backend.searches_slots:
             return self._search(tier, by, before=before, first=first)
         arrays = self.slots(tier)
         value = {
@@ -98,7 +98,7 @@ class StoreDecodeView(DecodeView):
 
     def find(self, tier: int, position: Tensor) -> Extreme:
         self._require(tier, "pos")
-        if self._store.backend.slot_extreme is not None:
+        if self._store.backend.searches_slots:
             return self._search(tier, "mean", exact=position)
         arrays = self.slots(tier)
         match = arrays.valid & (arrays.pos == position[:, None, None, None])
