@@ -83,13 +83,14 @@ class StoreDecoder:
         of the largest logit."""
         self.focus()
         pages, found = self.runner.store.pages, []
-        for backend in (self.runner.backend, get_backend("torch", self.runner.device)):
+        own = pages.backend
+        for backend in (own, get_backend("torch", self.runner.device)):
             row = self.runner.fork(self.rows[0])
             pages.backend = backend
             try:
                 found.append(self.runner.step([row], [token])[0])
             finally:
-                pages.backend = self.runner.backend
+                pages.backend = own
                 self.runner.close(row)
         return relative(found[0], found[1])
 

@@ -1,13 +1,12 @@
 """Quest: bounds of pages by hand and by an oracle, and attention that is given only the chosen pages."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from store_helpers import make_store, plain_attention
 
 from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.kernels.reference.attention import choose_pages
+from kvbench.kernels.reference.backend import Reference
 from kvbench.kernels.reference.pages import region
 from kvbench.methods.quest import Quest
 from kvbench.policy import Policy, ReadSpec
@@ -101,12 +100,12 @@ def test_attention_is_given_only_what_it_reads():
     store, rows, tensors = filled(policy, [77], 100)
     seen = []
 
-    def watching(q, pages, tiers, *arguments, **named):
-        seen.append((tiers[0].ids.clone(), tiers[0].num_k.clone()))
-        return plain(q, pages, tiers, *arguments, **named)
+    class Watching(Reference):
+        def paged_decode(self, q, pages, tiers, *arguments, **named):
+            seen.append((tiers[0].ids.clone(), tiers[0].num_k.clone()))
+            return super().paged_decode(q, pages, tiers, *arguments, **named)
 
-    plain = store.pages.backend.paged_decode
-    store.pages.backend = SimpleNamespace(**(vars(store.pages.backend) | {"paged_decode": watching}))
+    store.pages.backend = Watching()
     step(store, rows, tensors, [77])
     ((ids, num_k),) = seen
     assert ids.shape == (1, 2, 3) and num_k.tolist() == [[22, 22]]  # two whole pages, and 6 of 8 in the tenth
