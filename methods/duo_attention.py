@@ -42,7 +42,7 @@ class DuoAttention(Policy):
     acts_in_decode = True
 
     def __post_init__(self) -> None:
-        self._tier = Tier.parse(self.tier)
+        self.tiers = (Tier.parse(self.tier),)
         if self.sparsity is not None and not 0 <= self.sparsity <= 1:
             raise ValueError(f"sparsity={self.sparsity} must be in [0, 1], or null to part the gates at 0.5")
         if self.sinks < 0 or self.recent < 1:
@@ -56,10 +56,6 @@ class DuoAttention(Policy):
         else:
             num_full = gates.numel() - int(self.sparsity * gates.numel() + 1e-9)
             self._streams = (rank_descending(gates.flatten()) >= num_full).view_as(gates)
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         if self.table is None:

@@ -29,16 +29,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import (
-    ALL_QUERIES,
-    ALLOWED_BITS,
-    ReadSpec,
-    Residual,
-    ScoreSpec,
-    Tier,
-    check_granularity,
-    window_score,
-)
+from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier, check_granularity
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranking import (
     choose_blocks,
@@ -49,7 +40,7 @@ from kvbench.policy.ranking import (
     share_with_cap,
 )
 from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.policy.window import shrink_to_share
+from kvbench.policy.window import WindowRanked, shrink_to_share, window_score
 
 __all__ = [
     "ALLOWED_BITS",
@@ -69,6 +60,7 @@ __all__ = [
     "ScoreSpec",
     "SlotArrays",
     "Tier",
+    "WindowRanked",
     "check_granularity",
     "choose_blocks",
     "largest_remainder",

@@ -1,5 +1,6 @@
 """What a policy sees when it plans. Methods import these from `kvbench.policy`."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,10 +42,10 @@ class PrefillView:
         return torch.full(shape, tier, dtype=torch.int8, device=self.layers.device)
 
 
-class DecodeView:
+class DecodeView(ABC):
     """What a policy sees before a decode step, for all live sequences (S), layers (L) and KV heads (H) together.
 
-    The store's backend implements it. Scores are those of the steps before.
+    The cache's view implements it. Scores are those of the steps before.
 
     Attributes:
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
@@ -58,14 +59,15 @@ class DecodeView:
     prompt_slots: Tensor
     shape: tuple[int, int, int]
 
+    @abstractmethod
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
         """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_slots(self, tier: int) -> Tensor:
         """int64 [S, L, H]: slots held in a tier."""
-        raise NotImplementedError
 
+    @abstractmethod
     def argmin(
         self,
         tier: int,
@@ -85,12 +87,11 @@ class DecodeView:
             over_layer: Compare the mean over the layer's heads, the same slot for all of them. For methods that decide
                 once per layer, so that slot i holds the same token in every head.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def find(self, tier: int, position: Tensor) -> Extreme:
         """The slot that holds a position (int64 [S]); its `value` is the mean score."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slots(self, tier: int) -> SlotArrays:
         """All slots of a tier at once. For planning in bulk (`plan_compact`), not for every step."""
-        raise NotImplementedError
