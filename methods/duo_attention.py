@@ -106,7 +106,7 @@ def read_gates(table: str | Sequence[Sequence[float]]) -> tuple[tuple[float, ...
     Raises:
         ValueError: There is no such file, or it is not a table of numbers with equally many in every line.
     """
-    rows = table
+    rows: Sequence[Sequence[float | str]]
     if isinstance(table, str):
         path = Path(table).expanduser()
         if not path.is_file():
@@ -117,6 +117,8 @@ def read_gates(table: str | Sequence[Sequence[float]]) -> tuple[tuple[float, ...
             rows = json.loads(text) if path.suffix == ".json" else lines
         except ValueError as error:
             raise ValueError(f"method.table={table} is no JSON ({error}); write a list of lists of gates") from None
+    else:
+        rows = table
     try:
         gates = tuple(tuple(float(gate) for gate in row) for row in rows)
     except (TypeError, ValueError):

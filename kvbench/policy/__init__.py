@@ -1,10 +1,14 @@
 """The contract between the methods, which decide, and the store, which executes.
 
-A method is a `Policy`: it names the precision tiers it uses, the attention statistics it needs (`ScoreSpec`), how much
-of the cache it must see at once (`scope`), and answers two questions with tensors: which tier does each prompt token go
-to (`plan_prefill`), and where does the next token go, who makes room for it and what becomes of the one who does
-(`plan_decode`). A third, optional answer evicts in bulk (`plan_compact`). A policy never sees keys or values, never
-counts bytes, never knows a backend.
+A method is a `Policy`, a dataclass whose fields are its settings. It declares, with attributes that it assigns in
+`__post_init__` or in its class body, which precision tiers it uses (`tiers`), which attention statistics it needs
+(`score`), how much of the cache it must see at once (`scope`), and a few things more; all have defaults. It answers two
+questions with tensors: which tier does each prompt token go to (`plan_prefill`), and where does the next token go, who
+makes room for it and what becomes of the one who does (`plan_decode`). A third, optional answer evicts in bulk
+(`plan_compact`). A policy never sees keys or values, never counts bytes, never knows a backend.
+
+Methods that rank a prompt by its last queries derive from `WindowRanked`, which has the settings, the declarations and
+the checks that they share.
 
 How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 

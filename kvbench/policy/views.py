@@ -1,7 +1,6 @@
 """What a policy sees when it plans. Methods import these from `kvbench.policy`."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,7 +10,6 @@ from kvbench.policy.budget import Budget
 from kvbench.policy.plans import Extreme, SlotArrays
 
 
-@dataclass(kw_only=True)
 class PrefillView:
     """What a policy sees of one prompt.
 
@@ -20,16 +18,41 @@ class PrefillView:
         num_layers: Layers of the model.
         num_kv_heads: KV heads per layer.
         layers: int64 [V], the layers in this view: one for scope `head` and `layer`, all for scope `model`.
-        score: fp32 [V, H, N] exactly as the `ScoreSpec` says, or None.
+        score: fp32 [V, H, N] exactly as the policy's `ScoreSpec` says, or None where that asks for no statistics of a
+            prompt.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
     """
 
-    num_tokens: int
-    num_layers: int
-    num_kv_heads: int
-    layers: Tensor
-    score: Tensor | None
-    token_bytes: tuple[float, ...]
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        num_layers: int,
+        num_kv_heads: int,
+        layers: Tensor,
+        score: Tensor | None,
+        token_bytes: tuple[float, ...],
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.layers = layers
+        self.token_bytes = token_bytes
+        self._score = score
+
+    @property
+    def score(self) -> Tensor:
+        """The statistics, fp32 [V, H, N].
+
+        Raises:
+            ValueError: The policy declares none.
+        """
+        if self._score is None:
+            raise ValueError(
+                "the view of a prompt has no score, since the method declares none; set self.score to a ScoreSpec with "
+                "prefill_queries or statistic='key_norm'"
+            )
+        return self._score
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> int:
         """Tokens per KV head that a budget allows in a tier, at least 1 and at most the prompt."""
