@@ -6,8 +6,10 @@ test_conformance_budget.py budgets, tiers and granularity; conformance_helpers.p
 
 import copy
 import dataclasses
+import inspect
 import re
 from functools import cache
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ from engine_helpers import answers, comparable, forced_logits, random_tokens, re
 
 from kvbench.cache.buffered import Buffered
 from kvbench.methods.full import Full
-from kvbench.policy import Policy
+from kvbench.policy import Policy, ReadSpec, Residual, ScoreSpec, Tier
+from kvbench.policy.base import Declarations
 
 
 @pytest.fixture
@@ -67,12 +70,19 @@ def test_method_files_are_short(path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_declarations_fit_together(name):
-    """Tiers, score and residual are stable from call to call, and a policy can be made again from its fields."""
-    policy = policy_of(name)
-    assert 1 <= len(policy.tiers) <= 3
-    assert policy.tiers == policy.tiers and policy.score == policy.score and policy.residual == policy.residual
+    """What a method declares has the type that the contract names, stays as `__post_init__` left it, and is the same
+    for a policy that is made again from its fields."""
+    policy, types = policy_of(name), get_type_hints(Declarations)
+    assert 1 <= len(policy.tiers) <= 3 and all(isinstance(tier, Tier) for tier in policy.tiers)
+    assert isinstance(policy.score, ScoreSpec)
+    assert isinstance(policy.residual, Residual | None) and isinstance(policy.reading, ReadSpec | None)
+    for item in ("scope", "position_mode", "granularity"):
+        assert getattr(policy, item) in get_args(types[item])
+    assert isinstance(policy.acts_in_decode, bool) and isinstance(policy.compact_every, int)
+    assert not any(isinstance(inspect.getattr_static(policy, item), property) for item in types)
     again = type(policy)(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
-    assert again == policy and again.tiers == policy.tiers
+    assert again == policy and again is not policy
+    assert {item: getattr(again, item) for item in types} == {item: getattr(policy, item) for item in types}
 
 
 # What comes out ----

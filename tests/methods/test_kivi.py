@@ -11,9 +11,9 @@ from kvbench.policy import Residual
 class ShortResidual(Kivi):
     """KIVI in the model's own dtype with a residual of 4 tokens, as the golden states have it."""
 
-    @property
-    def residual(self):
-        return Residual(num_tokens=4, v_flush="oldest", when="after_attention", hold_prompt=True)
+    def __post_init__(self):
+        super().__post_init__()
+        self.residual = Residual(num_tokens=4, v_flush="oldest", when="after_attention", hold_prompt=True)
 
 
 def states_of(policy, num_tokens, num_steps, seed=0):

@@ -62,9 +62,8 @@ class Plain(Policy):
     tier: str = "native"
     position_mode = "pre_rope"
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (Tier.parse(self.tier),)
+    def __post_init__(self) -> None:
+        self.tiers = (Tier.parse(self.tier),)
 
 
 @pytest.mark.parametrize(
