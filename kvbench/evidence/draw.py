@@ -8,20 +8,17 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvbench.config.files import FULL
 from kvbench.evidence.dominance import DOMINATED, FRONTIER
 from kvbench.evidence.frontier import Panel, Point
 from kvbench.evidence.layout import Drawing, spread, ticks
-from kvbench.evidence.runs import FULL
+from kvbench.results.measures import RESIDENT
+from kvbench.show.palette import PANEL_COLOURS, PANEL_MARKERS, SKY, STYLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette without its yellow, which white paper swallows; told apart with every kind of colour
-# blindness. Marker and line say the same in black and white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ["-", "--", ":"]  # runs of one method that differ in more than numbers
 SHAPES = {"o": "circle", "s": "square", "^": "triangle", "D": "diamond"}
 FP8 = "fp8"
 FOOT_LINE_IN = 0.125
@@ -59,7 +56,7 @@ def _frame(axes: "Axes", drawing: Drawing, limits: tuple[float, float, float, fl
     if full is not None:
         if drawing.panel.band is not None:
             low, high = (end * drawing.scale for end in drawing.panel.band)
-            axes.axhspan(low, high, color="#56B4E9", alpha=0.22, linewidth=0, zorder=0)
+            axes.axhspan(low, high, color=SKY, alpha=0.22, linewidth=0, zorder=0)
         axes.axhline(drawing.y(full), color="black", linewidth=0.8, zorder=1)
         axes.plot(drawing.x(full), drawing.y(full), "*", color="black", markersize=6, zorder=3)
     incumbent = next((point for point in drawing.points if point.method == FP8), None)
@@ -136,9 +133,9 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[
             axes.plot(drawing.x(other), drawing.y(other), ".", color="#D9D9D9", markersize=4, zorder=1)
     ends = []
     for index, (method, points) in enumerate(methods.items()):
-        colour, marker = COLOURS[index], MARKERS[index]
+        colour, marker = PANEL_COLOURS[index], PANEL_MARKERS[index]
         series = _series(points)
-        for line, (kind, own) in zip(LINES * len(series), series.items(), strict=False):
+        for line, (kind, own) in zip(STYLES * len(series), series.items(), strict=False):
             axes.plot(
                 [drawing.x(p) for p in own],
                 [drawing.y(p) for p in own],
@@ -178,7 +175,7 @@ def _overview(axes: "Axes", drawing: Drawing) -> None:
     for point in drawing.points:
         marker = shapes[point.family] if point.method != FULL else "*"
         if drawing.standing[point.key] == FRONTIER:
-            colour = COLOURS[0] if point.method != FULL else "black"
+            colour = PANEL_COLOURS[0] if point.method != FULL else "black"
             _marks(axes, drawing, point, colour, marker, 5)
             ends.append((_short(point.label), point, colour))
         else:
@@ -199,7 +196,7 @@ def _overview(axes: "Axes", drawing: Drawing) -> None:
 
 def _shapes(drawing: Drawing) -> dict[str, str]:
     """The marker of each family in the first panel."""
-    return dict(zip(drawing.families, MARKERS, strict=False))
+    return dict(zip(drawing.families, PANEL_MARKERS, strict=False))
 
 
 def _short(label: str) -> str:
@@ -246,7 +243,7 @@ def _words(drawing: Drawing) -> list[str]:
     )
     shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in _shapes(drawing).items())
     lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
-    if panel.published and drawing.axis.name == "resident":
+    if panel.published and drawing.axis.name == RESIDENT.name:
         papers = ", ".join(sorted({point.row.paper for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
     lines.append(f"Whiskers: 95 % bootstrap intervals over {panel.num_samples} samples that all runs share.")

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from omegaconf import DictConfig
 
-from kvbench.evidence.costs import AXES, Cost, Interval, cost_of
+from kvbench.evidence.costs import Cost, Interval, cost_of
 from kvbench.evidence.load import version
-from kvbench.evidence.pairing import Measure, Sample, measure, num_samples, strata
+from kvbench.evidence.pairing import SampleName, measure, num_samples, strata, values_of
 from kvbench.evidence.published import PublishedPoint
 from kvbench.evidence.runs import Group, StoredRun
+from kvbench.results.measures import COSTS, Measure
 from kvbench.stats import paired as stats
 from kvbench.stats.intervals import YES_NO, paired_difference
 
@@ -82,9 +83,9 @@ def family(runs: Sequence[StoredRun]) -> str:
     return "evicts" if evicts else "quantises" if quantises else "16 bits, keeps all"
 
 
-def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[Sample, float]]:
+def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[SampleName, float]]:
     """The quality values of the runs that can be drawn, by folder."""
-    found = {run.name: what.values(run) for run in group.runs}
+    found = {run.name: values_of(run, what) for run in group.runs}
     whole = max((num_samples(run) for run in group.runs if run.complete), default=0)
     result = {}
     for run in group.runs:
@@ -131,7 +132,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     quality = scores if column is None else [values - values[:, column : column + 1] for values in scores]
     score_draws = stats.resampled_means(scores, cfg.resamples, cfg.seed)
     draws = score_draws if column is None else score_draws - score_draws[:, column : column + 1]
-    costs = {name: cost_of(axis, runs, samples, cfg) for name, axis in AXES.items()}
+    costs = {name: cost_of(axis, runs, samples, cfg) for name, axis in COSTS.items()}
     points = []
     for index, run in enumerate(runs):
         points.append(

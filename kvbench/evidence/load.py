@@ -10,8 +10,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from kvbench.evidence.runs import CONDITIONS, FULL, Group, StoredRun, read_samples
+from kvbench.config.files import FULL
+from kvbench.evidence.runs import CONDITIONS, Group, StoredRun
 from kvbench.results.record import RunRecord
+from kvbench.results.sample import read_samples
 from kvbench.show.labels import differing
 
 

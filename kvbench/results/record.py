@@ -1,9 +1,9 @@
-"""What a run leaves behind: its folder, the typed content of `run.json`, and the hash that says which run it is.
+"""What a run leaves behind: its folder, and the typed content of `run.json`.
 
 results/<task>/<model>/<method>/<hash>/
     config.yaml     the resolved configuration
     run.json        `RunRecord` below
-    samples.jsonl   one record per finished sample (`kvbench.results.journal`)
+    samples.jsonl   one `kvbench.results.sample.SampleRecord` per finished sample
     result.png      the picture of the run
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvbench.results.journal import plain, write_atomic
 from kvbench.results.provenance import Git, Machine, Versions
+from kvbench.results.writing import plain, write_atomic
 from kvbench.stats.intervals import Estimate
 
 SCHEMA_VERSION = 1
@@ -203,7 +203,7 @@ class RunRecord:
             ) from error
 
 
-def _build(kind: object, value: object) -> typing.Any:
+def _build(kind: typing.Any, value: typing.Any) -> typing.Any:
     """Build dataclasses from plain JSON, following the type hints; an unknown key is a KeyError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if value is None:
