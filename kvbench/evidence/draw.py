@@ -6,7 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
 from kvbench.evidence.dominance import DOMINATED, FRONTIER
@@ -28,7 +28,7 @@ WIDTH_IN = 7.2  # two columns of a paper
 SIZE = 7  # points; what is smaller is not read in print
 LEFT_IN, PANEL_IN, NAMES_IN, BETWEEN_IN = 0.7, 1.95, 1.08, 0.4  # axis words, panel, names, and what parts two columns
 LINE_HEIGHT = 1.3  # of the text's size
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": SIZE,
     "font.family": "DejaVu Sans",
     "axes.linewidth": 0.6,
@@ -61,7 +61,7 @@ def _frame(axes: "Axes", drawing: Drawing, limits: tuple[float, float, float, fl
         axes.plot(drawing.x(full), drawing.y(full), "*", color="black", markersize=6, zorder=3)
     incumbent = next((point for point in drawing.points if point.method == FP8), None)
     if incumbent is not None:
-        style = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 1}
+        style: dict[str, Any] = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 1}
         axes.axhline(drawing.y(incumbent), **style)
         axes.axvline(drawing.x(incumbent), **style)
     front = drawing.front()
@@ -98,11 +98,11 @@ def _marks(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: st
     )
 
 
-def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str]]) -> None:
-    """Names in a column right of the panel, each tied to its point by a thin line."""
+def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str]], height_in: float) -> None:
+    """Names in a column right of the panel, each tied to its point by a thin line; `height_in` is the figure's."""
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [to_axes.transform((drawing.x(point), drawing.y(point)))[1] for _, point, _ in ends]
-    gap = LINE_HEIGHT * SIZE / 72 / (axes.get_position().height * axes.get_figure().get_figheight())
+    gap = LINE_HEIGHT * SIZE / 72 / (axes.get_position().height * height_in)
     for (text, point, colour), height in zip(ends, spread(heights, gap), strict=True):
         axes.annotate(
             text,
@@ -126,7 +126,7 @@ def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str
         )
 
 
-def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[Point]]) -> None:
+def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[Point]], height_in: float) -> None:
     """The methods of one panel in colour, before all others in grey."""
     for other in drawing.points:
         if other.method not in methods and other.method != FULL:
@@ -150,7 +150,7 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[
             _marks(axes, drawing, point, colour, marker)
         for x, y in drawing.printed(method):
             axes.plot(x, y, "+", color=colour, markersize=5, markeredgewidth=0.8, alpha=0.9, zorder=2)
-    _labels(axes, drawing, ends)
+    _labels(axes, drawing, ends, height_in)
     axes.set_title(title, fontsize=SIZE + 1, loc="left")
 
 
@@ -168,7 +168,7 @@ def _series(points: list[Point]) -> dict[str, list[Point]]:
     return series
 
 
-def _overview(axes: "Axes", drawing: Drawing) -> None:
+def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
     """Everything in grey, and the points of the frontier by name."""
     shapes = _shapes(drawing)
     ends = []
@@ -190,7 +190,7 @@ def _overview(axes: "Axes", drawing: Drawing) -> None:
                 linestyle="none",
                 zorder=2,
             )
-    _labels(axes, drawing, ends)
+    _labels(axes, drawing, ends, height_in)
     axes.set_title("all runs, and the frontier by name", fontsize=SIZE + 1, loc="left")
 
 
@@ -287,9 +287,9 @@ def figure(panel: Panel, axis: str) -> "Figure | None":
     for index, axes in enumerate(places[:count]):
         _frame(axes, drawing, limits)
         if index:
-            _family(axes, drawing, *parts[index - 1])
+            _family(axes, drawing, *parts[index - 1], height)
         else:
-            _overview(axes, drawing)
+            _overview(axes, drawing, height)
         if index >= count - 2:
             axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
         if index % 2 == 0:

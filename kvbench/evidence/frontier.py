@@ -147,7 +147,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
                 interval=_interval([values[:, index] for values in quality], draws[:, index])
                 or (_unseen(scores, index, column) if column not in (None, index) else None),
                 draws=draws[:, index],
-                costs={name: column[index] for name, column in costs.items() if column[index] is not None},
+                costs={name: cost for name, of_run in costs.items() if (cost := of_run[index]) is not None},
                 names=[run.name],
             )
         )
@@ -183,13 +183,14 @@ def _unseen(scores: Sequence[np.ndarray], index: int, column: int) -> Interval |
     if not all(np.isin(values[:, [index, column]], YES_NO).all() for values in scores):
         return None
     found = paired_difference({str(place): list(map(tuple, v[:, [index, column]])) for place, v in enumerate(scores)})
-    return (found.low, found.high)
+    return found.ends
 
 
 def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
     """The noise band: the union of the intervals of the full cache's repetitions, which are then no points."""
-    ends = [end for key in repeats for end in (panel.find(key).interval or (panel.find(key).quality,) * 2)]
-    if panel.reference is None or not repeats:
+    points = [point for point in panel.points if point.key in repeats]
+    ends = [end for point in points for end in (point.interval or (point.quality, point.quality))]
+    if panel.reference is None or not points:
         panel.notes.append(
             "no noise band: run method=full with another batch_size or backend too, and it shows what is only noise"
         )

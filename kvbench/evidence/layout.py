@@ -110,7 +110,7 @@ class Drawing:
         if self.axis.name != RESIDENT.name:
             return []
         mine = (point for point in self.panel.published if method_name(point.row.method) == method_name(method))
-        return [(point.row.memory_pct, point.difference * self.scale) for point in mine]
+        return [(p.row.memory_pct, p.difference * self.scale) for p in mine if p.row.memory_pct is not None]
 
     def front(self) -> list[Point]:
         """The frontier by the estimates, by cost."""

@@ -40,8 +40,10 @@ def check(cfg: DictConfig) -> None:
 
 
 def _pictures(panel: Panel | None, axes: Sequence[str]) -> list[dict]:
+    if panel is None:
+        return []
     found = []
-    for axis in axes if panel is not None else ():
+    for axis in axes:
         picture = draw.render(panel, axis, "png")
         if picture is None:
             continue
@@ -128,7 +130,8 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, 
     Raises:
         ValueError: The page is too large even without answers.
     """
-    limit, length, cuts = int(cfg.answers), int(cfg.answer_length), []
+    limit, length = int(cfg.answers), int(cfg.answer_length)
+    cuts: list[str] = []
     while True:
         data = [parts.changed_answers(item["rows"], limit, length) for item in found]
         kept, total = sum(len(item["changes"]) for item in data), sum(item["num_changes"] for item in found)

@@ -127,7 +127,7 @@ TOP1 = Measure(
 )
 FIDELITY = {measure.name: measure for measure in (NLL, KL, TOP1)}
 
-# Cache bytes per sample, beside an FP16 full cache of the same tokens; `run.json` has `<name>_bytes` and `<name>_ratio`.
+# Cache bytes per sample, beside an FP16 full cache of the same tokens; `run.json` has NAME_bytes and NAME_ratio.
 RESIDENT = Measure(
     name="resident",
     title="resident bytes at the end",

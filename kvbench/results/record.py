@@ -210,7 +210,7 @@ def _build(kind: typing.Any, value: typing.Any) -> typing.Any:
         return None
     if origin in (typing.Union, types.UnionType):
         return _build(next(item for item in arguments if item is not type(None)), value)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
     if origin is dict:

@@ -98,7 +98,7 @@ def journal_record(
         "finish": outcome.finish,
         "scores": dict(scores),
         "fidelity": outcome.fidelity,
-        **({"choices": outcome.choices} if request.choices else {}),
+        "choices": outcome.choices,
         "ledger": outcome.ledger,
         "kept": outcome.kept,
         "num_prompt_tokens": outcome.num_prompt_tokens,
@@ -110,6 +110,8 @@ def journal_record(
         "meta": request.meta,
         "timing": outcome.timing,
     }
+    if not request.choices:
+        del record["choices"]
     return record
 
 

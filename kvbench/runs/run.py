@@ -138,7 +138,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     """Fill the numbers of `run.json` from the journal."""
     task, records = experiment.task, list(journal.records.values())
     record.metrics = summary.metrics(records, task.metrics, task.primary)
-    record.task_aggregate = task.aggregate(records)
+    record.task_aggregate = task.aggregate([dict(item) for item in records])
     record.fidelity = summary.fidelity(records)
     record.ledger = summary.ledger(records)
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
