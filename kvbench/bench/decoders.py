@@ -134,7 +134,7 @@ class OwnDecoder:
 
     def repeat(self, rows: int) -> None:
         """Copies rows in turn until there are as many."""
-        held = self.cache.layers[0].keys.shape[0]
+        held = hf.own_cache_rows(self.cache)
         self.cache.batch_select_indices(torch.arange(rows, device=self.loaded.device) % held)
 
     def cache_bytes(self) -> int:

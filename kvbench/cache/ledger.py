@@ -43,7 +43,7 @@ class RowMeter:
     steps: int = 0
     read_bytes: float = 0.0
     readable_bytes: float = 0.0
-    prompt: dict[str, int] = field(default_factory=dict)
+    prompt: dict[str, float] = field(default_factory=dict)
 
 
 class Ledger:

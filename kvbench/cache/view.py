@@ -116,16 +116,14 @@ class PagesView(DecodeView):
         """The same reductions by a backend that makes them where the fields lie."""
         found, per_list = self._pages.tier(tier, self._lists), self.shape[1] * self.shape[2]
         floor = self.prompt_tokens - self._window if self._window != ALL_QUERIES else None
-        seen, floor, before, exact = (
-            None if x is None else x.repeat_interleave(per_list) for x in (self.tokens_seen, floor, before, exact)
-        )
+        floor, before, exact = (None if x is None else x.repeat_interleave(per_list) for x in (floor, before, exact))
         extreme = self._pages.backend.slot_extreme(
             self._pages.pool.pages,
             found.fmt,
             found.ids,
             found.num_k,
             by=by,
-            seen=seen,
+            seen=self.tokens_seen.repeat_interleave(per_list),
             floor=floor,
             before=before,
             exact=exact,

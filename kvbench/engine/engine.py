@@ -11,7 +11,7 @@ from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
-from kvbench.engine.rows import Row, Sample
+from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
 from kvbench.engine.runner import NotFinite, Runner
 from kvbench.engine.sampling import Answer, row_generator
 from kvbench.models.load import LoadedModel
@@ -139,13 +139,18 @@ class Engine:
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._room(request))
                 random = row_generator(self.seed, request.sample_id, repeat, self.runner.device)
                 generator = random if request.temperature > 0 else None
-                rows.append((Row(own, request, repeat, logits, answer, generator=generator), sample))
+                free = AnswerRow(
+                    row=own, request=request, logits=logits, repeat=repeat, answer=answer, generator=generator
+                )
+                rows.append((free, sample))
+            forced: list[tuple[FidelityMeter | ChoiceMeter, int | None]] = []
             if reference is not None:
-                meter = FidelityMeter(self._gold(request), reference, exact_first=len(request.segments) == 1)
-                rows.append((Row(self.runner.fork(row), request, -1, logits, meter=meter), sample))
-            for index, tokens in enumerate(request.choices):
-                forced = Row(self.runner.fork(row), request, -1, logits, meter=ChoiceMeter(tokens), choice=index)
-                rows.append((forced, sample))
+                exact = len(request.segments) == 1
+                forced.append((FidelityMeter(self._gold(request), reference, exact_first=exact), None))
+            forced += [(ChoiceMeter(tokens), index) for index, tokens in enumerate(request.choices)]
+            for meter, choice in forced:
+                copy = self.runner.fork(row)
+                rows.append((ForcedRow(row=copy, request=request, logits=logits, meter=meter, choice=choice), sample))
         return rows
 
     def _prefill(self, request: Request) -> tuple[int, Tensor, Tensor | None]:
@@ -209,9 +214,9 @@ class Engine:
 
     def _finish(self, state: Row, sample: Sample, finished: set[str]) -> None:
         """Records a finished row, and hands out the sample's outcomes once all its rows are over."""
-        if state.meter is not None:
+        if isinstance(state, ForcedRow):
             sample.take(state)
-        else:
+        elif isinstance(state, AnswerRow):
             steps = state.timing.pop("row_steps")
             state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
             held, kept = self.store.ledger.report(state.row)

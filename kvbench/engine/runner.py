@@ -111,7 +111,7 @@ class Runner:
             PoolExhausted: No room; no row is open.
         """
         row = self._opened(self.store.open_row())
-        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt), traces=[])
+        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt))
         try:
             return row, self._read(session, [*prompt, *ahead], num_logits=len(ahead) + 1)
         except Exception:
@@ -124,7 +124,7 @@ class Runner:
         Raises:
             NotFinite: A logit is not finite.
         """
-        return self._read(hf.Session(self.store, "dense", traces=[]), list(tokens), num_logits)
+        return self._read(hf.Session(self.store, "dense"), list(tokens), num_logits)
 
     def append(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer.
@@ -136,7 +136,7 @@ class Runner:
             NotFinite: A logit is not finite.
         """
         if self.store.takes_chunks:
-            session = hf.Session(self.store, "chunk", row, traces=[])
+            session = hf.Session(self.store, "chunk", row)
             seen = int(self.store.counters.tokens_seen[row])
             return self._forward(session, [list(tokens)], [seen], num_logits=1)[0, 0]
         for token in tokens:
@@ -162,7 +162,7 @@ class Runner:
         the first layer whose attention output was not finite (-1: none was)."""
         index = torch.tensor(list(rows), device=self.device)
         self.store.begin_step(index)
-        session = hf.Session(self.store, "decode", traces=[])
+        session = hf.Session(self.store, "decode")
         positions = self.store.counters.tokens_seen[index].tolist()
         logits = self._forward(session, [[token] for token in tokens], positions, num_logits=1, check=False)[:, 0]
         self.store.end_step()

@@ -129,7 +129,7 @@ def test_timed_prompts_are_read_every_time(model):
     decoder = full.before_round.__self__
     for _ in range(3):
         full.call(0)
-    assert decoder.prompts.num_read == 3 and decoder.prompts.num_reused == 0
+    assert decoder.runner.prompts.num_read == 3 and decoder.runner.prompts.num_reused == 0
 
 
 def test_rates_count_the_batch():
