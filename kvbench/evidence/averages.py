@@ -1,4 +1,4 @@
-"""The mean over tasks of what is in all of them."""
+"""The mean over tasks of the methods that were run on all of them."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ SHIFT = 7  # resamples; those of two groups have nothing to do with each other, 
 
 
 def averages(panels: Sequence[Panel]) -> list[Panel]:
-    """One panel for each model and version of the code that has several groups, every group with the same weight.
+    """Average the groups of each model and version of the code, every group with the same weight.
 
     Args:
         panels: The groups' panels; they get a note where they are not averaged because their code differs.

@@ -4,27 +4,24 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.evidence.comparison import ComparedRun
 from kvbench.evidence.pairing import Change
 from kvbench.evidence.runs import Group
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
 from kvbench.show.terminal import number, p_text, shortened
 
-if TYPE_CHECKING:
-    from kvbench.evidence.comparison import Row
-
 TEXT_LENGTH = 160  # characters of an answer on the terminal
-Tables = Sequence[tuple[Group, "list[Row]", list[str]]]
+Tables = Sequence[tuple[Group, list[ComparedRun], list[str]]]
 
 
-def difference(row: "Row") -> str:
+def difference(row: ComparedRun) -> str:
     """The mean difference with its interval, in shown units."""
     scale = row.what.scale
     text = number(row.value, scale, signed=True)
@@ -34,7 +31,7 @@ def difference(row: "Row") -> str:
     return f"{text} [{low}, {high}]"
 
 
-def _table(title: str, rows: Sequence["Row"], margin: float) -> Table:
+def _table(title: str, rows: Sequence[ComparedRun], margin: float) -> Table:
     what = rows[0].what
     table = terminal.plain_table(title)
     table.add_column("run", justify="left", overflow="fold")
@@ -76,7 +73,7 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
     return lines
 
 
-def _shown(row: "Row", limit: int) -> Iterable[Change]:
+def _shown(row: ComparedRun, limit: int) -> Iterable[Change]:
     lost = [item for item in row.changes if item.lost][:limit]
     return [*lost, *[item for item in row.changes if not item.lost][:limit]]
 

@@ -40,7 +40,7 @@ def _columns(
 def cost_of(
     axis: Measure, runs: Sequence[StoredRun], samples: dict[str, list[SampleName]], cfg: DictConfig
 ) -> list[Cost | None]:
-    """The cost of each run over the same samples, with what it is in each bootstrap resample.
+    """The cost of each run over the same samples, and its value in each bootstrap resample.
 
     Args:
         axis: Which cost, one of `kvbench.results.measures.COSTS`.

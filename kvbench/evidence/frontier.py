@@ -1,4 +1,4 @@
-"""Quality against cost: one point per run on the samples all of them have, and which points beat which for sure."""
+"""Quality against cost: one point per run, measured on the samples that all runs have."""
 
 import json
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class Panel:
 
 
 def family(runs: Sequence[StoredRun]) -> str:
-    """What a method was seen to do in any of its runs: store fewer bits, keep fewer tokens, both or neither."""
+    """Say what a method did in any of its runs: store fewer bits, keep fewer tokens, both or neither."""
     evicts = quantises = False
     for run in runs:
         for record in run.samples.values():
@@ -102,7 +102,7 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
 
 
 def build(group: Group, cfg: DictConfig) -> Panel | None:
-    """Put the runs of a group on common ground: the samples that every drawn run has.
+    """Make the points of a group, over the samples that every drawn run has.
 
     Args:
         group: The runs.
@@ -179,7 +179,7 @@ def _interval(values: Sequence[np.ndarray], draws: np.ndarray) -> Interval | Non
 
 
 def _unseen(scores: Sequence[np.ndarray], index: int, column: int) -> Interval | None:
-    """Newcombe's interval where no yes-or-no answer differs: a bootstrap has no width there, which is not no doubt."""
+    """Newcombe's interval where no yes-or-no answer differs: a bootstrap has no width there, yet doubt remains."""
     if not all(np.isin(values[:, [index, column]], YES_NO).all() for values in scores):
         return None
     found = paired_difference({str(place): list(map(tuple, v[:, [index, column]])) for place, v in enumerate(scores)})
@@ -187,7 +187,7 @@ def _unseen(scores: Sequence[np.ndarray], index: int, column: int) -> Interval |
 
 
 def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
-    """The noise band: the union of the intervals of the full cache's repetitions, which are then no points."""
+    """Set the noise band: the union of the intervals of the full cache's repetitions, which are then no points."""
     points = [point for point in panel.points if point.key in repeats]
     ends = [end for point in points for end in (point.interval or (point.quality, point.quality))]
     if panel.reference is None or not points:
@@ -200,7 +200,7 @@ def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
 
 
 def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
-    """Times of several machines or backends do not belong on one axis."""
+    """Drop the time axis where the runs come from several machines: their times do not belong on one axis."""
     places = {run.record.machine.device if run.record.machine else "" for run in runs}
     if len(places) > 1:
         for point in panel.points:

@@ -1,5 +1,5 @@
-"""Stored runs, sorted into groups that may be compared: same model, same questions, same code; the rest is named, not
-mixed in.
+"""Stored runs, sorted into groups that may be compared: same model, same questions, same code. What
+fits no group is named, never mixed in.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ from kvbench.show.labels import differing
 
 
 def patterns(value: object) -> list[str] | None:
-    """A setting that is a name, a list of names or null as a list of glob patterns; null means all."""
+    """Read a setting that is a name, a list of names or null as a list of glob patterns; null means all."""
     if value is None:
         return None
     return [str(item) for item in value] if isinstance(value, ListConfig | list | tuple) else [str(value)]
@@ -109,7 +109,7 @@ def _question(run: StoredRun) -> str:
 
 
 def version(run: StoredRun) -> str:
-    """The version of everything outside the method that computed the run, as text."""
+    """The version of the code that computed the run, the method's own code apart, as text."""
     code = run.record.identity.get("code", {})
     return f"{code.get('harness', '')[:8]} torch {code.get('torch')} transformers {code.get('transformers')}"
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import check_whole, unknown_name
-from kvbench.evidence import draw, published
+from kvbench.evidence import frontier_figure, published
 from kvbench.evidence.averages import averages
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel, build
@@ -166,7 +166,7 @@ def main(cfg: DictConfig) -> int:
             console.print()
             render(panel, axis, console)
             for kind in patterns(cfg.kinds) or KINDS:
-                picture = draw.render(panel, axis, kind)
+                picture = frontier_figure.render(panel, axis, kind)
                 if picture is not None:
                     written.append(out / f"{file_stem(panel)}_{axis}.{kind}")
                     write_file(written[-1], picture)

@@ -1,4 +1,4 @@
-"""`kvbench published`: the numbers that papers printed, with where they stand. Never corrected, not measured here."""
+"""`kvbench published`: the numbers that papers printed, and where they stand. Never corrected, not measured here."""
 
 import csv
 import io

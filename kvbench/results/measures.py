@@ -2,6 +2,7 @@
 better. Tables, pictures, comparisons and calibrations all take these from here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +159,8 @@ PEAK = Measure(
     scale=100.0,
 )
 BYTES = (RESIDENT, AVERAGE, PEAK)
+# Bytes of the ledger that are sums or something else than an item.
+NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "staging_peak_bytes", "fp16_bytes", "page_bytes"}
 # Of what reading all that is kept takes; only methods that choose what to read have it.
 READ = Measure(
     name="read",
@@ -241,3 +244,13 @@ LOSSES = {
         measure=KL, title=KL.title, short=KL.short, rule="KL to the full cache on the gold tokens, nats per token"
     ),
 }
+
+
+def ledger_items(ledger: Mapping[str, float]) -> dict[str, float]:
+    """The items that add up to the resident bytes, in the ledger's order, with those that are 0."""
+    return {name: count for name, count in ledger.items() if name.endswith("_bytes") and name not in NOT_ITEMS}
+
+
+def item_title(name: str) -> str:
+    """The name of an item for people: `quant_meta_bytes` is `quant meta`."""
+    return name.removesuffix("_bytes").replace("_", " ")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.results.measures import RESIDENT, SCORE
+from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.show.labels import label_runs
@@ -14,14 +14,6 @@ from kvbench.show.progress import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# Bytes of the ledger that are sums or something else than an item.
-NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "staging_peak_bytes", "fp16_bytes", "page_bytes"}
-
-
-def ledger_items(record: RunRecord) -> dict[str, float]:
-    """The items that add up to the resident bytes, in the ledger's order, with those that are 0."""
-    return {name: count for name, count in record.ledger.items() if name.endswith("_bytes") and name not in NOT_ITEMS}
 
 
 def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
@@ -63,7 +55,7 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
     from matplotlib.patches import Patch
 
     # An item keeps its colour whether or not the others are there, so that two pictures can be laid side by side.
-    names = list(dict.fromkeys(name for record in records for name in ledger_items(record)))
+    names = list(dict.fromkeys(name for record in records for name in ledger_items(record.ledger)))
     styles: dict[str, dict[str, Any]] = {
         name: {"facecolor": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], "edgecolor": "white"}
         for index, name in enumerate(names)
@@ -71,14 +63,14 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
     for row, record in enumerate(records):
         left = 0.0
         scale = RESIDENT.scale / (record.ledger.get("fp16_bytes") or 1.0)
-        for name, count in ledger_items(record).items():
+        for name, count in ledger_items(record.ledger).items():
             axes.barh(row, count * scale, left=left, height=0.55, linewidth=0.6, **styles[name])
             left += count * scale
         axes.text(left + 1, row, format_bytes(record.ledger.get(RESIDENT.key)), va="center", fontsize=9)
     handles = [
-        Patch(label=name.removesuffix("_bytes").replace("_", " "), **styles[name])
+        Patch(label=item_title(name), **styles[name])
         for name in names
-        if any(ledger_items(record).get(name) for record in records)
+        if any(ledger_items(record.ledger).get(name) for record in records)
     ]
     axes.set_yticks(range(len(records)), label_runs(records))
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""The parts of the report's page, as plain words and numbers: tables, bars, changed answers, environment."""
+"""The content of the report's page as plain words and numbers: tables, bars, changed answers, environment."""
 
 import importlib
 import json
@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from kvbench.config.files import FULL
 from kvbench.evidence.compare_table import difference, legend
-from kvbench.evidence.comparison import Row
+from kvbench.evidence.comparison import ComparedRun
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel
 from kvbench.evidence.pairing import values_of
 from kvbench.evidence.runs import Group, StoredRun
 from kvbench.policy import Policy
 from kvbench.results import summary
-from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure
-from kvbench.show.figure import NOT_ITEMS
+from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, p_text, shortened
 
@@ -26,7 +25,9 @@ def bytes_of(run: StoredRun) -> dict[str, float]:
     return summary.ledger(list(run.samples.values()))
 
 
-def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin: float, num_family: int) -> dict:
+def methods_table(
+    group: Group, rows: Sequence[ComparedRun], panel: Panel | None, margin: float, num_family: int
+) -> dict:
     """The table of methods: quality, difference to the full cache, bytes and time of every run.
 
     Args:
@@ -91,7 +92,7 @@ def _score(run: StoredRun, what: Measure | None) -> str:
     return number(sum(means) / len(means), what.scale) if means else "-"
 
 
-def _comparison(row: Row) -> list[str]:
+def _comparison(row: ComparedRun) -> list[str]:
     count, total = row.pairs.num_samples, row.pairs.total
     return [
         f"{count}" if count == total else f"{count} of {total}",
@@ -114,7 +115,7 @@ def _time(run: StoredRun) -> str:
 
 
 def tier_names(run: StoredRun, count: int) -> list[str]:
-    """What the tiers of a run are, from its method's own code; `tier 0`, ... when the code no longer fits.
+    """Name the tiers of a run, as its method's own code does; `tier 0`, ... when the code no longer fits.
 
     Args:
         run: The run.
@@ -135,7 +136,7 @@ def tier_names(run: StoredRun, count: int) -> list[str]:
 
 
 def tier_shares(run: StoredRun) -> dict[str, float]:
-    """Share of all tokens, over layers and KV heads, in each tier at the end; what is missing to 1 was evicted."""
+    """Share of all tokens, over layers and KV heads, in each tier at the end; the rest up to 1 was evicted."""
     slots: list[float] = []
     tokens = 0.0
     for record in run.samples.values():
@@ -173,35 +174,28 @@ def tier_bars(group: Group) -> dict:
 
 
 def byte_bars(group: Group) -> dict:
-    """What the resident bytes of every run are."""
+    """The resident bytes of every run, item by item."""
     found = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
-    items = {
-        label: {name: count for name, count in ledger.items() if name.endswith("_bytes") and name not in NOT_ITEMS}
-        for label, ledger in found.items()
-    }
+    items = {label: ledger_items(ledger) for label, ledger in found.items()}
     styles = _styles(name for mine in items.values() for name, count in mine.items() if count)
     widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
     rows = []
     for label, mine in items.items():
         whole = sum(mine.values())
-        parts = [_part(_words(name), count, widest, styles[name]) for name, count in mine.items() if count]
+        parts = [_part(item_title(name), count, widest, styles[name]) for name, count in mine.items() if count]
         ratio = f"{format_bytes(whole)}, {_percent(whole / found[label]['fp16_bytes'])}: "
-        text = ", ".join(f"{_words(name)} {_percent(count / whole)}" for name, count in mine.items() if count)
+        text = ", ".join(f"{item_title(name)} {_percent(count / whole)}" for name, count in mine.items() if count)
         rows.append({"label": label, "parts": parts, "text": ratio + text})
     return {
         "caption": "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds.",
         "heading": "bytes",
         "rows": rows,
-        "key": [(_words(name), style) for name, style in styles.items()],
+        "key": [(item_title(name), style) for name, style in styles.items()],
     }
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}\u00a0%"  # a line does not break before the sign
-
-
-def _words(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _styles(names: Iterable[str]) -> dict[str, str]:
@@ -212,7 +206,7 @@ def _part(name: str, count: float, whole: float, style: str) -> dict:
     return {"style": style, "width": f"{100 * count / whole:.3f}", "text": name}
 
 
-def changed_answers(rows: Sequence[Row], limit: int, length: int) -> dict:
+def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:
     """The answers that got worse or better, as the page's script reads them.
 
     Args:
@@ -292,8 +286,8 @@ def settings_rows(group: Group) -> list[dict]:
     return rows
 
 
-def picture_words(panel: Panel, axis: str) -> str:
-    """What a picture shows, for who cannot see it."""
+def pictureitem_title(panel: Panel, axis: str) -> str:
+    """Describe a picture in words, for readers who cannot see it."""
     places = standing(panel, axis)
     front = [point.label for point in panel.points if places.get(point.key) == "frontier"]
     beaten = sum(place == "dominated" for place in places.values())
@@ -303,8 +297,8 @@ def picture_words(panel: Panel, axis: str) -> str:
     )
 
 
-def reference_words(group: Group, rows: Sequence[Row]) -> str:
-    """One sentence before the changed answers."""
+def referenceitem_title(group: Group, rows: Sequence[ComparedRun]) -> str:
+    """The sentence that stands before the changed answers."""
     if group.reference is None:
         return f"There is no run of method={FULL} here, so no answer can be called lost."
     total, lost = sum(len(row.changes) for row in rows), sum(row.num_lost for row in rows)

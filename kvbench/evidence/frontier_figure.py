@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.config.files import FULL
 from kvbench.evidence.dominance import DOMINATED, FRONTIER
 from kvbench.evidence.frontier import Panel, Point
-from kvbench.evidence.layout import Drawing, spread, ticks
+from kvbench.evidence.frontier_layout import Drawing, spread, ticks
 from kvbench.results.measures import RESIDENT
 from kvbench.show.palette import PANEL_COLOURS, PANEL_MARKERS, SKY, STYLES
 
@@ -71,7 +71,7 @@ def _frame(axes: "Axes", drawing: Drawing, limits: tuple[float, float, float, fl
 
 
 def _marks(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: str, size: float = 4.2) -> None:
-    """One point with its whiskers; hollow where another one beats it for sure, ringed on the frontier."""
+    """One point with its whiskers; hollow where another one beats it beyond chance, ringed on the frontier."""
     across, along = drawing.spans(point)
     where = drawing.standing[point.key]
     axes.errorbar(
@@ -155,7 +155,7 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[
 
 
 def _series(points: list[Point]) -> dict[str, list[Point]]:
-    """Points of a method that differ in numbers only, by what else their settings say: a line through others would lie.
+    """Group the points of a method so that a line may join them: those whose settings differ in numbers only.
 
     A tier is no step on the way from one budget to the next.
     """
@@ -223,7 +223,7 @@ def _limits(drawing: Drawing) -> tuple[float, float, float, float]:
 
 
 def _words(drawing: Drawing) -> list[str]:
-    """What a reader must know to read the picture, for its foot."""
+    """The lines at the foot of the picture: what a reader must know to read it."""
     panel = drawing.panel
     full = panel.find(panel.reference)
     words = []
