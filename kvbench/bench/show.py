@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -17,6 +17,9 @@ from kvbench.kernels.bench import report
 from kvbench.kernels.bench.report import label_of
 from kvbench.results.journal import write_atomic
 from kvbench.show.progress import PLAIN_EVERY_S, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 WIDTH = 132
 NONE = "-"
@@ -32,7 +35,8 @@ class Bar:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._live, self._label = None, ""
+        self._live: Progress | None = None
+        self._label = ""
         self._spoken = time.monotonic()
         self._seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
 
@@ -211,10 +215,11 @@ def _title(what: str, cell: dict) -> str:
     return f"{what}: {label_of(cell['cell'])}"
 
 
-def _tables(document: dict) -> list:
-    what, parts = document["what"], []
+def _tables(document: dict) -> list[Table | Text]:
+    what = document["what"]
     if what == "manager" and document["cells"]:
         return [Text(what, style="bold"), _manager(document["cells"]), Text()]
+    parts: list[Table | Text] = []
     for cell in document["cells"]:
         if not cell["variants"]:
             parts += [Text(f"{_title(what, cell)}: {cell.get('skipped') or 'nothing could be timed'}"), Text()]
