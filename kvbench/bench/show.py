@@ -205,10 +205,11 @@ def _title(what: str, cell: dict) -> str:
     return f"{what}: {label_of(cell['cell'])}"
 
 
-def _tables(document: dict) -> list:
-    what, parts = document["what"], []
+def _tables(document: dict) -> list[Table | Text]:
+    what = document["what"]
     if what == "manager" and document["cells"]:
         return [Text(what, style="bold"), _manager(document["cells"]), Text()]
+    parts: list[Table | Text] = []
     for cell in document["cells"]:
         if not cell["variants"]:
             parts += [Text(f"{_title(what, cell)}: {cell.get('skipped') or 'nothing could be timed'}"), Text()]

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.text import Text
 
+from kvbench.config.plain import plain
 from kvbench.data.catalogue import REPOSITORIES, files_of
 from kvbench.data.check import Report, check_copy, check_file, read_manifest
 from kvbench.data.fetch import fetch_copy, fetch_files
@@ -30,7 +31,7 @@ def main(cfg: DictConfig) -> int:
         raise ValueError("give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)")
     if not cfg.get("task"):
         raise ValueError("which benchmark? For example task=longbench; `python -m kvbench data --help` lists them")
-    settings = OmegaConf.to_container(cfg.task, resolve=True)
+    settings = plain(cfg.task)
     # A task of lm-eval is called after its variant (gpqa_diamond_...), its data after the family.
     name = str(settings.get("name"))
     task = next((known for known in REPOSITORIES if settings.get("harness") and name.startswith(known)), name)
@@ -53,8 +54,9 @@ def main(cfg: DictConfig) -> int:
 
 def _show(task: str, folder: Path, reports: list[Report], partial_data: bool) -> int:
     table = terminal.plain_table(f"{task} in {folder}", title_style=None)
-    for heading, side in (("file", "left"), ("rows", "right"), ("of", "right"), ("broken", "right")):
-        table.add_column(heading, justify=side, no_wrap=True)
+    table.add_column("file", no_wrap=True)
+    for heading in ("rows", "of", "broken"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("sha256", no_wrap=True)
     table.add_column("")
     for report in reports:
