@@ -1,4 +1,4 @@
-"""What is in flight while the engine decodes: rows, samples, and the error that ends one."""
+"""What is in flight while the engine decodes: rows and samples."""
 
 from dataclasses import dataclass, field
 
@@ -8,15 +8,6 @@ from torch import Tensor
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.sampling import Answer, choose_token
-
-
-class NotFinite(ArithmeticError):
-    """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none
-    was."""
-
-    def __init__(self, layer: int) -> None:
-        super().__init__(f"logits are not finite (first bad attention layer: {layer if layer >= 0 else 'none'})")
-        self.layer = layer
 
 
 @dataclass

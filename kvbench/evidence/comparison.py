@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from kvbench.config.files import FULL
 from kvbench.evidence.load import fits_settings
-from kvbench.evidence.pairing import Change, Measure, NoCommonSample, Pairs, changes, measure, pair
-from kvbench.evidence.runs import FULL, Group, StoredRun
+from kvbench.evidence.pairing import Change, NoCommonSample, Pairs, changes, measure, pair
+from kvbench.evidence.runs import Group, StoredRun
+from kvbench.results.measures import Measure
 from kvbench.stats import paired as stats
 from kvbench.stats.intervals import paired_difference
 
@@ -107,11 +109,11 @@ def compare_runs(run: StoredRun, other: StoredRun, what: Measure, cfg: DictConfi
         NoCommonSample: They have no sample in common.
     """
     pairs = pair(run, other, what)
-    values, yes_no, bounded = pairs.differences, pairs.yes_no, what.part == "scores"
+    values, yes_no, bounded = pairs.differences, pairs.yes_no, what.bounded
     interval, kind = stats.bootstrap(values, resamples=cfg.resamples, seed=cfg.seed), "bootstrap"
     if interval is None and yes_no:
         found = paired_difference(pairs.pairs())
-        interval, kind = (found.low, found.high), "newcombe"
+        interval, kind = found.ends, "newcombe"
     elif interval is not None and bounded:
         interval = max(-1.0, interval[0]), min(1.0, interval[1])
     found_changes = changes(run, other, pairs, what)

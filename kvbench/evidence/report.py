@@ -15,11 +15,11 @@ from kvbench.errors import check_whole
 from kvbench.evidence import compare, comparison, draw, pareto
 from kvbench.evidence import report_parts as parts
 from kvbench.evidence.averages import averages
-from kvbench.evidence.compare_table import write_file
-from kvbench.evidence.costs import AXES
 from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
+from kvbench.results.measures import COSTS
+from kvbench.results.writing import write_file
 from kvbench.show.progress import format_bytes
 
 MAX_BYTES = 2_000_000
@@ -40,17 +40,19 @@ def check(cfg: DictConfig) -> None:
 
 
 def _pictures(panel: Panel | None, axes: Sequence[str]) -> list[dict]:
+    if panel is None:
+        return []
     found = []
-    for axis in axes if panel is not None else ():
+    for axis in axes:
         picture = draw.render(panel, axis, "png")
         if picture is None:
             continue
         found.append(
             {
                 "data": base64.b64encode(_small(picture)).decode("ascii"),
-                "name": AXES[axis].title,
+                "name": COSTS[axis].title,
                 "alt": parts.picture_words(panel, axis),
-                "caption": f"{panel.title}: {panel.what.title} against {AXES[axis].title}.",
+                "caption": f"{panel.title}: {panel.what.title} against {COSTS[axis].title}.",
             }
         )
     return found
@@ -72,7 +74,7 @@ def _group(group: Group, rows: list[comparison.Row], panel: Panel | None, notes:
     return {
         "title": group.title,
         "notes": said,
-        "pictures": _pictures(panel, patterns(cfg.axes) or list(AXES)),
+        "pictures": _pictures(panel, patterns(cfg.axes) or list(COSTS)),
         "tiers": parts.tier_bars(group),
         "ledger": parts.byte_bars(group),
         "settings": parts.settings_rows(group),
@@ -110,7 +112,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
     means = averages([item["panel"] for item in found if item["panel"] is not None])
     for item in found:  # why there is no mean, where there is none
         item["notes"] += [note for note in (item["panel"].notes if item["panel"] else ()) if note not in item["notes"]]
-    axes = patterns(cfg.axes) or list(AXES)
+    axes = patterns(cfg.axes) or list(COSTS)
     return found, [{"title": p.title, "note": " ".join(p.notes), "pictures": _pictures(p, axes)} for p in means]
 
 
@@ -128,7 +130,8 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, 
     Raises:
         ValueError: The page is too large even without answers.
     """
-    limit, length, cuts = int(cfg.answers), int(cfg.answer_length), []
+    limit, length = int(cfg.answers), int(cfg.answer_length)
+    cuts: list[str] = []
     while True:
         data = [parts.changed_answers(item["rows"], limit, length) for item in found]
         kept, total = sum(len(item["changes"]) for item in data), sum(item["num_changes"] for item in found)

@@ -2,18 +2,21 @@
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvbench.evidence.compare_table import difference, legend, number, p_text, shortened
+from kvbench.config.files import FULL
+from kvbench.evidence.compare_table import difference, legend
 from kvbench.evidence.comparison import Row
-from kvbench.evidence.costs import AXES
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel
-from kvbench.evidence.runs import FULL, Group, StoredRun
+from kvbench.evidence.pairing import values_of
+from kvbench.evidence.runs import Group, StoredRun
 from kvbench.policy import Policy
 from kvbench.results import summary
+from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure
 from kvbench.show.figure import NOT_ITEMS
 from kvbench.show.progress import format_bytes
+from kvbench.show.terminal import number, p_text, shortened
 
 NUM_STYLES = 8
 
@@ -36,19 +39,19 @@ def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin
     by_run = {row.run.name: row for row in rows}
     places = {}
     if panel is not None:
-        keys = standing(panel, "resident")
+        keys = standing(panel, RESIDENT.name)
         places = {name: keys.get(point.key, "") for point in panel.points for name in point.names}
     what = rows[0].what if rows else panel.what if panel else None
     shown = []
     for run in group.runs:
         row, ledger = by_run.get(run.name), bytes_of(run)
         cells = [_score(run, what), *(_comparison(row) if row else ["-"] * 6)]
-        cells += [_ratio(ledger, "resident"), places.get(run.name, "")]
-        cells += [_ratio(ledger, "average"), _ratio(ledger, "peak"), _time(run)]
+        cells += [_ratio(ledger, RESIDENT), places.get(run.name, "")]
+        cells += [_ratio(ledger, AVERAGE), _ratio(ledger, PEAK), _time(run)]
         verdict = row.verdict if row else "reference" if run is group.reference else "-"
         shown.append({"label": run.label, "cells": cells, "verdict": verdict, "style": verdict.replace(" ", "-")})
-    title, unit = (what.title, what.unit) if what else ("score", "points")
-    width = number(margin, what.scale if what else 100.0)
+    title, unit = (what.title, what.unit) if what else (SCORE.title, SCORE.unit)
+    width = number(margin, what.scale if what else SCORE.scale)
     headings = [
         "run",
         "verdict",
@@ -59,11 +62,11 @@ def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin
         "p Holm",
         f"p equal +-{width}",
         "would show",
-        "resident %",
+        f"{RESIDENT.short} %",
         "frontier",
-        "average %",
-        "peak %",
-        "ms / token",
+        f"{AVERAGE.short} %",
+        f"{PEAK.short} %",
+        f"{TIME.unit} / token",
     ]
     return {
         "caption": "Paired on the same samples; % of an FP16 full cache for the same tokens. Wide tables scroll.",
@@ -73,17 +76,16 @@ def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin
             *legend(num_family),
             "frontier: no estimate is both cheaper (resident bytes) and better; open: one is, but that can be chance; "
             "dominated: one is, and both paired 95 % intervals exclude zero.",
-            "ms / token: of the whole engine, teacher-forced rows included; no claim for backend torch.",
+            f"{TIME.unit} / token: of the whole engine, teacher-forced rows included; no claim for backend torch.",
         ],
     }
 
 
-def _score(run: StoredRun, what: object) -> str:
+def _score(run: StoredRun, what: Measure | None) -> str:
     if what is None:
         return "-"
-    found = list(what.values(run).items())
     subsets: dict[str, list[float]] = {}
-    for (subset, _), value in found:
+    for (subset, _), value in values_of(run, what).items():
         subsets.setdefault(subset, []).append(value)
     means = [sum(values) / len(values) for values in subsets.values()]
     return number(sum(means) / len(means), what.scale) if means else "-"
@@ -101,17 +103,14 @@ def _comparison(row: Row) -> list[str]:
     ]
 
 
-def _ratio(ledger: dict[str, float], name: str) -> str:
-    value = ledger.get(f"{name}_ratio")
-    return "-" if value is None else f"{100 * value:.1f}"
+def _ratio(ledger: dict[str, float], what: Measure) -> str:
+    value = ledger.get(f"{what.name}_ratio")
+    return "-" if value is None else f"{what.scale * value:.1f}"
 
 
 def _time(run: StoredRun) -> str:
-    rate = summary.timing(list(run.samples.values()), 0.0)
-    seconds = sum(
-        (r.get("timing") or {}).get("decode_share_s", 0.0) for r in run.samples.values() if r["status"] == "ok"
-    )
-    return f"{1000 * seconds / rate.decode_tokens:.3g}" if rate.decode_tokens and seconds else "-"
+    seconds, tokens = summary.sums(run.samples.values(), TIME)
+    return f"{TIME.scale * seconds / tokens:.3g}" if tokens and seconds else "-"
 
 
 def tier_names(run: StoredRun, count: int) -> list[str]:
@@ -205,7 +204,7 @@ def _words(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ")
 
 
-def _styles(names: object) -> dict[str, str]:
+def _styles(names: Iterable[str]) -> dict[str, str]:
     return {name: f"c{index % NUM_STYLES}" for index, name in enumerate(dict.fromkeys(names))}
 
 
@@ -255,7 +254,7 @@ def environment(group: Group) -> list[tuple[str, str]]:
     """Versions, machines, code and dates of the runs; what differs between runs is listed."""
     records = [run.record for run in group.runs]
 
-    def all_of(values: object) -> str:
+    def all_of(values: Iterable[object]) -> str:
         return "; ".join(sorted({str(value) for value in values if value not in (None, "")})) or "not recorded"
 
     versions, machines = [r.versions for r in records if r.versions], [r.machine for r in records if r.machine]
@@ -299,7 +298,7 @@ def picture_words(panel: Panel, axis: str) -> str:
     front = [point.label for point in panel.points if places.get(point.key) == "frontier"]
     beaten = sum(place == "dominated" for place in places.values())
     return (
-        f"{panel.title}: {panel.what.title} against {AXES[axis].title} for {len(places)} runs. On the frontier: "
+        f"{panel.title}: {panel.what.title} against {COSTS[axis].title} for {len(places)} runs. On the frontier: "
         f"{', '.join(front)}. Beaten beyond chance: {beaten}. All numbers are in the table of methods."
     )
 
