@@ -1,6 +1,8 @@
-"""The documents that are generated from the code, and the published protocols."""
+"""The documents: those that are generated, what the others name, and the published protocols."""
 
+import importlib.util
 import re
+import shlex
 from functools import cache
 
 import pytest
@@ -15,6 +17,15 @@ from kvbench.config import files as listing
 from kvbench.runs.parts import make_policy
 
 EXPERIMENTS = sorted(listing.options("experiment"))
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "results/gpu/README.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+# The README's example of a new method: two files that a reader would write.
+EXAMPLE = {"methods/toy.py", "conf/method/toy.yaml"}
+FOLDERS = "kvbench|kernels|methods|conf|tests|docs|notebooks|results/example|results/cpu"
 
 
 def test_method_document_is_the_codes():
@@ -51,6 +62,76 @@ def test_every_method_is_in_the_document(name):
 def test_memory_formulas_are_the_papers(name, formula):
     """The formula of the document, worked out from the page format, is the one that the papers' bits give by hand."""
     assert method_table.memory(instantiate(OmegaConf.load(ROOT / "conf" / "method" / f"{name}.yaml"))) == formula
+
+
+def lines_of(name, code):
+    """The lines of a document that lie inside code blocks, or outside of them, with their numbers."""
+    inside = False
+    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+        if line.startswith("```"):
+            inside = not inside
+        elif inside == code:
+            yield number, line
+
+
+def commands_in(name):
+    """Every `python -m kvbench...` command of a document's code blocks, as words; `$NAME` stands for what was set."""
+    variables = {}
+    for _, line in lines_of(name, code=True):
+        if set_here := re.match(r"([A-Z]+)=\"(.*)\"$", line):
+            variables["$" + set_here[1]] = set_here[2]
+        if found := re.search(r"python -m (kvbench.*)", line):
+            text = found[1]
+            for variable, value in variables.items():
+                text = text.replace(variable, value)
+            yield shlex.split(text, comments=True)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_a_document_names_exists(name):
+    """Every local link and every path of the repository that a document names exists."""
+    text = (ROOT / name).read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not ((ROOT / name).parent / link).exists()]
+    # A path ends before a placeholder, which no file matches: results/<task>/...
+    paths = set(re.findall(rf"(?<![\w./~-])((?:{FOLDERS})/[\w./*-]*[\w*/])(?![\w<])", text)) - EXAMPLE
+    missing += [path for path in paths if not any(ROOT.glob(path))]
+    assert not missing, f"{name} names {missing}"
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "docs/methods.md"])  # that one is generated
+def test_documents_fit_a_terminal(name):
+    """No line of prose is longer than 120 characters; tables and code blocks may be."""
+    long = [number for number, line in lines_of(name, code=False) if len(line) > 120 and not line.startswith("|")]
+    assert not long, f"{name}: lines {long}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_of_a_document_compose(name):
+    """Every command in a document's code blocks is one, and its settings exist."""
+    for module, *words in commands_in(name):
+        assert importlib.util.find_spec(module), module
+        if module != "kvbench":
+            continue
+        command = words.pop(0) if words and re.fullmatch(r"[a-z_]+", words[0]) else "run"
+        assert command in listing.commands(), command
+        if command in ("list", "help", "lm_eval"):
+            continue
+        # Of a sweep's values, the first.
+        settings = [
+            word.partition(",")[0] if not re.search(r"[{[]", word) else word
+            for word in words
+            if not word.startswith("-")
+        ]
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            compose("config" if command == "run" else f"command/{command}", [word for word in settings if "=" in word])
+
+
+@pytest.mark.parametrize("group", ["method", "task"])
+def test_readme_lists_every_choice(group):
+    """The README's tables have every method and every task, by the name that is typed."""
+    rows = "\n".join(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|"))
+    assert {name for name in listing.options(group) if f"`{name}`" not in rows} == set()
 
 
 # The published protocols, by table or figure of their paper.
