@@ -1,4 +1,4 @@
-"""FlashAttention and FlashInfer as further variants, where they are installed. Neither is needed for anything.
+"""FlashAttention and FlashInfer as further variants, where they are installed. Neither is required.
 
 Both are called with 16-bit pages or tensors, as their users do. Written from their documentation; not yet run on a GPU.
 """

@@ -101,7 +101,7 @@ def choose_timer(clock: str, device: str, threads: int) -> Timer:
 
 
 def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
-    """Parts the variants whose output is right from those that must not be timed.
+    """Separates the variants whose output is right from those that must not be timed.
 
     Returns:
         The right ones, with `max_error` in their `extra`; and name and reason of each refused one.
