@@ -56,7 +56,8 @@ def variants(q: Tensor, k: Tensor, v: Tensor, scale: float, working_set_mb: int,
 
 
 def _error(call: Callable[[int], Tensor], buffer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
-    found, (q, k, v) = call(buffer), (x.half() for x in (q, k, v))
+    found = call(buffer)
+    q, k, v = q.half(), k.half(), v.half()
     exact = torch.stack([caches.exact_attention(a, b, c, scale)[0] for a, b, c in zip(q, k, v, strict=True)])
     return caches.relative_error(found, exact)
 
