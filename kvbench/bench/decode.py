@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.bench import choices
 from kvbench.bench.decoders import OwnDecoder, StoreDecoder, relative
+from kvbench.config.files import FULL
 from kvbench.engine.hf import OWN_CACHES
 from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
@@ -20,7 +21,7 @@ from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
 
 OWN = "transformers"
-BASELINES = (OWN, "full")
+BASELINES = (OWN, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
 # amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
@@ -42,7 +43,7 @@ class WholeModel(Common):
     """
 
     model: str = "smollm2-135m"
-    methods: list[str] = field(default_factory=lambda: ["full", "snapkv budget=0.25", "diffkv", "kivi bits=2"])
+    methods: list[str] = field(default_factory=lambda: [FULL, "snapkv budget=0.25", "diffkv", "kivi bits=2"])
     context: int = 4096
     steps: int = 4
 

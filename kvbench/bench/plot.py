@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.results.journal import write_atomic
-from kvbench.show.figure import COLOURS, MARKERS
+from kvbench.results.writing import write_atomic
+from kvbench.show.palette import COLOURS, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -15,11 +15,9 @@ from rich.text import Text
 
 from kvbench.kernels.bench import report
 from kvbench.kernels.bench.report import label_of
-from kvbench.results.journal import write_atomic
-from kvbench.show.progress import PLAIN_EVERY_S, format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from kvbench.results.writing import write_atomic
+from kvbench.show import terminal
+from kvbench.show.progress import PLAIN_EVERY_S, LiveBar, format_bytes, format_seconds, note
 
 WIDTH = 132
 NONE = "-"
@@ -35,19 +33,14 @@ class Bar:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._live: Progress | None = None
+        self._live: LiveBar | None = None
         self._label = ""
         self._spoken = time.monotonic()
         self._seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
-            self._live = Progress(*columns, console=Console(file=sys.stderr), transient=True)
-            self._task = self._live.add_task(self.what, total=None, state="")
-            self._live.start()
+            self._live = LiveBar(sys.stderr, self.what, total=None)
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -65,10 +58,10 @@ class Bar:
         left = f", {format_seconds((latest - then) / (done - before) * (total - done))} left" if known else ""
         state = f"{done}/{total} rounds{left}: {label}"
         if self._live is not None:
-            self._live.update(self._task, completed=done, total=total, state=state)
+            self._live.update(done, total, state)
         elif label != self._label or now - self._spoken >= PLAIN_EVERY_S:
             self._spoken, self._label = now, label
-            print(f"{self.what}: {state}", file=sys.stderr, flush=True)
+            note(f"{self.what}: {state}")
 
 
 def publish(document: dict, path: Path) -> None:
@@ -87,14 +80,11 @@ def publish(document: dict, path: Path) -> None:
     text = io.StringIO()
     Console(file=text, width=WIDTH).print(rendered)
     write_atomic(path.with_suffix(".txt"), text.getvalue().encode())
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = terminal.console(WIDTH)
     console.print(rendered)
     picture = plot.draw(document, path.with_suffix(".png"))
-    for file in (path, path.with_suffix(".txt"), picture):
-        if file is not None:
-            console.print(Text(str(file), overflow="fold"), soft_wrap=True)
+    files = (path, path.with_suffix(".txt"), picture)
+    terminal.print_paths([file for file in files if file is not None], console)
 
 
 def number(value: float) -> str:
@@ -123,7 +113,7 @@ def best_dense(rows: Sequence[dict]) -> str | None:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table = terminal.plain_table()
     table.add_column(headings[0], no_wrap=True)
     for heading in headings[1:]:
         table.add_column(heading, justify="right")

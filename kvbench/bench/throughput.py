@@ -152,7 +152,7 @@ def store_variant(
     first = [decoder.prefill(tokens[: settings.context]) for tokens in text[:batch]]
     for index in range(len(first), batch):
         decoder.fork(first[index % len(first)])
-    decoder.prompts = PromptCache()
+    decoder.runner.prompts = PromptCache()
     variant = _variant(method, decoder, settings, text, batch)
     variant.check = partial(decoder.reference_error, text[0][settings.context])
     variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)

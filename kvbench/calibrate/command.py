@@ -7,7 +7,6 @@ Differs: the paper states no rule for the choice beyond near-lossless accuracy; 
 The paper has no held-out verdict and no intervals.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from kvbench.results.journal import run_lock
 from kvbench.runs.calibration import KEY
 from kvbench.runs.experiment import check_config, check_requests
 from kvbench.runs.parts import Parts, default_parts, read_bytes
+from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
 
 EXIT_DONE, EXIT_FAILED = 0, 1
@@ -55,13 +55,13 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     folder = identity.run_folder(
         Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
     ).parent
-    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=_say)
+    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=note)
     default = sweep.point({}, held_out)
     digest = identity.hash_identity(
         identity.canonical({"plan": plan, "held_out": default.experiment.identity, "tuning": tuning.fingerprint})
     )
     own = folder / digest[: identity.HASH_DIGITS]
-    with run_lock(folder, say=_say):
+    with run_lock(folder, say=note):
         own.mkdir(parents=True, exist_ok=True)
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
         _tune(sweep, plan, tuning, result)
@@ -157,7 +157,3 @@ def _described(task: TaskSet) -> dict:
     for request in task.requests:
         names.setdefault(request.subset, []).append(request.sample_id)
     return {"fingerprint": task.fingerprint, "num_samples": len(task.requests), "samples": names}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvbench.config.files import FULL
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
-from kvbench.runs.experiment import FULL, Experiment, prepare, reference_config
+from kvbench.results.sample import SampleRecord, journal_record
+from kvbench.runs.experiment import Experiment, prepare, reference_config
 from kvbench.runs.parts import Parts
-from kvbench.runs.run import journal_record, score_outcome, unfinished_groups
+from kvbench.runs.run import score_outcome, unfinished_groups
 from kvbench.show.progress import Progress
 from kvbench.tasks.taskset import TaskSet
 
@@ -29,7 +31,7 @@ class Point:
     settings: dict
     """The tuned settings; empty for the full cache."""
     experiment: Experiment
-    records: list[dict] = field(default_factory=list)
+    records: list[SampleRecord] = field(default_factory=list)
     """Journal records in request order, once it was measured."""
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import kvbench
 from kvbench.config import files as listing
-from kvbench.config.files import package_folder, sibling_folder
+from kvbench.config.files import FULL, package_folder, sibling_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -129,7 +129,7 @@ def report(error: Exception) -> int:
     Returns:
         The exit code.
     """
-    from kvbench.results.journal import JournalError, is_full, write_error
+    from kvbench.results.writing import JournalError, is_full, write_error
 
     if is_full(error):  # raised where a library writes, or where the output goes to a file
         cause, error = error, write_error(error.filename or "a file or the output", error)
@@ -171,7 +171,7 @@ def run_command(overrides: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from kvbench.config.compose import explain, with_swept_groups
-    from kvbench.results.journal import is_full, write_error
+    from kvbench.results.writing import is_full, write_error
 
     _finished.clear()
     _codes.clear()
@@ -247,7 +247,7 @@ def _show_sweep() -> None:
         rows = groups.setdefault(finished.folder.parent.parent, [])
         rows += [item for item in (finished.reference, finished.record) if item is not None]
     pictures = [
-        figure.draw(sorted(rows, key=lambda record: record.method != "full"), folder / "sweep.png")
+        figure.draw(sorted(rows, key=lambda record: record.method != FULL), folder / "sweep.png")
         for folder, rows in groups.items()
     ]
     table.show([record for rows in groups.values() for record in rows], pictures)

@@ -1,17 +1,16 @@
 """The `data` command: fetch a benchmark for machines without a network, or check the files at hand."""
 
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.plain import plain
 from kvbench.data.catalogue import REPOSITORIES, files_of
 from kvbench.data.check import Report, check_copy, check_file, read_manifest
 from kvbench.data.fetch import fetch_copy, fetch_files
+from kvbench.show import terminal
+from kvbench.show.progress import note
 
 MAX_LISTED = 50  # broken rows that are shown; all are counted
 
@@ -42,9 +41,9 @@ def main(cfg: DictConfig) -> int:
     folder = Path(str(cfg.to if cfg.check is None else cfg.check)).expanduser()
     if cfg.to is not None:
         if files is None:
-            fetch_copy(task, REPOSITORIES[task], folder, _say)
+            fetch_copy(task, REPOSITORIES[task], folder, note)
         else:
-            fetch_files(task, files, folder, _say)
+            fetch_files(task, files, folder, note)
     elif not folder.is_dir():
         raise ValueError(f"check={folder} is not a folder (looked for {folder.absolute()})")
     manifest = read_manifest(folder)
@@ -55,12 +54,8 @@ def main(cfg: DictConfig) -> int:
     return _show(task, folder, reports, bool(cfg.partial))
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _show(task: str, folder: Path, reports: list[Report], partial_data: bool) -> int:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), title=f"{task} in {folder}", title_justify="left")
+    table = terminal.plain_table(f"{task} in {folder}", title_style=None)
     table.add_column("file", no_wrap=True)
     for heading in ("rows", "of", "broken"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -70,7 +65,7 @@ def _show(task: str, folder: Path, reports: list[Report], partial_data: bool) ->
         state = "; ".join((*report.faults, *report.notes)) or ("good" if report.good else "")
         counts = [str(report.rows), str(report.wanted), str(len(report.broken))] if report.wanted else ["", "", ""]
         table.add_row(report.name, *counts, report.sha256[:16], Text(state, overflow="fold"))
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = terminal.console(140)
     console.print(table)
     broken = [row for report in reports for row in report.broken]
     for row in broken[:MAX_LISTED]:

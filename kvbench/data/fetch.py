@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from kvbench.data.catalogue import DataFile
 from kvbench.data.check import MANIFEST, read_manifest, sha256_of
-from kvbench.results.journal import write_atomic
+from kvbench.results.writing import write_atomic
 from kvbench.tasks.problem_source import parquet_lines
 from kvbench.tasks.source import is_network_error
 

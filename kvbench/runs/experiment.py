@@ -9,9 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files as listing
 from kvbench.config.code import hash_files
+from kvbench.config.files import FULL
 from kvbench.errors import check_whole, unknown_name
 from kvbench.results import identity, provenance
-from kvbench.results.journal import Key
+from kvbench.results.sample import Key
 from kvbench.runs import calibration
 from kvbench.runs.parts import Parts
 
@@ -20,7 +21,6 @@ KEYS = {
     | {"reference", "fidelity", "store", "prompt_cache_bytes"},
     "fidelity.": {"max_tokens"},
 }
-FULL = "full"  # the one method the harness knows by name: the reference of every other
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,22 +4,24 @@ The full cache on the same samples is an experiment like any other; it is looked
 """
 
 import dataclasses
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvbench.config.files import FULL
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results import provenance, summary
-from kvbench.results.journal import Journal, JournalError, run_lock, write_atomic
+from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
-from kvbench.runs.experiment import FULL, Experiment, check_config, prepare, reference_config
+from kvbench.results.sample import SampleRecord, journal_record
+from kvbench.results.writing import JournalError, write_atomic
+from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
 from kvbench.runs.parts import Parts, default_parts
-from kvbench.show.progress import Progress
+from kvbench.show.progress import Progress, note
 
 MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
 
@@ -53,32 +55,6 @@ def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Jou
         if any((item.sample_id, repeat) not in journal for item in group for repeat in range(item.num_samples)):
             todo.extend(group)
     return todo
-
-
-def journal_record(request: Request, outcome: Outcome, scores: Mapping[str, float], protocol: dict) -> dict:
-    """One line of `samples.jsonl`. Only `timing` may differ between two runs of the same thing."""
-    return {
-        "sample_id": outcome.sample_id,
-        "subset": request.subset,
-        "repeat": outcome.repeat,
-        "status": outcome.status,
-        "text": outcome.text,
-        "token_ids": list(outcome.token_ids),
-        "finish": outcome.finish,
-        "scores": dict(scores),
-        "fidelity": outcome.fidelity,
-        **({"choices": outcome.choices} if request.choices else {}),
-        "ledger": outcome.ledger,
-        "kept": outcome.kept,
-        "num_prompt_tokens": outcome.num_prompt_tokens,
-        "num_prompt_tokens_untruncated": request.num_prompt_tokens_untruncated,
-        "truncated": request.truncated,
-        "nan_layer": outcome.nan_layer,
-        "message": outcome.message,
-        "protocol": protocol,
-        "meta": request.meta,
-        "timing": outcome.timing,
-    }
 
 
 def score_outcome(task: object, request: Request, outcome: Outcome) -> dict[str, float]:
@@ -140,7 +116,7 @@ def compute_missing(experiment: Experiment, journal: Journal, session: Session) 
         experiment.engine.run(todo, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests)
 
 
-def verdict(experiment: Experiment, records: Sequence[dict]) -> str:
+def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
     """Say why the run must not be used, or return an empty string.
 
     A method that did nothing, and a run in which no sample ended well, would otherwise pass as a result.
@@ -162,7 +138,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     """Fill the numbers of `run.json` from the journal."""
     task, records = experiment.task, list(journal.records.values())
     record.metrics = summary.metrics(records, task.metrics, task.primary)
-    record.task_aggregate = task.aggregate(records)
+    record.task_aggregate = task.aggregate([dict(item) for item in records])
     record.fidelity = summary.fidelity(records)
     record.ledger = summary.ledger(records)
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
@@ -191,7 +167,7 @@ class Run:
     """One run that ended: its record, its samples in request order, and its folder."""
 
     record: RunRecord
-    records: list[dict]
+    records: list[SampleRecord]
     folder: Path
 
 
@@ -247,12 +223,8 @@ def execute(
         return Run(record=record, records=records, folder=folder)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def run_experiment(
-    cfg: DictConfig, *, method: str, parts: Parts | None = None, say: Callable[[str], None] = _say
+    cfg: DictConfig, *, method: str, parts: Parts | None = None, say: Callable[[str], None] = note
 ) -> Finished:
     """Run one experiment, and the full cache on the same samples when it is not there yet.
 
