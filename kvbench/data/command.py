@@ -28,7 +28,9 @@ def main(cfg: DictConfig) -> int:
         ValueError: A setting is wrong, or the data cannot be fetched.
     """
     if (cfg.to is None) == (cfg.check is None):
-        raise ValueError("give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)")
+        raise ValueError(
+            f"to={cfg.to} and check={cfg.check}: give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)"
+        )
     if not cfg.get("task"):
         raise ValueError("which benchmark? For example task=longbench; `python -m kvbench data --help` lists them")
     settings = plain(cfg.task)
