@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvbench.calibrate.choose import Measured, beside, settings_text
 from kvbench.calibrate.plan import Rule
-from kvbench.calibrate.write import Result, StageResult
+from kvbench.calibrate.write import Choice, Result, StageResult
 from kvbench.show.progress import format_bytes
 from kvbench.stats.intervals import Estimate
 
@@ -25,17 +25,17 @@ def show(result: Result, files: Sequence[Path]) -> None:
         files: What was written, the file to use first.
     """
     rule = result.plan.rule
-    parts: list[object] = [_stage_table(item, rule) for item in result.stages]
-    if result.held_out is not None:
-        parts.append(_held_out_table(result))
+    tables = [_stage_table(item, rule) for item in result.stages]
+    if result.choice is not None:
+        tables.append(_held_out_table(result, result.choice))
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    console.print(Group(*(item for part in parts for item in (Text(), part))))
+    console.print(Group(*(item for table in tables for item in (Text(), table))))
     console.print(verdict(result), markup=False, highlight=False)
     for path in files:
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)
-    if result.chosen is not None:
+    if result.choice is not None:
         use = f"python -m kvbench method={result.method} method.calibration={files[0]}"
         console.print(f"use it: {use}", markup=False, highlight=False, soft_wrap=True)
 
@@ -44,18 +44,19 @@ def verdict(result: Result) -> str:
     """What was found, in one sentence."""
     rule = result.plan.rule
     what = f"{NAMES[rule.criterion]} at most {SCALE[rule.criterion] * rule.margin:g} ({rule.proof})"
-    if result.chosen is None:
+    choice = result.choice
+    if choice is None:
         stage = result.stages[-1].stage
         return (
             f"No value of {stage.parameter} is good enough: {what} was asked. Try gentler values, more samples "
             "(calibrate.tuning_samples), or another margin; no calibration file was written."
         )
-    chosen = settings_text(result.chosen)
-    loss = interval(result.held_out.losses[rule.criterion], SCALE[rule.criterion])
-    state = "confirmed" if result.confirmed else "NOT confirmed"
+    loss = interval(choice.held_out.losses[rule.criterion], SCALE[rule.criterion])
+    state = "confirmed" if choice.confirmed else "NOT confirmed"
     return (
-        f"{chosen}: {state} on {result.held_out.num_samples} held-out samples, {NAMES[rule.criterion]} {loss}, "
-        f"asked {what}; {100 * result.held_out.bytes_ratio.value:.1f} % of the FP16 bytes."
+        f"{settings_text(choice.settings)}: {state} on {choice.held_out.num_samples} held-out samples, "
+        f"{NAMES[rule.criterion]} {loss}, asked {what}; "
+        f"{100 * (choice.held_out.bytes_ratio.value or 0):.1f} % of the FP16 bytes."
     )
 
 
@@ -100,14 +101,14 @@ def _stage_table(item: StageResult, rule: Rule) -> Table:
     return table
 
 
-def _held_out_table(result: Result) -> Table:
-    table = _table(f"{result.held_out.num_samples} held-out samples", "method", result.plan.rule)
+def _held_out_table(result: Result, choice: Choice) -> Table:
+    table = _table(f"{choice.held_out.num_samples} held-out samples", "method", result.plan.rule)
     settings = result.default.identity["method"]
     replaced = {item.parameter: settings[item.parameter] for item in result.plan.stages}
     for name, point in (
-        ("full", result.held_out_full),
-        (f"uncalibrated\n{settings_text(replaced)}", result.held_out_default),
-        (f"calibrated\n{settings_text(result.chosen)}", result.held_out),
+        ("full", choice.held_out_full),
+        (f"uncalibrated\n{settings_text(replaced)}", choice.held_out_default),
+        (f"calibrated\n{settings_text(choice.settings)}", choice.held_out),
     ):
         mark = "" if name == "full" else "within" if point.within else "too much"
         _row(table, name, point, mark, result.plan.rule)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, check_whole, unknown_name
 from kvbench.models import embedded as model_embedded
 from kvbench.models import files as model_files
@@ -68,7 +69,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         ValueError: A key or value is unknown, out of range, or does not fit the machine.
         MissingWeightsError: Files are not there; the message says where was looked and how to get them.
     """
-    settings = _plain(cfg)
+    settings = as_dict(cfg)
     kind = settings.get("kind")
     if kind not in _LOADERS:
         raise unknown_name("model.kind", kind, _LOADERS)
@@ -166,13 +167,6 @@ def _read_folder(folder: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "
             "a file is damaged; models that need code of their own (trust_remote_code) are not supported."
         ) from error
     return model, tokenizer
-
-
-def _plain(cfg: Mapping[str, Any]) -> dict:
-    """Turns a DictConfig or mapping into a plain dict, interpolations resolved."""
-    from omegaconf import DictConfig, OmegaConf
-
-    return OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else dict(cfg)
 
 
 def _path(settings: dict) -> str:
