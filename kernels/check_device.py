@@ -12,18 +12,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.backend import Ring, TierPages
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.dispatch import get_backend, gpu_backend
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.attention import column_scores
 from kvbench.kernels.reference.pages import region
 from kvbench.kernels.table import PageTable
+
+if TYPE_CHECKING:
+    from kvbench.kernels.gpu.backend import Gpu
+    from kvbench.kernels.gpu.manager import DevicePages
 
 TRACK = ("score", "pos")
 # Sums are fp32 throughout for fp32 queries. For 16-bit ones, weights (and keys with a scale per channel) are rounded to
@@ -66,7 +70,7 @@ class Plan:
     """
 
     device: torch.device
-    backend: SimpleNamespace
+    backend: "Gpu"
     quick: bool = False
 
     @property
@@ -146,9 +150,6 @@ def _filled(plan: Plan, formats: list[PageFormat], counts: list[Tensor]) -> tupl
 
 def _to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
     return [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
-
-
-# Checks ---------------------------------------------------------------------------------------------------------------
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
@@ -259,20 +260,31 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
         length = min(plan.tokens, 700)
         q, k, v = (torch.randn(h, length, head_dim, generator=make).to(dtype) for h in (6, 2, 2))
         kind, scale = f"dim {head_dim}, {str(dtype).split('.')[1]}", head_dim**-0.5
-        moved = [x.to(plan.device) for x in (q, k, v)]
+        there = q.to(plan.device), k.to(plan.device), v.to(plan.device)
         with _no_synchronisation(plan.device):
-            out, lse = plan.backend.attention_with_lse(*moved, scale)
+            out, lse = plan.backend.attention_with_lse(*there, scale)
         grouped = (q.double().unflatten(0, (2, 3)) @ k.double()[:, None].transpose(2, 3)).flatten(0, 1) * scale
         grouped = grouped.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
         want = (grouped.softmax(-1).unflatten(0, (2, 3)) @ v.double()[:, None]).flatten(0, 1)
         yield Finding(f"prompt attention, {kind}", _differ(out, want), BOUNDS[dtype])
         yield Finding(f"prompt lse, {kind}", _differ(lse, grouped.logsumexp(-1)), 1e-5)
         for queries, skip_near, power in ((-1, 0, 1), (-1, length // 4, 2), (32, 7, 1)):
-            options = {"queries": queries, "skip_near": skip_near, "power": power}
-            plain = {"pool": "none", "pool_kernel": 1, "pool_stage": "after_group", "pool_region": "all"}
             with _no_synchronisation(plan.device):
-                got = plan.backend.prompt_scores(*moved[:2], scale, **options, **plain, group="max")
-            known = column_scores(q, k, scale, **options).unflatten(0, (2, 3)).amax(1)
+                got = plan.backend.prompt_scores(
+                    there[0],
+                    there[1],
+                    scale,
+                    queries=queries,
+                    skip_near=skip_near,
+                    power=power,
+                    pool="none",
+                    pool_kernel=1,
+                    pool_stage="after_group",
+                    pool_region="all",
+                    group="max",
+                )
+            known = column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power)
+            known = known.unflatten(0, (2, 3)).amax(1)
             name = f"column scores {queries}/{skip_near}/{power}, {kind}"
             yield Finding(name, _differ(got / known.max(), known / known.max()), 1e-5)
 
@@ -285,7 +297,7 @@ def check_manager(plan: Plan) -> Iterator[Finding]:
     tokens, spare = (size, size), 3 * num
     pool = PagePool(16, spare, growable=False)
     table = PageTable(pool, tokens, num, 1, 1, 6)
-    held = plan.backend.DevicePages(pool.page_bytes, spare, tokens, num, 6, plan.device)
+    held = plan.backend.device_pages(pool.page_bytes, spare, tokens, num, 6, plan.device)
     lists = torch.randperm(num, generator=make)
     on = lists.to(plan.device)
     for step in range(6):
@@ -316,7 +328,7 @@ def _compaction(plan: Plan, fmt: PageFormat) -> Finding:
     pool = PagePool(fmt.page_bytes, 4 * num, growable=False)
     pool.pages.copy_(torch.randint(256, pool.pages.shape, dtype=torch.uint8, generator=make))
     table = PageTable(pool, (size,), num, 1, 1, 4)
-    held = plan.backend.DevicePages(fmt.page_bytes, 4 * num, (size,), num, 4, plan.device)
+    held = plan.backend.device_pages(fmt.page_bytes, 4 * num, (size,), num, 4, plan.device)
     held.pages.copy_(pool.pages)
     lists = torch.arange(num)
     count = torch.randint(0, 3 * size, (num,), generator=make)
@@ -360,12 +372,12 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
     yield Finding("captured step: slots and bytes", _bytes(slots_again, slots) + _bytes(pages_again, pages), 0)
 
 
-def _decode_step(plan: Plan) -> tuple[Callable[[], None], object, Tensor]:
+def _decode_step(plan: Plan) -> tuple[Callable[[], None], "DevicePages", Tensor]:
     """A step over four sequences of two KV heads, its page manager and where it leaves its output."""
     fmt, head_dim, num = _format("k8v4", 64), 64, 8
     size = fmt.tokens_per_page
     make = torch.Generator(plan.device).manual_seed(8)
-    held = plan.backend.DevicePages(fmt.page_bytes, 64, (size,), num, 4, plan.device)
+    held = plan.backend.device_pages(fmt.page_bytes, 64, (size,), num, 4, plan.device)
     held.pages.zero_()
     lists = torch.arange(num, device=plan.device)
     one, out = torch.ones_like(lists), torch.zeros(4, 8, head_dim, device=plan.device)
@@ -405,7 +417,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"no GPU: torch {torch.__version__} sees none here; run this on a machine with one", file=sys.stderr)
         return 2
     try:
-        backend = get_backend("triton", device)
+        backend = gpu_backend(device)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

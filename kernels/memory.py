@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import sys
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -30,7 +31,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 
 
 @cache
-def _madvise() -> object | None:
+def _madvise() -> Callable[[int, int, int], int] | None:
     """The C library's madvise, on Linux."""
     if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None

@@ -86,13 +86,12 @@ class KvbenchLM(LM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat for a task that is not kvbench's own."""
         self._rendered = True
-        more: dict[str, Any] = template_settings(self.model.tokenizer, self.protocol, self.model.name)
         text = self.model.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-            **more,
+            **template_settings(self.model.tokenizer, self.protocol, self.model.name),
         )
         assert isinstance(text, str)  # tokens come only where they are asked for
         return text

@@ -2,30 +2,22 @@
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
 import torch
 
 from kvbench.policy import (
     EVICT,
-    Budget,
-    CompactPlan,
-    DecodeView,
-    Policy,
     PrefillPlan,
     PrefillView,
-    ScoreSpec,
-    Tier,
+    WindowRanked,
     largest_remainder,
     pyramid_budgets,
     rank_descending,
-    shrink_to_share,
-    window_score,
 )
 
 
 @dataclass(kw_only=True)
-class AdaSnapKV(Policy):
+class AdaSnapKV(WindowRanked):
     """Gives every head of a layer a budget by how many of the layer's best tokens are its own, with a floor.
 
     Args:
@@ -49,37 +41,20 @@ class AdaSnapKV(Policy):
         one kept set per KV head with the group's mean.
     """
 
-    budget: float | int | str = 0.25
     alpha: float = 0.2
     pyramid: bool = False
     beta: int = 20
-    window: int = 32
-    pool: str = "max"
-    pool_kernel: int = 7
     official_rounding: bool = False
-    decode_every: int = 0
-    tier: str = "fp16"
-    granularity: Literal["kv_head", "q_head"] = "kv_head"
     scope = "layer"
+    budget_is_mean = True
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha} must be in [0, 1]")
         if self.beta < 1:
             raise ValueError(f"beta={self.beta} must be >= 1")
-        self._score = window_score(
-            self._budget, self.window, self.pool, self.pool_kernel, self.decode_every, self.granularity
-        )
-        self.compact_every = self.decode_every
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
+        self.spare_pages = int(self.official_rounding)
 
     def head_budgets(self, score: torch.Tensor, base: int) -> list[int]:
         """Prefix tokens per head from pooled prefix scores fp32 [H, prefix]; the mean is `base`."""
@@ -113,10 +88,3 @@ class AdaSnapKV(Policy):
             own = torch.tensor(self.head_budgets(score, base), device=score.device)[:, None]
             tier_of[0, :, :prefix] = torch.where(rank_descending(score) < own, 0, EVICT)
         return PrefillPlan(tier_of=tier_of)
-
-    def plan_compact(self, view: DecodeView) -> CompactPlan:
-        return shrink_to_share(view, self._budget, self.window)
-
-    def check_outcome(self, record: dict) -> str | None:
-        spare = int(self.official_rounding)
-        return self.share_complaint(record, self._budget, self.window, mean=True, spare_pages=spare)

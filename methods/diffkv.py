@@ -74,18 +74,10 @@ class DiffKV(Policy):
             if getattr(self, name) not in rules:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rules[0]!r} or {rules[1]!r}")
         named = (Tier.parse(self.high), Tier.parse(self.low))
-        self._tiers = tuple(tier.split_by_bits({4: 2, 2: 4}) for tier in named) if self.cot else named
-        self._score = ScoreSpec(
+        self.tiers = tuple(tier.split_by_bits({4: 2, 2: 4}) for tier in named) if self.cot else named
+        self.score = ScoreSpec(
             prefill_queries=self.queries, group_reduce="max", decode_update=True, track=("score", "pos")
         )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return self._tiers
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         length = view.num_tokens

@@ -42,7 +42,7 @@ class DuoAttention(Policy):
     acts_in_decode = True
 
     def __post_init__(self) -> None:
-        self._tier = Tier.parse(self.tier)
+        self.tiers = (Tier.parse(self.tier),)
         if self.sparsity is not None and not 0 <= self.sparsity <= 1:
             raise ValueError(f"sparsity={self.sparsity} must be in [0, 1], or null to part the gates at 0.5")
         if self.sinks < 0 or self.recent < 1:
@@ -56,10 +56,6 @@ class DuoAttention(Policy):
         else:
             num_full = gates.numel() - int(self.sparsity * gates.numel() + 1e-9)
             self._streams = (rank_descending(gates.flatten()) >= num_full).view_as(gates)
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         if self.table is None:
@@ -110,7 +106,7 @@ def read_gates(table: str | Sequence[Sequence[float]]) -> tuple[tuple[float, ...
     Raises:
         ValueError: There is no such file, or it is not a table of numbers with equally many in every line.
     """
-    rows = table
+    rows: Sequence[Sequence[float | str]]
     if isinstance(table, str):
         path = Path(table).expanduser()
         if not path.is_file():
@@ -121,6 +117,8 @@ def read_gates(table: str | Sequence[Sequence[float]]) -> tuple[tuple[float, ...
             rows = json.loads(text) if path.suffix == ".json" else lines
         except ValueError as error:
             raise ValueError(f"method.table={table} is no JSON ({error}); write a list of lists of gates") from None
+    else:
+        rows = table
     try:
         gates = tuple(tuple(float(gate) for gate in row) for row in rows)
     except (TypeError, ValueError):

@@ -19,8 +19,4 @@ class Full(Policy):
     tier: str = "fp16"
 
     def __post_init__(self) -> None:
-        self._tier = Tier.parse(self.tier)
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
+        self.tiers = (Tier.parse(self.tier),)

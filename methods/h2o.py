@@ -46,34 +46,26 @@ class H2O(Policy):
 
     budget: float | int | str = 0.2
     recent_share: float = 0.5
-    group: str = "sum"
+    group: Literal["sum", "mean", "max"] = "sum"
     one_shot: bool = False
     window: int = 0
     tier: str = "fp16"
     granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         check_granularity(self.granularity)
         if not 0 <= self.recent_share <= 1:
             raise ValueError(f"recent_share={self.recent_share} must be in [0, 1]")
         if self.window < 0:
             raise ValueError(f"window={self.window} must be >= 0 tokens")
         self.acts_in_decode = not self.one_shot
-        self._score = ScoreSpec(
+        self.score = ScoreSpec(
             prefill_queries=ALL_QUERIES,
             group_reduce=self.group,
             decode_update=not self.one_shot,
             track=() if self.one_shot else ("score", "pos"),
         )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, tier_of = view.budget_tokens(self._budget), view.filled(0)

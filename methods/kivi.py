@@ -32,23 +32,13 @@ class Kivi(Policy):
             raise ValueError(
                 f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}"
             )
-        if self.native:
-            self._tier = Tier(native=True)
-        else:
-            self._tier = Tier(
-                k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group
-            )
-        self._residual = Residual(
+        tier = Tier(native=True)
+        if not self.native:
+            tier = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
+        self.tiers = (tier,)
+        self.residual = Residual(
             num_tokens=self.residual_tokens, v_flush="oldest", when="after_attention", hold_prompt=True
         )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def residual(self) -> Residual:
-        return self._residual
 
     def check_outcome(self, record: dict) -> str | None:
         kept = record.get("kept", {})

@@ -41,19 +41,11 @@ class KeyNorm(Policy):
     tier: str = "fp16"
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         if self.skip_layers < 0 or self.decode_every < 0:
             raise ValueError(f"skip_layers={self.skip_layers} and decode_every={self.decode_every} must be >= 0")
         self.compact_every = self.decode_every
-        self._score = ScoreSpec(statistic="key_norm", track=("score", "pos") if self.decode_every else ())
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
+        self.score = ScoreSpec(statistic="key_norm", track=("score", "pos") if self.decode_every else ())
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, skipped, length = view.budget_tokens(self._budget), self.skip_layers, view.num_tokens

@@ -1,6 +1,6 @@
 """KV-Compress: whole blocks evicted by one ranking over all layers and heads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,7 +59,7 @@ class KVCompress(Policy):
     scope = "model"
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         if self.variant not in ("window", "full"):
             raise ValueError(f"variant={self.variant!r} must be 'window' or 'full'")
         if self.floor_tokens < 0 or self.skip_near < 0:
@@ -69,31 +69,18 @@ class KVCompress(Policy):
                 f"block={self.block}, obs_window={self.obs_window} and protected={self.protected} must be >= 1"
             )
         self.compact_every = self.block if self.continual else 0
-        shared = {
-            "power": self.power,
-            "group_reduce": "sum",
-            "decode_update": self.continual,
-            "track": ("score", "pos"),
-        }
+        both = ScoreSpec(power=self.power, group_reduce="sum", decode_update=self.continual, track=("score", "pos"))
         if self.variant == "window":
-            self._score = ScoreSpec(
+            self.score = replace(
+                both,
                 prefill_queries=self.obs_window,
                 pool="max",
                 pool_kernel=7,
                 pool_stage="per_query_head",
                 pool_region="all",
-                **shared,
             )
         else:
-            self._score = ScoreSpec(prefill_queries=ALL_QUERIES, skip_near=self.skip_near, **shared)
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
+            self.score = replace(both, prefill_queries=ALL_QUERIES, skip_near=self.skip_near)
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         length = view.num_tokens

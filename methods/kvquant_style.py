@@ -39,17 +39,9 @@ class KVQuantStyle(Policy):
         quantised = Tier(
             k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_splits=self.v_splits
         )
-        self._tier = Tier(native=True) if self.native else quantised
-        self._residual = Residual(num_tokens=self.group, v_flush="all", when="after_attention", hold_prompt=False)
+        self.tiers = (Tier(native=True) if self.native else quantised,)
+        self.residual = Residual(num_tokens=self.group, v_flush="all", when="after_attention", hold_prompt=False)
         self.position_mode = "pre_rope" if self.pre_rope else "absolute"
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def residual(self) -> Residual:
-        return self._residual
 
     def check_outcome(self, record: dict) -> str | None:
         kept = record.get("kept", {})

@@ -75,19 +75,11 @@ class MiniKV(Policy):
         self._budget = Budget.parse(min(1.0, self.heavy + self.recent) if self.budget is None else self.budget)
         self.scope = "model" if self.allocation.startswith("var") else "head"
         coded = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
-        self._tier = Tier(native=True) if self.native else coded
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return ScoreSpec(prefill_queries=ALL_QUERIES, group_reduce="sum")
-
-    @property
-    def residual(self) -> Residual:
-        return Residual(num_tokens=self.residual_tokens, v_flush="all", when="before_attention", hold_prompt=False)
+        self.tiers = (Tier(native=True) if self.native else coded,)
+        self.score = ScoreSpec(prefill_queries=ALL_QUERIES, group_reduce="sum")
+        self.residual = Residual(
+            num_tokens=self.residual_tokens, v_flush="all", when="before_attention", hold_prompt=False
+        )
 
     def heavy_counts(self, view: PrefillView) -> list[int]:
         """Heavy hitters of every layer of the view; at least one."""

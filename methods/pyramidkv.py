@@ -1,29 +1,14 @@
 """PyramidKV: SnapKV's selection with a budget that shrinks from the first layer to the last."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from kvbench.policy import (
-    EVICT,
-    Budget,
-    CompactPlan,
-    DecodeView,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    pyramid_budgets,
-    rank_descending,
-    shrink_to_share,
-    window_score,
-)
+from kvbench.policy import EVICT, PrefillPlan, PrefillView, WindowRanked, pyramid_budgets, rank_descending
 
 
 @dataclass(kw_only=True)
-class PyramidKV(Policy):
+class PyramidKV(WindowRanked):
     """Keeps the observation window and the tokens its queries attend to most; lower layers keep more, and the mean over
     layers is the budget.
 
@@ -46,32 +31,15 @@ class PyramidKV(Policy):
         prompt; one layer works.
     """
 
-    budget: float | int | str = 0.25
-    window: int = 32
     beta: int = 20
-    pool: str = "max"
-    pool_kernel: int = 7
     official_rounding: bool = False
-    decode_every: int = 0
-    tier: str = "fp16"
-    granularity: Literal["kv_head", "q_head"] = "kv_head"
+    budget_is_mean = True
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        super().__post_init__()
         if self.beta < 1:
             raise ValueError(f"beta={self.beta} must be >= 1")
-        self._score = window_score(
-            self._budget, self.window, self.pool, self.pool_kernel, self.decode_every, self.granularity
-        )
-        self.compact_every = self.decode_every
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
+        self.spare_pages = int(self.official_rounding)
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
@@ -91,10 +59,3 @@ class PyramidKV(Policy):
             own = torch.tensor(keep, device=view.layers.device)[view.layers][:, None, None]
             tier_of[..., :prefix] = torch.where(rank_descending(view.score[..., :prefix]) < own, 0, EVICT)
         return PrefillPlan(tier_of=tier_of)
-
-    def plan_compact(self, view: DecodeView) -> CompactPlan:
-        return shrink_to_share(view, self._budget, self.window)
-
-    def check_outcome(self, record: dict) -> str | None:
-        spare = int(self.official_rounding)
-        return self.share_complaint(record, self._budget, self.window, mean=True, spare_pages=spare)

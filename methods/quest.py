@@ -36,22 +36,14 @@ class Quest(Policy):
     tier: str = "fp16"
 
     def __post_init__(self) -> None:
-        self._tier = Tier.parse(self.tier)
-        self._reading = ReadSpec(
+        self.tiers = (Tier.parse(self.tier),)
+        self.reading = ReadSpec(
             budget=Budget.parse(self.read_budget),
             page_tokens=self.page_tokens,
             min_pages=self.min_pages,
             dense_layers=self.dense_layers,
             group_reduce=self.group,
         )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def reading(self) -> ReadSpec:
-        return self._reading
 
     def check_outcome(self, record: dict) -> str | None:
         """Bounds of pages cost reads too: more than everything means that choosing among them left nothing out."""

@@ -46,21 +46,13 @@ class RandomControl(Policy):
     tier: str = "fp16"
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         if self.sinks < 0 or self.window < 0:
             raise ValueError(f"sinks={self.sinks} and window={self.window} must be >= 0")
-
         if self.decode_every < 0:
             raise ValueError(f"decode_every={self.decode_every} must be >= 0 steps; 0 = never")
         self.compact_every = self.decode_every
-
-    @property
-    def score(self) -> ScoreSpec:
-        return ScoreSpec(track=("pos",) if self.decode_every else ())
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
+        self.score = ScoreSpec(track=("pos",) if self.decode_every else ())
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, tier_of = view.budget_tokens(self._budget), view.filled(0)

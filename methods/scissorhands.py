@@ -54,26 +54,18 @@ class Scissorhands(Policy):
     compact_every = 1  # whether it is time is asked before every step: see compact_due
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         if self.history < 1 or self.recent < 0:
             raise ValueError(f"history={self.history} must be >= 1 query and recent={self.recent} >= 0 tokens")
         if not 0 < self.drop <= 1:
             raise ValueError(f"drop={self.drop} must be a share of the budget in (0, 1]")
-        self._score = ScoreSpec(
+        self.score = ScoreSpec(
             statistic="below_uniform",
             prefill_queries=self.history,
             group_reduce="max",
             decode_update=True,
             track=("score", "pos"),
         )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, length = view.budget_tokens(self._budget), view.num_tokens

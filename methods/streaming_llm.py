@@ -31,7 +31,7 @@ class StreamingLLM(Policy):
     acts_in_decode = True
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks} must be >= 0")
         if self._budget.unit == "tokens" and self._budget.value <= self.sinks:
@@ -40,10 +40,6 @@ class StreamingLLM(Policy):
             )
         if self.position_mode not in ("cache_relative", "absolute"):
             raise ValueError(f"position_mode={self.position_mode!r} must be 'cache_relative' or 'absolute'")
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         recent = max(1, view.budget_tokens(self._budget) - self.sinks)

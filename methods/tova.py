@@ -43,18 +43,10 @@ class TOVA(Policy):
     acts_in_decode = True
 
     def __post_init__(self) -> None:
-        self._tier, self._budget = Tier.parse(self.tier), Budget.parse(self.budget)
-        self._score = ScoreSpec(
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+        self.score = ScoreSpec(
             prefill_queries=1, group_reduce="mean", decode_update=True, decode_replace=True, track=("score", "pos")
         )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
-
-    @property
-    def score(self) -> ScoreSpec:
-        return self._score
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, score = view.budget_tokens(self._budget), view.score

@@ -1,6 +1,6 @@
 """Uniform quantisation: every token in one precision, nothing evicted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbench.policy import Policy, Tier
 
@@ -29,17 +29,6 @@ class Uniform(Policy):
             raise ValueError(
                 f"symmetric=true needs at least 2 bits, but tier={self.tier} has {min(named.k_bits, named.v_bits)}"
             )
-        if named.native or named.fp8:
-            self._tier = named
-        else:
-            self._tier = Tier(
-                k_bits=named.k_bits,
-                v_bits=named.v_bits,
-                k_splits=self.splits,
-                v_splits=self.splits,
-                symmetric=self.symmetric,
-            )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (self._tier,)
+        if not (named.native or named.fp8):
+            named = replace(named, k_splits=self.splits, v_splits=self.splits, symmetric=self.symmetric)
+        self.tiers = (named,)

@@ -5,9 +5,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache
 
-from kvbench.cache import ledger
 from kvbench.cache.layout import StoreOptions
-from kvbench.cache.store import CompressedStore
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Request
 from kvbench.methods.diffkv import DiffKV
@@ -77,9 +75,9 @@ def answers(loaded, policy, requests, *, on_step=None, sizing=None, **settings) 
         watch = (lambda step: on_step(running, step)) if on_step else None
         running.run(requests, on_outcome=keep, on_step=watch, sizing=sizing)
         store = running.store
-        assert store.pool.num_used == 0
-        assert sorted(store.pool.free_ids().tolist()) == list(range(store.pool.num_pages))
-        assert sorted(store._free_rows) == list(range(store.table.shape[0]))
+        assert store.pages.pool.num_used == 0
+        assert sorted(store.pages.pool.free_ids().tolist()) == list(range(store.pages.pool.num_pages))
+        assert sorted(store._free_rows) == list(range(store.pages.table.shape[0]))
     assert set(outcomes) == {(r.sample_id, i) for r in requests for i in range(r.num_samples)}
     return outcomes
 
@@ -102,30 +100,18 @@ def forced_logits(loaded, policy, prompts, continuations, reports=None) -> list[
     """
     steps = len(continuations[0])
     with engine(loaded, policy) as running:
-        running._open = []
-        running.store = CompressedStore(
-            policy,
-            running.shape,
-            rows=len(prompts),
-            max_prompt_tokens=max(map(len, prompts)),
-            max_new_tokens=steps,
-            options=running.options,
-            backend=running.backend,
-        )
-        rows, logits = [], []
-        for index, prompt in enumerate(prompts):
-            rows.append(running._open_row())
-            logits.append([running._prefill(rows[-1], request(str(index), tuple(prompt)))[0]])
+        runner = running.runner
+        runner.reserve(rows=len(prompts), prompt_tokens=max(map(len, prompts)), new_tokens=steps)
+        read = [runner.read(prompt) for prompt in prompts]
+        rows, logits = [row for row, _ in read], [[found[0]] for _, found in read]
         for step in range(steps):
-            out, bad = running._step(rows, [c[step] for c in continuations])
-            assert not bad
-            for kept, row in zip(logits, out, strict=True):
+            for kept, row in zip(logits, runner.step(rows, [c[step] for c in continuations]), strict=True):
                 kept.append(row)
         for row in rows:
             if reports is not None:
-                reports.append(ledger.report(running.store, row))
-            running._close(row)
-        assert running.store.pool.num_used == 0
+                reports.append(runner.store.ledger.report(row))
+            runner.close(row)
+        assert runner.store.pages.pool.num_used == 0
     return [torch.stack(kept) for kept in logits]
 
 

@@ -13,11 +13,15 @@ DATA = Path(os.environ.get("KVBENCH_TEST_DATA", ROOT.parent / "shared" / "data")
 
 
 def need_data(*names: str) -> pytest.MarkDecorator:
-    """A mark that skips a test where a file or folder of the benchmark data is missing, and says how to fetch it."""
+    """A mark that skips a test where a file or folder of the benchmark data is missing, and says how to fetch it.
+
+    Args:
+        names: Paths below the folder of the data; the first part of each is the name of the task.
+    """
     missing = [name for name in names if not (DATA / name).exists()]
-    task = names[0].split("/")[0]
+    tasks = dict.fromkeys(name.split("/")[0] for name in missing)
+    fetch = " and ".join(f"`python -m kvbench data task={task} to={DATA / task}`" for task in tasks)
     return pytest.mark.skipif(
         bool(missing),
-        reason=f"{', '.join(missing)} not in {DATA}; `python -m kvbench data task={task} to=DIR` fetches it, and "
-        "KVBENCH_TEST_DATA=PARENT_OF_DIR names the folder",
+        reason=f"{', '.join(missing)} not in {DATA}: {fetch} fetches it (KVBENCH_TEST_DATA names another folder)",
     )

@@ -7,7 +7,6 @@ import torch
 
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
-from kvbench.cache.view import StoreDecodeView
 from kvbench.kernels.dispatch import get_backend
 from kvbench.policy import PrefillView
 
@@ -67,14 +66,14 @@ def prefill_view(score: torch.Tensor | None, num_tokens: int, num_heads: int = 1
 
 def held_positions(store: CompressedStore, row: int, tier: int = 0) -> list[list[int]]:
     """Returns the positions in each list of a row, in slot order; the store must track `pos`."""
-    arrays = StoreDecodeView(store, torch.tensor([row])).slots(tier)
+    arrays = store.view(torch.tensor([row])).slots(tier)
     pos, valid = arrays.pos[0].flatten(0, 1), arrays.valid[0].flatten(0, 1)
     return [p[v].tolist() for p, v in zip(pos, valid, strict=True)]
 
 
 def held_scores(store: CompressedStore, row: int, tier: int = 0) -> list[dict[int, float]]:
     """Returns position -> stored score for each list of a row."""
-    arrays = StoreDecodeView(store, torch.tensor([row])).slots(tier)
+    arrays = store.view(torch.tensor([row])).slots(tier)
     fields = zip(arrays.pos[0].flatten(0, 1), arrays.score[0].flatten(0, 1), arrays.valid[0].flatten(0, 1), strict=True)
     return [dict(zip(pos[ok].tolist(), score[ok].tolist(), strict=True)) for pos, score, ok in fields]
 

@@ -1,6 +1,8 @@
-"""The documents that are generated from the code, and the published protocols."""
+"""The documents: those that are generated, what the others name, and the published protocols."""
 
+import importlib.util
 import re
+import shlex
 from functools import cache
 
 import pytest
@@ -15,6 +17,15 @@ from kvbench.config import files as listing
 from kvbench.runs.parts import make_policy
 
 EXPERIMENTS = sorted(listing.options("experiment"))
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "results/gpu/README.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+# The README's example of a new method: two files that a reader would write.
+EXAMPLE = {"methods/toy.py", "conf/method/toy.yaml"}
+FOLDERS = "kvbench|kernels|methods|conf|tests|docs|notebooks|results/example|results/cpu"
 
 
 def test_method_document_is_the_codes():
@@ -53,6 +64,76 @@ def test_memory_formulas_are_the_papers(name, formula):
     assert method_table.memory(instantiate(OmegaConf.load(ROOT / "conf" / "method" / f"{name}.yaml"))) == formula
 
 
+def lines_of(name, code):
+    """The lines of a document that lie inside code blocks, or outside of them, with their numbers."""
+    inside = False
+    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+        if line.startswith("```"):
+            inside = not inside
+        elif inside == code:
+            yield number, line
+
+
+def commands_in(name):
+    """Every `python -m kvbench...` command of a document's code blocks, as words; `$NAME` stands for what was set."""
+    variables = {}
+    for _, line in lines_of(name, code=True):
+        if set_here := re.match(r"([A-Z]+)=\"(.*)\"$", line):
+            variables["$" + set_here[1]] = set_here[2]
+        if found := re.search(r"python -m (kvbench.*)", line):
+            text = found[1]
+            for variable, value in variables.items():
+                text = text.replace(variable, value)
+            yield shlex.split(text, comments=True)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_a_document_names_exists(name):
+    """Every local link and every path of the repository that a document names exists."""
+    text = (ROOT / name).read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not ((ROOT / name).parent / link).exists()]
+    # A path ends before a placeholder, which no file matches: results/<task>/...
+    paths = set(re.findall(rf"(?<![\w./~-])((?:{FOLDERS})/[\w./*-]*[\w*/])(?![\w<])", text)) - EXAMPLE
+    missing += [path for path in paths if not any(ROOT.glob(path))]
+    assert not missing, f"{name} names {missing}"
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "docs/methods.md"])  # that one is generated
+def test_documents_fit_a_terminal(name):
+    """No line of prose is longer than 120 characters; tables and code blocks may be."""
+    long = [number for number, line in lines_of(name, code=False) if len(line) > 120 and not line.startswith("|")]
+    assert not long, f"{name}: lines {long}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_of_a_document_compose(name):
+    """Every command in a document's code blocks is one, and its settings exist."""
+    for module, *words in commands_in(name):
+        assert importlib.util.find_spec(module), module
+        if module != "kvbench":
+            continue
+        command = words.pop(0) if words and re.fullmatch(r"[a-z_]+", words[0]) else "run"
+        assert command in listing.commands(), command
+        if command in ("list", "help", "lm_eval"):
+            continue
+        # Of a sweep's values, the first.
+        settings = [
+            word.partition(",")[0] if not re.search(r"[{[]", word) else word
+            for word in words
+            if not word.startswith("-")
+        ]
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            compose("config" if command == "run" else f"command/{command}", [word for word in settings if "=" in word])
+
+
+@pytest.mark.parametrize("group", ["method", "task"])
+def test_readme_lists_every_choice(group):
+    """The README's tables have every method and every task, by the name that is typed."""
+    rows = "\n".join(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|"))
+    assert {name for name in listing.options(group) if f"`{name}`" not in rows} == set()
+
+
 # The published protocols, by table or figure of their paper.
 PUBLISHED = {
     "DiffKV Table 1": [f"diffkv_{model}" for model in ("llama3_8b", "llama3_70b", "qwen2.5_7b", "qwen2.5_32b")],
@@ -61,11 +142,9 @@ PUBLISHED = {
     "DiffKV Figure 8": [f"diffkv_ablation_{pair}" for pair in ("k8v4", "k4v2", "k8v2", "k4v1", "k4v8", "k2v4")],
     "DiffKV Figure 9": ["diffkv_ablation_prune_only"],
     "DiffKV ablation": ["diffkv_ablation_quantise_only"],
-    "KV-Compress Tables 1-2": [f"kv_compress_c{c}" for c in (128, 256, 512, 1024)],
+    "KV-Compress Tables 1-2": ["kv_compress_w8_l2"],
     "KV-Compress Table 1": [f"kv_compress_table1_{baseline}" for baseline in ("h2o", "snapkv", "pyramidkv")],
-    "KV-Compress Table 2": [
-        f"kv_compress_{form}_c{c}" for form in ("w32_l1", "w32_l2", "full_l2") for c in (128, 256, 512, 1024)
-    ],
+    "KV-Compress Table 2": [f"kv_compress_{form}" for form in ("w32_l1", "w32_l2", "full_l2")],
     "KV-Compress section 5.5": [
         f"kv_compress_{form}_r{r}" for form in ("continual", "full_continual") for r in (8, 64)
     ],
@@ -76,15 +155,30 @@ PUBLISHED = {
 
 
 def test_every_published_table_has_its_protocols():
-    """One file per row or column of the tables listed here."""
+    """One file per row of the tables listed here, or per column where columns differ in more than a budget."""
     assert {name for names in PUBLISHED.values() for name in names} <= set(EXPERIMENTS)
 
 
+def columns(name) -> list[tuple[str, ...]]:
+    """The overrides that give each column of a protocol, as its file says; none for a protocol of one column."""
+    text = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
+    said = re.search(r"^# -m method\.budget=([\d,]+) gives all of its columns\.", text, re.MULTILINE)
+    return [(f"method.budget={budget}",) for budget in said[1].split(",")] if said else [()]
+
+
+@pytest.mark.parametrize("table", ["KV-Compress Tables 1-2", "KV-Compress Table 1", "KV-Compress Table 2"])
+def test_columns_that_are_budgets_are_swept(table):
+    """Every row of these tables has the four budgets as columns; the file is the first of them."""
+    for name in PUBLISHED[table]:
+        assert columns(name) == [(f"method.budget={budget}",) for budget in (128, 256, 512, 1024)]
+        assert composed(name, *columns(name)[0]) == composed(name)
+
+
 @cache
-def composed(name):
+def composed(name, *changes):
     """The configuration of a protocol, with another model than the paper's."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides=[f"experiment={name}", "model=random"])
+        return compose("config", overrides=[f"experiment={name}", "model=random", *changes])
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -101,16 +195,17 @@ def test_every_published_protocol_composes(name):
 
 
 def test_every_published_method_runs(tiny_model):
-    """Each protocol's method answers prompts of any length on a model it was never meant for, and finds its own work
-    done."""
+    """Each protocol's method, in each of its columns, answers prompts of any length on a model it was never meant for,
+    and finds its own work done."""
     loaded, seen = tiny_model("llama", "gqa3", 64), []
     asked = [request(str(n), random_tokens(n), max_new_tokens=3) for n in (1, 2, 9, 160)]
-    for name in EXPERIMENTS:
-        config = composed(name).method
+    cases = [(name, column) for name in EXPERIMENTS for column in columns(name)]
+    for name, column in cases:
+        config = composed(name, *column).method
         if config not in seen:
             seen.append(config)
             policy = make_policy(config)
             for (length, _), outcome in answers(loaded, policy, asked).items():
-                assert outcome.status == "ok", (name, length, outcome.message)
-                assert policy.check_outcome(vars(outcome)) is None, (name, length)
+                assert outcome.status == "ok", (name, column, length, outcome.message)
+                assert policy.check_outcome(vars(outcome)) is None, (name, column, length)
     assert len(seen) > 30

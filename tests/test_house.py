@@ -1,6 +1,7 @@
 """The house: folders are layers, imports point one way, and what an answer depends on is decided by folders."""
 
 import ast
+import re
 import sys
 from functools import cache
 from itertools import chain
@@ -12,19 +13,10 @@ from kvbench.config import code
 from kvbench.results import provenance
 from kvbench.tasks.taskset import fingerprint
 
-# The floors, lowest first. A module imports only from lower floors and from its own folder.
-LAYERS = [
-    {"errors", "stats", "kernels"},
-    {"policy", "config"},
-    {"methods", "cache", "models"},
-    {"engine"},
-    {"results", "tasks"},
-    {"show"},
-    {"runs", "evidence", "data"},
-    {"calibrate", "bench", "lm"},
-    {"cli"},
-    {"__init__", "__main__"},
-]
+# The floors stand in docs/architecture.md, highest first. A module imports only from lower floors and its own folder.
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+FLOORS = next(block for block in PAGE.split("```")[1::2] if block.split()[0] == "cli")
+LAYERS = [set(line.split()) for line in reversed(FLOORS.strip().splitlines())] + [{"__init__", "__main__"}]
 FLOOR = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
 # What some rooms know beside themselves; the others may import from every lower floor.
 KNOWS = {
@@ -173,6 +165,18 @@ def test_every_room_has_a_floor():
     assert {room(name) for name in modules()} == set(chain(*LAYERS))
 
 
+def test_the_page_names_every_room():
+    """docs/architecture.md has a line for every folder, and what it says that a room may import is what is checked."""
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    described = set(re.findall(r"`(?:kvbench/)?(\w+)(?:/|\.py)`", " ".join(line.split("|")[1] for line in rows)))
+    assert described == set(chain(*LAYERS)) - {"__init__", "__main__", "errors"}
+    for line in rows:
+        (room_named,) = re.findall(r"^\| `(?:kvbench/)?(\w+)(?:/|\.py)`", line)
+        for other in re.findall(r"`(\w+)`", line.split("|")[3]):
+            assert FLOOR[other] < FLOOR[room_named], f"{room_named} may not import {other}"
+            assert other in KNOWS.get(room_named, {other}), f"{room_named} does not know {other}"
+
+
 def test_imports_point_down():
     """No import goes to a higher floor, or from a room to one that it does not know."""
     wrong = [line for name, found in graph().items() for other in found if (line := against(name, other))]
@@ -232,11 +236,12 @@ FOLDERS = sorted({path.parent for name, path in modules().items()} | {ROOT / "ke
 def test_the_hash_of_the_code_moves_for_the_folders_it_should(backend, monkeypatch):
     """A changed file of the policy, cache, engine, models, runs, the reference or the running backend makes stored runs
     another version; one of the command line, a picture, a downloader, a task or another backend does not."""
-    before = provenance.harness_hash.__wrapped__(backend)
     own = {"torch": "kernels/reference", "cpu": "kernels/cpu", "triton": "kernels/gpu"}[backend]
     should = {"kvbench/policy", "kvbench/cache", "kvbench/engine", "kvbench/models", "kvbench/runs"}
     should |= {"kernels/reference", own} | ({"kernels/cpu/csrc"} if backend == "cpu" else set())
-    real, moved = code.meaning, set()
+    real, moved = cache(code.meaning), set()
+    monkeypatch.setattr(code, "meaning", real)
+    before = provenance.harness_hash.__wrapped__(backend)
     for folder in FOLDERS:
         chosen = sorted(path for path in folder.iterdir() if path.suffix in (".py", ".cpp"))[-1]
         monkeypatch.setattr(code, "meaning", lambda path, chosen=chosen: real(path) + b"x" * (path == chosen))
@@ -253,7 +258,7 @@ def test_kernels_beside_the_pages_do_not_count():
 
 def test_a_task_counts_its_folder_and_what_all_tasks_share(monkeypatch):
     """A task's fingerprint moves for its own files and the shared ones, not for the sandbox nor for another task."""
-    folder, real = ROOT / "kvbench" / "tasks" / "code", code.meaning
+    folder, real = ROOT / "kvbench" / "tasks" / "code", cache(code.meaning)
     before, moved = fingerprint([], {}, folder), set()
     for name in ("code/grade", "code/cage/probe", "code/cage/jail", "prompts", "gsm8k/metrics"):
         changed = folder.parent / f"{name}.py"

@@ -4,14 +4,16 @@ Runs with torch (and triton on a GPU) alone: `python -m kvbench.kernels.bench.at
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import memory
+from kvbench.kernels.backend import Backend, Reduce
 from kvbench.kernels.bench import caches, machine, peers, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, parse_shape
@@ -129,7 +131,7 @@ def _too_large(cell: dict, settings: Settings, device: str) -> str | None:
     return f"needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
 
 
-def _variants(cell: dict, settings: Settings, device: str, backend: SimpleNamespace) -> list[Variant]:
+def _variants(cell: dict, settings: Settings, device: str, backend: Backend) -> list[Variant]:
     queries, heads, dim, length, batch = _sizes(cell)
     generator = torch.Generator(device=device).manual_seed(settings.seed)
     # Queries twice as large make attention about as peaked as in real models.
@@ -168,7 +170,7 @@ def _dense(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: S
             :, :, 0
         ]
 
-    def error(call: object) -> float:
+    def error(call: Callable[[int], Tensor]) -> float:
         found = call(count - 1)
         pairs = zip(found, by_head[:, :, 0], keys[-1], values[-1], strict=True)
         return caches.worst(
@@ -181,7 +183,7 @@ def _dense(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: S
             call=call,
             num_buffers=count,
             bytes_per_call=size,
-            check=lambda call=call: error(call),
+            check=partial(error, call),
             tolerance=DENSE_TOLERANCE[name],
             extra={"kind": "dense", "dtype": name},
         )
@@ -190,7 +192,7 @@ def _dense(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: S
 
 
 def _paged(
-    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings, backend: SimpleNamespace
+    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings, backend: Backend
 ) -> list[Variant]:
     batch, heads, length, dim = k.shape
     read = sum(caches.slot_read_bytes(caches.slot_format(part, dim)) for part in name.split("+")) / (
@@ -201,9 +203,9 @@ def _paged(
     query = q if q.device.type == "cpu" else q.half()
     made = []
     for wanted in settings.scores:
-        group = None if wanted == "none" else "max"
+        group: Reduce | None = None if wanted == "none" else "max"
 
-        def call(index: int, group: str | None = group) -> object:
+        def call(index: int, group: Reduce | None = group) -> object:
             return backend.paged_decode(query, held.pages, held.buffers[index], None, scale, group=group)
 
         made.append(
@@ -212,7 +214,7 @@ def _paged(
                 call=call,
                 num_buffers=count,
                 bytes_per_call=round(held.token_bytes * batch * heads * length),
-                check=lambda group=group: caches.paged_error(backend, held, query, scale, group, count - 1),
+                check=partial(caches.paged_error, backend, held, query, scale, group, count - 1),
                 tolerance=TOLERANCE[q.device.type],
                 versus=name if group else None,
                 extra={"kind": "paged", "format": name, "scores": wanted, "token_bytes": held.token_bytes},

@@ -2,13 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels import memory
-from kvbench.kernels.backend import TierPages
+from kvbench.kernels.backend import Backend, Reduce, TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.reference import attention as torch_attention
 
@@ -64,14 +63,7 @@ def slot_read_bytes(slot: SlotFormat) -> float:
 
 
 def build_caches(
-    name: str,
-    k: Tensor,
-    v: Tensor,
-    backend: SimpleNamespace,
-    *,
-    num_buffers: int,
-    seed: int,
-    track: tuple[str, ...] = (),
+    name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffers: int, seed: int, track: tuple[str, ...] = ()
 ) -> PagedCaches:
     """Quantises keys and values into pages once, and copies those pages to all buffers; page ids are shuffled.
 
@@ -117,7 +109,7 @@ def build_caches(
     return PagedCaches(pages, buffers, read)
 
 
-def _write(backend: SimpleNamespace, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Tensor, v: Tensor) -> None:
+def _write(backend: Backend, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Tensor, v: Tensor) -> None:
     """One sequence and tier: ids int64 [H, m], k and v [H, n, D]."""
     heads, count, _ = k.shape
     token = torch.arange(count, device=k.device).repeat(heads)
@@ -144,7 +136,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
 
 
 def paged_error(
-    backend: SimpleNamespace, caches: PagedCaches, q: Tensor, scale: float, group: str | None, buffer: int
+    backend: Backend, caches: PagedCaches, q: Tensor, scale: float, group: Reduce | None, buffer: int
 ) -> float:
     """Largest error of a backend's paged attention (and scores), relative to the largest exact element.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import memory
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench.rounds import Variant
 
 PROBE_BYTES = 1 << 30  # far larger than any cache that one process has to itself
@@ -74,7 +75,7 @@ def pick_device(name: str) -> str:
     return name
 
 
-def describe(device: str, backend: object) -> dict:
+def describe(device: str, backend: Backend) -> dict:
     """The machine, the libraries and the load at this moment, in JSON types.
 
     Args:
@@ -83,7 +84,7 @@ def describe(device: str, backend: object) -> dict:
     """
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {}
+    found: dict[str, str | None] = {}
     for name in ("triton", "transformers", "flash-attn", "flashinfer-python"):
         try:
             found[name] = version(name)
@@ -100,14 +101,14 @@ def describe(device: str, backend: object) -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "libraries": found,
-        "backend": getattr(backend, "name", str(backend)),
+        "backend": backend.name,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         "load_average": load_average(),
     }
 
 
-def doubts(environment: dict, clock: str, backend: object) -> list[str]:
+def doubts(environment: dict, clock: str, backend: Backend) -> list[str]:
     """What a reader must know before trusting the numbers; empty on a quiet machine with compiled kernels."""
     notes = []
     load, cpus = environment["load_average"], environment["num_cpus"]
@@ -122,9 +123,9 @@ def doubts(environment: dict, clock: str, backend: object) -> list[str]:
             "OMP_WAIT_POLICY=PASSIVE: threads sleep between parallel regions, which costs up to 2.5x in tiny steps on "
             "an idle machine; set OMP_WAIT_POLICY=ACTIVE there."
         )
-    if getattr(backend, "name", "") == "triton" and environment["device"] == "cpu":
+    if backend.name == "triton" and environment["device"] == "cpu":
         notes.append("Backend triton without a GPU is interpreted: its speed is no claim for anything.")
-    if getattr(backend, "is_reference", False):
+    if backend.is_reference:
         notes.append("Backend torch is the plain reference, made to be right: its speed is no claim for any format.")
     return notes
 
@@ -142,15 +143,14 @@ class Bandwidth:
         self.step = min(PROBE_STEP_BYTES, max_bytes)
         self.parts = list(memory.empty(max_bytes // 8, dtype=torch.int64, device=device).fill_(1).split(self.step // 8))
         self.turn = 0
-        self.is_copy = device != "cpu"
-        self._target = torch.empty_like(self.parts[0]) if self.is_copy else None
+        self._target = torch.empty_like(self.parts[0]) if device != "cpu" else None
 
     def variant(self) -> Variant:
         """The probe of a cell: a read on a CPU, a copy (bytes read and written both count) on a GPU."""
-        name = "copy bandwidth" if self.is_copy else "read bandwidth"
-        return Variant(name=name, call=self._go, bytes_per_call=self.step * (2 if self.is_copy else 1))
+        name, passes = ("read bandwidth", 1) if self._target is None else ("copy bandwidth", 2)
+        return Variant(name=name, call=self._go, bytes_per_call=self.step * passes)
 
     def _go(self, index: int) -> Tensor:
         self.turn = (self.turn + 1) % len(self.parts)
         part = self.parts[self.turn]
-        return self._target.copy_(part) if self.is_copy else part.sum()
+        return part.sum() if self._target is None else self._target.copy_(part)

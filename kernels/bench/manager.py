@@ -6,18 +6,23 @@ systems keep on the host: a queue of free pages and a Python list of pages per s
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, check_whole
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
+
+if TYPE_CHECKING:
+    from kvbench.kernels.gpu.manager import DevicePages
 
 PAGE_BYTES = 16  # contents do not matter: no operation here touches them
 KEEP = 0.75  # share of slots that compaction keeps
@@ -79,9 +84,10 @@ class OneByOne:
 
     def plan_compaction(self, keep: list[list[bool]]) -> tuple[list[tuple[int, int, int]], list[int]]:
         """The moves (list, from, to) that bring the kept slots to the front, and the counts left."""
-        moves, counts = [], []
-        for index, held in enumerate(keep):
-            held = held[: self.slots[index]]
+        moves: list[tuple[int, int, int]] = []
+        counts = []
+        for index, wanted in enumerate(keep):
+            held = wanted[: self.slots[index]]
             left, low, high = sum(held), 0, len(held) - 1
             while True:
                 while low < left and held[low]:
@@ -134,9 +140,9 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
 
 
 class _State:
-    """The managers with the same lists; a backend may bring one that works on its device."""
+    """The managers with the same lists; the GPU backend brings one that works on the device."""
 
-    def __init__(self, lists: int, settings: Settings, device: str, backend: SimpleNamespace | None = None) -> None:
+    def __init__(self, lists: int, settings: Settings, device: str, backend: Backend) -> None:
         generator = torch.Generator().manual_seed(settings.seed)
         size, start = settings.tokens_per_page, settings.start_tokens
         self.start = torch.randint(start, 2 * start + 1, (lists,), generator=generator).to(device)
@@ -151,9 +157,11 @@ class _State:
         self.host = OneByOne(lists * most, size, lists)
         self.host_start = self.start.tolist()
         self.host.reserve(self.host_start)
-        self.kernels = None
-        if hasattr(backend, "DevicePages"):
-            self.kernels = backend.DevicePages(PAGE_BYTES, lists * most, (size,), lists, most, device)
+        self.kernels: DevicePages | None = None
+        if backend.name == "triton":
+            from kvbench.kernels.gpu import manager
+
+            self.kernels = manager.DevicePages(PAGE_BYTES, lists * most, (size,), lists, most, device)
             self.kernels.reserve(self.lists, 0, self.start)
 
     def pages_agree(self) -> float:
@@ -163,36 +171,57 @@ class _State:
         own = [row[:count] for row, count in zip(ids, counts.tolist(), strict=True)]
         return sum(a != b for a, b in zip(own, self.host.pages, strict=True)) / len(own)
 
-    def kernels_agree(self) -> float:
+    def kernels_agree(self, kernels: "DevicePages") -> float:
         """0 when the manager on the device holds as many slots in every list, and every page once, else 1."""
-        self.kernels.check()
+        kernels.check()
         counts = self.table.num_pages(0)
         held = torch.arange(self.table.max_pages, device=counts.device) < counts[:, None]
-        ids = self.kernels.page_ids(self.lists, 0, self.table.max_pages)[held]
-        every = torch.cat([ids, self.kernels.free_ids()]).sort().values
-        same = torch.equal(self.kernels.num_slots, self.table.num_slots)
+        ids = kernels.page_ids(self.lists, 0, self.table.max_pages)[held]
+        every = torch.cat([ids, kernels.free_ids()]).sort().values
+        same = torch.equal(kernels.num_slots, self.table.num_slots)
         return float(not (same and torch.equal(every, torch.arange(self.pool.num_pages, device=every.device))))
 
 
-def _variants(state: _State, batched: object, sequential: object, kernels: object) -> list[Variant]:
-    """All ways, checked by doing each once and comparing every page of every list."""
+def _variants(
+    state: _State,
+    batched: Callable[[int], None],
+    sequential: Callable[[int], None],
+    on_device: Callable[["DevicePages"], None],
+    plans_differ: Callable[[], float] = lambda: 0.0,
+) -> list[Variant]:
+    """All ways, checked by doing each once and comparing every page of every list.
+
+    Args:
+        state: The managers.
+        batched: The work, all lists at once.
+        sequential: The work, list by list.
+        on_device: The work on the device, where the backend has a manager there.
+        plans_differ: A further check of the batched way: share of its moves that are not the sequential one's.
+    """
 
     def check() -> float:
         batched(0)
         sequential(0)
-        return state.pages_agree()
-
-    def check_kernels() -> float:
-        kernels(0)
-        return state.kernels_agree()
+        return max(state.pages_agree(), plans_differ())
 
     made = [
         Variant(name="all at once", call=batched, check=check, extra={"lists": len(state.lists)}),
         Variant(name="one by one", call=sequential, extra={"lists": len(state.lists)}),
     ]
-    if state.kernels is not None:
-        extra = {"lists": len(state.lists)}
-        made.append(Variant(name="on the device", call=kernels, check=check_kernels, extra=extra))
+    if (kernels := state.kernels) is not None:
+
+        def check_kernels() -> float:
+            on_device(kernels)
+            return state.kernels_agree(kernels)
+
+        made.append(
+            Variant(
+                name="on the device",
+                call=lambda _: on_device(kernels),
+                check=check_kernels,
+                extra={"lists": len(state.lists)},
+            )
+        )
     return made
 
 
@@ -207,11 +236,11 @@ def _grow_and_shrink(state: _State, more: Tensor) -> list[Variant]:
         state.host.reserve(host_more)
         state.host.truncate(state.host_start)
 
-    def kernels(_: int) -> None:
-        state.kernels.reserve(state.lists, 0, more)
-        state.kernels.truncate(state.lists, 0, state.start)
+    def on_device(kernels: "DevicePages") -> None:
+        kernels.reserve(state.lists, 0, more)
+        kernels.truncate(state.lists, 0, state.start)
 
-    return _variants(state, batched, sequential, kernels)
+    return _variants(state, batched, sequential, on_device)
 
 
 def _token(state: _State) -> list[Variant]:
@@ -228,28 +257,22 @@ def _compact(state: _State) -> list[Variant]:
     """Plans which slots move when a quarter is evicted, frees the emptied pages, and grows back."""
     host_keep = state.keep.tolist()
 
-    def batched(_: int) -> None:
+    def batched(index: int) -> None:
         *_, count = state.table.plan_compaction(state.lists, 0, state.keep)
         state.table.truncate(state.lists, 0, count)
         state.table.reserve(state.lists, 0, state.start - count)
 
-    def sequential(_: int) -> None:
+    def sequential(index: int) -> None:
         _, count = state.host.plan_compaction(host_keep)
         state.host.truncate(count)
         state.host.reserve([a - b for a, b in zip(state.host_start, count, strict=True)])
 
-    def kernels(_: int) -> None:
-        *_, count = state.kernels.plan_compaction(state.lists, 0, state.keep)
-        state.kernels.truncate(state.lists, 0, count)
-        state.kernels.reserve(state.lists, 0, state.start - count)
+    def on_device(kernels: "DevicePages") -> None:
+        _, _, count = kernels.plan_compaction(state.lists, 0, state.keep)
+        kernels.truncate(state.lists, 0, count)
+        kernels.reserve(state.lists, 0, state.start - count)
 
-    variants = _variants(state, batched, sequential, kernels)
-    variants[0].check = _both(variants[0].check, lambda: _moves_differ(state, host_keep))
-    return variants
-
-
-def _both(first: object, second: object) -> object:
-    return lambda: max(first(), second())
+    return _variants(state, batched, sequential, on_device, lambda: _moves_differ(state, host_keep))
 
 
 def _moves_differ(state: _State, host_keep: list[list[bool]]) -> float:

@@ -4,7 +4,9 @@ Both are called with 16-bit pages or tensors, as their users do. Written from th
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -46,20 +48,21 @@ def variants(q: Tensor, k: Tensor, v: Tensor, scale: float, working_set_mb: int,
                 num_buffers=count,
                 bytes_per_call=size,
                 tolerance=TOLERANCE,
-                check=lambda call=call: _error(call(count - 1), q.half(), k.half(), v.half(), scale),
+                check=partial(_error, call, count - 1, q, k, v, scale),
                 extra={"kind": "dense", "dtype": "fp16"},
             )
         )
     return made
 
 
-def _error(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+def _error(call: Callable[[int], Tensor], buffer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+    found, (q, k, v) = call(buffer), (x.half() for x in (q, k, v))
     exact = torch.stack([caches.exact_attention(a, b, c, scale)[0] for a, b, c in zip(q, k, v, strict=True)])
     return caches.relative_error(found, exact)
 
 
 def _flash_attention(
-    library: object, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int
+    library: ModuleType, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int
 ) -> Callable[[int], Tensor]:
     """`flash_attn_with_kvcache` with [S, n, H, D] caches: its split-KV decode kernel."""
     keys, values = ([x.transpose(1, 2).contiguous() for _ in range(count)] for x in (k, v))
@@ -73,7 +76,9 @@ def _flash_attention(
     return call
 
 
-def _flash_infer(library: object, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int) -> Callable[[int], Tensor]:
+def _flash_infer(
+    library: ModuleType, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int
+) -> Callable[[int], Tensor]:
     """`BatchDecodeWithPagedKVCacheWrapper` over pages of 16 tokens, planned once per buffer."""
     sequences, heads, length, dim = k.shape
     if length % PAGE_TOKENS:
@@ -84,12 +89,10 @@ def _flash_infer(library: object, q: Tensor, k: Tensor, v: Tensor, scale: float,
     keys, values = (x.repeat(count, 1, 1, 1) for x in paged)
     indptr = torch.arange(0, per_buffer + 1, width, dtype=torch.int32, device=q.device)
     last = torch.full((sequences,), PAGE_TOKENS, dtype=torch.int32, device=q.device)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)  # one for all: they run in turn
     planned = []
     for index in range(count):
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device) if not planned else None
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace if workspace is not None else planned[0][1], "NHD"
-        )
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
         ids = torch.arange(index * per_buffer, (index + 1) * per_buffer, dtype=torch.int32, device=q.device)
         wrapper.plan(
             indptr,
@@ -103,5 +106,5 @@ def _flash_infer(library: object, q: Tensor, k: Tensor, v: Tensor, scale: float,
             kv_data_type=k.dtype,
             sm_scale=scale,
         )
-        planned.append((wrapper, workspace if workspace is not None else planned[0][1]))
-    return lambda index: planned[index][0].run(q, (keys, values))
+        planned.append(wrapper)
+    return lambda index: planned[index].run(q, (keys, values))

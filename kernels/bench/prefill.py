@@ -6,12 +6,13 @@ Runs with torch (and triton on a GPU) alone: `python -m kvbench.kernels.bench.pr
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import caches, machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, parse_shape
@@ -23,8 +24,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 6e-2, "fp16": 1e-2}
 GPU_TOLERANCE = 1e-2
 CHECKED_TOKENS = 300  # of the same tensors; the exact result is a full matrix in fp64
 QUICK = {"lengths": [1024], "windows": [64], "rounds": 3, "threads": [1]}
-PLAIN = {"skip_near": 0, "power": 1, "pool": "none", "pool_kernel": 1, "pool_stage": "per_query_head"}
-PLAIN |= {"pool_region": "all", "group": "mean"}
+Found = Tensor | tuple[Tensor, Tensor]  # attention's output, alone or with the scores of the keys
 
 
 @dataclass(kw_only=True)
@@ -93,7 +93,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
     return bench.document()
 
 
-def _variants(cell: dict, settings: Settings, device: str, backend: SimpleNamespace, notes: list[str]) -> list[Variant]:
+def _variants(cell: dict, settings: Settings, device: str, backend: Backend, notes: list[str]) -> list[Variant]:
     queries, heads, dim = parse_shape(cell["shape"])
     length, dtype = cell["length"], DTYPES[settings.dtype]
     generator = torch.Generator(device=device).manual_seed(settings.seed)
@@ -105,17 +105,34 @@ def _variants(cell: dict, settings: Settings, device: str, backend: SimpleNamesp
         return backend.prefill_attention(q[:, :n], k[:, :n], v[:, :n], scale)
 
     def score(n: int, window: int) -> Tensor:
-        return backend.prompt_scores(q[:, :n], k[:, :n], scale, queries=window, **PLAIN)
+        return backend.prompt_scores(
+            q[:, :n],
+            k[:, :n],
+            scale,
+            queries=window,
+            skip_near=0,
+            power=1,
+            pool="none",
+            pool_kernel=1,
+            pool_stage="per_query_head",
+            pool_region="all",
+            group="mean",
+        )
+
+    def both(window: int, n: int) -> tuple[Tensor, Tensor]:
+        return attend(n), score(n, window)
 
     def sdpa(n: int) -> Tensor:
-        cut = (x[None, :, :n] for x in (q, k, v))
-        return F.scaled_dot_product_attention(*cut, is_causal=True, scale=scale, enable_gqa=True)[0]
+        a, b, c = (x[None, :, :n] for x in (q, k, v))
+        return F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=scale, enable_gqa=True)[0]
 
     tolerance = TOLERANCE[settings.dtype] if device == "cpu" else max(GPU_TOLERANCE, TOLERANCE[settings.dtype])
     exact = _Exact(q, k, v, scale)
-    made = {"attention": attend, "sdpa": sdpa}
-    if hasattr(backend, "attention_with_lse"):
-        made["own kernel with lse"] = lambda n: backend.attention_with_lse(q[:, :n], k[:, :n], v[:, :n], scale)[0]
+    made: dict[str, Callable[[int], Found]] = {"attention": attend, "sdpa": sdpa}
+    if backend.name == "triton":
+        from kvbench.kernels.gpu.prefill import attention_with_lse
+
+        made["own kernel with lse"] = lambda n: attention_with_lse(q[:, :n], k[:, :n], v[:, :n], scale)[0]
     if settings.eager:
         need = 3 * 4 * queries * length * length
         free = machine.available_bytes(device)
@@ -124,22 +141,27 @@ def _variants(cell: dict, settings: Settings, device: str, backend: SimpleNamesp
         else:
             made["eager, all queries"] = lambda n: eager(q[:, :n], k[:, :n], v[:, :n], scale)
     variants = [
-        Variant(name=name, call=lambda _, call=call: call(length), check=_check(exact, call, None), tolerance=tolerance)
+        Variant(name=name, call=_on_all(call, length), check=partial(_error, exact, call, -1), tolerance=tolerance)
         for name, call in made.items()
     ]
     for window in [*settings.windows, -1]:
         name = "attention + scores of " + ("all queries" if window < 0 else f"the last {window}")
-
-        def both(n: int, window: int = window) -> tuple[Tensor, Tensor]:
-            return attend(n), score(n, window)
-
-        check = _check(exact, both, window)
+        call = partial(both, window)
         variants.append(
             Variant(
-                name=name, call=lambda _, call=both: call(length), check=check, tolerance=tolerance, versus="attention"
+                name=name,
+                call=_on_all(call, length),
+                check=partial(_error, exact, call, window),
+                tolerance=tolerance,
+                versus="attention",
             )
         )
     return variants
+
+
+def _on_all(call: Callable[[int], Found], length: int) -> Callable[[int], Found]:
+    """The same on the whole prompt, whatever the buffer: there is one."""
+    return lambda _: call(length)
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -177,15 +199,13 @@ class _Exact:
         return self.prob[:, first:].sum(1).unflatten(0, (-1, self.group)).mean(1)
 
 
-def _check(exact: _Exact, call: Callable, window: int | None) -> Callable[[], float]:
-    def check() -> float:
-        found = call(exact.length)
-        if not isinstance(found, tuple):
-            return caches.relative_error(found, exact.out)
-        scores = exact.scores(-1 if window is None else window)
-        return caches.worst([caches.relative_error(found[0], exact.out), caches.relative_error(found[1], scores)])
-
-    return check
+def _error(exact: _Exact, call: Callable[[int], Found], window: int) -> float:
+    """Largest error of the output, and of the scores where the call gives some."""
+    found = call(exact.length)
+    if not isinstance(found, tuple):
+        return caches.relative_error(found, exact.out)
+    scores = exact.scores(window)
+    return caches.worst([caches.relative_error(found[0], exact.out), caches.relative_error(found[1], scores)])
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import machine
-from kvbench.kernels.bench.settings import help_text, out_path, read_words
+from kvbench.kernels.bench.settings import Common, S, help_text, out_path, read_words
 
 SCHEMA = 1
 Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured
@@ -29,11 +29,16 @@ def quiet(done: int, total: int, label: str) -> None:
     """Says nothing."""
 
 
-def say(done: int, total: int, label: str) -> None:
-    """One line to stderr when a new cell begins."""
-    if label != getattr(say, "last", None):
-        say.last = label
-        print(f"{done}/{total} rounds: {label}", file=sys.stderr, flush=True)
+class Speaker:
+    """Prints one line to stderr when a new cell begins; a `Progress`."""
+
+    def __init__(self) -> None:
+        self._last: str | None = None
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label != self._last:
+            self._last = label
+            print(f"{done}/{total} rounds: {label}", file=sys.stderr, flush=True)
 
 
 def label_of(cell: dict) -> str:
@@ -44,14 +49,15 @@ def label_of(cell: dict) -> str:
 class Bench:
     """A document being filled; made by `begin`."""
 
-    def __init__(self, what: str, settings: object, device: str, backend: object, cells: list[dict]) -> None:
+    def __init__(self, what: str, settings: Common, device: str, backend: Backend, cells: list[dict]) -> None:
         self.what, self.settings, self.device, self.cells = what, settings, device, cells
         self.environment = machine.describe(device, backend)
-        self.notes = machine.doubts(self.environment, getattr(settings, "clock", "wall"), backend)
-        self.rounds = getattr(settings, "rounds", 1) + 1  # with the one that warms up
+        self.notes = machine.doubts(self.environment, settings.clock, backend)
+        self.rounds = settings.rounds + 1  # with the one that warms up
         self._found: list[dict] = []
         self._done, self._started = 0, time.time()
-        self._progress, self._label = quiet, ""
+        self._progress: Progress = quiet
+        self._label = ""
 
     @cached_property
     def bandwidth(self) -> machine.Bandwidth:
@@ -112,12 +118,12 @@ class Bench:
         }
 
 
-def begin(what: str, settings: object, device: str, backend: object, cells: list[dict]) -> Bench:
+def begin(what: str, settings: Common, device: str, backend: Backend, cells: list[dict]) -> Bench:
     """Notes the machine and the load before anything runs.
 
     Args:
         what: Name of the bench.
-        settings: A dataclass.
+        settings: What to measure.
         device: Where the work runs.
         backend: The kernels' backend.
         cells: What is measured apart from each other.
@@ -174,7 +180,7 @@ def _span(ratio: dict | None) -> str:
     return "-" if ratio is None else f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]"
 
 
-def main(what: str, kind: type, quick: dict, run: Callable[[object, Progress], dict], words: list[str]) -> int:
+def main(what: str, kind: type[S], quick: dict, run: Callable[[S, Progress], dict], words: list[str]) -> int:
     """The command line of one kernel bench.
 
     Args:
@@ -191,7 +197,7 @@ def main(what: str, kind: type, quick: dict, run: Callable[[object, Progress], d
         print(help_text(f"kvbench.kernels.bench.{what}", kind, PURPOSES[what]))
         return 0
     try:
-        document = run(read_words(kind, words, quick), say)
+        document = run(read_words(kind, words, quick), Speaker())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -206,10 +212,4 @@ def main(what: str, kind: type, quick: dict, run: Callable[[object, Progress], d
 def write(document: dict, path: Path) -> None:
     """Writes a document as JSON, folders included."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, default=_plain) + "\n", encoding="utf-8")
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, SimpleNamespace):
-        return vars(value)
-    return str(value)
+    path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")

@@ -10,6 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -104,7 +106,8 @@ def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]
     Returns:
         The right ones, with `max_error` in their `extra`; and name and reason of each refused one.
     """
-    right, refused = [], []
+    right: list[Variant] = []
+    refused: list[dict] = []
     for variant in variants:
         if variant.check is None:
             right.append(variant)
@@ -147,7 +150,8 @@ def time_rounds(
     Returns:
         Name -> one number per round.
     """
-    order, found = random.Random(seed), {variant.name: [] for variant in variants}
+    order = random.Random(seed)
+    found: dict[str, list[float]] = {variant.name: [] for variant in variants}
     if len(found) != len(variants):
         raise AssertionError("two variants of a cell have the same name")
     for turn in range(-warmup, rounds):
@@ -156,7 +160,7 @@ def time_rounds(
         for variant in queue:
             if variant.before_round is not None:
                 variant.before_round()
-            seconds = timer(lambda variant=variant: _sweep(variant)) / variant.num_buffers
+            seconds = timer(partial(_sweep, variant)) / variant.num_buffers
             if turn >= 0:
                 found[variant.name].append(seconds)
         on_round()
@@ -216,10 +220,11 @@ def measure_cell(
     seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, warmup=warmup, on_round=on_round)
     rows = []
     for variant in timed:
-        row = {"name": variant.name, "seconds": seconds[variant.name], **spread(seconds[variant.name])}
+        span = spread(seconds[variant.name])
+        row: dict[str, Any] = {"name": variant.name, "seconds": seconds[variant.name], **span}  # as JSON takes it
         row["bytes_per_call"], row["num_buffers"] = variant.bytes_per_call, variant.num_buffers
         if variant.bytes_per_call:
-            row["bytes_per_s"] = variant.bytes_per_call / row["median"]
+            row["bytes_per_s"] = variant.bytes_per_call / span["median"]
             if probe:
                 rate = [probe.bytes_per_call / s for s in seconds[probe.name]]
                 own = [variant.bytes_per_call / s for s in seconds[variant.name]]
@@ -229,7 +234,7 @@ def measure_cell(
             for name in baselines
             if name in seconds and variant is not probe
         }
-        if variant.versus in seconds:
+        if variant.versus is not None and variant.versus in seconds:
             row["versus"] = {"name": variant.versus, **ratios(seconds[variant.versus], seconds[variant.name])}
         rows.append(row | variant.extra)
     return {

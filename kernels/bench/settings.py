@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+S = TypeVar("S", bound="Common")
 
 
 @dataclass(kw_only=True)
@@ -70,7 +72,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return queries, heads, dim
 
 
-def read_words(kind: type, words: list[str], quick: dict[str, Any]) -> Any:
+def read_words(kind: type[S], words: list[str], quick: dict[str, Any]) -> S:
     """A settings object from `key=value` words; `quick=true` puts small values in place of the defaults.
 
     Args:
@@ -117,7 +119,7 @@ def out_path(words: list[str]) -> str | None:
     return next((word.partition("=")[2] for word in words if word.startswith("out=")), None)
 
 
-def help_text(module: str, kind: type, purpose: str) -> str:
+def help_text(module: str, kind: type[Common], purpose: str) -> str:
     """The answer to `--help`, from the dataclass and its docstrings."""
     lines = [f"usage: python -m {module} [key=value ...]", "", purpose, ""]
     defaults = kind()

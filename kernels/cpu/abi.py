@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.backend import Reduce, Ring, TierPages
 from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, build_library
 from kvbench.kernels.format import PageFormat
 
@@ -24,6 +24,8 @@ ISA_FLAGS = {
     "avx512vnni": (*_AVX512, "-mavx512vbmi", "-mavx512vnni"),
 }
 
+# As csrc/plan.h numbers them.
+REDUCE_KINDS: dict[Reduce | None, int] = {None: 0, "sum": 1, "mean": 2, "max": 3}
 ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
 _CODE_KINDS = {1: 0, 2: 1, 4: 2, 8: 3}
 _FP8_KIND = 7
@@ -110,38 +112,51 @@ def chosen_isa() -> str:
     return wanted
 
 
-def load() -> ctypes.CDLL:
+class Library(ctypes.CDLL):
+    """The compiled kernels, with the types of what their functions take.
+
+    Args:
+        path: The shared library.
+
+    Attributes:
+        max_channels: The largest head dim that they cover.
+    """
+
+    max_channels: int
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        p, n, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        pages = (p, n, n, p)
+        self.max_channels = self.kvb_max_channels()
+        self.kvb_path.restype = ctypes.c_char_p
+        self.kvb_set_work_per_thread.argtypes = [ctypes.c_double]
+        self.kvb_set_work_per_thread.restype = None
+        self.kvb_paged_decode.argtypes = [p]
+        self.kvb_step.argtypes = [p, i, p, p, p, p, ctypes.c_float]
+        self.kvb_add_scores.argtypes = [*pages, n, i]
+        self.kvb_write.argtypes = [*pages, i, n, p, p, p, n, i]
+        self.kvb_read.argtypes = [*pages, n, p, p, p, p, n, i]
+        self.kvb_move.argtypes = [*pages, n, p, p, p, p, n, i]
+        self.kvb_search.argtypes = [*pages, p, n]
+        self.kvb_column_sums.argtypes = [p]
+
+
+def load() -> Library:
     """The compiled library, built when no build of the same source, flags and compiler is cached.
 
     Raises:
         BuildError: No compiler, or it failed; with the reason and a remedy.
         ValueError: KVBENCH_CPU_ISA names no build that runs here.
     """
-    return _load(os.environ.get(ISA_VARIABLE))
+    return library_for(os.environ.get(ISA_VARIABLE))
 
 
 @cache
-def _load(_: str | None) -> ctypes.CDLL:
+def library_for(_: str | None) -> Library:
+    """The library under a value of KVBENCH_CPU_ISA: one per value, so that the variable may change while we run."""
     isa = chosen_isa()
-    library = ctypes.CDLL(str(build_library(f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])))
-    p, n, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    library.kvb_path.restype = ctypes.c_char_p
-    library.max_channels = library.kvb_max_channels()
-    library.kvb_set_work_per_thread.argtypes = [ctypes.c_double]
-    library.kvb_set_work_per_thread.restype = None
-    library.kvb_paged_decode.argtypes = [p]
-    library.kvb_step.argtypes = [p, i, p, p, p, p, ctypes.c_float]
-    pages = [p, n, n, p]
-    library.kvb_add_scores.argtypes = [*pages, n, i]
-    library.kvb_write.argtypes = [*pages, i, n, p, p, p, n, i]
-    library.kvb_read.argtypes = [*pages, n, p, p, p, p, n, i]
-    library.kvb_move.argtypes = [*pages, n, p, p, p, p, n, i]
-    library.kvb_search.argtypes = [*pages, p, n]
-    library.kvb_column_sums.argtypes = [p]
-    return library
-
-
-load.cache_clear = _load.cache_clear
+    return Library(str(build_library(f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])))
 
 
 def check(status: int) -> None:
@@ -223,6 +238,7 @@ def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
 __all__ = [
     "ELEMENT_KINDS",
     "ISA_FLAGS",
+    "REDUCE_KINDS",
     "BuildError",
     "CallStruct",
     "ColumnsStruct",

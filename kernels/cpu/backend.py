@@ -1,141 +1,129 @@
-"""CPU backend: the C++ of csrc/, compiled on first use by the system's compiler and called through ctypes.
+"""The CPU backend: the C++ of csrc/, compiled on first use by the system's compiler and called through ctypes.
 
-No torch headers, no Python headers, no build system: plain C functions that take pointers. Operations that are not
-here, in cpu_pages.py, cpu_scores.py or cpu_step.py are the torch reference's.
+No torch headers, no Python headers, no build system: plain C functions that take pointers. The functions are in
+`pages`, `decode`, `scores` and `step` beside this file; operations that are not here are the reference's.
 """
 
-import ctypes
 import warnings
 from functools import cache
-from types import SimpleNamespace
 
-import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce, Ring, TierPages
+from kvbench.kernels.backend import ExtremeOf, FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu import step as cpu_step
-from kvbench.kernels.cpu.abi import ELEMENT_KINDS, CallStruct, TierStruct, check, fill_tier, load, ring_struct
-from kvbench.kernels.reference import attention as torch_attention
-
-REDUCE = cpu_step.REDUCE
-
-
-def _takes(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
-    """Whether the C++ code covers a call; the reference takes the others."""
-    if q.device.type != "cpu" or q.shape[-1] > load().max_channels:
-        return False
-    if ring is not None and (len(tiers) > 1 or tiers[0].rotation is not None):
-        return False
-    return ring is None or ring.k.dtype in ELEMENT_KINDS
+from kvbench.kernels.cpu.abi import load
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.reference.backend import Reference
 
 
-def paged_decode(
-    q: Tensor,
-    pages: Tensor,
-    tiers: list[TierPages],
-    ring: Ring | None,
-    scale: float,
-    *,
-    power: int = 1,
-    group: Reduce | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attention of one query token per sequence over all tiers and the residual buffer, dequantising as it goes.
-
-    Arguments and results are those of `torch_attention.paged_decode`. Results do not depend on the number of threads
-    (torch.get_num_threads() are used) nor on the other sequences of the call.
+class Cpu(Reference):
+    """C++ for pages in main memory.
 
     Raises:
-        MemoryError: No room for the partial results.
-
-    Source: kvbench's own; folding the scales into the products as in KIVI's and DiffKV's kernels.
+        BuildError: See `cpu.abi.load`.
+        ValueError: See `cpu.abi.load`.
     """
-    if not _takes(q, tiers, ring):
-        return torch_attention.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
-    num_seq, num_q_heads, head_dim = q.shape
-    heads = tiers[0].ids.shape[1]
-    q = q.float().contiguous()
-    pages = pages.contiguous()
-    out = torch.empty_like(q)
-    lse = torch.empty(num_seq, num_q_heads)
-    keep, scores = [], []
-    table = (TierStruct * len(tiers))()
-    for entry, tier in zip(table, tiers, strict=True):
-        if group:
-            scores.append(torch.empty(num_seq, heads, tier.ids.shape[-1] * tier.fmt.tokens_per_page))
-        fill_tier(entry, tier, scores[-1] if group else None, keep)
-    rotations = [2 * tier.rotation.shape[-1] for tier in tiers if tier.rotation is not None]
-    call = CallStruct(
-        q=q.data_ptr(),
-        pages=pages.data_ptr(),
-        tiers=ctypes.addressof(table),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        page_bytes=pages.shape[1],
-        num_pages=pages.shape[0],
-        seq_stride=heads,
-        num_seq=num_seq,
-        num_heads=heads,
-        group_size=num_q_heads // heads,
-        head_dim=head_dim,
-        num_tiers=len(tiers),
-        power=power,
-        reduce=REDUCE[group],
-        num_threads=torch.get_num_threads(),
-        rotated=rotations[0] if rotations else 0,
-        scale=scale,
-    )
-    if ring is not None:
-        entry = ring_struct(ring, keep)
-        call.ring = ctypes.addressof(entry)
-    check(load().kvb_paged_decode(ctypes.addressof(call)))
-    return out, lse, scores
 
+    name = "cpu"
+    is_reference = False
+    fuses_layers = True
+    searches_slots = True
 
-def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
-    """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots, in place."""
-    if not pages.is_contiguous():  # a copy would take the sums and be thrown away
-        torch_attention.add_scores(pages, tier, scores)
-        return
-    keep: list[Tensor] = []
-    entry = TierStruct()
-    fill_tier(entry, tier, scores.float().contiguous(), keep)
-    check(
-        load().kvb_add_scores(
-            pages.data_ptr(),
-            pages.shape[1],
-            pages.shape[0],
-            ctypes.addressof(entry),
-            tier.num_k.numel(),
-            torch.get_num_threads(),
+    def __init__(self) -> None:
+        load()  # a machine without a compiler learns it here, not at the first step
+
+    def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
+        cpu_pages.write_keys(pages, fmt, page, slot, k)
+
+    def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
+        cpu_pages.write_values(pages, fmt, page, slot, v)
+
+    def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        return cpu_pages.read_slots(pages, fmt, page, slot)
+
+    def move_slots(
+        self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
+    ) -> None:
+        cpu_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+
+    def paged_decode(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        tiers: list[TierPages],
+        ring: Ring | None,
+        scale: float,
+        *,
+        power: int = 1,
+        group: Reduce | None = None,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return cpu_decode.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
+
+    def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
+        cpu_decode.add_scores(pages, tier, scores)
+
+    def column_scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        *,
+        queries: int,
+        skip_near: int = 0,
+        power: int = 1,
+        below_uniform: bool = False,
+    ) -> Tensor:
+        return cpu_scores.column_scores(
+            q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
         )
-    )
 
+    def open_step(
+        self,
+        pages: Tensor,
+        tiers: list[TierPages],
+        *,
+        num_q_heads: int,
+        seen: Tensor,
+        target: StepTarget | None,
+        ring: StepRing | None = None,
+        power: int = 1,
+        group: Reduce | None = None,
+        update: ScoreUpdate | None = None,
+        skip_near: int = 0,
+    ) -> FusedStep | None:
+        return cpu_step.open_step(
+            pages,
+            tiers,
+            num_q_heads=num_q_heads,
+            seen=seen,
+            target=target,
+            ring=ring,
+            power=power,
+            group=group,
+            update=update,
+            skip_near=skip_near,
+        )
 
-def backend(reference: SimpleNamespace) -> SimpleNamespace:
-    """The backend's operations; those without C++ are the reference's.
-
-    Raises:
-        BuildError: See `cpu_abi.load`.
-        ValueError: See `cpu_abi.load`.
-    """
-    load()
-    own = {
-        "name": "cpu",
-        "is_reference": False,
-        "write_keys": cpu_pages.write_keys,
-        "write_values": cpu_pages.write_values,
-        "read_slots": cpu_pages.read_slots,
-        "move_slots": cpu_pages.move_slots,
-        "slot_extreme": cpu_pages.slot_extreme,
-        "paged_decode": paged_decode,
-        "add_scores": add_scores,
-        "open_step": cpu_step.open_step,
-        "prompt_scores": cpu_scores.prompt_scores,
-        "prompt_low_counts": cpu_scores.prompt_low_counts,
-    }
-    return SimpleNamespace(**{**vars(reference), **own})
+    def slot_extreme(
+        self,
+        pages: Tensor,
+        fmt: PageFormat,
+        ids: Tensor,
+        held: Tensor,
+        *,
+        by: ExtremeOf,
+        seen: Tensor,
+        floor: Tensor | None = None,
+        before: Tensor | None = None,
+        exact: Tensor | None = None,
+        first: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return cpu_pages.slot_extreme(
+            pages, fmt, ids, held, by=by, seen=seen, floor=floor, before=before, exact=exact, first=first
+        )
 
 
 @cache

@@ -12,7 +12,7 @@ SOURCE_DIR = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: a NaN among the inputs must come out as one. No contraction: multiply-adds are fused where the source
 # says so, and nowhere else, because the bytes of a page may not depend on it. No -march=native: which instructions are
-# used is chosen when the library is loaded (cpu_abi.py), so that a cache folder can be shared between machines.
+# used is chosen when the library is loaded (abi.py), so that a cache folder can be shared between machines.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
 
 

@@ -1,11 +1,11 @@
-"""CPU backend, part 2: writing, reading, moving and searching slots of pages in C++; the bytes are the reference's."""
+"""CPU backend: writing, reading, moving and searching slots of pages in C++; the bytes are the reference's."""
 
 import ctypes
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import ExtremeOf
 from kvbench.kernels.cpu.abi import SearchStruct, TierStruct, check, format_struct, load
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference import pages as torch_pages
@@ -97,28 +97,14 @@ def slot_extreme(
     ids: Tensor,
     held: Tensor,
     *,
-    by: Literal["mean", "score", "pos"],
+    by: ExtremeOf,
     seen: Tensor,
     floor: Tensor | None = None,
     before: Tensor | None = None,
     exact: Tensor | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The slot of every list with the smallest value; ties go to the lower position, then to the lower slot.
-
-    Args:
-        ids: int64 [M, m] page ids in slot order.
-        held: int64 [M] slots.
-        by: `score`, `pos`, or `mean` = score / max(1, seen - max(pos, floor)).
-        seen: int64 [M] tokens before the incoming one.
-        floor: int64 [M] position from which queries were counted, or None.
-        before: int64 [M]: only slots whose position is smaller.
-        exact: int64 [M]: only the slot at this position.
-        first: Only slots whose position is at least this.
-
-    Returns:
-        value fp32, slot int64, position int64, each [M]; infinity, -1 and -1 where no slot is eligible.
-    """
+    """The slot of every list with the smallest value; arguments and results as `Backend.slot_extreme`."""
     value = torch.empty(len(held))
     slot, pos = torch.empty(len(held), dtype=torch.int64), torch.empty(len(held), dtype=torch.int64)
     keep = [None if x is None else x.long().contiguous() for x in (ids, held, seen, floor, before, exact)]

@@ -1,7 +1,6 @@
-"""CPU backend, part 4: column scores of a prompt; the matrix products are torch's, all else is one pass in C++."""
+"""CPU backend: column scores of a prompt; the matrix products are torch's, all else is one pass in C++."""
 
 import ctypes
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +59,3 @@ def column_scores(
         )
         check(load().kvb_column_sums(ctypes.addressof(columns)))
     return out
-
-
-prompt_scores = partial(torch_attention.prompt_scores, columns=column_scores)
-prompt_low_counts = partial(torch_attention.prompt_low_counts, columns=column_scores)

@@ -1,14 +1,14 @@
-"""CPU backend, part 3: a layer of a decode step in one C++ call, with everything else prepared once per step."""
+"""CPU backend: a layer of a decode step in one C++ call, with everything else prepared once per step."""
 
 import ctypes
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce, StepRing, TierPages
+from kvbench.kernels.backend import FusedStep, Reduce, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
+    REDUCE_KINDS,
     CallStruct,
     RingStruct,
     StepStruct,
@@ -18,29 +18,23 @@ from kvbench.kernels.cpu.abi import (
     load,
 )
 
-REDUCE = {None: 0, "sum": 1, "mean": 2, "max": 3}
-_UPDATE = {None: 0, "add": 1, "replace": 2}
+_UPDATE: dict[ScoreUpdate | None, int] = {None: 0, "add": 1, "replace": 2}
+Kept = list[Tensor | ctypes.Structure | ctypes.Array]  # what a struct points at, and must not be freed before it
 
 
-class LayerSteps:
-    """A prepared decode step; see `open_step`."""
+class CompiledStep(FusedStep):
+    """A prepared decode step; see `open_step`.
 
-    def __init__(self, struct: StepStruct, keep: list, num_heads: int) -> None:
-        self._struct, self._keep, self._num_heads = struct, keep, num_heads
+    Args:
+        struct: What the C++ side is told of the step.
+        keep: What the struct points at.
+    """
+
+    def __init__(self, struct: StepStruct, keep: Kept) -> None:
+        self._struct, self._keep = struct, keep
         self._address, self._call = ctypes.addressof(struct), load().kvb_step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Writes one layer's new token, attends over everything held, and updates the tracked scores.
-
-        Args:
-            q: [S, Hq, D]; k, v: [S, H, D], any float dtype.
-
-        Returns:
-            fp32 [S, Hq, D].
-
-        Raises:
-            MemoryError: No room for the partial results.
-        """
         q, k, v = (x.float().contiguous() for x in (q, k, v))
         out = torch.empty_like(q)
         check(self._call(self._address, layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), scale))
@@ -53,27 +47,14 @@ def open_step(
     *,
     num_q_heads: int,
     seen: Tensor,
-    target: tuple[int, Tensor, Tensor] | None,
+    target: StepTarget | None,
     ring: StepRing | None = None,
     power: int = 1,
     group: Reduce | None = None,
-    update: Literal["add", "replace"] | None = None,
+    update: ScoreUpdate | None = None,
     skip_near: int = 0,
-) -> LayerSteps | None:
-    """Prepares one decode step for all layers.
-
-    Args:
-        pages: uint8 [P, page_bytes]; it must not be moved while the step is open.
-        tiers: What each tier holds with the new token in it, with `ids` [S, L, H, m] and counts [S, L, H]; `rotation`
-            [S, m * T, D / 2] for all layers alike.
-        num_q_heads: Query heads.
-        seen: int64 [S] tokens before the incoming one.
-        target: Tier, page and slot (int64 [S, L, H]) that the new token is written to; None behind a ring.
-        ring: Residual buffers, or None.
-        power: Probabilities are raised to this power before the group is reduced.
-        group: How query heads are reduced into scores.
-        update: Add each layer's scores to the tracked ones, or replace them; None leaves them alone.
-        skip_near: A slot nearer to the query than this gets no score.
+) -> CompiledStep | None:
+    """Prepares one decode step for all layers; arguments as `Backend.open_step`.
 
     Returns:
         The prepared step, or None where the C++ code does not cover it.
@@ -84,10 +65,10 @@ def open_step(
         return None
     if ring is not None and (len(tiers) > 1 or ring.k.dtype not in ELEMENT_KINDS):
         return None
-    keep: list = [pages]
+    tensors = [pages]
     table = (TierStruct * len(tiers))()
     for entry, tier in zip(table, tiers, strict=True):
-        fill_tier(entry, tier, None, keep)
+        fill_tier(entry, tier, None, tensors)
     seen = seen.long().contiguous()
     rotations = [2 * tier.rotation.shape[-1] for tier in tiers if tier.rotation is not None]
     struct = StepStruct(
@@ -104,7 +85,7 @@ def open_step(
             head_dim=head_dim,
             num_tiers=len(tiers),
             power=power,
-            reduce=REDUCE[group if update else None],
+            reduce=REDUCE_KINDS[group if update else None],
             num_threads=torch.get_num_threads(),
             rotated=rotations[0] if rotations else 0,
             update=_UPDATE[update],
@@ -112,18 +93,19 @@ def open_step(
         ),
         num_layers=num_layers,
     )
-    keep += [table, seen]
+    keep: Kept = [*tensors, table, seen]
     if ring is not None:
         _add_ring(struct, ring, keep)
     else:
-        struct.tier = target[0]
-        where = [x.long().contiguous() for x in target[1:]]
+        assert target is not None, "without a ring the new token goes to a page"
+        struct.tier, *places = target
+        where = [x.long().contiguous() for x in places]
         struct.page, struct.slot = (x.data_ptr() for x in where)
         keep += where
-    return LayerSteps(struct, keep, num_heads)
+    return CompiledStep(struct, keep)
 
 
-def _add_ring(struct: StepStruct, ring: StepRing, keep: list) -> None:
+def _add_ring(struct: StepStruct, ring: StepRing, keep: Kept) -> None:
     """Points a step at its residual buffers."""
     counts = [x.long().contiguous() for x in (*ring.before, *ring.after)]
     rows, num_tokens = ring.rows.long().contiguous(), ring.num_tokens.long().contiguous()

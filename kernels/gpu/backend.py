@@ -1,51 +1,121 @@
-"""Triton backend: the kernels for NVIDIA and AMD GPUs, written once.
+"""The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-Operations that are not here are the torch reference's: tracked fields are written by indexing, which does not
-synchronise; prompt attention is torch's own fused kernel; gathering dense keys for a chunked prompt is on no hot path.
+The functions are in `decode`, `pages` and `prefill` beside this file. Operations that are not here are the
+reference's: tracked fields are written by indexing, which does not synchronise; prompt attention is torch's own fused
+kernel; gathering dense keys for a chunked prompt is on no hot path.
 
 Capture-safe, once warmed up: `paged_decode`, `add_scores`, `write_keys`, `write_values`, `write_tracked`,
 `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages` `reserve`, `truncate`,
 `lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual buffer (it reads how long
 the lists are), `DevicePages.check`, `stats` and `free_ids`.
+
+The store does not use `demote`, `attention_with_lse`, `device_pages` and `paged_decode(accumulate=True)` yet.
 """
 
 import os
-from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
+from kvbench.kernels.backend import Reduce, Ring, TierPages
+from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
-from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.reference.backend import Reference
 
 
-def refusal(device: torch.device) -> str:
-    """Why the kernels cannot run on a device, with a remedy; empty where they can."""
-    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return ""
-    return (
-        f"backend=triton needs an NVIDIA or AMD GPU, but this model is on {device}; set model.device=cuda where there "
-        "is one, choose backend=cpu or backend=torch, or set TRITON_INTERPRET=1 in the environment to run the kernels "
-        "in Triton's interpreter, slowly, for tests"
-    )
+class Gpu(Reference):
+    """Triton kernels, for CUDA and ROCm devices; `refusal` says where they cannot run."""
 
+    name = "triton"
+    is_reference = False
 
-def backend(reference: SimpleNamespace) -> SimpleNamespace:
-    """The backend's operations; those without a kernel are the reference's."""
-    own = {
-        "name": "triton",
-        "is_reference": False,
-        "refusal": refusal,
-        "paged_decode": triton_decode.paged_decode,
-        "add_scores": triton_decode.add_scores,
-        "write_keys": triton_pages.write_keys,
-        "write_values": triton_pages.write_values,
-        "read_slots": triton_pages.read_slots,
-        "move_slots": triton_pages.move_slots,
-        "demote": triton_pages.demote,
-        "prompt_scores": triton_prefill.prompt_scores,
-        "attention_with_lse": triton_prefill.attention_with_lse,
-        "DevicePages": triton_manager.DevicePages,
-    }
-    return SimpleNamespace(**{**vars(reference), **own})
+    def refusal(self, device: torch.device) -> str:
+        """Why the kernels cannot run on a device, with a remedy; empty where they can."""
+        if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+            return ""
+        return (
+            f"backend=triton needs an NVIDIA or AMD GPU, but this model is on {device}; set model.device=cuda where "
+            "there is one, choose backend=cpu or backend=torch, or set TRITON_INTERPRET=1 in the environment to run "
+            "the kernels in Triton's interpreter, slowly, for tests"
+        )
+
+    def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
+        triton_pages.write_keys(pages, fmt, page, slot, k)
+
+    def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
+        triton_pages.write_values(pages, fmt, page, slot, v)
+
+    def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        return triton_pages.read_slots(pages, fmt, page, slot)
+
+    def move_slots(
+        self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
+    ) -> None:
+        triton_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+
+    def paged_decode(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        tiers: list[TierPages],
+        ring: Ring | None,
+        scale: float,
+        *,
+        power: int = 1,
+        group: Reduce | None = None,
+        accumulate: bool = False,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """As `Backend.paged_decode`; `accumulate` adds the scores to what the pages track instead of returning them."""
+        return triton_decode.paged_decode(q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate)
+
+    def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
+        triton_decode.add_scores(pages, tier, scores)
+
+    def column_scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        *,
+        queries: int,
+        skip_near: int = 0,
+        power: int = 1,
+        below_uniform: bool = False,
+    ) -> Tensor:
+        if below_uniform:  # no kernel counts
+            return super().column_scores(
+                q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=True
+            )
+        return triton_prefill.column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power)
+
+    def demote(
+        self,
+        pages: Tensor,
+        source: PageFormat,
+        target: PageFormat,
+        src_page: Tensor,
+        src_slot: Tensor,
+        dst_page: Tensor,
+        dst_slot: Tensor,
+    ) -> None:
+        """Re-quantises slots into another format without a dense copy; see `gpu.pages.demote`."""
+        triton_pages.demote(pages, source, target, src_page, src_slot, dst_page, dst_slot)
+
+    def attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """A prompt's attention with the log-sum-exp of every query's logits; see `gpu.prefill.attention_with_lse`."""
+        return triton_prefill.attention_with_lse(q, k, v, scale)
+
+    def device_pages(
+        self,
+        page_bytes: int,
+        num_pages: int,
+        tokens_per_page: tuple[int, ...],
+        num_lists: int,
+        max_pages: int,
+        device: torch.device | str,
+    ) -> DevicePages:
+        """A pool and its page tables that are kept and changed on the device; see `gpu.manager.DevicePages`."""
+        return DevicePages(page_bytes, num_pages, tokens_per_page, num_lists, max_pages, device)

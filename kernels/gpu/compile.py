@@ -15,13 +15,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.backend import Reduce, Ring, TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
-from kvbench.kernels.gpu.parts import recording
+from kvbench.kernels.gpu.parts import Kernel, recording
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 _BINARY = {"cuda": "cubin", "hip": "hsaco"}
@@ -43,7 +43,7 @@ class Compiled:
     seconds_s: float
 
 
-def _signature(kernel: Callable, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
+def _signature(kernel: Kernel, arguments: tuple, constants: dict) -> tuple[dict, dict, dict]:
     """Types, constants and alignments of a launch, as Triton itself would infer them."""
     signature, values, alignments = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -76,7 +76,7 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
     """
     launches: dict[str, tuple] = {}
 
-    def note(kernel: Callable, _: tuple, arguments: tuple, constants: dict) -> None:
+    def note(kernel: Kernel, _: tuple, arguments: tuple, constants: dict) -> None:
         launches.setdefault(
             f"{kernel.__name__} {_signature(kernel, arguments, constants)}", (kernel, arguments, constants)
         )
@@ -95,24 +95,33 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
         yield Compiled(kernel.__name__, target, len(binary), built.metadata.shared, time.perf_counter() - begin)
 
 
-# Representative calls ------------------------------------------------------------------------------------------------
-
+# What the representative calls below are made of.
 _HEADS, _GROUP, _DIM, _PAGE_BYTES = 2, 4, 128, 16896
 _TRACK = ("score", "pos")
 
 
-def _format(k_bits: int, v_bits: int, dtype: torch.dtype = torch.float16, **extra: object) -> PageFormat:
-    return PageFormat(SlotFormat(_DIM, k_bits, v_bits, dtype=dtype, track=_TRACK, **extra), _PAGE_BYTES)
+def _format(k_bits: int, v_bits: int, *, k_channel_group: int = 0, v_groups: int = 1, fp8: bool = False) -> PageFormat:
+    slot = SlotFormat(_DIM, k_bits, v_bits, k_channel_group=k_channel_group, v_groups=v_groups, fp8=fp8, track=_TRACK)
+    return PageFormat(slot, _PAGE_BYTES)
 
 
-def _decode(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, **options: object) -> Callable[[], object]:
+def _decode(
+    dtype: torch.dtype,
+    *formats: PageFormat,
+    ring: bool = False,
+    power: int = 1,
+    group: Reduce | None = None,
+    accumulate: bool = False,
+) -> Callable[[], object]:
     """Attention of one sequence of a Llama-3-8B-like layer, two of its eight heads."""
     held = torch.full((1, _HEADS), 9)
     tiers = [TierPages(fmt, torch.zeros(1, _HEADS, 2, dtype=torch.int64), held, held) for fmt in formats]
     q = torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=dtype)
     buffer = torch.zeros(1, _HEADS, 32, _DIM, dtype=dtype)
     pages, rings = torch.zeros(8, _PAGE_BYTES, dtype=torch.uint8), Ring(buffer, buffer, held + 4) if ring else None
-    return lambda: triton_decode.paged_decode(q, pages, tiers, rings, 0.1, **options)
+    return lambda: triton_decode.paged_decode(
+        q, pages, tiers, rings, 0.1, power=power, group=group, accumulate=accumulate
+    )
 
 
 def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Callable[[], object]:

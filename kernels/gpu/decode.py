@@ -1,4 +1,4 @@
-"""Triton backend, part 2: attention of one query token per sequence over pages, and the scores it gives.
+"""GPU backend: attention of one query token per sequence over pages, and the scores it gives.
 
 A list (one sequence, one KV head) is cut into parts of whole pages; `_attend_part` reduces each part to its maximum,
 its sum of exponentials and its unnormalised output, tier after tier, and `_merge_parts` merges them exactly. Scores
@@ -39,7 +39,7 @@ from kvbench.kernels.gpu.tiles import (
 )
 from kvbench.kernels.reference import attention as torch_attention
 
-_REDUCE = {"sum": 0, "mean": 1, "max": 2}
+_REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Attention of one query token per sequence over all tiers and the residual buffer, dequantising as it goes.
 
-    Arguments and results are those of `torch_attention.paged_decode`, which it calls for keys that must be rotated.
+    Arguments and results are those of `Backend.paged_decode`; the reference does it where keys must be rotated.
     fp32 queries are computed in fp32 throughout; fp16 and bf16 queries with products in that type, summed in fp32.
     Capture-safe: no host synchronisation, and every allocation has a size that shapes alone give.
 
@@ -309,6 +309,8 @@ def paged_decode(
         _merge_parts, (rows,), part_top, part_sum, part_out, out, lse, top, total, num_parts, G=group_size, D=head_dim,
         DP=power_of_two(head_dim), BP=16,
     )  # fmt: skip
+    if group is None:
+        return out, lse, []
     scores = []
     for tier, weights, tops in kept:
         columns, slots, block = tier.ids.shape[-1], tier.fmt.tokens_per_page, _block_slots(tier.fmt)

@@ -1,4 +1,6 @@
-"""Triton backend, part 4: pages of all lists taken, returned, looked up and compacted on the device.
+"""GPU backend: pages of all lists taken, returned, looked up and compacted on the device.
+
+The store does not use this yet: it keeps `PagePool` and `PageTable`, whose bookkeeping waits for the host.
 
 The pool's free list and the page tables of all layers, heads and requests change in three launches, whatever their
 number: block sums of what every list needs, the assignment from an exclusive prefix sum over them, and the counters.
@@ -288,7 +290,7 @@ class DevicePages:
             The new slot counts, int64 [M].
 
         Raises:
-            ValueError: See `triton_pages.check_movable`.
+            ValueError: See `gpu.pages.check_movable`.
 
         Source: KV-Compress kvcompress_eviction_kernels.cu (the same moves), DiffKV (all lists in one launch).
         """

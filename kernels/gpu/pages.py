@@ -1,8 +1,8 @@
-"""Triton backend, part 3: writing, reading, demoting and moving slots in pages.
+"""GPU backend: writing, reading, demoting and moving slots in pages.
 
 Page ids below 0 are passed over, so that a plan over all lists needs no compaction into the lists that it concerns.
 Every function here is capture-safe once it was called for a format: the first `move_slots` and `demote` of a format
-copy a small table to the device.
+copy a small table to the device. The store does not use `demote` yet.
 """
 
 from functools import cache
@@ -23,6 +23,7 @@ from kvbench.kernels.gpu.parts import (
     power_of_two,
     round_even,
     side_constants,
+    side_layout,
 )
 
 SLOT_REGIONS = ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero", "score", "pos")
@@ -252,14 +253,14 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
     if not fmt.slot.channel_keys:
         _write("k", pages, fmt, page, slot, k)
         return
-    side = side_constants(fmt, "k", least=1)
-    group, num_bytes = fmt.slot.k_channel_group, side["W"]
+    side = side_layout(fmt, "k", least=1)
+    group, num_bytes = fmt.slot.k_channel_group, side.W
     tokens = power_of_two(group)
-    width = min(power_of_two(num_bytes), power_of_two(max(1, 2 * _TILE // (tokens * side["P"]))))
+    width = min(power_of_two(num_bytes), power_of_two(max(1, 2 * _TILE // (tokens * side.P))))
     launch(
         _write_key_groups, (page.numel() // group, -(-num_bytes // width)), k.contiguous(), pages, page.contiguous(),
-        slot.contiguous(), pages.shape[1], D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width, **side,
-        enable_fp_fusion=False,
+        slot.contiguous(), pages.shape[1], D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width,
+        **side_constants(fmt, "k", least=1), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -273,22 +274,18 @@ def _write(
     source: tuple[PageFormat, Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Launches `_write_side` from dense vectors, or from (format, pages, slots)."""
-    constants = side_constants(fmt, side, least=1)
+    layout = side_layout(fmt, side, least=1)
+    rows = min(64, max(1, _TILE // (layout.P * layout.WP)))  # slots per program
     page, slot, count = page.contiguous(), slot.contiguous(), page.numel()
     origin, from_page, from_slot = source if source is not None else (fmt, page, slot)
     launch(
-        _write_side, (-(-count // _rows(constants)),), pages if x is None else x.contiguous(), pages,
-        from_page.contiguous(), from_slot.contiguous(), page, slot, count, pages.shape[1], BM=_rows(constants),
+        _write_side, (-(-count // rows),), pages if x is None else x.contiguous(), pages,
+        from_page.contiguous(), from_slot.contiguous(), page, slot, count, pages.shape[1], BM=rows,
         KEYS=side == "k", D=fmt.slot.head_dim, T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys,
-        FROM_PAGES=source is not None, S_T=origin.tokens_per_page, **constants,
-        **side_constants(origin, side, "S_", least=1),
+        FROM_PAGES=source is not None, S_T=origin.tokens_per_page,
+        **side_constants(fmt, side, least=1), **side_constants(origin, side, "S_", least=1),
         enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
     )  # fmt: skip
-
-
-def _rows(constants: dict[str, object]) -> int:
-    """Slots per program."""
-    return min(64, max(1, _TILE // (constants["P"] * constants["WP"])))
 
 
 def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Triton backend, part 1: what its kernels share on both sides of a launch.
+"""GPU backend: what its kernels share on both sides of a launch.
 
 The kernels are written once for NVIDIA and AMD. A page's layout reaches them as compile-time constants, so every
 format is a kernel of its own. Tiles have power-of-two sides: where a slot has W bytes of codes, tiles have WP, the
@@ -6,7 +6,9 @@ power of two above. A byte holds one channel of each plane: byte w has channel p
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cache
+from typing import Protocol
 
 import torch
 import triton
@@ -20,11 +22,24 @@ LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference fr
 LOG2_E = 1.4426950408889634  # exponentials are of base 2: logits carry this factor
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 
-# What takes launches in place of a GPU: kernels.triton_compile and the test of host synchronisation set it.
-_recorder: list[Callable] = []
+
+class Kernel(Protocol):
+    """What `triton.jit` makes of a function, compiled or interpreted."""
+
+    __name__: str
+    arg_names: list[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """The kernel as a call that runs on a grid."""
 
 
-def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+Receiver = Callable[[Kernel, tuple[int, ...], tuple[object, ...], dict[str, object]], None]
+
+# What takes launches in place of a GPU: `compile` and the test of host synchronisation set it.
+_recorder: list[Receiver] = []
+
+
+def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
     """Runs a kernel on the device of its first tensor; a grid with a zero in it is no launch.
 
     Args:
@@ -50,7 +65,7 @@ def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **consta
 class recording:
     """While open, launches go to `receive(kernel, grid, arguments, constants)` and nothing is computed."""
 
-    def __init__(self, receive: Callable) -> None:
+    def __init__(self, receive: Receiver) -> None:
         self.receive = receive
 
     def __enter__(self) -> None:
@@ -65,40 +80,69 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, triton.next_power_of_2(max(1, n)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SideLayout:
+    """The compile-time constants that describe one side (keys or values) of a page, named as kernels name them.
+
+    Args:
+        BITS: 1 to 8 of codes, 0 for e4m3, 16 or 32 of elements.
+        P: Planes.
+        W: Bytes or elements of a slot and plane.
+        WP: The power of two above W.
+        OFF: Byte offset of the codes; SCALE and ZERO: those of the metadata.
+        GROUPS: Scales per vector.
+        CHANNEL: Tokens that share a channel's scale; 0 = scales per token.
+        SYM: Codes are symmetric and have no zero.
+        ELEM: Element type.
+    """
+
+    BITS: int
+    P: int
+    W: int
+    WP: int
+    OFF: int
+    SCALE: int
+    ZERO: int
+    GROUPS: int
+    CHANNEL: int
+    SYM: bool
+    ELEM: tl.dtype
+
+
 @cache
-def side_constants(fmt: PageFormat, side: str, prefix: str = "", least: int = MIN_DOT) -> dict[str, object]:
-    """The compile-time constants that describe one side of a page.
+def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
+    """One side of a page.
 
     Args:
         fmt: The page format.
         side: `k` or `v`.
-        prefix: Put before every name.
         least: The least WP.
-
-    Returns:
-        BITS (1 to 8 codes, 0 for e4m3, 16 or 32 elements), P planes, W bytes or elements of a slot, WP its power of
-        two, OFF, SCALE and ZERO byte offsets, GROUPS scales per vector, CHANNEL tokens that share a channel's scale (0:
-        scales per token), SYM, ELEM the element type.
     """
     slot = fmt.slot
     bits, is_coded = (slot.k_bits, slot.k_coded) if side == "k" else (slot.v_bits, slot.v_coded)
     groups = slot.k_groups if side == "k" else slot.v_groups
     planes = 8 // bits if is_coded else 1
     width = slot.head_dim // planes
-    names = {
-        "BITS": bits if is_coded or bits >= 16 else 0,
-        "P": planes,
-        "W": width,
-        "WP": power_of_two(width, least),
-        "OFF": fmt.regions[f"{side}_codes"][0],
-        "SCALE": fmt.regions[f"{side}_scale"][0],
-        "ZERO": fmt.regions[f"{side}_zero"][0],
-        "GROUPS": groups if is_coded else 1,
-        "CHANNEL": slot.k_channel_group if side == "k" and slot.channel_keys else 0,
-        "SYM": slot.symmetric,
-        "ELEM": ELEMENT[slot.dtype],
-    }
-    return {prefix + name: value for name, value in names.items()}
+    return SideLayout(
+        BITS=bits if is_coded or bits >= 16 else 0,
+        P=planes,
+        W=width,
+        WP=power_of_two(width, least),
+        OFF=fmt.regions[f"{side}_codes"][0],
+        SCALE=fmt.regions[f"{side}_scale"][0],
+        ZERO=fmt.regions[f"{side}_zero"][0],
+        GROUPS=groups if is_coded else 1,
+        CHANNEL=slot.k_channel_group if side == "k" and slot.channel_keys else 0,
+        SYM=slot.symmetric,
+        ELEM=ELEMENT[slot.dtype],
+    )
+
+
+@cache
+def side_constants(fmt: PageFormat, side: str, prefix: str = "", least: int = MIN_DOT) -> dict[str, object]:
+    """`side_layout` as a launch takes it: name -> value, with `prefix` before every name."""
+    layout = side_layout(fmt, side, least)
+    return {prefix + each.name: getattr(layout, each.name) for each in fields(layout)}
 
 
 @triton.jit

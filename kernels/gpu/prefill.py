@@ -1,8 +1,9 @@
-"""Triton backend, part 5: a prompt's attention with its log-sum-exp, and column scores, in O(N) memory.
+"""GPU backend: a prompt's attention with its log-sum-exp, and column scores, in O(N) memory.
 
 Column sums take two passes. The first finds every counted query's maximum and sum of exponentials (a by-product where
 the attention is computed too); in the second each program owns a block of keys and goes over the queries behind it, so
-that no two programs add to the same sum. Nothing of size N x N is ever written. Capture-safe.
+that no two programs add to the same sum. Nothing of size N x N is ever written. Capture-safe. The store does not use
+`attention_with_lse` yet.
 """
 
 import torch
@@ -10,9 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
-from kvbench.kernels.reference import attention as torch_attention
 
 
 @triton.jit
@@ -105,22 +104,24 @@ def _first(length: int, queries: int) -> int:
 
 
 def _statistics(
-    q: Tensor, k: Tensor, v: Tensor | None, scale: float, first: int
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Output (with `v`), maximum in base 2 and sum of exponentials, fp32 [Hq, N - first], of queries `first` on."""
+    q: Tensor, k: Tensor, scale: float, first: int, attend: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Maximum in base 2 and sum of exponentials, fp32 [Hq, N - first], of queries `first` on.
+
+    With `attend`, values [H, N, D] and a place [Hq, N, D] for the output, which is then filled.
+    """
     heads, length, head_dim = q.shape
-    operand = _operand(q, (k,) if v is None else (k, v))
+    operand = _operand(q, (k,) if attend is None else (k, attend[0]))
     rows, columns = _blocks(operand)
     tops, sums = (torch.empty(heads, length - first, device=q.device) for _ in range(2))
-    out = None if v is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    values, target = (k, tops) if v is None else (v, out)  # without values neither is touched
+    values, target = attend or (k, tops)  # without values neither is touched
     strides = [s for x in (q, k, values) for s in x.stride()[:2]]
     launch(
         _attend_prompt, (-(-(length - first) // rows), heads), q, k, values, target, tops, sums, scale * LOG2_E, length,
         first, heads // k.shape[0], *strides, D=head_dim, DP=power_of_two(head_dim, MIN_DOT), BM=rows, BN=columns,
-        OP=operand, VALUES=v is not None,
+        OP=operand, VALUES=attend is not None,
     )  # fmt: skip
-    return out, tops, sums
+    return tops, sums
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -134,18 +135,19 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
 
     Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
     """
-    out, tops, sums = _statistics(_rows(q), _rows(k), _rows(v), scale, 0)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tops, sums = _statistics(_rows(q), _rows(k), scale, 0, (_rows(v), out))
     return out, (tops + sums.log2()) / LOG2_E
 
 
 def column_scores(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int = 0, power: int = 1) -> Tensor:
-    """How much attention each key of a prompt receives; arguments and result of `torch_attention.column_scores`.
+    """How much attention each key of a prompt receives; arguments and result of `reference.attention.column_scores`.
 
     Memory beyond the result: two fp32 numbers per counted query and head.
     """
     heads, length, head_dim = q.shape
     q, k, first = _rows(q), _rows(k), _first(length, queries)
-    _, tops, sums = _statistics(q, k, None, scale, first)
+    tops, sums = _statistics(q, k, scale, first)
     operand = _operand(q, (k,))
     rows, width = _blocks(operand)
     columns = torch.empty(heads, length, device=q.device)
@@ -155,15 +157,3 @@ def column_scores(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near
         BN=width, OP=operand, POWER=power,
     )  # fmt: skip
     return columns
-
-
-def prompt_scores(
-    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, power: int, pool: str, pool_kernel: int,
-    pool_stage: str, pool_region: str, group: Reduce,
-) -> Tensor:  # fmt: skip
-    """The score of every prompt key per KV head, fp32 [H, N]; arguments as `torch_attention.prompt_scores`."""
-    return torch_attention.reduce_scores(
-        column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power),
-        k.shape[0], queries=queries, pool=pool, pool_kernel=pool_kernel, pool_stage=pool_stage, pool_region=pool_region,
-        group=group,
-    )  # fmt: skip

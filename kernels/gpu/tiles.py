@@ -1,4 +1,4 @@
-"""Triton backend: the tiles of decode attention, as functions that kernels call on the device.
+"""GPU backend: the tiles of decode attention, as functions that kernels call on the device.
 
 Codes of a plane are dequantised by operations on single elements alone, so that the compiler can load them in the form
 that the tensor cores take; putting planes side by side first sends every code through shared memory.

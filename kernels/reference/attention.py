@@ -1,4 +1,6 @@
-"""Reference backend, part 2: attention over pages, prefill attention and column scores, in plain torch.
+"""Reference backend: attention over pages, prefill attention and column scores, in plain torch.
+
+Arguments and results of functions that `Backend` has as methods are described there.
 
 Legend: S sequences, H KV heads, G query heads per KV head, Hq = H * G, D head dim, N prompt tokens, T slots per page, m
 pages per list.
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce, Ring, TierPages
+from kvbench.kernels.backend import Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
 from kvbench.kernels.reference.pages import read_pages, region
 
 
@@ -47,21 +49,7 @@ def paged_decode(
     power: int = 1,
     group: Reduce | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attention of one query token per sequence over all tiers and the residual buffer, exact softmax over all of them.
-
-    Args:
-        q: [S, Hq, D], any float dtype; computed in fp32.
-        pages: uint8 [P, page_bytes].
-        tiers: One to three tiers; with a ring, only tier 0.
-        ring: Residual buffer or None.
-        scale: Factor on the logits.
-        power: Probabilities are raised to this power before the group is reduced.
-        group: How to reduce the query heads of a KV head into scores; None = no scores.
-
-    Returns:
-        out fp32 [S, Hq, D]; lse fp32 [S, Hq]; scores per tier, fp32 [S, H, m * T] (0 past a list's end), empty without
-        `group`.
-    """
+    """Attention of one query token per sequence over all tiers and the residual buffer, computed in fp32."""
     num_seq, _, head_dim = q.shape
     num_heads = tiers[0].ids.shape[1]
     q = q.float().view(num_seq, num_heads, -1, head_dim)
@@ -89,7 +77,7 @@ def paged_decode(
     lse = joined.logsumexp(-1)
     parts = list(joined.softmax(-1).split(widths, -1))  # exp(x - lse) would carry the rounding of lse into every weight
     if ring is None:
-        out = sum(torch.matmul(p, v) for p, v in zip(parts, values, strict=True))
+        out = sum((torch.matmul(p, v) for p, v in zip(parts, values, strict=True)), start=q.new_zeros(()))
     else:
         out = _ring_output(parts[0], parts.pop(), values[0], ring, tiers[0], k_ordinal, k_live)
     scores = [reduce_group(p**power, group, 2) for p in parts] if group else []
@@ -112,22 +100,8 @@ def _ring_output(
     return torch.matmul(by_token[..., : v_pages.shape[2]], v_pages) + torch.matmul(p_values, ring_v)
 
 
-def choose_pages(
-    q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Literal["mean", "max"]
-) -> TierPages:
+def choose_pages(q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce) -> TierPages:
     """The pages of each list that can hold the largest logits, in slot order; the newest page is always one of them.
-
-    A page's bound for a query is the sum over channels of max(q * low, q * high), which no logit in it exceeds.
-
-    Args:
-        q: [S, Hq, D].
-        tier: All pages of each list, with bounds.
-        count: int64 [S] pages to choose per list, >= 1; fewer where a list has fewer.
-        width: The largest of `count`, as a number.
-        group: How the bounds of the query heads of a KV head are reduced.
-
-    Returns:
-        The tier with only the chosen pages: ids [S, H, min(width, m)], and the slots that they hold.
 
     Source: mit-han-lab/Quest evaluation/quest_attention.py and quest/utils/controller.py.
     """
@@ -161,12 +135,7 @@ def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
 
 
 def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Dequantises everything a layer holds, padded.
-
-    Returns:
-        keys and values fp32 [S, H, n, D], and bool [S, H, n]: the entry is live. With a ring, entries are in token
-        order.
-    """
+    """Dequantises everything a layer holds, padded; with a ring, in token order."""
     keys, values, live = [], [], []
     for tier in tiers:
         k, v = read_pages(pages, tier.fmt, tier.ids.flatten())
@@ -193,27 +162,12 @@ def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tu
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of a whole prompt on uncompressed keys and values.
-
-    Args:
-        q: [Hq, N, D]; k, v: [H, N, D], the model's dtype.
-
-    Returns:
-        [Hq, N, D] in the same dtype.
-    """
+    """Causal attention of a whole prompt on uncompressed keys and values."""
     return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """Attention of a chunk of tokens over a dequantised history and over itself, causally.
-
-    Args:
-        q: [Hq, n, D]; k, v: [H, n, D].
-        history: keys, values fp32 [H, M, D] and live bool [H, M].
-
-    Returns:
-        fp32 [Hq, n, D].
-    """
+    """Attention of a chunk of tokens over a dequantised history and over itself, causally."""
     past_k, past_v, live = history
     heads, chunk, _ = k.shape
     keys, values = torch.cat([past_k, k.float()], 1), torch.cat([past_v, v.float()], 1)
@@ -299,18 +253,17 @@ def prompt_scores(
     queries: int,
     skip_near: int,
     power: int,
-    pool: str,
+    pool: Pool,
     pool_kernel: int,
-    pool_stage: str,
-    pool_region: str,
+    pool_stage: PoolStage,
+    pool_region: PoolRegion,
     group: Reduce,
     columns: Callable[..., Tensor] = column_scores,
 ) -> Tensor:
     """The score of every prompt key per KV head: column sums, pooling and group reduction in the stated order.
 
     Args:
-        q: [Hq, N, D]; k: [H, N, D]. The other arguments as `kvbench.policy.ScoreSpec` names them.
-        columns: What sums the columns: `column_scores`, or a backend's own.
+        columns: What sums the columns: `column_scores`, or a backend's own. The others as for `Backend.prompt_scores`.
 
     Returns:
         fp32 [H, N].
@@ -340,8 +293,7 @@ def prompt_low_counts(
     """Minus the number of counted queries that attend to a prompt key with less than 1 / (keys they see), per KV head.
 
     Args:
-        q: [Hq, N, D]; k: [H, N, D]. The other arguments as `kvbench.policy.ScoreSpec` names them.
-        columns: As for `prompt_scores`.
+        columns: As for `prompt_scores`. The others as for `Backend.prompt_low_counts`.
 
     Returns:
         fp32 [H, N].
@@ -355,10 +307,10 @@ def reduce_scores(
     heads: int,
     *,
     queries: int,
-    pool: str,
+    pool: Pool,
     pool_kernel: int,
-    pool_stage: str,
-    pool_region: str,
+    pool_stage: PoolStage,
+    pool_region: PoolRegion,
     group: Reduce,
 ) -> Tensor:
     """Pools and group-reduces column sums fp32 [Hq, N] to [H, N]."""

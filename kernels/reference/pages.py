@@ -1,4 +1,7 @@
-"""Reference backend, part 1: writing, reading and moving slots in pages, in plain torch."""
+"""Reference backend: writing, reading and moving slots in pages, in plain torch.
+
+Arguments and results of the public functions are those of the `Backend` methods of the same names.
+"""
 
 from dataclasses import dataclass
 
@@ -10,17 +13,7 @@ from kvbench.kernels.reference import quant
 
 
 def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
-    """A region of every page as a typed view.
-
-    Args:
-        pages: uint8 [P, page_bytes].
-        name: A region of `PageFormat.regions`.
-
-    Returns:
-        k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P,
-        groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, score [P, T] fp32, pos [P, T]
-        int32, k_low and k_high [P, D] elements.
-    """
+    """A region of every page as a typed view; its shapes are listed at `Backend.region`."""
     offset, length = fmt.regions[name]
     raw = pages[:, offset : offset + length]
     slot, tokens = fmt.slot, fmt.tokens_per_page
@@ -40,11 +33,10 @@ def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
 
 @dataclass
 class _Side:
-    """Encoded vectors: bytes or elements [M, W] and metadata [M, groups]."""
+    """Encoded vectors: bytes or elements [M, W]; where they are codes, scale and zero, fp16 [M, groups] each."""
 
     codes: Tensor
-    scale: Tensor | None = None
-    zero: Tensor | None = None
+    metadata: tuple[Tensor, Tensor] | None = None
 
 
 def _encode(x: Tensor, bits: int, groups: int, fmt: PageFormat) -> _Side:
@@ -57,27 +49,17 @@ def _encode(x: Tensor, bits: int, groups: int, fmt: PageFormat) -> _Side:
     codes, scale, zero = quant.quantize(
         x.unflatten(-1, (groups, -1)), bits, symmetric=slot.symmetric, metadata_first=slot.channel_keys
     )
-    return _Side(quant.pack(codes.flatten(-2), bits), scale[..., 0], zero[..., 0])
+    return _Side(quant.pack(codes.flatten(-2), bits), (scale[..., 0], zero[..., 0]))
 
 
 def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-    """Encodes keys and writes them to their slots.
-
-    Args:
-        page: int64 [M] page ids.
-        slot: int64 [M] slots within the page. With per-channel keys, runs of `group_tokens` consecutive slots, aligned,
-            in order.
-        k: [M, D], any float dtype.
-    """
+    """Encodes keys [M, D] and writes them to their slots."""
     form = fmt.slot
     codes = region(pages, fmt, "k_codes")
     if not form.channel_keys:
         side = _encode(k, form.k_bits, form.k_groups, fmt)
         codes[page, :, slot] = side.codes
-        if side.scale is not None:
-            region(pages, fmt, "k_scale")[page, :, slot] = side.scale
-            if not form.symmetric:
-                region(pages, fmt, "k_zero")[page, :, slot] = side.zero
+        _write_metadata(pages, fmt, "k", page, slot, side)
         return
     group = form.k_channel_group
     page, index = page[::group], slot[::group] // group
@@ -93,24 +75,24 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
 
 
 def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-    """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
+    """Encodes values [M, D] and writes them to their slots."""
     side = _encode(v, fmt.slot.v_bits, fmt.slot.v_groups, fmt)
     region(pages, fmt, "v_codes")[page, slot] = side.codes
-    if side.scale is not None:
-        region(pages, fmt, "v_scale")[page, :, slot] = side.scale
-        if not fmt.slot.symmetric:
-            region(pages, fmt, "v_zero")[page, :, slot] = side.zero
+    _write_metadata(pages, fmt, "v", page, slot, side)
+
+
+def _write_metadata(pages: Tensor, fmt: PageFormat, kind: str, page: Tensor, slot: Tensor, side: _Side) -> None:
+    """Writes the scales, and the zeros of asymmetric codes, of keys (kind `k`) or values (`v`) that are codes."""
+    if side.metadata is None:
+        return
+    scale, zero = side.metadata
+    region(pages, fmt, f"{kind}_scale")[page, :, slot] = scale
+    if not fmt.slot.symmetric:
+        region(pages, fmt, f"{kind}_zero")[page, :, slot] = zero
 
 
 def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
-    """Takes keys into the bounds of their pages; slot 0 begins a page anew.
-
-    Args:
-        page: int64 [M] page ids.
-        slot: int64 [M] slots within the page.
-        k: [M, D], as they are written.
-        distinct: No page comes twice, as in a decode step; then nothing is sorted.
-    """
+    """Takes keys [M, D] into the bounds of their pages; slot 0 begins a page anew."""
     k = k.to(fmt.slot.dtype)
     if distinct:
         ids, fresh, low, high = page, slot == 0, k, k
@@ -126,23 +108,26 @@ def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: 
 
 
 def write_tracked(
-    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float, pos: Tensor
+    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float | None, pos: Tensor | None
 ) -> None:
     """Writes the tracked fields of slots; those that the format does not track are ignored."""
     if "score" in fmt.slot.track:
+        assert score is not None, "the format tracks scores: the caller has one"
         region(pages, fmt, "score")[page, slot] = score
     if "pos" in fmt.slot.track:
+        assert pos is not None, "the format tracks positions: the caller has one"
         region(pages, fmt, "pos")[page, slot] = pos.to(torch.int32)
 
 
 def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
     """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group,
-    D])."""
+    D]); elements have no metadata, symmetric codes no zero."""
     form = fmt.slot
     if form.k_bits >= 16:
         return codes.float()
     if not form.k_coded:
         return quant.from_fp8(codes)
+    assert scale is not None, "codes have scales"
     values = quant.unpack(codes, form.k_bits, dim=1)
     if form.channel_keys:
         shape = values.shape
@@ -156,12 +141,13 @@ def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Ten
 
 
 def _decode_values(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
-    """fp32 values [X, n, D] from codes [X, n, W] and metadata [X, groups, n]."""
+    """fp32 values [X, n, D] from codes [X, n, W] and metadata [X, groups, n], absent as in `_decode_keys`."""
     form = fmt.slot
     if form.v_bits >= 16:
         return codes.float()
     if not form.v_coded:
         return quant.from_fp8(codes)
+    assert scale is not None, "codes have scales"
     values = quant.unpack(codes, form.v_bits).unflatten(-1, (form.v_groups, -1))
     scale = scale.transpose(1, 2)[..., None]
     zero = None if zero is None else zero.transpose(1, 2)[..., None]
@@ -172,6 +158,8 @@ def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Ten
     """Dequantises whole pages.
 
     Args:
+        pages: uint8 [P, page_bytes].
+        fmt: The pages' format.
         ids: int64 [X] page ids.
 
     Returns:

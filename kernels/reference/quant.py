@@ -50,10 +50,12 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, symmetric: bool = False) -> Tensor:
-    """Inverse of `quantize` in fp32, with the stored fp16 scale and zero (broadcast against `codes`)."""
+    """Inverse of `quantize` in fp32, with the stored fp16 scale and zero (broadcast against `codes`); symmetric codes
+    need no zero."""
     values = codes.float()
     if symmetric:
         return (values - 2 ** (bits - 1)) * scale.float()
+    assert zero is not None, "asymmetric codes have a zero"
     return values * scale.float() + zero.float()
 
 

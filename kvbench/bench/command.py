@@ -10,7 +10,9 @@ from types import ModuleType
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files as listing
+from kvbench.config.plain import plain
 from kvbench.errors import unknown_name
+from kvbench.kernels.bench.settings import Common
 from kvbench.results import provenance
 
 # what -> module with Settings, QUICK and run(settings, progress). Those in kernels/ need torch alone.
@@ -55,7 +57,7 @@ def main(cfg: DictConfig) -> int:
     return status
 
 
-def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, object]:
+def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, Common]:
     """The module that measures `name`, and its settings.
 
     Raises:
@@ -68,18 +70,20 @@ def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, object]:
     module = import_module(MODULES[name])
     values = _merged(cfg, name)
     if cfg.quick:
-        default = _merged(OmegaConf.load(listing.conf_folder() / "command" / "bench.yaml"), name)
+        written = OmegaConf.load(listing.conf_folder() / "command" / "bench.yaml")
+        assert isinstance(written, DictConfig), "the file holds settings, not a list"
+        default = _merged(written, name)
         values |= {key: small for key, small in module.QUICK.items() if values[key] == default[key]}
     known = {item.name for item in dataclasses.fields(module.Settings)}
-    settings = module.Settings(**{key: value for key, value in values.items() if key in known})
+    settings: Common = module.Settings(**{key: value for key, value in values.items() if key in known})
     settings.check()
     return module, settings
 
 
 def _merged(cfg: DictConfig, name: str) -> dict:
     """The settings that all benches share, and one bench's own."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    return {key: value for key, value in plain.items() if key not in MODULES} | plain[name]
+    values = plain(cfg)
+    return {key: value for key, value in values.items() if key not in MODULES} | values[name]
 
 
 def result_folder(out: Path, name: str) -> Path:

@@ -5,11 +5,14 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from kvbench.bench import choices
 from kvbench.bench.decoders import OwnDecoder, StoreDecoder, relative
+from kvbench.config.files import FULL
 from kvbench.engine.hf import OWN_CACHES
 from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
@@ -18,7 +21,7 @@ from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
 
 OWN = "transformers"
-BASELINES = (OWN, "full")
+BASELINES = (OWN, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
 # amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
@@ -40,7 +43,7 @@ class WholeModel(Common):
     """
 
     model: str = "smollm2-135m"
-    methods: list[str] = field(default_factory=lambda: ["full", "snapkv budget=0.25", "diffkv", "kivi bits=2"])
+    methods: list[str] = field(default_factory=lambda: [FULL, "snapkv budget=0.25", "diffkv", "kivi bits=2"])
     context: int = 4096
     steps: int = 4
 
@@ -169,11 +172,10 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[
     text = choices.sample_tokens(model, batch, settings.context + room)
     prompts = [tokens[: settings.context] for tokens in text]
     answers = [tokens[settings.context :] for tokens in text]
-    own = _own_decoders(settings, model)
     variants = []
-    for name, decoder in own.items():
-        decoder.prefill(prompts)
-        variants.append(_variant(name, decoder, settings, answers))
+    for name, own in _own_decoders(settings, model).items():
+        own.prefill(prompts)
+        variants.append(_variant(name, own, settings, answers))
     for method in settings.methods:
         policy = choices.make_method(method)
         decoder = StoreDecoder(
@@ -183,7 +185,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[
         for prompt in prompts:
             decoder.prefill(prompt)
         variant = _variant(method, decoder, settings, answers)
-        variant.check = lambda decoder=decoder: decoder.reference_error(answers[0][0])
+        variant.check = partial(decoder.reference_error, answers[0][0])
         variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)
         variants.append(variant)
     return variants
@@ -207,45 +209,45 @@ def prompt_variants(settings: Settings, model: LoadedModel) -> list[Variant]:
     text = choices.sample_tokens(model, 1, settings.context + 1)[0]
     prompt, own = text[: settings.context], _own_decoders(settings, model)
     own[OWN].prefill([prompt])
-    exact = own[OWN].logits[0].clone()
-
-    def own_error(decoder: OwnDecoder) -> float:
-        decoder.prefill([prompt])
-        return relative(decoder.logits[0], exact)
-
-    variants = [
-        Variant(
-            name=name,
-            call=lambda _, decoder=decoder: decoder.prefill([prompt]),
-            before_round=decoder.focus,
-            check=lambda decoder=decoder: own_error(decoder),
-            tolerance=tolerance(FULL_TOLERANCE, model),
-        )
-        for name, decoder in own.items()
-    ]
+    exact = _own_answer(own[OWN]).clone()
+    variants = [_own_prompt(name, decoder, prompt, exact) for name, decoder in own.items()]
     for method in settings.methods:
         decoder = StoreDecoder(
             model, choices.make_method(method), rows=1, context=settings.context, new_tokens=1, kernels=settings.kernels
         )
-
-        def call(_: int, decoder: StoreDecoder = decoder) -> None:
-            decoder.drop(decoder.prefill(prompt))
-
-        def check(decoder: StoreDecoder = decoder) -> float:
-            decoder.focus()
-            decoder.drop(decoder.prefill(prompt))
-            return relative(decoder.logits[-1], exact)  # a prompt's own answer is exact for every method
-
-        variants.append(
-            Variant(
-                name=method,
-                call=call,
-                before_round=decoder.focus,
-                check=check,
-                tolerance=tolerance(FULL_TOLERANCE, model),
-            )
-        )
+        variants.append(_store_prompt(method, decoder, prompt, exact))
+    for variant in variants:
+        variant.tolerance = tolerance(FULL_TOLERANCE, model)
     return variants
+
+
+def _own_answer(decoder: OwnDecoder) -> Tensor:
+    """Logits behind the first of the prompts that it read last, fp32 [vocabulary]."""
+    assert decoder.logits is not None, "it has read a prompt"
+    return decoder.logits[0]
+
+
+def _own_prompt(name: str, decoder: OwnDecoder, prompt: list[int], exact: Tensor) -> Variant:
+    def call(_: int) -> None:
+        decoder.prefill([prompt])
+
+    def check() -> float:
+        decoder.prefill([prompt])
+        return relative(_own_answer(decoder), exact)
+
+    return Variant(name=name, call=call, before_round=decoder.focus, check=check)
+
+
+def _store_prompt(name: str, decoder: StoreDecoder, prompt: list[int], exact: Tensor) -> Variant:
+    def call(_: int) -> None:
+        decoder.drop(decoder.prefill(prompt))
+
+    def check() -> float:
+        decoder.focus()
+        decoder.drop(decoder.prefill(prompt))
+        return relative(decoder.logits[-1], exact)  # a prompt's own answer is exact for every method
+
+    return Variant(name=name, call=call, before_round=decoder.focus, check=check)
 
 
 def measure_peaks(

@@ -1,14 +1,11 @@
-"""Two ways to decode that a bench drives step by step: kvbench's engine, and transformers with a cache of its own."""
+"""Two ways to decode that a bench drives step by step: kvbench's runner, and transformers with a cache of its own."""
 
 import torch
 from torch import Tensor
 
-from kvbench.cache import ledger
-from kvbench.cache.layout import StoreOptions
-from kvbench.cache.store import CompressedStore
-from kvbench.engine.engine import Engine, hf
+from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.engine.requests import Request
+from kvbench.engine.runner import Runner
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -16,8 +13,8 @@ from kvbench.policy import Policy
 REFERENCE_ROWS = 2  # copies of a row, for one step by the backend and one by the reference
 
 
-class StoreDecoder(Engine):
-    """The engine, one prompt at a time in and all rows on together, token by token from outside.
+class StoreDecoder:
+    """A runner whose rows all take a step together, token by token from outside.
 
     Args:
         model: The model, shared with other decoders.
@@ -40,64 +37,42 @@ class StoreDecoder(Engine):
         kernels: str = "auto",
         prompts: PromptCache | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            policy,
-            store=StoreOptions(),
-            batch_size=rows,
-            seed=0,
-            backend=kernels,
-            fidelity_max_tokens=0,
-            prompts=prompts,
-        )
+        self.runner = Runner(model, policy, backend=kernels, prompts=prompts)
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
-        self.store = CompressedStore(
-            policy,
-            self.shape,
-            rows=rows + REFERENCE_ROWS,
-            options=self.options,
-            backend=self.backend,
-            max_prompt_tokens=context,
-            max_new_tokens=new_tokens,
-        )
+        self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []
-        self._open: list[int] = []
         self.logits: list[Tensor] = []
 
     def focus(self) -> None:
         """Routes the shared model's attention to this decoder."""
-        hf.attach(self.loaded.model)
+        self.runner.focus()
 
     def prefill(self, prompt: list[int]) -> int:
         """Reads a prompt into a new row; returns it."""
-        row = self._open_row()
-        request = Request(sample_id=str(row), subset="bench", segments=(tuple(prompt),))
-        self.logits.append(self._prefill(row, request)[0])
+        row, logits = self.runner.read(prompt)
+        self.logits.append(logits[0])
         self.rows.append(row)
         return row
 
     def fork(self, source: int) -> int:
         """Copies a row."""
-        row = self._open_row(source)
+        row = self.runner.fork(source)
         self.rows.append(row)
         return row
 
     def drop(self, row: int) -> None:
         """Forgets a row."""
-        self._close(row)
+        self.runner.close(row)
         if row in self.rows:
             self.rows.remove(row)
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary]."""
-        logits, bad = self._step(self.rows, tokens)
-        if bad:
-            raise RuntimeError(f"logits are not finite in rows {sorted(bad)}")
-        return logits
+        return self.runner.step(self.rows, tokens)
 
     def row_bytes(self) -> Tensor:
         """What each row holds, int64 [B]."""
-        return ledger.resident_bytes(self.store, torch.tensor(self.rows, device=self.device))
+        return self.runner.store.ledger.resident_bytes(torch.tensor(self.rows, device=self.runner.device))
 
     def cache_bytes(self) -> int:
         """What all rows hold."""
@@ -107,15 +82,16 @@ class StoreDecoder(Engine):
         """Difference of one step between the backend and the plain reference on two copies of the first row, as a share
         of the largest logit."""
         self.focus()
-        found, own = [], self.store.backend
-        for backend in (own, get_backend("torch", self.device)):
-            row = self._open_row(self.rows[0])
-            self.store.backend = backend
+        pages, found = self.runner.store.pages, []
+        own = pages.backend
+        for backend in (own, get_backend("torch", self.runner.device)):
+            row = self.runner.fork(self.rows[0])
+            pages.backend = backend
             try:
-                found.append(self._step([row], [token])[0][0])
+                found.append(self.runner.step([row], [token])[0])
             finally:
-                self.store.backend = own
-                self._close(row)
+                pages.backend = own
+                self.runner.close(row)
         return relative(found[0], found[1])
 
 
@@ -158,7 +134,7 @@ class OwnDecoder:
 
     def repeat(self, rows: int) -> None:
         """Copies rows in turn until there are as many."""
-        held = self.cache.layers[0].keys.shape[0]
+        held = hf.own_cache_rows(self.cache)
         self.cache.batch_select_indices(torch.arange(rows, device=self.loaded.device) % held)
 
     def cache_bytes(self) -> int:

@@ -57,17 +57,19 @@ def main(order: dict) -> int:
     torch.set_num_threads(order["threads"])
     model = choices.make_model(order["model"], order["device"])
     text = choices.sample_tokens(model, 1, order["context"])[0]
-    if order["kind"]:
-        decoder = OwnDecoder(model, order["kind"])
-        decoder.prefill([text[:WARM_TOKENS]])
-    else:
-        policy = choices.make_method(order["name"])
-        decoder = StoreDecoder(model, policy, rows=1, context=order["context"], new_tokens=1, kernels=order["kernels"])
-        decoder.focus()
-        decoder.drop(decoder.prefill(text[:WARM_TOKENS]))
     mark = Watermark(order["device"])
+    if order["kind"]:
+        own = OwnDecoder(model, order["kind"])
+        own.prefill([text[:WARM_TOKENS]])
+        before = mark.reset()
+        own.prefill([text])
+        return mark.peak() - before
+    policy = choices.make_method(order["name"])
+    decoder = StoreDecoder(model, policy, rows=1, context=order["context"], new_tokens=1, kernels=order["kernels"])
+    decoder.focus()
+    decoder.drop(decoder.prefill(text[:WARM_TOKENS]))
     before = mark.reset()
-    decoder.prefill([text] if order["kind"] else text)
+    decoder.prefill(text)
     return mark.peak() - before
 
 

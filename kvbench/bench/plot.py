@@ -3,17 +3,20 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvbench.results.journal import write_atomic
-from kvbench.show.figure import COLOURS, MARKERS
+from kvbench.results.writing import write_atomic
+from kvbench.show.palette import COLOURS, MARKERS
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 _MANAGERS = {"all at once": "-", "one by one": "--", "on the device": ":"}
 _COLOURS = [colour for colour in COLOURS if colour != "#999999"]  # grey is dense attention's
-BASELINE_STYLE = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
+BASELINE_STYLE: dict[str, Any] = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
 
 
 def draw(document: dict, path: Path) -> Path | None:
@@ -26,7 +29,7 @@ def draw(document: dict, path: Path) -> Path | None:
         return None
     figure = Figure(dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    _DRAW[document["what"]](figure, document, cells)
+    _DRAW[document["what"]](figure, cells)
     where = document["environment"]
     figure.suptitle(f"{document['what']} on {where['device_name']} (backend {where['backend']})", fontsize=11)
     buffer = io.BytesIO()
@@ -35,12 +38,12 @@ def draw(document: dict, path: Path) -> Path | None:
     return path
 
 
-def _style(index: int) -> dict:
+def _style(index: int) -> dict[str, Any]:
     colour, turn = index % len(_COLOURS), index // len(_COLOURS)
     return {"color": _COLOURS[colour], "marker": MARKERS[(colour + 3 * turn) % len(MARKERS)]}
 
 
-def _dense_style(name: str) -> dict:
+def _dense_style(name: str) -> dict[str, Any]:
     """Grey: the shape tells the element type, a filled one is what models call, an open one the grouped form."""
     shape = next((mark for dtype, mark in (("fp32", "o"), ("bf16", "s"), ("fp16", "^")) if dtype in name), "x")
     shape = {"flash-attn": "*", "flashinfer": "P"}.get(name.split()[0], shape)
@@ -52,7 +55,7 @@ def _points(axes: "Axes", names: Sequence[str], groups: Sequence[dict[str, dict 
     width = 0.8 / max(1, len(names))
     for index, name in enumerate(names):
         xs = [g + (index - (len(names) - 1) / 2) * width for g, group in enumerate(groups) if group.get(name)]
-        found = [group[name] for group in groups if group.get(name)]
+        found = [values for group in groups if (values := group.get(name))]
         if not found:
             continue
         middle = [value["median"] for value in found]
@@ -82,23 +85,18 @@ def _panels(cells: Sequence[dict], keys: Sequence[str]) -> dict[tuple, list[dict
     return found
 
 
-def _legend(figure: object, axes: "Axes", columns: int) -> None:
-    handles, labels = {}, []
+def _legend(figure: "Figure", columns: int) -> None:
+    """One legend of all panels below the picture; each label once."""
+    handles: dict[str, Artist] = {}
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    labels = list(handles)
     figure.legend(
-        [handles[label] for label in labels],
-        labels,
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
+        list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
     )
 
 
-def _attention(figure: object, document: dict, cells: Sequence[dict]) -> None:
+def _attention(figure: "Figure", cells: Sequence[dict]) -> None:
     """Every format's speed relative to fp32 SDPA, per shape and thread count; other dense types as bars across."""
     panels = _panels(cells, ("shape", "threads"))
     names = list(
@@ -129,10 +127,10 @@ def _attention(figure: object, document: dict, cells: Sequence[dict]) -> None:
         axes.set_title(f"{shape} (query heads x KV heads x dim){where}", fontsize=9)
     for axes in list(figure.axes)[len(panels) :]:
         axes.set_visible(False)
-    _legend(figure, figure.axes[0], 5)
+    _legend(figure, 5)
 
 
-def _prefill(figure: object, document: dict, cells: Sequence[dict]) -> None:
+def _prefill(figure: "Figure", cells: Sequence[dict]) -> None:
     """How many times as long as attention alone each row takes; a marker per cell."""
     names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"] if row["name"] != "attention"))
     figure.set_size_inches(8.5, 1.9 + 0.4 * len(names))
@@ -149,10 +147,10 @@ def _prefill(figure: object, document: dict, cells: Sequence[dict]) -> None:
     axes.axvline(1.0, **BASELINE_STYLE)
     axes.set_xlabel("time relative to the prompt's attention alone", fontsize=9)
     _names(axes, names)
-    _legend(figure, axes, 2)
+    _legend(figure, 2)
 
 
-def _manager(figure: object, document: dict, cells: Sequence[dict]) -> None:
+def _manager(figure: "Figure", cells: Sequence[dict]) -> None:
     """Time against the number of lists, a panel per operation."""
     panels = _panels(cells, ("operation",))
     figure.set_size_inches(max(7.0, 1.0 + 3.6 * len(panels)), 4.2)
@@ -177,10 +175,10 @@ def _manager(figure: object, document: dict, cells: Sequence[dict]) -> None:
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=8)
     grid[0].set_ylabel("ms", fontsize=9)
-    _legend(figure, grid[0], 4)
+    _legend(figure, 4)
 
 
-def _decode(figure: object, document: dict, cells: Sequence[dict]) -> None:
+def _decode(figure: "Figure", cells: Sequence[dict]) -> None:
     """Tokens per second against what the cache holds, a panel per batch; seconds per prompt in front."""
     names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
     styles = {name: _style(index) for index, name in enumerate(names)}
@@ -203,10 +201,10 @@ def _decode(figure: object, document: dict, cells: Sequence[dict]) -> None:
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
             axes.tick_params(labelsize=8)
-    _legend(figure, figure.axes[0], 4)
+    _legend(figure, 4)
 
 
-def _throughput(figure: object, document: dict, cells: Sequence[dict]) -> None:
+def _throughput(figure: "Figure", cells: Sequence[dict]) -> None:
     """Tokens per second and sequences in the same memory."""
     (cell,) = cells[:1]
     rows = cell["variants"]
@@ -233,7 +231,7 @@ def _throughput(figure: object, document: dict, cells: Sequence[dict]) -> None:
     left.set_title(_line(cell["cell"]), fontsize=9, loc="left")
 
 
-def _across(axes: "Axes", rows: Sequence[float], values: Sequence[dict], **style: object) -> None:
+def _across(axes: "Axes", rows: Sequence[float], values: Sequence[dict], **style: Any) -> None:
     """Points with horizontal quartiles."""
     low = [max(0.0, v["median"] - v["q1"]) for v in values]
     high = [max(0.0, v["q3"] - v["median"]) for v in values]
@@ -242,7 +240,7 @@ def _across(axes: "Axes", rows: Sequence[float], values: Sequence[dict], **style
     )
 
 
-def _upright(axes: "Axes", xs: Sequence[float], values: Sequence[dict], **style: object) -> None:
+def _upright(axes: "Axes", xs: Sequence[float], values: Sequence[dict], **style: Any) -> None:
     """Points with vertical quartiles."""
     low = [max(0.0, v["median"] - v["q1"]) for v in values]
     high = [max(0.0, v["q3"] - v["median"]) for v in values]
@@ -257,7 +255,7 @@ def _names(axes: "Axes", names: Sequence[str]) -> None:
     axes.tick_params(labelsize=8)
 
 
-def _plain_ticks(axis: object, form: str, keep: bool = False) -> None:
+def _plain_ticks(axis: "Axis", form: str, keep: bool = False) -> None:
     """Numbers instead of powers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

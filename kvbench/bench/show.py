@@ -15,8 +15,9 @@ from rich.text import Text
 
 from kvbench.kernels.bench import report
 from kvbench.kernels.bench.report import label_of
-from kvbench.results.journal import write_atomic
-from kvbench.show.progress import PLAIN_EVERY_S, format_bytes, format_seconds
+from kvbench.results.writing import write_atomic
+from kvbench.show import terminal
+from kvbench.show.progress import PLAIN_EVERY_S, LiveBar, format_bytes, format_seconds, note
 
 WIDTH = 132
 NONE = "-"
@@ -32,18 +33,14 @@ class Bar:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._live, self._label = None, ""
+        self._live: LiveBar | None = None
+        self._label = ""
         self._spoken = time.monotonic()
         self._seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
-            self._live = Progress(*columns, console=Console(file=sys.stderr), transient=True)
-            self._task = self._live.add_task(self.what, total=None, state="")
-            self._live.start()
+            self._live = LiveBar(sys.stderr, self.what, total=None)
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -61,10 +58,10 @@ class Bar:
         left = f", {format_seconds((latest - then) / (done - before) * (total - done))} left" if known else ""
         state = f"{done}/{total} rounds{left}: {label}"
         if self._live is not None:
-            self._live.update(self._task, completed=done, total=total, state=state)
+            self._live.update(done, total, state)
         elif label != self._label or now - self._spoken >= PLAIN_EVERY_S:
             self._spoken, self._label = now, label
-            print(f"{self.what}: {state}", file=sys.stderr, flush=True)
+            note(f"{self.what}: {state}")
 
 
 def publish(document: dict, path: Path) -> None:
@@ -83,14 +80,11 @@ def publish(document: dict, path: Path) -> None:
     text = io.StringIO()
     Console(file=text, width=WIDTH).print(rendered)
     write_atomic(path.with_suffix(".txt"), text.getvalue().encode())
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = terminal.console(WIDTH)
     console.print(rendered)
     picture = plot.draw(document, path.with_suffix(".png"))
-    for file in (path, path.with_suffix(".txt"), picture):
-        if file is not None:
-            console.print(Text(str(file), overflow="fold"), soft_wrap=True)
+    files = (path, path.with_suffix(".txt"), picture)
+    terminal.print_paths([file for file in files if file is not None], console)
 
 
 def number(value: float) -> str:
@@ -119,7 +113,7 @@ def best_dense(rows: Sequence[dict]) -> str | None:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table = terminal.plain_table()
     table.add_column(headings[0], no_wrap=True)
     for heading in headings[1:]:
         table.add_column(heading, justify="right")
@@ -211,10 +205,11 @@ def _title(what: str, cell: dict) -> str:
     return f"{what}: {label_of(cell['cell'])}"
 
 
-def _tables(document: dict) -> list:
-    what, parts = document["what"], []
+def _tables(document: dict) -> list[Table | Text]:
+    what = document["what"]
     if what == "manager" and document["cells"]:
         return [Text(what, style="bold"), _manager(document["cells"]), Text()]
+    parts: list[Table | Text] = []
     for cell in document["cells"]:
         if not cell["variants"]:
             parts += [Text(f"{_title(what, cell)}: {cell.get('skipped') or 'nothing could be timed'}"), Text()]

@@ -1,6 +1,7 @@
 """A fixed amount of KV memory: how many sequences of each method fit, and how many tokens per second they make."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from kvbench.bench import choices
 from kvbench.bench.decode import BASELINES, OWN, REFERENCE_TOLERANCE, WholeModel, tolerance
@@ -127,9 +128,15 @@ def store_variant(
     settings: Settings, model: LoadedModel, method: str, text: list[list[int]], notes: list[str]
 ) -> Variant | None:
     """A method with as many sequences as fit at their final length, which is measured by answering once."""
-    size = {"context": settings.context, "new_tokens": settings.new_tokens, "kernels": settings.kernels}
-    read = PromptCache(PROMPT_BYTES)  # the trial's prompts are those of the batch
-    trial = StoreDecoder(model, choices.make_method(method), rows=len(text), prompts=read, **size)
+    make = partial(
+        StoreDecoder,
+        model,
+        context=settings.context,
+        new_tokens=settings.new_tokens,
+        kernels=settings.kernels,
+        prompts=PromptCache(PROMPT_BYTES),  # the trial's prompts are those of the batch
+    )
+    trial = make(choices.make_method(method), rows=len(text))
     trial.focus()
     for tokens in text:
         trial.prefill(tokens[: settings.context])
@@ -141,13 +148,13 @@ def store_variant(
     del trial
     if not batch:
         return None
-    decoder = StoreDecoder(model, choices.make_method(method), rows=batch, prompts=read, **size)
+    decoder = make(choices.make_method(method), rows=batch)
     first = [decoder.prefill(tokens[: settings.context]) for tokens in text[:batch]]
     for index in range(len(first), batch):
         decoder.fork(first[index % len(first)])
-    decoder.prompts = PromptCache()
+    decoder.runner.prompts = PromptCache()
     variant = _variant(method, decoder, settings, text, batch)
-    variant.check = lambda: decoder.reference_error(text[0][settings.context])
+    variant.check = partial(decoder.reference_error, text[0][settings.context])
     variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)
     variant.extra["sequence_bytes"] = peak
     return variant

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
-from kvbench.policy import Policy, Tier
+from kvbench.policy import Policy, ReadSpec, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
             "set store.track=[]"
         )
     if policy.reading is not None:
-        return (_readable_format(policy, slots, options),)
+        return (_readable_format(policy, policy.reading, slots, options),)
     size = choose_page_bytes(slots) if options.page_bytes == "auto" else int(options.page_bytes)
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:
@@ -135,7 +135,7 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     return formats
 
 
-def _readable_format(policy: Policy, slots: list[SlotFormat], options: StoreOptions) -> PageFormat:
+def _readable_format(policy: Policy, reading: ReadSpec, slots: list[SlotFormat], options: StoreOptions) -> PageFormat:
     """Pages of as many slots as the policy's `ReadSpec` says, each with the bounds of its keys.
 
     Raises:
@@ -149,10 +149,10 @@ def _readable_format(policy: Policy, slots: list[SlotFormat], options: StoreOpti
         )
     if options.page_bytes != "auto":
         raise ValueError(
-            f"store.page_bytes={options.page_bytes}: the method fixes {policy.reading.page_tokens} tokens per page; "
+            f"store.page_bytes={options.page_bytes}: the method fixes {reading.page_tokens} tokens per page; "
             "set store.page_bytes=auto"
         )
-    needed = policy.reading.page_tokens // slots[0].token_quantum * slots[0].quantum_bytes
+    needed = reading.page_tokens // slots[0].token_quantum * slots[0].quantum_bytes
     bounds = 2 * slots[0].head_dim * slots[0].dtype.itemsize
     page = PageFormat(slots[0], -(-(needed + bounds) // 16) * 16, bounds=True)
     if options.budget_bytes is not None and options.budget_bytes < page.page_bytes:

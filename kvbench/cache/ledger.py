@@ -1,13 +1,13 @@
-"""The byte ledger: what a row of the store really holds, item by item."""
+"""The byte ledger: what a row of the cache really holds, item by item, now and over time."""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvbench.cache.store import CompressedStore
+from kvbench.cache.counters import Counters
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.paged import Paged
 
 ITEMS = (
     "payload_bytes",
@@ -33,6 +33,7 @@ class RowMeter:
         steps: Decode steps.
         read_bytes: Where steps choose what to read: bytes that attention read, the bounds included.
         readable_bytes: Bytes that it would have read of everything.
+        prompt: What the prompt's plan kept, as it goes into the journal.
     """
 
     peak_bytes: int = 0
@@ -42,103 +43,156 @@ class RowMeter:
     steps: int = 0
     read_bytes: float = 0.0
     readable_bytes: float = 0.0
-    prompt_slots: dict = field(default_factory=dict)
+    prompt: dict[str, float] = field(default_factory=dict)
 
 
-def fixed_row_bytes(store: "CompressedStore") -> tuple[int, int]:
-    """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings)."""
-    rows = store.table.shape[0]
-    table = (
-        store.table.allocated_bytes // rows + 2 * store.tokens_seen.element_size() + store.prompt_slots.nbytes // rows
-    )
-    ring = 0
-    if store.residual is not None:
-        counters = 3 * store.residual.num_k.element_size() * store.lists_per_row
-        ring = store.residual.list_bytes * store.lists_per_row
-        table += counters
-    return table, ring
+class Ledger:
+    """Counts the bytes of every row.
 
-
-def resident_bytes(store: "CompressedStore", rows: Tensor) -> Tensor:
-    """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters and rings."""
-    lists = store.lists_of(rows)
-    pages = torch.zeros(len(rows), dtype=torch.int64, device=lists.device)
-    for tier, fmt in enumerate(store.formats):
-        held = store.table.num_slots[tier, lists].long()
-        pages += (-(-held // fmt.tokens_per_page)).view(len(rows), -1).sum(1)
-    table, ring = fixed_row_bytes(store)
-    return pages * (store.pool.page_bytes + store.pool.free_list.element_size()) + table + ring
-
-
-def itemise(store: "CompressedStore", row: int) -> dict[str, int]:
-    """The ledger of one row; the items sum to `resident_bytes`.
-
-    Returns:
-        `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes` scores,
-        positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes` tokens in the
-        rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters; `free_list_bytes` one
-        free-list entry per page; `resident_bytes` their sum.
+    Args:
+        holding: What holds the tokens.
+        counters: What the rows have seen.
+        shape: The model's shape.
     """
-    lists = store.lists_of(torch.tensor([row], device=store.tokens_seen.device))
-    total = dict.fromkeys(ITEMS, 0)
-    num_pages = 0
-    for tier, fmt in enumerate(store.formats):
-        held = store.table.num_slots[tier, lists].long()
-        pages = int((-(-held // fmt.tokens_per_page)).sum())
-        num_pages += pages
-        keys = values = int(held.sum())
-        if store.residual is not None:
-            keys, values = int(store.residual.num_k[lists].sum()), int(store.residual.num_v[lists].sum())
-        slot = fmt.slot
-        total["payload_bytes"] += keys * slot.k_code_bytes + values * slot.v_code_bytes
-        total["quant_meta_bytes"] += round(keys * slot.k_meta_bytes + values * slot.v_meta_bytes)
-        total["track_bytes"] += int(held.sum()) * slot.track_bytes + pages * fmt.bounds_bytes
-    filled = total["payload_bytes"] + total["quant_meta_bytes"] + total["track_bytes"]
-    total["slack_bytes"] = num_pages * store.pool.page_bytes - filled
-    total["free_list_bytes"] = num_pages * store.pool.free_list.element_size()
-    total["table_bytes"], ring = fixed_row_bytes(store)
-    if store.residual is not None:
-        tokens = int(store.residual.num_tokens[lists].sum())
-        in_ring = (tokens - keys) + (tokens - values)
-        total["residual_bytes"] = in_ring * store.shape.head_dim * store.residual.k.element_size()
-        total["residual_slack_bytes"] = ring - total["residual_bytes"]
-    total["resident_bytes"] = sum(total[name] for name in ITEMS)
-    return total
 
+    def __init__(self, holding: Paged, counters: Counters, shape: ModelShape) -> None:
+        self._holding, self._counters, self._shape = holding, counters, shape
+        self._pages = holding.pages
+        self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
-def report(store: "CompressedStore", row: int) -> tuple[dict, dict]:
-    """The ledger and the kept-token summary of a finished row, as they go into the journal.
+    # What is held now.
 
-    Returns:
-        ledger: items, `average_bytes` and `average_ratio` over decode steps, `peak_bytes`, `staging_peak_bytes`,
-            `fp16_bytes` of the
-        same tokens, `ratio` = resident / fp16, `payload_ratio` = payload / fp16.
-        kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), the prompt's
-            slots, and `read_ratio` = bytes read / bytes held over decode steps where steps choose what to read.
-    """
-    items, meter = itemise(store, row), store.meters[row]
-    seen = int(store.tokens_seen[row])
-    fp16 = store.shape.fp16_bytes(seen)
-    resident = items["resident_bytes"]
-    ledger = {
-        **items,
-        "average_bytes": meter.sum_bytes / meter.steps if meter.steps else float(resident),
-        "average_ratio": meter.sum_ratio / meter.steps if meter.steps else resident / fp16,
-        "peak_bytes": max(meter.peak_bytes, resident),
-        "staging_peak_bytes": meter.staging_peak_bytes,
-        "fp16_bytes": fp16,
-        "ratio": resident / fp16,
-        "payload_ratio": items["payload_bytes"] / fp16,
-        "page_bytes": store.pool.page_bytes,
-    }
-    lists = store.lists_of(torch.tensor([row], device=store.tokens_seen.device))
-    counts = store.slots_per_tier(lists)
-    kept = {
-        "tokens_seen": seen,
-        "slots_per_tier": [int(c.sum()) for c in counts],
-        "slot_ratio": int(sum(c.sum() for c in counts)) / (seen * store.lists_per_row),
-        **meter.prompt_slots,
-    }
-    if meter.readable_bytes:
-        kept["read_ratio"] = meter.read_bytes / meter.readable_bytes
-    return ledger, kept
+    def fixed_row_bytes(self) -> tuple[int, int]:
+        """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings)."""
+        counters, rings = self._holding.row_bytes
+        tables = self._pages.table.allocated_bytes // self._pages.shape[0]
+        return tables + self._counters.row_bytes + counters, rings
+
+    def resident_bytes(self, rows: Tensor) -> Tensor:
+        """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters and rings."""
+        pool = self._pages.pool
+        page_bytes = pool.page_bytes + pool.free_list.element_size()
+        return self._pages.num_pages(rows) * page_bytes + sum(self.fixed_row_bytes())
+
+    def row_bytes(self, row: int) -> int:
+        """Resident bytes of one row."""
+        return int(self.resident_bytes(torch.tensor([row], device=self._shape.device))[0])
+
+    def itemise(self, row: int) -> dict[str, int]:
+        """The ledger of one row; the items sum to `resident_bytes`.
+
+        Returns:
+            `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes`
+            scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
+            tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters;
+            `free_list_bytes` one free-list entry per page; `resident_bytes` their sum.
+        """
+        lists = self._lists(row)
+        total = dict.fromkeys(ITEMS, 0)
+        num_pages = 0
+        for tier, fmt in enumerate(self._pages.formats):
+            held = self._pages.held(tier, lists)
+            pages = int((-(-held // fmt.tokens_per_page)).sum())
+            num_pages += pages
+            keys, values = (int(side.sum()) for side in self._holding.sides(tier, lists))
+            slot = fmt.slot
+            total["payload_bytes"] += keys * slot.k_code_bytes + values * slot.v_code_bytes
+            total["quant_meta_bytes"] += round(keys * slot.k_meta_bytes + values * slot.v_meta_bytes)
+            total["track_bytes"] += int(held.sum()) * slot.track_bytes + pages * fmt.bounds_bytes
+        filled = total["payload_bytes"] + total["quant_meta_bytes"] + total["track_bytes"]
+        pool = self._pages.pool
+        total["slack_bytes"] = num_pages * pool.page_bytes - filled
+        total["free_list_bytes"] = num_pages * pool.free_list.element_size()
+        total["table_bytes"], rings = self.fixed_row_bytes()
+        total["residual_bytes"] = self._holding.ring_bytes(lists)
+        total["residual_slack_bytes"] = rings - total["residual_bytes"]
+        total["resident_bytes"] = sum(total[name] for name in ITEMS)
+        return total
+
+    # What was held over time.
+
+    def open(self, row: int) -> None:
+        """Begins a row anew."""
+        self.meters[row] = RowMeter()
+
+    def fork(self, source: int, row: int) -> None:
+        """Begins a row that was copied: it has the peaks of its source, and no steps of its own yet."""
+        meter = self.meters[source]
+        self.meters[row] = RowMeter(meter.peak_bytes, meter.staging_peak_bytes, prompt=dict(meter.prompt))
+
+    def hold(self, row: int, staging_bytes: int = 0) -> None:
+        """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it."""
+        meter = self.meters[row]
+        meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging_bytes)
+        meter.peak_bytes = max(meter.peak_bytes, staging_bytes + self.row_bytes(row))
+
+    def note_prompt(self, row: int, counts: Tensor, num_tokens: int) -> None:
+        """Notes what a prompt's plan kept; `counts` int64 [M] slots per list."""
+        fmt = self._pages.formats[0]
+        self.meters[row].prompt = {
+            "prompt_tokens": num_tokens,
+            "prompt_slots_min": int(counts.min()),
+            "prompt_slots_max": int(counts.max()),
+            "prompt_slots": int(counts.sum()),
+            "lists": len(counts),
+            "page_tokens": fmt.tokens_per_page,
+            "slot_bytes": fmt.slot.slot_bytes,
+        }
+
+    def restart(self, row: int) -> None:
+        """Begins the averages anew: they are over the answer, not over a question that was fed token by token."""
+        self.meters[row] = replace(self.meters[row], sum_bytes=0.0, sum_ratio=0.0, steps=0)
+
+    def step(self, rows: Tensor, reads: list[list[float]] | None) -> None:
+        """Notes a decode step of rows; `reads` as `StepReads.totals` gives it."""
+        numbers, held = rows.tolist(), self.resident_bytes(rows).tolist()
+        seen = self._counters.tokens_seen[rows].tolist()
+        for row, tokens, resident in zip(numbers, seen, held, strict=True):
+            meter = self.meters[row]
+            meter.peak_bytes = max(meter.peak_bytes, resident)
+            meter.sum_bytes += resident
+            meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
+            meter.steps += 1
+        if reads is not None:
+            for row, (read, readable) in zip(numbers, reads, strict=True):
+                self.meters[row].read_bytes += read
+                self.meters[row].readable_bytes += readable
+
+    def report(self, row: int) -> tuple[dict, dict]:
+        """The ledger and the kept-token summary of a finished row, as they go into the journal.
+
+        Returns:
+            ledger: items, `average_bytes` and `average_ratio` over decode steps, `peak_bytes`, `staging_peak_bytes`,
+                `fp16_bytes` of the same tokens, `ratio` = resident / fp16, `payload_ratio` = payload / fp16.
+            kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), the
+                prompt's slots, and `read_ratio` = bytes read / bytes held over decode steps where steps choose what to
+                read.
+        """
+        items, meter = self.itemise(row), self.meters[row]
+        seen = int(self._counters.tokens_seen[row])
+        fp16 = self._shape.fp16_bytes(seen)
+        resident = items["resident_bytes"]
+        ledger = {
+            **items,
+            "average_bytes": meter.sum_bytes / meter.steps if meter.steps else float(resident),
+            "average_ratio": meter.sum_ratio / meter.steps if meter.steps else resident / fp16,
+            "peak_bytes": max(meter.peak_bytes, resident),
+            "staging_peak_bytes": meter.staging_peak_bytes,
+            "fp16_bytes": fp16,
+            "ratio": resident / fp16,
+            "payload_ratio": items["payload_bytes"] / fp16,
+            "page_bytes": self._pages.pool.page_bytes,
+        }
+        slots = [int(count.sum()) for count in self._holding.slots_per_tier(self._lists(row))]
+        kept = {
+            "tokens_seen": seen,
+            "slots_per_tier": slots,
+            "slot_ratio": sum(slots) / (seen * self._pages.lists_per_row),
+            **meter.prompt,
+        }
+        if meter.readable_bytes:
+            kept["read_ratio"] = meter.read_bytes / meter.readable_bytes
+        return ledger, kept
+
+    def _lists(self, row: int) -> Tensor:
+        return self._pages.lists_of(torch.tensor([row], device=self._shape.device))

@@ -1,17 +1,13 @@
 """Decode steps that read some of the pages: which ones, and how many bytes that is."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.ledger import RowMeter
+from kvbench.cache.pages import Pages
 from kvbench.kernels.backend import TierPages
-from kvbench.policy import DecodeView
-
-if TYPE_CHECKING:
-    from kvbench.cache.store import CompressedStore
+from kvbench.policy import DecodeView, ReadSpec
 
 
 @dataclass
@@ -19,33 +15,32 @@ class StepReads:
     """The reads of one decode step under a policy's `ReadSpec`.
 
     Args:
+        spec: What to read.
         count: int64 [S] pages per list that a layer reads.
         width: The largest of them.
         read_bytes: fp64 [S] read so far in this step: slots, and the bounds of all pages where pages were chosen.
         held_bytes: fp64 [S] of all slots in the layers so far.
     """
 
+    spec: ReadSpec
     count: Tensor
     width: int
     read_bytes: Tensor
     held_bytes: Tensor
 
     @staticmethod
-    def begin(store: "CompressedStore", view: DecodeView) -> "StepReads | None":
-        """How much the rows of a step may read; None where the policy reads everything."""
-        spec = store.policy.reading
-        if spec is None:
-            return None
+    def begin(spec: ReadSpec, view: DecodeView) -> "StepReads":
+        """How much the rows of a step may read."""
         count = (view.budget_tokens(spec.budget) // spec.page_tokens).clamp(min=spec.min_pages)
         nothing = torch.zeros(len(count), dtype=torch.float64, device=count.device)
-        return StepReads(count, int(count.max()), nothing, nothing.clone())
+        return StepReads(spec, count, int(count.max()), nothing, nothing.clone())
 
-    def choose(self, store: "CompressedStore", layer: int, q: Tensor, tier: TierPages) -> TierPages:
+    def choose(self, pages: Pages, layer: int, q: Tensor, tier: TierPages) -> TierPages:
         """What a layer reads for the queries [S, Hq, D] of the step."""
-        spec, fmt = store.policy.reading, tier.fmt
+        spec, fmt = self.spec, tier.fmt
         chosen = tier
         if layer >= spec.dense_layers and tier.ids.shape[-1] > 1:
-            chosen = store.backend.choose_pages(q, store.pool.pages, tier, self.count, self.width, spec.group_reduce)
+            chosen = pages.backend.choose_pages(q, pages.pool.pages, tier, self.count, self.width, spec.group_reduce)
             num_pages = -(-tier.num_k // fmt.tokens_per_page)
             looked_at = num_pages * (num_pages > self.count[:, None])  # bounds decide only where a page is left out
             self.read_bytes += looked_at.sum(1) * fmt.bounds_bytes
@@ -53,9 +48,6 @@ class StepReads:
         self.held_bytes += tier.num_k.sum(1) * fmt.slot.slot_bytes
         return chosen
 
-    def meter(self, meters: list[RowMeter]) -> None:
-        """Adds the step to the meters of its rows."""
-        both = torch.stack([self.read_bytes, self.held_bytes], 1).tolist()
-        for meter, (read, held) in zip(meters, both, strict=True):
-            meter.read_bytes += read
-            meter.readable_bytes += held
+    def totals(self) -> list[list[float]]:
+        """Per row, the bytes that the step read and those that it would have read of everything."""
+        return torch.stack([self.read_bytes, self.held_bytes], 1).tolist()

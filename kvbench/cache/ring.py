@@ -78,3 +78,19 @@ class ResidualBuffer:
         if self.spec.v_flush == "all":
             return new_k, torch.where(full, total, held_v)
         return new_k, torch.where(total - held_v > size, total - size, held_v)
+
+    def hold(self, lists: Tensor, num_k: Tensor, num_v: Tensor, num_tokens: Tensor) -> None:
+        """Sets the counts of lists, int64 [M] each."""
+        for counter, count in ((self.num_k, num_k), (self.num_v, num_v), (self.num_tokens, num_tokens)):
+            counter[lists] = count.to(torch.int32)
+
+    def clear(self, lists: Tensor) -> None:
+        """Forgets lists (int64 [M])."""
+        nothing = torch.zeros_like(lists)
+        self.hold(lists, nothing, nothing, nothing)
+
+    def copy(self, source: int, target: int, old: Tensor, new: Tensor) -> None:
+        """Copies a row's rings; `old` and `new` int64 [M] are the lists of the two rows."""
+        for counter in (self.num_k, self.num_v, self.num_tokens):
+            counter[new] = counter[old]
+        self.k[target], self.v[target] = self.k[source], self.v[source]

@@ -1,39 +1,34 @@
 """The compressed store: executes what a policy decides, on real pages.
 
 A *row* is one sequence. `prefill_layer` and `append_chunk` write prompts; `begin_step`, `attend` and `end_step` do one
-decode step for many rows. Legend: S live rows, L layers, H KV heads, Hq query heads, D head dim, N prompt tokens,
-M = S * L * H lists.
+decode step for many rows. The store only conducts: `Pages` hold bytes, `Paged` or `Buffered` hold tokens in them,
+`Prompts` plan and write prompts, `Ledger` counts. Legend: S live rows, L layers, H heads (the KV heads, or the query
+heads where every one keeps a set of its own), Hq query heads, D head dim, N prompt tokens.
 """
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kvbench.cache import ledger
-from kvbench.cache import prompt as store_prompt
-from kvbench.cache import step as store_step
+from kvbench.cache.buffered import Buffered
+from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
-from kvbench.cache.ring import ResidualBuffer
-from kvbench.kernels.backend import Ring, TierPages
-from kvbench.kernels.pool import PagePool, PoolExhausted
-from kvbench.kernels.reference.attention import rotate
-from kvbench.kernels.table import PageTable
-from kvbench.policy import Policy
-
-if TYPE_CHECKING:
-    from kvbench.engine.prompt_cache import Recording
+from kvbench.cache.ledger import Ledger
+from kvbench.cache.paged import Paged, PagedStep
+from kvbench.cache.pages import Pages
+from kvbench.cache.prompts import Prompts
+from kvbench.kernels.backend import Backend, FusedStep
+from kvbench.kernels.pool import PoolExhausted
+from kvbench.policy import DecodeView, Policy
 
 __all__ = ["CompressedStore", "PoolExhausted"]
+
+PromptWatcher = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class CompressedStore:
     """Pages, tables and buffers of all rows of a batch, under one policy.
-
-    By the policy's `position_mode` pages hold keys as the model gives them, with their rotary position (`absolute`), or
-    without it, and then they are rotated when read: to their index in the cache (`cache_relative`) or to their true
-    position (`pre_rope`; nothing may be evicted, so that slot i holds token i). Residual rings hold them as given.
 
     Args:
         policy: Decides.
@@ -57,224 +52,161 @@ class CompressedStore:
         max_prompt_tokens: int,
         max_new_tokens: int,
         options: StoreOptions,
-        backend: SimpleNamespace,
+        backend: Backend,
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
-        self.policy, self.shape, self.backend = policy, shape, backend
-        self.formats = compile_formats(policy, shape, options)
-        self.num_heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
-        _check_positions(policy, shape)
-        size = self.formats[0].page_bytes
-        limit = options.budget_bytes // size if options.budget_bytes is not None else None
-        self.pool = PagePool(size, 64 if limit is None else limit, shape.device, growable=limit is None)
-        tokens = tuple(fmt.tokens_per_page for fmt in self.formats)
-        slots = min(policy.max_slots(max_prompt_tokens, max_new_tokens), max_prompt_tokens + max_new_tokens)
-        max_pages = -(-slots // min(tokens)) + len(tokens)
-        self.table = PageTable(self.pool, tokens, rows, shape.num_layers, self.num_heads, max_pages)
-        self.residual = None
-        if policy.residual is not None:
-            slot = self.formats[0].slot
-            ring_dtype = slot.dtype  # fp16 (bf16 for bf16 models), or the model's own dtype when the tier is native
-            self.residual = ResidualBuffer(
-                policy.residual, self.table.shape, shape.head_dim, ring_dtype, slot.group_tokens, shape.device
-            )
-        self.tokens_seen = torch.zeros(rows, dtype=torch.int64, device=shape.device)
-        self.prompt_tokens = torch.zeros(rows, dtype=torch.int64, device=shape.device)
-        # Only bulk eviction asks how much the prompt's plan gave each list.
-        self.prompt_slots = torch.zeros(
-            self.table.num_lists if policy.compact_every else 0, dtype=torch.int32, device=shape.device
+        self.policy, self.shape = policy, shape
+        heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
+        self.copies = heads // shape.num_kv_heads  # of each key and value
+        tokens = max_prompt_tokens + max_new_tokens
+        self.pages = Pages(
+            compile_formats(policy, shape, options),
+            (rows, shape.num_layers, heads),
+            max_slots=min(policy.max_slots(max_prompt_tokens, max_new_tokens), tokens),
+            backend=backend,
+            device=shape.device,
+            budget_bytes=options.budget_bytes,
         )
-        self.meters = [ledger.RowMeter() for _ in range(rows)]
+        # Only bulk eviction asks how much the prompt's plan gave each list.
+        lists = self.pages.table.num_lists if policy.compact_every else 0
+        self.counters = Counters.make(rows, lists, shape.device)
+        self.holding = (
+            Paged(policy, shape, self.pages, self.counters)
+            if policy.residual is None
+            else Buffered(policy, shape, self.pages, self.counters, policy.residual)
+        )
+        self.ledger = Ledger(self.holding, self.counters, shape)
+        self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
         self._free_rows = list(range(rows))
-        self.stash: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
-        self._step: store_step.Step | None = None
-        self.recording: Recording | None = None  # takes what `prefill_layer` sees, for a prompt cache
-
-    @property
-    def lists_per_row(self) -> int:
-        """Lists of one row: layers x heads."""
-        return self.shape.num_layers * self.num_heads
+        self._step: PagedStep | None = None
+        self._layers: PagedStep | FusedStep | None = None
+        self.watcher: PromptWatcher | None = None  # sees what `prefill_layer` gets and scores, for a prompt cache
 
     @property
     def allocated_bytes(self) -> int:
         """Everything the allocator holds for the cache: pool, tables, counters, rings."""
-        ring = self.residual.allocated_bytes if self.residual is not None else 0
-        seen = self.tokens_seen.nbytes + self.prompt_tokens.nbytes + self.prompt_slots.nbytes
-        return self.pool.allocated_bytes + self.table.allocated_bytes + seen + ring
+        return self.pages.allocated_bytes + self.counters.allocated_bytes + self.holding.allocated_bytes
 
-    def lists_of(self, rows: Tensor) -> Tensor:
-        """int64 [M] list numbers of rows, row-major then layer then head."""
-        return (rows[:, None] * self.lists_per_row + torch.arange(self.lists_per_row, device=rows.device)).flatten()
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return self.pages.pool.num_used * self.pages.pool.page_bytes
 
-    def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
-        """Tokens held per list and tier, the residual's as one more entry; int64 [M] each."""
-        if self.residual is None:
-            return [self.table.num_slots[tier, lists].long() for tier in range(len(self.formats))]
-        held = self.residual.num_k[lists].long()
-        return [held, self.residual.num_tokens[lists].long() - held]
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
+        moves = self.policy.acts_in_decode or self.policy.compact_every or self.policy.residual is not None
+        return not moves
 
-    # Rows ----
+    def view(self, rows: Tensor) -> DecodeView:
+        """What the policy may see of rows (int64 [S])."""
+        return self.holding.view(rows)
+
+    # Rows.
 
     def open_row(self) -> int:
         """Takes an empty row."""
         row = self._free_rows.pop(0)
-        self.tokens_seen[row] = self.prompt_tokens[row] = 0
-        self.meters[row] = ledger.RowMeter()
+        self.counters.tokens_seen[row] = self.counters.prompt_tokens[row] = 0
+        self.ledger.open(row)
         return row
 
     def close_row(self, row: int) -> None:
         """Returns all pages of a row and the row itself."""
-        lists = self.lists_of(torch.tensor([row], device=self.shape.device))
-        for tier in range(len(self.formats)):
-            self.table.truncate(lists, tier, torch.zeros_like(lists))
-        if self.residual is not None:
-            for counter in (self.residual.num_k, self.residual.num_v, self.residual.num_tokens):
-                counter[lists] = 0
-        self.stash.pop(row, None)
+        self.holding.clear(self._lists(row))
+        self._prompts.forget(row)
         self._free_rows.append(row)
 
     def fork_row(self, source: int) -> int:
         """Copies a row, page by page, into a new row."""
         row = self.open_row()
-        old, new = (self.lists_of(torch.tensor([r], device=self.shape.device)) for r in (source, row))
         try:
-            for tier in range(len(self.formats)):
-                self.table.reserve(new, tier, self.table.num_slots[tier, old].long())
+            self.holding.copy(source, row)
         except PoolExhausted:
             self.close_row(row)
             raise
-        for tier in range(len(self.formats)):
-            width = int(self.table.num_pages(tier)[old].max())
-            live = torch.arange(width, device=old.device) < self.table.num_pages(tier)[old][:, None]
-            source_ids, target_ids = (self.table.page_ids(x, tier, width)[live] for x in (old, new))
-            self.pool.pages[target_ids] = self.pool.pages[source_ids]
-        if self.residual is not None:
-            for counter in (self.residual.num_k, self.residual.num_v, self.residual.num_tokens):
-                counter[new] = counter[old]
-            self.residual.k[row], self.residual.v[row] = self.residual.k[source], self.residual.v[source]
-        self.tokens_seen[row], self.prompt_tokens[row] = self.tokens_seen[source], self.prompt_tokens[source]
-        if self.prompt_slots.numel():
-            self.prompt_slots[new] = self.prompt_slots[old]
-        meter = self.meters[source]
-        self.meters[row] = ledger.RowMeter(
-            meter.peak_bytes, meter.staging_peak_bytes, prompt_slots=dict(meter.prompt_slots)
-        )
+        for counter in (self.counters.tokens_seen, self.counters.prompt_tokens):
+            counter[row] = counter[source]
+        if self.counters.prompt_slots.numel():
+            self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
+        self.ledger.fork(source, row)
         return row
 
-    # Prompts ----
+    # Prompts.
 
     def prefill_layer(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        """Plans and writes one layer of a prompt (for scope `model`, all layers once the last one arrives).
+        """Scores, plans and writes one layer of a prompt (for scope `model`, all layers once the last one arrives).
 
         Args:
-            q: [Hq, N, D] post-RoPE queries; k, v: [H, N, D] post-RoPE keys and values, uncompressed.
+            q: [Hq, N, D] post-RoPE queries; k, v: [KV heads, N, D] post-RoPE keys and values, uncompressed.
             scale: Factor on the attention logits.
         """
-        store_prompt.prefill_layer(self, row, layer, q, k, v, scale)
+        score = self.holding.scores.of_prompt(q, self._copied(k, 0), scale)
+        if self.watcher is not None:
+            self.watcher(k, v, score)
+        self.place_layer(row, layer, k, v, score)
 
-    def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Appends a segment to tier 0 and attends over pages and segment; only for policies that do not act in decode.
+    def place_layer(self, row: int, layer: int, k: Tensor, v: Tensor, score: Tensor | None) -> None:
+        """Plans and writes one layer of a prompt whose scores are known.
 
         Args:
-            q: [Hq, n, D]; k, v: [H, n, D].
+            k, v: [KV heads, N, D] post-RoPE keys and values, uncompressed.
+            score: fp32 [H, N] as the policy's `ScoreSpec` says, or None when no query counts.
+        """
+        self._prompts.place(row, layer, self._copied(k, 0), self._copied(v, 0), score)
+
+    def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
+
+        Args:
+            q: [Hq, n, D]; k, v: [KV heads, n, D].
 
         Returns:
             fp32 [Hq, n, D].
         """
-        return store_prompt.append_chunk(self, row, layer, q, k, v, scale)
+        out = self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale)
+        if layer + 1 == self.shape.num_layers:
+            self.counters.tokens_seen[row] += k.shape[1]
+            self.ledger.hold(row)
+        return out
 
-    # Decode steps ----
+    # Decode steps.
 
     def begin_step(self, rows: Tensor) -> None:
-        """Plans one decode step for all layers and heads of the rows, applies it, and fixes where each layer will
-        write.
+        """Plans one decode step for all layers and heads of the rows (int64 [S]), applies it, and fixes where each
+        layer will write.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
                 taken place.
         """
-        self._step = store_step.begin(self, rows)
+        self._step = self.holding.open(rows)
+        self._layers = self._step.fused() or self._step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores.
 
         Args:
-            q: [S, Hq, D]; k, v: [S, H, D], post-RoPE.
+            q: [S, Hq, D]; k, v: [S, KV heads, D], post-RoPE.
 
         Returns:
             fp32 [S, Hq, D].
         """
-        if self.num_heads != self.shape.num_kv_heads:
-            k, v = (x.repeat_interleave(self.num_heads // self.shape.num_kv_heads, 1) for x in (k, v))
-        # A ring holds keys as they come; they lose their position on the way to a page.
-        if self.residual is None and self.policy.position_mode != "absolute":
-            k = self.unrotate(k, self.tokens_seen[self._step.rows][:, None])
-        return store_step.attend(self, self._step, layer, q, k, v, scale)
+        assert self._step is not None and self._layers is not None, "begin_step comes first"
+        return self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
 
     def end_step(self) -> None:
         """Counts the new token and the bytes held."""
-        store_step.end(self, self._step)
-        self._step = None
+        step = self._step
+        assert step is not None, "begin_step comes first"
+        step.end()
+        self.counters.tokens_seen[step.rows] += 1
+        self.ledger.step(step.rows, step.reads.totals() if step.reads is not None else None)
+        self._step = self._layers = None
 
-    def layer_pages(
-        self, rows: Tensor, layer: int, width: list[int] | None = None
-    ) -> tuple[list[TierPages], Ring | None]:
-        """The kernels' description of one layer of the given rows; `width` is the pages to read per tier, found when
-        absent."""
-        lists, tiers = self.layer_lists(rows, layer), []
-        for tier, fmt in enumerate(self.formats):
-            held = self.table.num_slots[tier, lists].long()
-            pages = width[tier] if width is not None else int(-(-held.max() // fmt.tokens_per_page))
-            ids = self.table.page_ids(lists, tier, pages)
-            num_k, num_v = held, held
-            if self.residual is not None:
-                num_k, num_v = self.residual.num_k[lists].long(), self.residual.num_v[lists].long()
-            tiers.append(TierPages(fmt, ids, num_k, num_v))
-            if self.policy.position_mode == "pre_rope":
-                position = torch.arange(pages * fmt.tokens_per_page, device=ids.device).float()
-                tiers[-1].rotation = (position[:, None] * self.shape.inv_freq).expand(len(rows), -1, -1)
-        if self.residual is None:
-            return tiers, None
-        return tiers, Ring(*self.residual.of_layer(rows, layer), self.residual.num_tokens[lists].long())
+    def _lists(self, row: int) -> Tensor:
+        return self.pages.lists_of(torch.tensor([row], device=self.shape.device))
 
-    # Small things ----
-
-    def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
-        """int64 [S, H] list numbers of one layer."""
-        base = rows * self.lists_per_row + layer * self.num_heads
-        return base[:, None] + torch.arange(self.num_heads, device=rows.device)
-
-    def at_granularity(self, x: Tensor) -> Tensor:
-        """[H, N, D] to the store's granularity."""
-        return x if x.shape[0] == self.num_heads else x.repeat_interleave(self.num_heads // x.shape[0], 0)
-
-    def unrotate(self, k: Tensor, position: Tensor) -> Tensor:
-        """Keys without their rotary position when pages hold them so, else unchanged; `position` broadcasts against
-        k[..., 0]."""
-        if self.policy.position_mode == "absolute":
-            return k
-        angle = -position[..., None].float() * self.shape.inv_freq
-        return rotate(k.float(), angle)
-
-    def row_bytes(self, row: int) -> int:
-        return int(ledger.resident_bytes(self, torch.tensor([row], device=self.shape.device))[0])
-
-
-def _check_positions(policy: Policy, shape: ModelShape) -> None:
-    """Refuses a `position_mode` that the model or the rest of the policy does not carry.
-
-    Raises:
-        ValueError: Keys of this model cannot be rotated, or slots would lose their places.
-    """
-    if policy.position_mode == "absolute":
-        return
-    if shape.inv_freq is None:
-        raise ValueError(
-            f"{type(policy).__name__} stores keys without their rotary position and rotates them on reading, but this "
-            "model's rotary embedding is not of the plain kind that allows it; set method.position_mode=absolute or "
-            "method.pre_rope=false where the method has that option"
-        )
-    if policy.position_mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every or len(policy.tiers) > 1):
-        raise ValueError(
-            f"{type(policy).__name__}: position_mode='pre_rope' needs one tier in which slot i stays token i"
-        )
+    def _copied(self, x: Tensor, dim: int) -> Tensor:
+        """Keys or values at the store's granularity: KV heads along `dim`, each as often as it is kept."""
+        return x if self.copies == 1 else x.repeat_interleave(self.copies, dim)

@@ -1,73 +1,72 @@
-"""The reference implementation of `DecodeView`: reductions over the tracked fields that lie in the pages."""
+"""What a policy sees before a decode step: reductions over the tracked fields that lie in the pages."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.counters import Counters
+from kvbench.cache.pages import Pages
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, SlotArrays
 
-if TYPE_CHECKING:
-    from kvbench.cache.store import CompressedStore
 
+class PagesView(DecodeView):
+    """A view of the live rows of a cache.
 
-class StoreDecodeView(DecodeView):
-    """A view of the live rows of a store. This reference gathers the fields of a tier once per step, on first use.
+    Backends that search slots where they lie do the reductions themselves; for the others this view gathers the
+    fields of a tier once per step, on first use.
 
     Args:
-        store: The store.
+        pages: The pages.
+        counters: What the rows have seen.
         rows: int64 [S] live rows.
+        window: Prompt queries that count in a score (`ScoreSpec.prefill_queries`).
     """
 
-    def __init__(self, store: "CompressedStore", rows: Tensor) -> None:
-        self._store = store
-        self._rows = rows
-        self._cache: dict[int, SlotArrays] = {}
-        self.shape = (len(rows), *store.table.shape[1:])
-        self.tokens_seen = store.tokens_seen[rows]
-        self.prompt_tokens = store.prompt_tokens[rows]
-        self._lists = store.lists_of(rows)
-        if store.prompt_slots.numel():
-            self.prompt_slots = store.prompt_slots[self._lists].long().view(self.shape)
+    def __init__(self, pages: Pages, counters: Counters, rows: Tensor, window: int) -> None:
+        self._pages, self._window = pages, window
+        self._arrays: dict[int, SlotArrays] = {}
+        self.shape = (len(rows), *pages.shape[1:])
+        self.tokens_seen = counters.tokens_seen[rows]
+        self.prompt_tokens = counters.prompt_tokens[rows]
+        self._lists = pages.lists_of(rows)
+        if counters.prompt_slots.numel():
+            self.prompt_slots = counters.prompt_slots[self._lists].long().view(self.shape)
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
-        token_bytes, lists = self._store.formats[tier].slot.slot_bytes, self._store.lists_per_row
+        token_bytes, lists = self._pages.formats[tier].slot.slot_bytes, self._pages.lists_per_row
         if budget.unit == "ratio":
             return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)
         return torch.full_like(self.prompt_tokens, budget.tokens(0, lists, token_bytes))
 
     def num_slots(self, tier: int) -> Tensor:
-        return self._store.table.num_slots[tier, self._lists].long().view(self.shape)
+        return self._pages.held(tier, self._lists).view(self.shape)
 
     def slots(self, tier: int) -> SlotArrays:
-        if tier not in self._cache:
-            store, fmt = self._store, self._store.formats[tier]
-            held = store.table.num_slots[tier, self._lists].long()
-            width = int(-(-held.max() // fmt.tokens_per_page)) if held.numel() else 0
-            ids = store.table.page_ids(self._lists, tier, width)
-            slot = torch.arange(width * fmt.tokens_per_page, device=ids.device)
+        if tier not in self._arrays:
+            fmt, found = self._pages.formats[tier], self._pages.tier(tier, self._lists)
+            slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
 
             def field(name: str, missing: float) -> Tensor:
                 if name not in fmt.slot.track:
-                    return torch.full((len(self._lists), len(slot)), missing, device=ids.device)
-                return store.backend.region(store.pool.pages, fmt, name)[ids].flatten(1)
+                    return torch.full((len(self._lists), len(slot)), missing, device=found.ids.device)
+                return self._pages.field(tier, name)[found.ids].flatten(1)
 
-            valid = slot < held[:, None]
-            self._cache[tier] = SlotArrays(
+            valid = slot < found.num_k[:, None]
+            self._arrays[tier] = SlotArrays(
                 score=field("score", 0.0).float().view(*self.shape, -1),
                 pos=field("pos", -1).long().view(*self.shape, -1),
                 valid=valid.view(*self.shape, -1),
             )
-        return self._cache[tier]
+        return self._arrays[tier]
 
     def mean_score(self, tier: int) -> Tensor:
         """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
         the ScoreSpec from itself on, then one per decode step."""
         arrays = self.slots(tier)
-        window = self._store.policy.score.prefill_queries
         origin = arrays.pos
-        if window != ALL_QUERIES:
-            origin = torch.maximum(origin, (self.prompt_tokens - window)[:, None, None, None])
+        if self._window != ALL_QUERIES:
+            origin = torch.maximum(origin, (self.prompt_tokens - self._window)[:, None, None, None])
         count = (self.tokens_seen[:, None, None, None] - origin).clamp(min=1)
         return arrays.score / count
 
@@ -81,7 +80,7 @@ class StoreDecodeView(DecodeView):
         over_layer: bool = False,
     ) -> Extreme:
         self._require(tier, "pos" if by == "pos" or before is not None or first else "score")
-        if not over_layer and self._store.backend.slot_extreme is not None:
+        if not over_layer and self._pages.backend.searches_slots:
             return self._search(tier, by, before=before, first=first)
         arrays = self.slots(tier)
         value = {
@@ -98,7 +97,7 @@ class StoreDecodeView(DecodeView):
 
     def find(self, tier: int, position: Tensor) -> Extreme:
         self._require(tier, "pos")
-        if self._store.backend.slot_extreme is not None:
+        if self._pages.backend.searches_slots:
             return self._search(tier, "mean", exact=position)
         arrays = self.slots(tier)
         match = arrays.valid & (arrays.pos == position[:, None, None, None])
@@ -115,19 +114,22 @@ class StoreDecodeView(DecodeView):
         first: int = 0,
     ) -> Extreme:
         """The same reductions by a backend that makes them where the fields lie."""
-        store, fmt = self._store, self._store.formats[tier]
-        per_list = self.shape[1] * self.shape[2]
-        held = store.table.num_slots[tier, self._lists].long()
-        ids = store.table.page_ids(self._lists, tier, int(-(-held.max() // fmt.tokens_per_page)))
-        window = store.policy.score.prefill_queries
-        floor = self.prompt_tokens - window if window != ALL_QUERIES else None
-        seen, floor, before, exact = (
-            None if x is None else x.repeat_interleave(per_list) for x in (self.tokens_seen, floor, before, exact)
+        found, per_list = self._pages.tier(tier, self._lists), self.shape[1] * self.shape[2]
+        floor = self.prompt_tokens - self._window if self._window != ALL_QUERIES else None
+        floor, before, exact = (None if x is None else x.repeat_interleave(per_list) for x in (floor, before, exact))
+        extreme = self._pages.backend.slot_extreme(
+            self._pages.pool.pages,
+            found.fmt,
+            found.ids,
+            found.num_k,
+            by=by,
+            seen=self.tokens_seen.repeat_interleave(per_list),
+            floor=floor,
+            before=before,
+            exact=exact,
+            first=first,
         )
-        found = store.backend.slot_extreme(
-            store.pool.pages, fmt, ids, held, by=by, seen=seen, floor=floor, before=before, exact=exact, first=first
-        )
-        value, slot, pos = (x.view(self.shape) for x in found)
+        value, slot, pos = (x.view(self.shape) for x in extreme)
         return Extreme(value=value, slot=slot, pos=pos)
 
     def _pick(self, arrays: SlotArrays, value: Tensor, eligible: Tensor) -> Extreme:
@@ -147,5 +149,5 @@ class StoreDecodeView(DecodeView):
         )
 
     def _require(self, tier: int, name: str) -> None:
-        if name not in self._store.formats[tier].slot.track:
+        if name not in self._pages.formats[tier].slot.track:
             raise ValueError(f"this reduction needs the tracked field {name!r}; add it to the policy's ScoreSpec.track")

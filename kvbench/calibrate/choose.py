@@ -9,11 +9,11 @@ import numpy as np
 
 from kvbench.calibrate.measure import Trial
 from kvbench.calibrate.plan import Number, Rule
+from kvbench.results.measures import LOSSES, RESIDENT, SCORE, score
+from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import values_by_sample
 from kvbench.stats import paired as stats
 from kvbench.stats.intervals import Estimate, paired_difference
-
-FIDELITY = {"nll": "nll", "kl": "kl_mean"}  # criterion -> field of a record's fidelity
 
 
 @dataclass(kw_only=True)
@@ -56,11 +56,11 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
     """
     ok = [record for record in trial.records if record["status"] == "ok"]
     task = trial.experiment.task
-    losses = {name: loss(trial, reference, name, rule) for name in ("score", *FIDELITY)}
+    losses = {name: loss(trial, reference, name, rule) for name in LOSSES}
     ratios, resident = _bytes(ok, rule)
     held = np.array([record["kept"].get("slots_per_tier", []) for record in ok], dtype=float).sum(axis=0)
     shares = [record["kept"]["slot_ratio"] for record in ok if "slot_ratio" in record["kept"]]
-    found = values_by_sample(trial.records, lambda record: record["scores"][task.primary])[0]
+    found = values_by_sample(trial.records, score(task.primary).above)[0]
     means = [np.mean(list(values.values())) for values in found.values()]
     result = Measured(
         settings=trial.settings,
@@ -85,17 +85,11 @@ def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate
     Scores take Newcombe's interval where they are yes or no, which has a width even when no sample differs. NLL and KL
     take a bootstrap within the subsets; identical values give an interval of no width.
     """
-    info = trial.experiment.task.metrics[trial.experiment.task.primary]
-    sign = -1.0 if criterion == "score" and info.higher_is_better else 1.0
-
-    def pick(record: dict) -> object:
-        return (
-            record["scores"][trial.experiment.task.primary]
-            if criterion == "score"
-            else record["fidelity"][FIDELITY[criterion]]
-        )
-
-    mine, theirs = (values_by_sample(item.records, pick)[0] for item in (trial, reference))
+    task = trial.experiment.task
+    own = score(task.primary, task.metrics[task.primary].higher_is_better)
+    what = own if criterion == SCORE.name else LOSSES[criterion].measure
+    sign = -1.0 if what.higher_is_better else 1.0
+    mine, theirs = (values_by_sample(item.records, what.above)[0] for item in (trial, reference))
     pairs = {
         subset: [
             (sign * value, sign * theirs[subset][name]) for name, value in values.items() if name in theirs[subset]
@@ -106,7 +100,7 @@ def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate
     pairs = {subset: values for subset, values in pairs.items() if values}
     if not pairs:
         return Estimate()
-    if criterion == "score":
+    if criterion == SCORE.name:
         # The interval's arithmetic wants values in [0, 1]; the sign goes on afterwards.
         plain = {subset: [(abs(a), abs(b)) for a, b in values] for subset, values in pairs.items()}
         return paired_difference(plain) if sign > 0 else _negated(paired_difference(plain))
@@ -157,15 +151,15 @@ def settings_text(settings: dict) -> str:
     )
 
 
-def _row(record: dict, primary: str) -> dict:
+def _row(record: SampleRecord, primary: str) -> dict:
     fidelity = record["fidelity"] or {}
     return {
         "sample_id": record["sample_id"],
         "repeat": record["repeat"],
         "status": record["status"],
         "score": record["scores"].get(primary),
-        **{name: fidelity.get(key) for name, key in FIDELITY.items()},
-        "resident_bytes": record["ledger"].get("resident_bytes"),
+        **{name: fidelity.get(lost.measure.key) for name, lost in LOSSES.items() if name != SCORE.name},
+        "resident_bytes": record["ledger"].get(RESIDENT.key),
     }
 
 
@@ -174,12 +168,12 @@ def _negated(estimate: Estimate) -> Estimate:
     return dataclasses.replace(estimate, value=value, low=low, high=high)
 
 
-def _bytes(records: Sequence[dict], rule: Rule) -> tuple[Estimate, float]:
+def _bytes(records: Sequence[SampleRecord], rule: Rule) -> tuple[Estimate, float]:
     """Share of the FP16 cache with its interval over samples, and mean bytes."""
     if not records:
         return Estimate(), 0.0
-    resident = np.array([record["ledger"]["resident_bytes"] for record in records], dtype=float)
-    fp16 = np.array([record["ledger"]["fp16_bytes"] for record in records], dtype=float)
+    resident = np.array([RESIDENT.above(record) for record in records], dtype=float)
+    fp16 = np.array([RESIDENT.below(record) for record in records], dtype=float)
     draws = stats.resampled_means([np.stack([resident, fp16], axis=1)], rule.resamples, rule.seed)
     low, high = stats.percentiles(draws[:, 0] / draws[:, 1])
     value = float(resident.sum() / fp16.sum())

@@ -7,7 +7,6 @@ Differs: the paper states no rule for the choice beyond near-lossless accuracy; 
 The paper has no held-out verdict and no intervals.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kvbench.calibrate.choose import Measured, choose, evaluate
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Number, Plan, read_plan, split
 from kvbench.calibrate.write import Choice, Result, StageResult
-from kvbench.config.settings import as_dict
+from kvbench.config.plain import plain
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.models.load import LoadedModel
 from kvbench.results import identity
@@ -28,6 +27,7 @@ from kvbench.results.journal import run_lock
 from kvbench.runs.calibration import KEY
 from kvbench.runs.experiment import check_config, check_requests
 from kvbench.runs.parts import Parts, default_parts, read_bytes
+from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
 
 EXIT_DONE, EXIT_FAILED = 0, 1
@@ -57,12 +57,12 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     folder = identity.run_folder(
         Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
     ).parent
-    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=_say)
+    sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=note)
     default = sweep.trial({}, held_out)
     decides = {"plan": plan, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     own = folder / digest[: identity.HASH_DIGITS]
-    with run_lock(folder, say=_say):
+    with run_lock(folder, say=note):
         own.mkdir(parents=True, exist_ok=True)
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
         tuned = _tune(sweep, plan, tuning, result)
@@ -78,9 +78,9 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
 
 def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
     """The experiment's settings, the command's, and the name of the method."""
-    plain = as_dict(cfg)
-    wanted, choices = plain.pop("calibrate"), plain.pop("_choices_")
-    experiment = OmegaConf.create(plain)
+    settings = plain(cfg)
+    wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
+    experiment = OmegaConf.create(settings)
     check_config(experiment)
     if experiment.limit is not None:
         raise ValueError(
@@ -162,7 +162,3 @@ def _described(task: TaskSet) -> dict:
     for request in task.requests:
         names.setdefault(request.subset, []).append(request.sample_id)
     return {"fingerprint": task.fingerprint, "num_samples": len(task.requests), "samples": names}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

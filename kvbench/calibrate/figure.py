@@ -7,19 +7,15 @@ from typing import TYPE_CHECKING
 
 from kvbench.calibrate.choose import Measured, beside
 from kvbench.calibrate.write import Result, StageResult
-from kvbench.results.journal import write_atomic
-from kvbench.show.figure import COLOURS
+from kvbench.results.measures import LOSSES, RESIDENT
+from kvbench.results.writing import write_atomic
+from kvbench.show.palette import BLUE, GREEN, VERMILION
 from kvbench.stats.intervals import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LABELS = {
-    "nll": "gold NLL above the full cache's\n(nats per token)",
-    "kl": "KL to the full cache\n(nats per token)",
-    "score": "score lost to the full cache\n(points)",
-}
-QUALITY, MEMORY, HELD_OUT, LIMIT = COLOURS[0], COLOURS[2], COLOURS[5], "#333333"
+QUALITY, MEMORY, HELD_OUT, LIMIT = BLUE, GREEN, VERMILION, "#333333"
 
 
 def draw(result: Result) -> list[Path]:
@@ -43,8 +39,9 @@ def draw(result: Result) -> list[Path]:
         is_last = column == len(result.stages) - 1
         _quality(axes[0][column], item, result, with_verdict=is_last)
         _memory(axes[1][column], item, result, with_verdict=is_last)
-    axes[0][0].set_ylabel(LABELS[result.plan.rule.criterion])
-    axes[1][0].set_ylabel("resident bytes\n(% of an FP16 full cache)")
+    lost = LOSSES[result.plan.rule.criterion]
+    axes[0][0].set_ylabel(f"{lost.title}\n({lost.unit})")
+    axes[1][0].set_ylabel(f"resident bytes\n({RESIDENT.unit})")
     handles = dict(zip(*reversed(axes[0][-1].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     run = result.default
@@ -63,7 +60,7 @@ def draw(result: Result) -> list[Path]:
 
 def _quality(axes: "Axes", item: StageResult, result: Result, with_verdict: bool) -> None:
     rule = result.plan.rule
-    scale = 100.0 if rule.criterion == "score" else 1.0
+    scale = LOSSES[rule.criterion].scale
     found = [point.losses.get(rule.criterion) for point in item.points]
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.axhline(
@@ -95,12 +92,18 @@ def _loss_scale(axes: "Axes", margin: float) -> None:
 
 def _memory(axes: "Axes", item: StageResult, result: Result, with_verdict: bool) -> None:
     found = [point.bytes_ratio for point in item.points]
-    _series(axes, [(x, e.value, e.low, e.high) for x, e in enumerate(found) if e.value is not None], 100.0, MEMORY, "s")
-    _choice(axes, item, [e.value for e in found], 100.0)
+    _series(
+        axes,
+        [(x, e.value, e.low, e.high) for x, e in enumerate(found) if e.value is not None],
+        RESIDENT.scale,
+        MEMORY,
+        "s",
+    )
+    _choice(axes, item, [e.value for e in found], RESIDENT.scale)
     if with_verdict and result.choice is not None and item.chosen is not None:
         held_out = result.choice.held_out
-        _verdict(axes, item.chosen, held_out.bytes_ratio, 100.0, held_out)
-    axes.set_ylim(0, 1.12 * max(100 * (e.high or e.value or 0) for e in found))
+        _verdict(axes, item.chosen, held_out.bytes_ratio, RESIDENT.scale, held_out)
+    axes.set_ylim(0, 1.12 * max(RESIDENT.scale * (e.high or e.value or 0) for e in found))
     axes.set_xticks(
         range(len(item.points)), [f"{value:g}" if not isinstance(value, str) else value for value in item.stage.values]
     )

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from kvbench.errors import check_whole
-from kvbench.results.journal import write_atomic
+from kvbench.results.writing import write_atomic
 from kvbench.runs.parts import default_parts
 from kvbench.show.progress import Progress
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from kvbench.calibrate.plan import Number
+from kvbench.config.files import FULL
 from kvbench.config.settings import copy_config
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Request
 from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
-from kvbench.runs.experiment import FULL, Experiment, prepare, reference_config
+from kvbench.results.sample import SampleRecord
+from kvbench.runs.experiment import Experiment, prepare, reference_config
 from kvbench.runs.parts import Parts
 from kvbench.runs.run import record_answers, unfinished_groups
 from kvbench.show.progress import Progress
@@ -31,7 +33,7 @@ class Trial:
     settings: dict[str, Number]
     """The tuned settings; empty for the full cache."""
     experiment: Experiment
-    records: list[dict] = field(default_factory=list)
+    records: list[SampleRecord] = field(default_factory=list)
     """Journal records in request order, once it was measured."""
 
 
@@ -113,8 +115,7 @@ class Sweep:
     def _run(self, trial: Trial, group: Sequence[Request], journal: Journal, bar: Progress) -> None:
         experiment = trial.experiment
         # An engine of its own each time: it holds its page pool as long as it lives.
-        engine = self.parts.make_engine(experiment.cfg, experiment.model, experiment.policy)
-        engine.prompts = self.prompts
+        engine = self.parts.make_engine(experiment.cfg, experiment.model, experiment.policy, prompts=self.prompts)
         record_answers(engine, experiment.task, group, journal, bar, with_timing=False)
 
 

@@ -8,17 +8,13 @@ from dataclasses import dataclass, fields, replace
 
 from omegaconf import DictConfig
 
-from kvbench.config.settings import as_dict
+from kvbench.config.files import FULL
+from kvbench.config.plain import plain
 from kvbench.errors import check_whole, unknown_name
 from kvbench.policy import Policy
-from kvbench.runs.experiment import FULL
+from kvbench.results.measures import LOSSES
 from kvbench.tasks.taskset import TaskSet
 
-CRITERIA = {
-    "score": "points of the task's own score lost to the full cache, as a share",
-    "nll": "gold NLL above the full cache's, nats per token",
-    "kl": "KL to the full cache on the gold tokens, nats per token",
-}
 PROOFS = ("interval", "mean")
 Number = int | float | str  # a budget in bytes is written `8MiB`
 
@@ -28,7 +24,7 @@ class Rule:
     """When a setting is good enough."""
 
     criterion: str
-    """One of `CRITERIA`."""
+    """One of `kvbench.results.measures.LOSSES`."""
     margin: float
     """Largest loss against the full cache, in the criterion's unit."""
     proof: str
@@ -45,7 +41,7 @@ class Rule:
         what = "the upper end of the 95 % interval of the loss" if self.proof == "interval" else "the mean loss"
         return (
             f"the fewest resident bytes among the values of which {what} is at most {self.margin:g} "
-            f"({CRITERIA[self.criterion]}); bytes within {100 * self.tie:g} % of the fewest are a tie, which the "
+            f"({LOSSES[self.criterion].rule}); bytes within {100 * self.tie:g} % of the fewest are a tie, which the "
             "earlier, gentler value of the grid wins"
         )
 
@@ -105,7 +101,7 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy) -> Plan:
         check_whole(f"calibrate.{name}", cfg[name], 2)
     if not isinstance(cfg.tie, int | float) or not 0 <= cfg.tie < 1:
         raise ValueError(f"calibrate.tie={cfg.tie} must be a share of the bytes in [0, 1)")
-    for name, known in (("criterion", CRITERIA), ("proof", PROOFS)):
+    for name, known in (("criterion", LOSSES), ("proof", PROOFS)):
         if cfg[name] not in known:
             raise unknown_name(f"calibrate.{name}", cfg[name], known)
     margin = cfg.margin[cfg.criterion]
@@ -130,7 +126,7 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy) -> Plan:
 
 def _stages(cfg: DictConfig, method: str, known: Mapping[str, object]) -> tuple[Stage, ...]:
     """The settings to tune: those asked for, or those of the grid that the method has; `known` has their types."""
-    grid = as_dict(cfg.grid)
+    grid = plain(cfg.grid)
     names = cfg.parameters
     if names is None:
         names = [name for name in grid if name in known]

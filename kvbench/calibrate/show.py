@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from kvbench.calibrate.choose import Measured, beside, settings_text
 from kvbench.calibrate.plan import Rule
 from kvbench.calibrate.write import Choice, Result, StageResult
+from kvbench.config.files import FULL
+from kvbench.results.measures import LOSSES, RESIDENT, SCORE
+from kvbench.show import terminal
 from kvbench.show.progress import format_bytes
 from kvbench.stats.intervals import Estimate
-
-NAMES = {"nll": "gold NLL - full's", "kl": "KL to full", "score": "score lost, points"}
-SCALE = {"nll": 1.0, "kl": 1.0, "score": 100.0}
 
 
 def show(result: Result, files: Sequence[Path]) -> None:
@@ -28,9 +28,7 @@ def show(result: Result, files: Sequence[Path]) -> None:
     tables = [_stage_table(item, rule) for item in result.stages]
     if result.choice is not None:
         tables.append(_held_out_table(result, result.choice))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = terminal.console(120)
     console.print(Group(*(item for table in tables for item in (Text(), table))))
     console.print(verdict(result), markup=False, highlight=False)
     for path in files:
@@ -43,7 +41,8 @@ def show(result: Result, files: Sequence[Path]) -> None:
 def verdict(result: Result) -> str:
     """What was found, in one sentence."""
     rule = result.plan.rule
-    what = f"{NAMES[rule.criterion]} at most {SCALE[rule.criterion] * rule.margin:g} ({rule.proof})"
+    lost = LOSSES[rule.criterion]
+    what = f"{lost.short} at most {lost.scale * rule.margin:g} ({rule.proof})"
     choice = result.choice
     if choice is None:
         stage = result.stages[-1].stage
@@ -51,12 +50,11 @@ def verdict(result: Result) -> str:
             f"No value of {stage.parameter} is good enough: {what} was asked. Try gentler values, more samples "
             "(calibrate.tuning_samples), or another margin; no calibration file was written."
         )
-    loss = interval(choice.held_out.losses[rule.criterion], SCALE[rule.criterion])
+    loss = interval(choice.held_out.losses[rule.criterion], lost.scale)
     state = "confirmed" if choice.confirmed else "NOT confirmed"
     return (
-        f"{settings_text(choice.settings)}: {state} on {choice.held_out.num_samples} held-out samples, "
-        f"{NAMES[rule.criterion]} {loss}, asked {what}; "
-        f"{100 * (choice.held_out.bytes_ratio.value or 0):.1f} % of the FP16 bytes."
+        f"{settings_text(choice.settings)}: {state} on {choice.held_out.num_samples} held-out samples, {lost.short} "
+        f"{loss}, asked {what}; {RESIDENT.scale * (choice.held_out.bytes_ratio.value or 0):.1f} % of the FP16 bytes."
     )
 
 
@@ -72,9 +70,9 @@ def interval(estimate: Estimate | None, scale: float = 1.0) -> str:
 
 
 def _table(title: str, first: str, rule: Rule) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table = terminal.plain_table(title)
     table.add_column(first, no_wrap=True)
-    for name in ("score, %", *(NAMES[key] for key in _losses(rule)), "resident", "%", ""):
+    for name in ("score, %", *(LOSSES[key].short for key in _losses(rule)), RESIDENT.short, "%", ""):
         table.add_column(name, justify="right")
     return table
 
@@ -84,9 +82,9 @@ def _losses(rule: Rule) -> tuple[str, ...]:
 
 
 def _row(table: Table, name: str, point: Measured, mark: str, rule: Rule) -> None:
-    losses = [interval(point.losses.get(key), SCALE[key]) for key in _losses(rule)]
-    score = "-" if point.score is None else f"{100 * point.score:.1f}"
-    ratio = f"{100 * (point.bytes_ratio.value or 0):.1f}"
+    losses = [interval(point.losses.get(key), LOSSES[key].scale) for key in _losses(rule)]
+    score = "-" if point.score is None else f"{SCORE.scale * point.score:.1f}"
+    ratio = f"{RESIDENT.scale * (point.bytes_ratio.value or 0):.1f}"
     failed = f"{point.num_failed} failed" if point.num_failed else ""
     table.add_row(name, score, *losses, format_bytes(point.resident_bytes), ratio, failed or mark)
 
@@ -106,10 +104,10 @@ def _held_out_table(result: Result, choice: Choice) -> Table:
     settings = result.default.identity["method"]
     replaced = {item.parameter: settings[item.parameter] for item in result.plan.stages}
     for name, point in (
-        ("full", choice.held_out_full),
+        (FULL, choice.held_out_full),
         (f"uncalibrated\n{settings_text(replaced)}", choice.held_out_default),
         (f"calibrated\n{settings_text(choice.settings)}", choice.held_out),
     ):
-        mark = "" if name == "full" else "within" if point.within else "too much"
+        mark = "" if name == FULL else "within" if point.within else "too much"
         _row(table, name, point, mark, result.plan.rule)
     return table

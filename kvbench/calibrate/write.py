@@ -10,8 +10,8 @@ from kvbench.calibrate.plan import Number, Plan, Stage
 from kvbench.config.code import hash_files
 from kvbench.config.files import package_folder
 from kvbench.results import provenance
-from kvbench.results.journal import plain, write_atomic
 from kvbench.results.record import now
+from kvbench.results.writing import plain, write_atomic
 from kvbench.runs.calibration import SCHEMA_VERSION, method_hash
 from kvbench.runs.experiment import Experiment
 from kvbench.stats.intervals import Estimate

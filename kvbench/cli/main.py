@@ -123,7 +123,7 @@ def report(error: Exception) -> int:
     Returns:
         The exit code.
     """
-    from kvbench.results.journal import JournalError, is_full, write_error
+    from kvbench.results.writing import JournalError, is_full, write_error
 
     if isinstance(error, OSError) and is_full(error):  # raised where a library writes, or where the output is a file
         cause, error = error, write_error(error.filename or "a file or the output", error)
@@ -165,7 +165,7 @@ def run_command(overrides: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from kvbench.config.compose import explain, with_swept_groups
-    from kvbench.results.journal import is_full, write_error
+    from kvbench.results.writing import is_full, write_error
 
     jobs = Jobs()
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -234,7 +234,7 @@ class Jobs:
         from kvbench.show import figure, table
 
         pictures = [
-            figure.draw(sorted(records, key=lambda record: record.method != "full"), folder / "sweep.png")
+            figure.draw(sorted(records, key=lambda record: record.method != files.FULL), folder / "sweep.png")
             for folder, records in self._records.items()
         ]
         table.show([record for records in self._records.values() for record in records], pictures)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import torch
 from hydra.utils import instantiate
@@ -55,13 +56,11 @@ def acts(policy: Policy) -> str:
         times.append("when the budget is full")
     elif policy.compact_every:
         times.append(f"every {policy.compact_every} steps")
-    if policy.reading is not None:
-        spec = policy.reading
-        share = "of the prompt's tokens" if spec.budget.unit == "ratio" else spec.budget.unit
-        times.append(f"every step reads {spec.budget.value:g} {share} in pages of {spec.page_tokens}")
-    if policy.residual is not None:
-        spec = policy.residual
-        times.append(f"as tokens leave a 16-bit buffer of {spec.num_tokens}, {spec.when.replace('_', ' ')}")
+    if (reading := policy.reading) is not None:
+        share = "of the prompt's tokens" if reading.budget.unit == "ratio" else reading.budget.unit
+        times.append(f"every step reads {reading.budget.value:g} {share} in pages of {reading.page_tokens}")
+    if (buffer := policy.residual) is not None:
+        times.append(f"as tokens leave a 16-bit buffer of {buffer.num_tokens}, {buffer.when.replace('_', ' ')}")
     return ", ".join(times) or "never (stores every token at its precision)"
 
 
@@ -109,21 +108,33 @@ def memory(policy: Policy) -> str:
 
 
 def section(doc: str, name: str) -> str:
-    """The text after `name:` in a docstring, up to the next section, on one line."""
-    found = re.search(rf"^{name}:(.*?)(?=^\w+:|\Z)", inspect.cleandoc(doc), re.DOTALL | re.MULTILINE)
+    """The text after `name:` in a clean docstring, up to the next section, on one line."""
+    found = re.search(rf"^{name}:(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE)
     return " ".join(found.group(1).split()) if found else ""
 
 
 def arguments(doc: str) -> dict[str, str]:
-    """What the `Args` section of a docstring says of each field."""
-    found = re.search(r"^Args:\n(.*?)(?=^\w+:|\Z)", inspect.cleandoc(doc), re.DOTALL | re.MULTILINE)
+    """What the `Args` section of a clean docstring says of each field."""
+    found = re.search(r"^Args:\n(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE)
     parts = re.split(r"^    (\w+): ", found.group(1) if found else "", flags=re.MULTILINE)[1:]
     return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
+def settings_of(path: Path) -> dict[str, object]:
+    """The settings that a method's YAML file lists, in its order.
+
+    Raises:
+        ValueError: The file lists none.
+    """
+    listed = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(listed, dict):
+        raise ValueError(f"{path} lists no settings; write _target_ and one line for each")
+    return {str(key): value for key, value in listed.items() if key != "_target_"}
+
+
 def yaml_value(value: object) -> str:
     """A setting as the YAML file has it; of a long list its length."""
-    if OmegaConf.is_list(value) and len(str(value)) > 60:
+    if isinstance(value, list) and len(str(value)) > 60:
         return f"[{len(value)} entries]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -139,18 +150,17 @@ def render() -> str:
     what, whence, details = [], [], []
     for name, summary in listing.options("method").items():
         path = listing.conf_folder() / "method" / f"{name}.yaml"
-        config = OmegaConf.load(path)
-        policy, link = instantiate(config), f"[{name}](#{name})"
-        doc = type(policy).__doc__
+        policy, link = instantiate(OmegaConf.load(path)), f"[{name}](#{name})"
+        doc = inspect.getdoc(type(policy)) or ""
         precision = ", ".join(tier.name for tier in policy.tiers)
         what.append([link, summary, precision, policy.scope, acts(policy), scored(policy), memory(policy)])
-        source = re.search(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)[1]
-        whence.append([link, source, section(doc, "Differs")])
+        sources = re.findall(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        whence.append([link, sources[0], section(doc, "Differs")])
         meaning = arguments(doc)
         settings = "\n".join(
-            f"- `{key}={yaml_value(config[key])}`: {meaning.get(key, '')}" for key in config if key != "_target_"
+            f"- `{key}={yaml_value(value)}`: {meaning.get(key, '')}" for key, value in settings_of(path).items()
         )
-        text = " ".join(inspect.cleandoc(doc).split("\n\nArgs:")[0].split())
+        text = " ".join(doc.split("\n\nArgs:")[0].split())
         details.append(f"### {name}\n\n{text}\n\n{settings}\n\nSource: {section(doc, 'Source')}\n")
     first = table(["method", "keeps", "precision", "scope", "acts", "attention statistics", "memory"], what)
     second = table(["method", "source", "differs from it"], whence)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
 GROUPS = {
     "method": "how the cache is compressed",
     "task": "what the model is asked",

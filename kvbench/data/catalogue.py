@@ -1,10 +1,11 @@
 """What each benchmark consists of: its files, their rows, what a row must hold, and where they come from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvbench.tasks.settings import name_list
+from kvbench.tasks.source import RowCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,7 @@ class DataFile:
     Args:
         name: Name without `.jsonl`, as a fetch writes it.
         rows: Rows of the whole benchmark.
-        check: Takes a parsed line; returns the row, or raises ValueError with the reason why it is no row.
+        check: What a row must be.
         stems: Further names that a local file may have.
         hub: (repository, path) pairs of data sets on the hub, best first: `.jsonl`, `.parquet`, or a `.zip` that holds
             `<name>.jsonl`.
@@ -25,7 +26,7 @@ class DataFile:
 
     name: str
     rows: int
-    check: Callable[[object], dict]
+    check: RowCheck
     stems: tuple[str, ...] = ()
     hub: tuple[tuple[str, str], ...] = ()
     url: str = ""
@@ -88,7 +89,7 @@ def _longbench(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]
     ]
 
 
-def _gsm8k(task: str, subsets: object) -> list[DataFile]:
+def _gsm8k(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
     from kvbench.tasks.gsm8k.dataset import check_row, place
 
     return [
@@ -121,7 +122,7 @@ def _math(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
     ]
 
 
-def _aime(task: str, subsets: object) -> list[DataFile]:
+def _aime(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
     from kvbench.tasks.aime.dataset import check_row, place
 
     found = place(task)
@@ -132,7 +133,7 @@ def _aime(task: str, subsets: object) -> list[DataFile]:
     ]
 
 
-def _evalplus(task: str, subsets: object) -> list[DataFile]:
+def _evalplus(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
     from kvbench.tasks.code.dataset import RELEASE, check_row, place
 
     name, version = RELEASE[task]

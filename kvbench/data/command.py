@@ -1,16 +1,16 @@
 """The `data` command: fetch a benchmark for machines without a network, or check the files at hand."""
 
-import sys
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
+from omegaconf import DictConfig
 from rich.text import Text
 
+from kvbench.config.plain import plain
 from kvbench.data.catalogue import REPOSITORIES, files_of
 from kvbench.data.check import Report, check_copy, check_file, read_manifest
 from kvbench.data.fetch import fetch_copy, fetch_files
+from kvbench.show import terminal
+from kvbench.show.progress import note
 
 MAX_LISTED = 50  # broken rows that are shown; all are counted
 
@@ -31,7 +31,7 @@ def main(cfg: DictConfig) -> int:
         raise ValueError("give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)")
     if not cfg.get("task"):
         raise ValueError("which benchmark? For example task=longbench; `python -m kvbench data --help` lists them")
-    settings = OmegaConf.to_container(cfg.task, resolve=True)
+    settings = plain(cfg.task)
     # A task of lm-eval is called after its variant (gpqa_diamond_...), its data after the family.
     name = str(settings.get("name"))
     task = next((known for known in REPOSITORIES if settings.get("harness") and name.startswith(known)), name)
@@ -39,9 +39,9 @@ def main(cfg: DictConfig) -> int:
     folder = Path(str(cfg.to if cfg.check is None else cfg.check)).expanduser()
     if cfg.to is not None:
         if files is None:
-            fetch_copy(task, REPOSITORIES[task], folder, _say)
+            fetch_copy(task, REPOSITORIES[task], folder, note)
         else:
-            fetch_files(task, files, folder, _say)
+            fetch_files(task, files, folder, note)
     elif not folder.is_dir():
         raise ValueError(f"check={folder} is not a folder (looked for {folder.absolute()})")
     manifest = read_manifest(folder)
@@ -52,21 +52,18 @@ def main(cfg: DictConfig) -> int:
     return _show(task, folder, reports, bool(cfg.partial))
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _show(task: str, folder: Path, reports: list[Report], partial_data: bool) -> int:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), title=f"{task} in {folder}", title_justify="left")
-    for heading, side in (("file", "left"), ("rows", "right"), ("of", "right"), ("broken", "right")):
-        table.add_column(heading, justify=side, no_wrap=True)
+    table = terminal.plain_table(f"{task} in {folder}", title_style=None)
+    table.add_column("file", no_wrap=True)
+    for heading in ("rows", "of", "broken"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("sha256", no_wrap=True)
     table.add_column("")
     for report in reports:
         state = "; ".join((*report.faults, *report.notes)) or ("good" if report.good else "")
         counts = [str(report.rows), str(report.wanted), str(len(report.broken))] if report.wanted else ["", "", ""]
         table.add_row(report.name, *counts, report.sha256[:16], Text(state, overflow="fold"))
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = terminal.console(140)
     console.print(table)
     broken = [row for report in reports for row in report.broken]
     for row in broken[:MAX_LISTED]:

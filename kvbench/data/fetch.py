@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from kvbench.data.catalogue import DataFile
 from kvbench.data.check import MANIFEST, read_manifest, sha256_of
-from kvbench.results.journal import write_atomic
+from kvbench.results.writing import write_atomic
 from kvbench.tasks.problem_source import parquet_lines
 from kvbench.tasks.source import is_network_error
 
@@ -150,11 +150,12 @@ def _download(repo: str, path: str) -> Fetched:
         ValueError: It is not what the hub says it is.
     """
     from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.hf_api import RepoFolder
 
     api = HfApi()
     commit = api.repo_info(repo, repo_type="dataset", timeout=_TIMEOUT_S).sha
     stated = api.get_paths_info(repo, [path], repo_type="dataset", revision=commit)
-    if not stated:
+    if not stated or isinstance(stated[0], RepoFolder):
         raise ValueError("there is no such file")
     local = Path(hf_hub_download(repo, path, repo_type="dataset", revision=commit))
     if stated[0].lfs is not None:

@@ -5,8 +5,8 @@ the new keys on without concatenating anything. `update()` hangs its layer objec
 function finds it there. Nothing is patched.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from kvbench.cache.layout import ModelShape
 from kvbench.cache.store import CompressedStore
 
 NAME = "kvbench"
+TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
 # Rotary layouts in which channel i is paired with channel i + D_rot / 2, at frequencies that do not depend on the
 # length.
 PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "phi3"}
@@ -44,10 +45,10 @@ class Session:
     """
 
     store: CompressedStore
-    mode: str
+    mode: Literal["prefill", "chunk", "decode", "dense"]
     row: int = -1
     num_prompt_tokens: int = 0
-    traces: list[Tensor] | None = None
+    traces: list[Tensor] = field(default_factory=list)
 
     def first_bad_layer(self, index: int) -> int:
         """First layer whose attention output was not finite for a row of the batch; -1 when none."""
@@ -68,7 +69,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        key_states._kvbench_layer = self
+        setattr(key_states, TAG, self)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
@@ -107,7 +108,7 @@ def attention(
     Raises:
         UnsupportedModel: The layer uses a sliding window, soft-capped logits or attention sinks.
     """
-    layer = getattr(key, "_kvbench_layer", None)
+    layer = getattr(key, TAG, None)
     if layer is None:
         raise RuntimeError(
             "the kvbench attention runs only with a kvbench cache; call the model through kvbench.engine, or set attn "
@@ -123,13 +124,13 @@ def attention(
     elif session.mode == "chunk":
         out = store.append_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
     elif session.mode == "dense":
-        out = store.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
+        out = store.pages.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
     else:
-        out = store.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
+        out = store.pages.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
         kept = session.num_prompt_tokens
         store.prefill_layer(session.row, layer.index, query[0, :, :kept], key[0, :, :kept], value[0, :, :kept], scale)
-    if session.traces is not None:  # one token's output is kept as it is, a prompt's would be too large
-        session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
+    # One token's output is kept as it is; a prompt's would be too large.
+    session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
     return out.transpose(1, 2).to(query.dtype).contiguous(), None
 
 
@@ -161,10 +162,10 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name}: sliding_window={window} means that layers forget on their own; {remedy}, or set sliding_window: "
             "null"
         )
-    for field in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
-        if getattr(config, field, None):
+    for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
+        if getattr(config, key, None):
             raise UnsupportedModel(
-                f"{name}: {field}={getattr(config, field)} changes attention in a way the store does not reproduce; "
+                f"{name}: {key}={getattr(config, key)} changes attention in a way the store does not reproduce; "
                 f"{remedy}"
             )
     if getattr(config, "is_encoder_decoder", False):
@@ -194,10 +195,11 @@ def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
     if config.model_type not in PLAIN_ROPE_MODELS or 0 in (getattr(config, "no_rope_layers", None) or ()):
         return None  # SmolLM3 leaves every fourth layer without rotary positions
     for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "inv_freq"):
+        inv_freq = getattr(module, "inv_freq", None)
+        if type(module).__name__.endswith("RotaryEmbedding") and isinstance(inv_freq, Tensor):
             if getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE:
                 return None
-            return module.inv_freq.detach().float()
+            return inv_freq.detach().float()
     return None
 
 
@@ -235,6 +237,11 @@ def own_cache(model: PreTrainedModel, kind: str) -> Cache:
         return QuantizedCache(backend, model.config.get_text_config(), **({"nbits": int(bits)} if bits else {}))
     except ValueError as error:  # an unknown backend, or one whose package is missing
         raise ImportError(" ".join(str(error).split())) from error
+
+
+def own_cache_rows(cache: Cache) -> int:
+    """Sequences that one of transformers' own caches holds."""
+    return next(keys.shape[0] for layer in cache.layers if isinstance(keys := getattr(layer, "keys", None), Tensor))
 
 
 def own_cache_bytes(cache: Cache) -> int:

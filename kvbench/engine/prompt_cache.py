@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from kvbench.cache import prompt as store_prompt
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.hf import Session
 from kvbench.policy import ScoreSpec
@@ -82,23 +81,24 @@ class PromptCache:
             The logits that `forward` gives, or gave.
         """
         store = session.store
-        key = (session.mode, session.num_prompt_tokens, store.backend.name, prompt)
+        key = (session.mode, session.num_prompt_tokens, store.pages.backend.name, prompt)
         measured = None if session.mode == "dense" else how_measured(store)
         entry = self._entries.get(key)
         if entry is not None and measured in (None, entry.measured):
             for layer, (k, v, score) in enumerate(entry.layers):
-                store_prompt.place_layer(store, session.row, layer, k, v, score if measured else None)
+                store.place_layer(session.row, layer, k, v, score if measured else None)
             self.num_reused += 1
             return entry.logits
         self.num_read += 1
         if not self.limit_bytes:
             return forward()
         self._drop(key)
-        recording = store.recording = Recording(self.limit_bytes - self.used_bytes)
+        recording = Recording(self.limit_bytes - self.used_bytes)
+        store.watcher = recording.add
         try:
             logits = forward()
         finally:
-            store.recording = None
+            store.watcher = None
         size = recording.num_bytes + logits.nbytes
         if not recording.overflow and self.used_bytes + size <= self.limit_bytes:
             self._entries[key] = _Entry(recording.layers, logits, measured, size)

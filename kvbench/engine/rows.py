@@ -1,5 +1,6 @@
-"""What is in flight while the engine decodes: rows, samples, and the error that ends one."""
+"""What is in flight while the engine decodes: rows and samples."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -10,39 +11,64 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.sampling import Answer, choose_token
 
 
-class NotFinite(ArithmeticError):
-    """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none
-    was."""
+@dataclass(kw_only=True)
+class Row(ABC):
+    """A sequence in decoding.
 
-    def __init__(self, layer: int) -> None:
-        super().__init__(f"logits are not finite (first bad attention layer: {layer if layer >= 0 else 'none'})")
-        self.layer = layer
-
-
-@dataclass
-class Row:
-    """A sequence in decoding: a free answer, or tokens being forced (the gold answer, or choice `choice`)."""
+    Args:
+        row: The runner's row.
+        request: What it belongs to.
+        logits: fp32 [vocabulary], for the next token.
+        timing: Seconds, tokens and rows of its steps so far.
+    """
 
     row: int
     request: Request
-    repeat: int
-    logits: Tensor  # fp32 [vocabulary], for the next token
-    answer: Answer | None = None
-    meter: FidelityMeter | ChoiceMeter | None = None
-    choice: int | None = None
-    generator: torch.Generator | None = None
+    logits: Tensor
     timing: dict = field(
         default_factory=lambda: {"decode_s": 0.0, "decode_share_s": 0.0, "decode_tokens": 0, "row_steps": 0}
     )
 
+    @abstractmethod
     def next_token(self) -> int | None:
         """Consumes the logits; the token to feed, or None when the row is over."""
-        if self.meter is not None:
-            self.meter.add(self.logits)
-            return None if self.meter.done else self.meter.gold[len(self.meter.nll) - 1]
+
+
+@dataclass(kw_only=True)
+class AnswerRow(Row):
+    """A free answer.
+
+    Args:
+        repeat: Index of the answer.
+        answer: Its tokens and the rule that ends it.
+        generator: The row's own random numbers; None for greedy decoding.
+    """
+
+    repeat: int
+    answer: Answer
+    generator: torch.Generator | None = None
+
+    def next_token(self) -> int | None:
         token = choose_token(self.logits, self.request, self.generator, self.answer.banned)
         self.answer.add(token)
         return None if self.answer.finish else token
+
+
+@dataclass(kw_only=True)
+class ForcedRow(Row):
+    """Tokens that are being forced.
+
+    Args:
+        meter: The tokens, and what is measured on them.
+        choice: Index of the choice; None for the gold answer.
+    """
+
+    meter: FidelityMeter | ChoiceMeter
+    choice: int | None = None
+
+    def next_token(self) -> int | None:
+        self.meter.add(self.logits)
+        return None if self.meter.done else self.meter.gold[len(self.meter.nll) - 1]
 
 
 @dataclass
@@ -56,7 +82,7 @@ class Sample:
     fidelity: dict | None = None
     choices: dict[int, dict] = field(default_factory=dict)
 
-    def take(self, row: Row) -> None:
+    def take(self, row: ForcedRow) -> None:
         """Keeps what a forced row measured."""
         if row.choice is None:
             self.fidelity = row.meter.report()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvbench.engine.requests import Request
 
@@ -49,7 +50,7 @@ class Answer:
     """
 
     request: Request
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
     room: int = 1 << 62
     token_ids: list[int] = field(default_factory=list)
@@ -99,4 +100,6 @@ class Answer:
         return min((index for index in found if index >= 0), default=None)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)  # one sequence gives one text
+        return text

@@ -1,1 +1,1 @@
-"""What stored results prove: comparison, frontier, calibration and report. Reads results, changes no answer."""
+"""What stored results prove: comparisons, frontiers and reports. This room reads results and changes no answer."""

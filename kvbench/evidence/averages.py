@@ -1,19 +1,20 @@
-"""The mean over tasks of what is in all of them."""
+"""The mean over tasks of the methods that were run on all of them."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvbench.evidence.costs import AXES, Cost, Interval
+from kvbench.evidence.costs import Cost, Interval
 from kvbench.evidence.frontier import Panel, Point
+from kvbench.results.measures import COSTS
 from kvbench.stats import paired as stats
+from kvbench.stats.intervals import mover
 
 SHIFT = 7  # resamples; those of two groups have nothing to do with each other, so they are shifted against each other
 
 
 def averages(panels: Sequence[Panel]) -> list[Panel]:
-    """One panel for each model and version of the code that has several groups, every group with the same weight.
+    """Average the groups of each model and version of the code, every group with the same weight.
 
     Args:
         panels: The groups' panels; they get a note where they are not averaged because their code differs.
@@ -37,17 +38,18 @@ def averages(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def _average(title: str, panels: Sequence[Panel]) -> Panel:
-    keys = [point.key for point in panels[0].points if all(panel.find(point.key) for panel in panels)]
+    found = {point.key: [other for panel in panels if (other := panel.find(point.key))] for point in panels[0].points}
+    shared = {key: points for key, points in found.items() if len(points) == len(panels)}
     references = {panel.reference for panel in panels}
     result = Panel(
         title=title,
         kin=panels[0].kin,
         what=panels[0].what,
-        points=[_point([panel.find(key) for panel in panels]) for key in keys],
+        points=[_point(points) for points in shared.values()],
         num_samples=sum(panel.num_samples for panel in panels),
         total=sum(panel.total for panel in panels),
         freedom=sum(panel.freedom for panel in panels),
-        reference=panels[0].reference if len(references) == 1 and panels[0].reference in keys else None,
+        reference=panels[0].reference if len(references) == 1 and panels[0].reference in shared else None,
     )
     result.notes.append(f"over: {'; '.join(panel.title for panel in panels)}")
     return result
@@ -55,7 +57,7 @@ def _average(title: str, panels: Sequence[Panel]) -> Panel:
 
 def _point(parts: Sequence[Point]) -> Point:
     costs = {}
-    for name in AXES:
+    for name in COSTS:
         if all(name in part.costs for part in parts):
             draws = _mean([part.costs[name].draws for part in parts])
             value = float(np.mean([part.costs[name].value for part in parts]))
@@ -76,17 +78,14 @@ def _point(parts: Sequence[Point]) -> Point:
 
 
 def _mean(draws: Sequence[np.ndarray]) -> np.ndarray:
-    return sum(np.roll(values, SHIFT * index) for index, values in enumerate(draws)) / len(draws)
+    return np.sum([np.roll(values, SHIFT * index) for index, values in enumerate(draws)], axis=0) / len(draws)
 
 
 def _together(parts: Sequence[tuple[float, Interval | None]]) -> Interval | None:
-    """The interval of a mean of independent values: squared distances to the ends add up, on each side by itself.
-
-    Source: Zou and Donner 2008, Statistics in Medicine 27:1693 (MOVER).
-    """
-    if any(interval is None for _, interval in parts):
+    """The interval of a mean of independent values; None where one of them has none."""
+    ends = [(value, *interval) for value, interval in parts if interval is not None]
+    if len(ends) < len(parts):
         return None
     middle = sum(value for value, _ in parts) / len(parts)
-    below = math.sqrt(sum((value - low) ** 2 for value, (low, _) in parts)) / len(parts)
-    above = math.sqrt(sum((high - value) ** 2 for value, (_, high) in parts)) / len(parts)
+    below, above = mover(ends, len(parts))
     return middle - below, middle + above

@@ -4,43 +4,24 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.evidence.comparison import ComparedRun
 from kvbench.evidence.pairing import Change
 from kvbench.evidence.runs import Group
-from kvbench.results.journal import write_atomic
-
-if TYPE_CHECKING:
-    from kvbench.evidence.comparison import Row
+from kvbench.results.writing import write_file
+from kvbench.show import terminal
+from kvbench.show.terminal import number, p_text, shortened
 
 TEXT_LENGTH = 160  # characters of an answer on the terminal
-Tables = Sequence[tuple[Group, "list[Row]", list[str]]]
+Tables = Sequence[tuple[Group, list[ComparedRun], list[str]]]
 
 
-def p_text(p: float | None) -> str:
-    """A p value with two significant digits; `-` for None."""
-    if p is None:
-        return "-"
-    return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
-
-
-def number(value: float | None, scale: float, signed: bool = False) -> str:
-    """A value in shown units: one decimal for points, three significant digits for nats; `-` for None."""
-    if value is None:
-        return "-"
-    shown = value * scale + 0.0
-    sign = "+" if signed else ""
-    if scale == 100.0:
-        return format(0.0 if abs(shown) < 0.05 else shown, f"{sign}.1f")
-    return format(shown, f"{sign}.3g")
-
-
-def difference(row: "Row") -> str:
+def difference(row: ComparedRun) -> str:
     """The mean difference with its interval, in shown units."""
     scale = row.what.scale
     text = number(row.value, scale, signed=True)
@@ -50,18 +31,9 @@ def difference(row: "Row") -> str:
     return f"{text} [{low}, {high}]"
 
 
-def shortened(text: str, length: int) -> str:
-    """A text on one line, cut in the middle when it is long; control characters are shown as escapes."""
-    flat = "".join(char if char.isprintable() else {"\n": "\\n", "\t": "\\t"}.get(char, "?") for char in text)
-    if len(flat) <= length:
-        return flat
-    half = (length - 5) // 2
-    return f"{flat[:half]} ... {flat[-half:]}"
-
-
-def _table(title: str, rows: Sequence["Row"], margin: float) -> Table:
+def _table(title: str, rows: Sequence[ComparedRun], margin: float) -> Table:
     what = rows[0].what
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+    table = terminal.plain_table(title)
     table.add_column("run", justify="left", overflow="fold")
     for heading in (
         "n",
@@ -101,7 +73,7 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
     return lines
 
 
-def _shown(row: "Row", limit: int) -> Iterable[Change]:
+def _shown(row: ComparedRun, limit: int) -> Iterable[Change]:
     lost = [item for item in row.changes if item.lost][:limit]
     return [*lost, *[item for item in row.changes if not item.lost][:limit]]
 
@@ -116,9 +88,7 @@ def show(tables: Tables, cfg: DictConfig, num_family: int, console: Console | No
         console: Where to print; stdout by default.
     """
     if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=120)
+        console = terminal.console(120)
     for group, rows, notes in tables:
         console.print()
         if rows:
@@ -177,7 +147,7 @@ def write_csv(tables: Tables, path: str) -> None:
                     row.run.label,
                     row.run.record.hash[:12],
                     row.other.record.hash[:12],
-                    row.what.name,
+                    row.what.key,
                     row.pairs.num_samples,
                     row.pairs.total,
                     row.value,
@@ -196,16 +166,3 @@ def write_csv(tables: Tables, path: str) -> None:
                 ]
             )
     write_file(Path(path), buffer.getvalue().encode())
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file in one atomic step, making its folder.
-
-    Raises:
-        ValueError: It cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder of {path}: {error.strerror}; give another path") from error
-    write_atomic(path, data)

@@ -5,16 +5,18 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from kvbench.config.files import FULL
 from kvbench.evidence.load import fits_settings
-from kvbench.evidence.pairing import Change, Measure, NoCommonSample, Pairs, changes, measure, pair
-from kvbench.evidence.runs import FULL, Group, StoredRun
+from kvbench.evidence.pairing import Change, NoCommonSample, Pairs, changes, measure, pair
+from kvbench.evidence.runs import Group, StoredRun
+from kvbench.results.measures import Measure
 from kvbench.stats import paired as stats
 from kvbench.stats.intervals import paired_difference
 
 
 @dataclass(kw_only=True)
-class Row:
-    """One run beside what it is compared with."""
+class ComparedRun:
+    """One run beside the run that it is compared with, and what the comparison proves."""
 
     run: StoredRun
     other: StoredRun
@@ -62,7 +64,7 @@ class Row:
 
 
 def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
-    """The run of a group that a name means.
+    """Find the run of a group that a name means.
 
     Args:
         group: Where to look.
@@ -88,13 +90,13 @@ def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> 
 
 
 def _reference(group: Group, run: StoredRun, against: StoredRun) -> StoredRun:
-    """What a run is compared with: a full cache of the run's own batch size and backend when there is one."""
+    """The run to compare with: a full cache of the run's own batch size and backend when there is one."""
     if against.method != FULL or run.method == FULL:
         return against
     return next((full for full in group.repeats if full.conditions == run.conditions), against)
 
 
-def compare_runs(run: StoredRun, other: StoredRun, what: Measure, cfg: DictConfig) -> Row:
+def compare_runs(run: StoredRun, other: StoredRun, what: Measure, cfg: DictConfig) -> ComparedRun:
     """Compare two runs on the samples both have.
 
     Args:
@@ -107,17 +109,17 @@ def compare_runs(run: StoredRun, other: StoredRun, what: Measure, cfg: DictConfi
         NoCommonSample: They have no sample in common.
     """
     pairs = pair(run, other, what)
-    values, yes_no, bounded = pairs.differences, pairs.yes_no, what.part == "scores"
+    values, yes_no, bounded = pairs.differences, pairs.yes_no, what.bounded
     interval, kind = stats.bootstrap(values, resamples=cfg.resamples, seed=cfg.seed), "bootstrap"
     if interval is None and yes_no:
         found = paired_difference(pairs.pairs())
-        interval, kind = (found.low, found.high), "newcombe"
+        interval, kind = found.ends, "newcombe"
     elif interval is not None and bounded:
         interval = max(-1.0, interval[0]), min(1.0, interval[1])
     found_changes = changes(run, other, pairs, what)
     lost = sum(item.lost for item in found_changes)
     p = stats.mcnemar(lost, len(found_changes) - lost) if yes_no else stats.sign_flip(values, seed=cfg.seed)
-    return Row(
+    return ComparedRun(
         run=run,
         other=other,
         what=what,
@@ -135,7 +137,7 @@ def compare_runs(run: StoredRun, other: StoredRun, what: Measure, cfg: DictConfi
     )
 
 
-def compare_group(group: Group, cfg: DictConfig) -> tuple[list[Row], list[str]]:
+def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], list[str]]:
     """Compare every run of a group with one of them.
 
     Args:
@@ -143,7 +145,7 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[Row], list[str]]:
         cfg: `against`, `metric`, `margin`, `resamples`, `seed`.
 
     Returns:
-        Rows whose p values are not corrected yet, and what could not be compared, in words.
+        Rows whose p values are not corrected yet, and one sentence for each run that could not be compared.
 
     Raises:
         ValueError: The metric does not exist, or `against` fits several runs.
@@ -166,7 +168,7 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[Row], list[str]]:
     return rows, notes
 
 
-def correct(rows: Sequence[Row]) -> None:
+def correct(rows: Sequence[ComparedRun]) -> None:
     """Correct the p values of a family, in place."""
     for row, p in zip(rows, stats.holm([row.p for row in rows]), strict=True):
         row.p_holm = p

@@ -6,73 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 from omegaconf import DictConfig
 
-from kvbench.evidence.pairing import Sample
+from kvbench.evidence.pairing import SampleName
 from kvbench.evidence.runs import StoredRun
+from kvbench.results.measures import Measure
+from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import values_by_sample
 from kvbench.stats import paired as stats
 
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """A cost, as a sum over samples divided by another one."""
-
-    name: str
-    title: str
-    unit: str
-    scale: float
-    """What a value is multiplied with before it is shown."""
-    above: Callable[[dict], float]
-    below: Callable[[dict], float]
-
-
-def _ledger(name: str) -> Callable[[dict], float]:
-    return lambda record: record["ledger"][name]
-
-
-AXES = {
-    axis.name: axis
-    for axis in (
-        Axis(
-            name="resident",
-            title="resident bytes at the end",
-            unit="% of an FP16 full cache",
-            scale=100.0,
-            above=_ledger("resident_bytes"),
-            below=_ledger("fp16_bytes"),
-        ),
-        Axis(
-            name="average",
-            title="bytes averaged over the answer",
-            unit="% of an FP16 full cache",
-            scale=100.0,
-            above=_ledger("average_ratio"),
-            below=lambda record: 1.0,
-        ),
-        Axis(
-            name="peak",
-            title="bytes at the worst moment",
-            unit="% of an FP16 full cache",
-            scale=100.0,
-            above=_ledger("peak_bytes"),
-            below=_ledger("fp16_bytes"),
-        ),
-        Axis(
-            name="time",
-            title="time per generated token",
-            unit="ms",
-            scale=1000.0,
-            above=lambda record: record["timing"]["decode_share_s"],
-            below=lambda record: record["timing"]["decode_tokens"],
-        ),
-    )
-}
-
-
 @dataclass(kw_only=True)
 class Cost:
-    """One run on one axis."""
+    """What one run costs, in one measure."""
 
     value: float
     interval: Interval
@@ -80,7 +26,9 @@ class Cost:
     """Value in each bootstrap resample; the same resample for every run and for the quality."""
 
 
-def _columns(runs: Sequence[StoredRun], samples: dict[str, list[Sample]], pick: Callable) -> list[np.ndarray]:
+def _columns(
+    runs: Sequence[StoredRun], samples: dict[str, list[SampleName]], pick: Callable[[SampleRecord], float | None]
+) -> list[np.ndarray]:
     """One number per sample and run, [n, runs] for each subset; NaN where a record lacks it."""
     tables = []
     for run in runs:
@@ -90,12 +38,12 @@ def _columns(runs: Sequence[StoredRun], samples: dict[str, list[Sample]], pick: 
 
 
 def cost_of(
-    axis: Axis, runs: Sequence[StoredRun], samples: dict[str, list[Sample]], cfg: DictConfig
+    axis: Measure, runs: Sequence[StoredRun], samples: dict[str, list[SampleName]], cfg: DictConfig
 ) -> list[Cost | None]:
-    """The cost of each run over the same samples, with what it is in each bootstrap resample.
+    """The cost of each run over the same samples, and its value in each bootstrap resample.
 
     Args:
-        axis: Which cost.
+        axis: Which cost, one of `kvbench.results.measures.COSTS`.
         runs: The runs.
         samples: Subset -> samples that all of them have.
         cfg: `resamples`, `seed`.

@@ -1,4 +1,4 @@
-"""Quality against cost: one point per run on the samples all of them have, and which points beat which for sure."""
+"""Quality against cost: one point per run, measured on the samples that all runs have."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from omegaconf import DictConfig
 
-from kvbench.evidence.costs import AXES, Cost, Interval, cost_of
+from kvbench.evidence.costs import Cost, Interval, cost_of
 from kvbench.evidence.load import version
-from kvbench.evidence.pairing import Measure, Sample, measure, num_samples, strata
+from kvbench.evidence.pairing import SampleName, measure, num_samples, strata, values_of
 from kvbench.evidence.published import PublishedPoint
 from kvbench.evidence.runs import Group, StoredRun
+from kvbench.results.measures import COSTS, Measure
 from kvbench.stats import paired as stats
 from kvbench.stats.intervals import YES_NO, paired_difference
 
@@ -67,7 +68,7 @@ class Panel:
 
 
 def family(runs: Sequence[StoredRun]) -> str:
-    """What a method was seen to do in any of its runs: store fewer bits, keep fewer tokens, both or neither."""
+    """Say what a method did in any of its runs: store fewer bits, keep fewer tokens, both or neither."""
     evicts = quantises = False
     for run in runs:
         for record in run.samples.values():
@@ -82,9 +83,9 @@ def family(runs: Sequence[StoredRun]) -> str:
     return "evicts" if evicts else "quantises" if quantises else "16 bits, keeps all"
 
 
-def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[Sample, float]]:
+def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[SampleName, float]]:
     """The quality values of the runs that can be drawn, by folder."""
-    found = {run.name: what.values(run) for run in group.runs}
+    found = {run.name: values_of(run, what) for run in group.runs}
     whole = max((num_samples(run) for run in group.runs if run.complete), default=0)
     result = {}
     for run in group.runs:
@@ -101,7 +102,7 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
 
 
 def build(group: Group, cfg: DictConfig) -> Panel | None:
-    """Put the runs of a group on common ground: the samples that every drawn run has.
+    """Make the points of a group, over the samples that every drawn run has.
 
     Args:
         group: The runs.
@@ -131,7 +132,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     quality = scores if column is None else [values - values[:, column : column + 1] for values in scores]
     score_draws = stats.resampled_means(scores, cfg.resamples, cfg.seed)
     draws = score_draws if column is None else score_draws - score_draws[:, column : column + 1]
-    costs = {name: cost_of(axis, runs, samples, cfg) for name, axis in AXES.items()}
+    costs = {name: cost_of(axis, runs, samples, cfg) for name, axis in COSTS.items()}
     points = []
     for index, run in enumerate(runs):
         points.append(
@@ -146,7 +147,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
                 interval=_interval([values[:, index] for values in quality], draws[:, index])
                 or (_unseen(scores, index, column) if column not in (None, index) else None),
                 draws=draws[:, index],
-                costs={name: column[index] for name, column in costs.items() if column[index] is not None},
+                costs={name: cost for name, of_run in costs.items() if (cost := of_run[index]) is not None},
                 names=[run.name],
             )
         )
@@ -178,17 +179,18 @@ def _interval(values: Sequence[np.ndarray], draws: np.ndarray) -> Interval | Non
 
 
 def _unseen(scores: Sequence[np.ndarray], index: int, column: int) -> Interval | None:
-    """Newcombe's interval where no yes-or-no answer differs: a bootstrap has no width there, which is not no doubt."""
+    """Newcombe's interval where no yes-or-no answer differs: a bootstrap has no width there, yet doubt remains."""
     if not all(np.isin(values[:, [index, column]], YES_NO).all() for values in scores):
         return None
     found = paired_difference({str(place): list(map(tuple, v[:, [index, column]])) for place, v in enumerate(scores)})
-    return (found.low, found.high)
+    return found.ends
 
 
 def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
-    """The noise band: the union of the intervals of the full cache's repetitions, which are then no points."""
-    ends = [end for key in repeats for end in (panel.find(key).interval or (panel.find(key).quality,) * 2)]
-    if panel.reference is None or not repeats:
+    """Set the noise band: the union of the intervals of the full cache's repetitions, which are then no points."""
+    points = [point for point in panel.points if point.key in repeats]
+    ends = [end for point in points for end in (point.interval or (point.quality, point.quality))]
+    if panel.reference is None or not points:
         panel.notes.append(
             "no noise band: run method=full with another batch_size or backend too, and it shows what is only noise"
         )
@@ -198,7 +200,7 @@ def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
 
 
 def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
-    """Times of several machines or backends do not belong on one axis."""
+    """Drop the time axis where the runs come from several machines: their times do not belong on one axis."""
     places = {run.record.machine.device if run.record.machine else "" for run in runs}
     if len(places) > 1:
         for point in panel.points:

@@ -1,5 +1,5 @@
-"""Stored runs, sorted into groups that may be compared: same model, same questions, same code; the rest is named, not
-mixed in.
+"""Stored runs, sorted into groups that may be compared: same model, same questions, same code. What
+fits no group is named, never mixed in.
 """
 
 import fnmatch
@@ -10,13 +10,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from kvbench.evidence.runs import CONDITIONS, FULL, Group, StoredRun, read_samples
+from kvbench.config.files import FULL
+from kvbench.evidence.runs import CONDITIONS, Group, StoredRun
 from kvbench.results.record import RunRecord
+from kvbench.results.sample import read_samples
 from kvbench.show.labels import differing
 
 
 def patterns(value: object) -> list[str] | None:
-    """A setting that is a name, a list of names or null as a list of glob patterns; null means all."""
+    """Read a setting that is a name, a list of names or null as a list of glob patterns; null means all."""
     if value is None:
         return None
     return [str(item) for item in value] if isinstance(value, ListConfig | list | tuple) else [str(value)]
@@ -52,6 +54,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     where = OmegaConf.to_container(cfg.where, resolve=True) if OmegaConf.is_config(cfg.where) else cfg.where or {}
     if not isinstance(where, dict):
         raise ValueError(f"where={cfg.where} is not a list of settings; write it like 'where={{budget:0.25}}'")
+    wanted_settings = {str(key): value for key, value in where.items()}
     filters = [patterns(cfg.get(name)) for name in ("tasks", "models", "methods")]
     # The reference is always there: without it nothing can be said of the others.
     if filters[2] is not None:
@@ -68,10 +71,12 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
         except (ValueError, OSError) as error:
             unreadable.append(f"{name} is left out: {error}")
             continue
+        if record is None:  # somebody removes the folder right now
+            continue
         run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
         if damaged and record.status != "running":
             unreadable.append(f"{name}: {damaged} lines of samples.jsonl are no whole record and do not count")
-        if record.method in (FULL, *also) or fits_settings(run.settings, where):
+        if record.method in (FULL, *also) or fits_settings(run.settings, wanted_settings):
             runs.append(run)
     groups = _sort(runs, str(cfg.code))
     if not groups:
@@ -104,7 +109,7 @@ def _question(run: StoredRun) -> str:
 
 
 def version(run: StoredRun) -> str:
-    """The version of everything outside the method that computed the run, as text."""
+    """The version of the code that computed the run, the method's own code apart, as text."""
     code = run.record.identity.get("code", {})
     libraries = (f"{name} {found}" for name, found in code.items() if name not in ("harness", "method"))
     return " ".join([code.get("harness", "")[:8], *libraries])
@@ -134,6 +139,7 @@ def _one_version(members: list[StoredRun], code: str, notes: list[str]) -> list[
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
         versions.setdefault(version(run), []).append(run)
+    chosen: str | None
     if code == "newest":
         chosen = max(versions, key=lambda name: max(run.record.started for run in versions[name]))
     else:
@@ -145,7 +151,7 @@ def _one_version(members: list[StoredRun], code: str, notes: list[str]) -> list[
                 f"{len(others)} runs of another version of the code are left out ({methods}; code={name.split()[0]} "
                 f"shows them instead): made with {name}" + (f", these with {chosen}" if chosen else "")
             )
-    return versions.get(chosen, [])
+    return [] if chosen is None else versions[chosen]
 
 
 def _usable(members: list[StoredRun], notes: list[str]) -> list[StoredRun]:

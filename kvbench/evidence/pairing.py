@@ -1,51 +1,28 @@
 """Two runs sample by sample: the values of a metric, the samples both have, the answers that were lost or gained."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvbench.errors import unknown_name
 from kvbench.evidence.runs import Group, StoredRun
+from kvbench.results.measures import FIDELITY, SCORE, Measure, score
+from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import values_by_sample
 from kvbench.stats.intervals import YES_NO
 
-Sample = tuple[str, str]  # subset, sample id
+SampleName = tuple[str, str]  # subset, sample id
 
 
 class NoCommonSample(ValueError):
     """Two runs share no sample, so nothing can be said about them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """What is compared: where it lies in a sample's record, and how it is read."""
-
-    name: str
-    """Name in the records."""
-    part: str
-    """`scores` or `fidelity`."""
-    higher_is_better: bool
-    """Direction."""
-    title: str
-    """Name for people, with the unit."""
-    scale: float
-    """What a value is multiplied with before it is shown."""
-    unit: str
-    """Unit of a shown difference."""
-
-    def values(self, run: StoredRun) -> dict[Sample, float]:
-        """One value per sample, the mean over its answers; without the samples that did not end well."""
-        found, _ = values_by_sample(run.samples.values(), lambda record: record[self.part][self.name])
-        return {(subset, sample): value for subset, values in found.items() for sample, value in values.items()}
-
-
-FIDELITY = {
-    "nll": ("gold NLL", "nats per token", False, 1.0),
-    "kl": ("KL to the full cache", "nats per token", False, 1.0),
-    "top1": ("same first choice as the full cache", "points", True, 100.0),
-}
-IN_RECORD = {"nll": "nll", "kl": "kl_mean", "top1": "top1_agreement"}
+def values_of(run: StoredRun, what: Measure) -> dict[SampleName, float]:
+    """One value per sample, the mean over its answers; without the samples that did not end well."""
+    found, _ = values_by_sample(run.samples.values(), what.above)
+    return {(subset, sample): value for subset, values in found.items() for sample, value in values.items()}
 
 
 def measure(name: str, group: Group) -> Measure:
@@ -60,24 +37,19 @@ def measure(name: str, group: Group) -> Measure:
         ValueError: No run has it; lists what there is.
     """
     if name in FIDELITY:
-        title, unit, higher, scale = FIDELITY[name]
-        return Measure(
-            name=IN_RECORD[name], part="fidelity", higher_is_better=higher, title=title, scale=scale, unit=unit
-        )
+        return FIDELITY[name]
     records = [run.record for run in group.runs]
-    chosen = next((record.primary for record in records if record.primary), "") if name == "score" else name
+    chosen = next((record.primary for record in records if record.primary), "") if name == SCORE.name else name
     found = next((record.metrics[chosen] for record in records if chosen in record.metrics), None)
     if found is None:
         there = {metric for record in records for metric in record.metrics}
-        raise unknown_name("metric", name, {"score", *FIDELITY, *there})
-    return Measure(
-        name=chosen, part="scores", higher_is_better=found.higher_is_better, title=chosen, scale=100.0, unit="points"
-    )
+        raise unknown_name("metric", name, {SCORE.name, *FIDELITY, *there})
+    return score(chosen, found.higher_is_better)
 
 
-def strata(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+def strata(samples: Iterable[SampleName]) -> dict[str, list[SampleName]]:
     """The samples of each subset, in sorted order."""
-    result: dict[str, list[Sample]] = {}
+    result: dict[str, list[SampleName]] = {}
     for sample in sorted(samples):
         result.setdefault(sample[0], []).append(sample)
     return result
@@ -87,10 +59,10 @@ def strata(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 class Pairs:
     """The values of two runs on the samples both have."""
 
-    samples: dict[str, list[Sample]]
+    samples: dict[str, list[SampleName]]
     """Subset -> samples."""
-    mine: dict[Sample, float]
-    theirs: dict[Sample, float]
+    mine: dict[SampleName, float]
+    theirs: dict[SampleName, float]
     total: int
     """Samples at least one of the two was asked or is still to be asked."""
 
@@ -125,7 +97,7 @@ def pair(run: StoredRun, other: StoredRun, what: Measure) -> Pairs:
     Raises:
         NoCommonSample: They share no sample that ended well in both.
     """
-    mine, theirs = what.values(run), what.values(other)
+    mine, theirs = values_of(run, what), values_of(other, what)
     shared = mine.keys() & theirs.keys()
     if not shared:
         raise NoCommonSample(
@@ -178,35 +150,39 @@ def changes(run: StoredRun, other: StoredRun, pairs: Pairs, what: Measure) -> li
             mine, theirs = pairs.mine[sample], pairs.theirs[sample]
             if mine == theirs:
                 continue
-            first, second = _answers(run, other, sample[1], what)
+            answers = _answers(run, other, sample[1], what)
             found.append(
                 Change(
                     sample=sample[1],
                     subset=sample[0],
                     mine=mine,
                     theirs=theirs,
-                    text=str(first.get("text", "")),
-                    other_text=str(second.get("text", "")),
-                    expected=_expected(first),
+                    text=answers[0].get("text", "") if answers else "",
+                    other_text=answers[1].get("text", "") if answers else "",
+                    expected=_expected(answers[0]) if answers else "",
                     lost=sign * (mine - theirs) < 0,
                 )
             )
     return sorted(found, key=lambda item: (not item.lost, -abs(item.mine - item.theirs), item.subset, item.sample))
 
 
-def _answers(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> tuple[dict, dict]:
-    both: Sequence[tuple[dict, dict]] = [
+def _answers(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> tuple[SampleRecord, SampleRecord] | None:
+    """The first answers to a sample whose values differ, else the first ones; None where no answer is in both runs."""
+    both = [
         (record, other.samples[key]) for key, record in run.samples.items() if key[0] == sample and key in other.samples
     ]
-    differ = (
-        pair
-        for pair in both
-        if (pair[0].get(what.part) or {}).get(what.name) != (pair[1].get(what.part) or {}).get(what.name)
-    )
-    return next(differ, both[0] if both else ({}, {}))
+    differ = (pair for pair in both if _value(pair[0], what) != _value(pair[1], what))
+    return next(differ, both[0] if both else None)
 
 
-def _expected(record: dict) -> str:
+def _value(record: SampleRecord, what: Measure) -> float | None:
+    try:
+        return what.above(record)
+    except (KeyError, TypeError):
+        return None
+
+
+def _expected(record: SampleRecord) -> str:
     meta = record.get("meta") or {}
     found = next((meta[key] for key in ("answer", "answers", "gold", "target") if key in meta), "")
     return "; ".join(map(str, found)) if isinstance(found, list) else str(found)

@@ -7,19 +7,20 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvbench.errors import check_whole, unknown_name
-from kvbench.evidence import draw, published
+from kvbench.evidence import frontier_figure, published
 from kvbench.evidence.averages import averages
-from kvbench.evidence.compare_table import number, write_file
-from kvbench.evidence.costs import AXES
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
 from kvbench.results.identity import folder_name
+from kvbench.results.measures import COSTS, SCORE
+from kvbench.results.writing import write_file
+from kvbench.show import terminal
+from kvbench.show.terminal import number
 
 KINDS = ("png", "svg")
 QUALITIES = ("difference", "score")
@@ -31,7 +32,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ValueError: Names the setting, its value and the rule.
     """
-    for name, known in (("axes", AXES), ("kinds", KINDS)):
+    for name, known in (("axes", COSTS), ("kinds", KINDS)):
         for value in patterns(cfg.get(name)) or ():
             if value not in known:
                 raise unknown_name(name, value, known)
@@ -68,7 +69,7 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
 def add_published(group: Group, panel: Panel) -> None:
     """Put what papers printed for the group's task and methods into its panel, and say so."""
     methods = sorted({point.method for point in panel.points})
-    panel.published = published.points(group.task, methods) if panel.reference and panel.what.part == "scores" else []
+    panel.published = published.points(group.task, methods) if panel.reference and panel.what.part == SCORE.part else []
     if panel.published:
         papers = ", ".join(sorted({point.row.paper for point in panel.published}))
         panel.notes.append(f"crosses: printed in the papers ({papers}) for other models; not measured here")
@@ -78,21 +79,14 @@ def add_published(group: Group, panel: Panel) -> None:
 
 def render(panel: Panel, axis: str, console: Console) -> None:
     """Print the points of one panel, the cheapest first."""
-    table = Table(
-        title=f"{panel.title}: {AXES[axis].title}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
-    )
+    table = terminal.plain_table(f"{panel.title}: {COSTS[axis].title}")
     table.add_column("run", overflow="fold")
     what = f"difference, {panel.what.unit}" if panel.reference else f"{panel.what.title}, {panel.what.unit}"
-    for heading in (AXES[axis].unit, panel.what.title, what, "standing"):
+    for heading in (COSTS[axis].unit, panel.what.title, what, "standing"):
         table.add_column(heading, justify="right", no_wrap=True)
     places = standing(panel, axis)
     for point in sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value):
-        cost, scale = point.costs[axis], AXES[axis].scale
+        cost, scale = point.costs[axis], COSTS[axis].scale
         low, high = (end * scale for end in cost.interval)
         quality = number(point.quality, panel.what.scale, signed=panel.reference is not None)
         if point.interval:
@@ -114,15 +108,15 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
     """Every point of every panel with all its costs, unrounded: ratios, seconds, and the metric's own unit."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    costs = [f"{name}{end}" for name in AXES for end in ("", "_low", "_high", "_standing")]
+    costs = [f"{name}{end}" for name in COSTS for end in ("", "_low", "_high", "_standing")]
     writer.writerow(
         ["group", "run", "method", "family", "metric", "n", "score", "quality", "quality_low", "quality_high", *costs]
     )
     for panel in panels:
-        places = {name: standing(panel, name) for name in AXES}
+        places = {name: standing(panel, name) for name in COSTS}
         for point in panel.points:
-            cells = []
-            for name in AXES:
+            cells: list[str | float | None] = []
+            for name in COSTS:
                 cost = point.costs.get(name)
                 cells += [cost.value, *cost.interval, places[name][point.key]] if cost else [None] * 4
             low, high = point.interval or (None, None)
@@ -132,7 +126,7 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
                     point.label,
                     point.method,
                     point.family,
-                    panel.what.name,
+                    panel.what.key,
                     panel.num_samples,
                     point.score,
                     point.quality,
@@ -163,18 +157,16 @@ def main(cfg: DictConfig) -> int:
     """
     check(cfg)
     panels = panels_of(load_groups(cfg), cfg)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = terminal.console(120)
     out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "pareto"
     written = [out / "pareto.csv"]
     write_file(written[0], csv_of(panels))
     for panel in panels:
-        for axis in patterns(cfg.axes) or list(AXES):
+        for axis in patterns(cfg.axes) or list(COSTS):
             console.print()
             render(panel, axis, console)
             for kind in patterns(cfg.kinds) or KINDS:
-                picture = draw.render(panel, axis, kind)
+                picture = frontier_figure.render(panel, axis, kind)
                 if picture is not None:
                     written.append(out / f"{file_stem(panel)}_{axis}.{kind}")
                     write_file(written[-1], picture)
@@ -185,6 +177,5 @@ def main(cfg: DictConfig) -> int:
             style="dim",
         )
     )
-    for path in written:
-        console.print(Text(str(path), overflow="fold"), soft_wrap=True)
+    terminal.print_paths(written, console)
     return 0

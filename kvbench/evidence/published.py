@@ -1,22 +1,23 @@
-"""`kvbench published`: the numbers that papers printed, with where they stand. Never corrected, not measured here."""
+"""`kvbench published`: the numbers that papers printed, and where they stand. Never corrected, not measured here."""
 
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvbench.errors import unknown_name
-from kvbench.evidence.compare_table import write_file
 from kvbench.evidence.load import patterns
+from kvbench.results.writing import write_file
+from kvbench.show import terminal
 
 COLUMNS = "paper locator model method variant task metric value unit memory_pct memory_kind".split()
 # Names of the papers that are not ours with other punctuation.
@@ -67,17 +68,22 @@ def task_name(name: str) -> str:
 def rows() -> tuple[Published, ...]:
     """Every printed number that kvbench knows, in the order of the papers' tables."""
     folder = files("kvbench.evidence")
-    with (folder / "published_conditions.csv").open(encoding="ascii", newline="") as file:
-        conditions = {row["conditions"]: row["text"] for row in csv.DictReader(file)}
-    with (folder / "published.csv").open(encoding="ascii", newline="") as file:
-        found = []
-        for row in csv.DictReader(file):
-            row["value"], row["memory_pct"] = (
-                float(row["value"]),
-                float(row["memory_pct"]) if row["memory_pct"] else None,
-            )
-            found.append(Published(**row | {"conditions": conditions[row["conditions"]]}))
-    return tuple(found)
+    conditions = {row["conditions"]: row["text"] for row in _read_csv(folder / "published_conditions.csv")}
+    return tuple(_published(row, conditions) for row in _read_csv(folder / "published.csv"))
+
+
+def _read_csv(path: Traversable) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_bytes().decode("ascii"), newline="")))
+
+
+def _published(row: dict[str, str], conditions: Mapping[str, str]) -> Published:
+    words = {name: row[name] for name in COLUMNS if name not in ("value", "memory_pct")}
+    return Published(
+        value=float(row["value"]),
+        memory_pct=float(row["memory_pct"]) if row["memory_pct"] else None,
+        conditions=conditions[row["conditions"]],
+        **words,
+    )
 
 
 def select(
@@ -141,7 +147,7 @@ def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
 
 
 def _show(found: Sequence[Published], limit: int, console: Console) -> None:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table = terminal.plain_table()
     for heading in ("paper", "where", "model", "method", "variant", "task", "metric"):
         table.add_column(heading, overflow="fold")
     for heading in ("value", "memory %"):
@@ -173,10 +179,7 @@ def main(cfg: DictConfig) -> int:
     if not found:
         chosen = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
         raise ValueError(f"no printed number has all of {chosen}; leave one out")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)
-    _show(found, len(found) if cfg.limit is None else int(cfg.limit), console)
+    _show(found, len(found) if cfg.limit is None else int(cfg.limit), terminal.console(150))
     if cfg.out is not None:
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import check_whole
-from kvbench.evidence import compare, comparison, draw, pareto
-from kvbench.evidence import report_parts as parts
+from kvbench.evidence import compare, comparison, frontier_figure, pareto
+from kvbench.evidence import report_content as content
 from kvbench.evidence.averages import averages
-from kvbench.evidence.compare_table import write_file
-from kvbench.evidence.costs import AXES
 from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
+from kvbench.results.measures import COSTS
+from kvbench.results.writing import write_file
 from kvbench.show.progress import format_bytes
 
 MAX_BYTES = 2_000_000
@@ -40,17 +40,19 @@ def check(cfg: DictConfig) -> None:
 
 
 def _pictures(panel: Panel | None, axes: Sequence[str]) -> list[dict]:
+    if panel is None:
+        return []
     found = []
-    for axis in axes if panel is not None else ():
-        picture = draw.render(panel, axis, "png")
+    for axis in axes:
+        picture = frontier_figure.render(panel, axis, "png")
         if picture is None:
             continue
         found.append(
             {
                 "data": base64.b64encode(_small(picture)).decode("ascii"),
-                "name": AXES[axis].title,
-                "alt": parts.picture_words(panel, axis),
-                "caption": f"{panel.title}: {panel.what.title} against {AXES[axis].title}.",
+                "name": COSTS[axis].title,
+                "alt": content.picture_words(panel, axis),
+                "caption": f"{panel.title}: {panel.what.title} against {COSTS[axis].title}.",
             }
         )
     return found
@@ -67,18 +69,20 @@ def _small(png: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def _group(group: Group, rows: list[comparison.Row], panel: Panel | None, notes: list[str], cfg: DictConfig) -> dict:
+def _group(
+    group: Group, rows: list[comparison.ComparedRun], panel: Panel | None, notes: list[str], cfg: DictConfig
+) -> dict:
     said = list(dict.fromkeys([*group.notes, *(panel.notes if panel else []), *notes]))
     return {
         "title": group.title,
         "notes": said,
-        "pictures": _pictures(panel, patterns(cfg.axes) or list(AXES)),
-        "tiers": parts.tier_bars(group),
-        "ledger": parts.byte_bars(group),
-        "settings": parts.settings_rows(group),
-        "environment": parts.environment(group),
+        "pictures": _pictures(panel, patterns(cfg.axes) or list(COSTS)),
+        "tiers": content.tier_bars(group),
+        "ledger": content.byte_bars(group),
+        "settings": content.settings_rows(group),
+        "environment": content.environment(group),
         "num_changes": sum(len(row.changes) for row in rows),
-        "changes_note": parts.reference_words(group, rows),
+        "changes_note": content.reference_words(group, rows),
         "rows": rows,
         "panel": panel,
     }
@@ -106,11 +110,11 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
     rows = [row for item in found for row in item["rows"]]
     comparison.correct(rows)
     for item, group in zip(found, (group for group in groups if group.runs), strict=True):
-        item["table"] = parts.methods_table(group, item["rows"], item["panel"], cfg.margin, len(rows))
+        item["table"] = content.methods_table(group, item["rows"], item["panel"], cfg.margin, len(rows))
     means = averages([item["panel"] for item in found if item["panel"] is not None])
     for item in found:  # why there is no mean, where there is none
         item["notes"] += [note for note in (item["panel"].notes if item["panel"] else ()) if note not in item["notes"]]
-    axes = patterns(cfg.axes) or list(AXES)
+    axes = patterns(cfg.axes) or list(COSTS)
     return found, [{"title": p.title, "note": " ".join(p.notes), "pictures": _pictures(p, axes)} for p in means]
 
 
@@ -128,9 +132,10 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, 
     Raises:
         ValueError: The page is too large even without answers.
     """
-    limit, length, cuts = int(cfg.answers), int(cfg.answer_length), []
+    limit, length = int(cfg.answers), int(cfg.answer_length)
+    cuts: list[str] = []
     while True:
-        data = [parts.changed_answers(item["rows"], limit, length) for item in found]
+        data = [content.changed_answers(item["rows"], limit, length) for item in found]
         kept, total = sum(len(item["changes"]) for item in data), sum(item["num_changes"] for item in found)
         answers = (
             [f"{kept} of {total} changed answers are shown, the largest changes of each run."] if kept < total else []

@@ -1,14 +1,12 @@
 """A stored run with its samples, and the group of runs it may be compared with."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from kvbench.results.journal import Key, key_of
+from kvbench.config.files import FULL
 from kvbench.results.record import RunRecord
+from kvbench.results.sample import Key, SampleRecord
 
-FULL = "full"
 CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question
 
 
@@ -20,7 +18,7 @@ class StoredRun:
     """Folder, relative to the results folder."""
     record: RunRecord
     """Content of `run.json`."""
-    samples: dict[Key, dict]
+    samples: dict[Key, SampleRecord]
     """Whole journal records, of any status."""
     total: int | None
     """Answers the run consists of; None when the run was killed and no other run of its group tells."""
@@ -89,27 +87,3 @@ class Group:
         same = reference.record.identity.get("method")
         others = (run for run in self.runs if run.method == FULL and run is not reference and run.complete)
         return [run for run in others if run.record.identity.get("method") == same]
-
-
-def read_samples(path: Path) -> tuple[dict[Key, dict], int]:
-    """Read a journal without changing it, also while a run is writing.
-
-    Args:
-        path: `samples.jsonl`.
-
-    Returns:
-        Records by sample and repeat, without their token ids, and the number of lines that are no whole record.
-    """
-    found: dict[Key, dict] = {}
-    damaged = 0
-    if not path.exists():
-        return found, damaged
-    *lines, rest = path.read_bytes().split(b"\n")
-    for line in lines:
-        try:
-            record = json.loads(line)
-            record.pop("token_ids", None)
-            found.setdefault(key_of(record), record)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            damaged += 1
-    return found, damaged + bool(rest)

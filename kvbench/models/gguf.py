@@ -52,15 +52,17 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
     """
     import transformers
 
-    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
+    folder = str(path.parent)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=path.name, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
+        )
         fields = GGUFReader(path).fields
         if "tokenizer.ggml.pre" in fields and fields["tokenizer.ggml.pre"].contents() == "smollm":
             tokenizer = _smollm_tokenizer(fields)
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-            tokenizer.add_special_tokens(_special_tokens(fields))
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
+            tokenizer.add_special_tokens(dict(_special_tokens(fields)))
     except Exception as error:
         # A damaged file fails wherever the reader happens to be, with struct, index, memory-map and other errors.
         reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbench.config.settings import as_dict
+from kvbench.config.plain import plain
 from kvbench.errors import MissingWeightsError, check_whole, unknown_name
 from kvbench.models import embedded as model_embedded
 from kvbench.models import files as model_files
@@ -69,7 +69,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         ValueError: A key or value is unknown, out of range, or does not fit the machine.
         MissingWeightsError: Files are not there; the message says where was looked and how to get them.
     """
-    settings = as_dict(cfg)
+    settings = plain(cfg)
     kind = settings.get("kind")
     if kind not in _LOADERS:
         raise unknown_name("model.kind", kind, _LOADERS)
@@ -80,7 +80,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     device = _device(settings.get("device", "auto"))
     dtype = _dtype(settings.get("dtype", "auto"), device)
     model, tokenizer, name, fingerprint = loader(settings, dtype, device)
-    model = model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # its decorator hides `self`
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -125,7 +125,7 @@ def _load_gguf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loa
 
 def _load_random(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
     """Builds random weights in the shape of a preset."""
-    preset, seed, num_layers = settings.get("preset"), settings.get("seed", 0), settings.get("num_layers")
+    preset, seed, num_layers = str(settings.get("preset")), settings.get("seed", 0), settings.get("num_layers")
     check_whole("model.seed", seed, 0)
     overrides = settings.get("overrides") or {}
     config = model_random.random_config(

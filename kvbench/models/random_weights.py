@@ -176,16 +176,18 @@ def random_config(
         if value is not None:
             fields[key] = check_whole(name, value, 1, f", or null for the preset's {fields[key]}")
     overrides = dict(overrides or {})
-    model_type = overrides.get("model_type", fields["model_type"])
+    model_type = str(overrides.get("model_type", fields["model_type"]))
     if model_type not in CONFIG_MAPPING:
         raise unknown_name("model.overrides.model_type", model_type, CONFIG_MAPPING.keys())
-    known = set(CONFIG_MAPPING[model_type]().to_dict()) | {"head_dim"}
+    # The byte tokenizer decides what ends a text.
+    tokens: dict[str, Any] = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
+    known = (set(CONFIG_MAPPING[model_type]().to_dict()) | {"head_dim"}) - set(tokens)
     for field in overrides:
         if field not in known:
             raise unknown_name("model.overrides", field, known)
-    fields |= overrides
+    fields |= overrides | tokens
     del fields["model_type"]
-    config = CONFIG_MAPPING[model_type](**fields, eos_token_id=0, bos_token_id=None, pad_token_id=0)
+    config = CONFIG_MAPPING[model_type](**fields)
     _check_shape(config)
     return config
 

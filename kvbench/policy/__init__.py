@@ -1,10 +1,14 @@
 """The contract between the methods, which decide, and the store, which executes.
 
-A method is a `Policy`: it names the precision tiers it uses, the attention statistics it needs (`ScoreSpec`), how much
-of the cache it must see at once (`scope`), and answers two questions with tensors: which tier does each prompt token go
-to (`plan_prefill`), and where does the next token go, who makes room for it and what becomes of the one who does
-(`plan_decode`). A third, optional answer evicts in bulk (`plan_compact`). A policy never sees keys or values, never
-counts bytes, never knows a backend.
+A method is a `Policy`, a dataclass whose fields are its settings. It declares, with attributes that it assigns in
+`__post_init__` or in its class body, which precision tiers it uses (`tiers`), which attention statistics it needs
+(`score`), how much of the cache it must see at once (`scope`), and a few things more; all have defaults. It answers two
+questions with tensors: which tier does each prompt token go to (`plan_prefill`), and where does the next token go, who
+makes room for it and what becomes of the one who does (`plan_decode`). A third, optional answer evicts in bulk
+(`plan_compact`). A policy never sees keys or values, never counts bytes, never knows a backend.
+
+Methods that rank a prompt by its last queries derive from `WindowRanked`, which has the settings, the declarations and
+the checks that they share.
 
 How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 
@@ -29,16 +33,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import (
-    ALL_QUERIES,
-    ALLOWED_BITS,
-    ReadSpec,
-    Residual,
-    ScoreSpec,
-    Tier,
-    check_granularity,
-    window_score,
-)
+from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier, check_granularity
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranking import (
     choose_blocks,
@@ -49,7 +44,7 @@ from kvbench.policy.ranking import (
     share_with_cap,
 )
 from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.policy.window import shrink_to_share
+from kvbench.policy.window import WindowRanked, shrink_to_share, window_score
 
 __all__ = [
     "ALLOWED_BITS",
@@ -69,6 +64,7 @@ __all__ = [
     "ScoreSpec",
     "SlotArrays",
     "Tier",
+    "WindowRanked",
     "check_granularity",
     "choose_blocks",
     "largest_remainder",

@@ -1,7 +1,7 @@
 """The base class of all methods."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -11,43 +11,49 @@ from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
 from kvbench.policy.views import DecodeView, PrefillView
 
 
-@dataclass(kw_only=True)
-class Policy:
-    """A cache compression method. Subclasses are dataclasses whose fields are the hyper-parameters.
+class Declarations:
+    """What a method declares: plain attributes, whose defaults suit a method that only decides about the prompt.
 
-    Class attributes to override: `scope`, `position_mode`, `granularity`, `acts_in_decode`, `compact_every`. Override
-        `tiers`, `score`, `reading` and `residual` as properties.
+    A method assigns those that differ: in its class body (`scope = "layer"`) when they hold whatever its settings are,
+    in `__post_init__` (`self.tiers = (Tier.parse(self.tier),)`) when they follow from its settings.
+
+    Declarations are not settings: no YAML file lists them. This class is therefore not a dataclass, so that `Policy`
+    and its subclasses, which are, do not take these annotations for fields. A method that leaves one of them to its
+    user annotates it again and so makes a setting of it, as H2O does with `granularity`.
+
+    Attributes:
+        tiers: One to three precision formats; tier 0 takes new tokens.
+        score: The attention statistics that the method needs; none by default.
+        reading: Which pages decode steps read; None = all of them.
+        residual: The 16-bit buffer in front of tier 0; None = no buffer.
+        scope: Whether tokens compete within a `head`, a `layer` or the whole `model`. A view of a prompt holds all
+            layers for `model`, otherwise one.
+        position_mode: How keys are stored: `absolute` with the rotary position of their token; `cache_relative` without
+            it, and rotated to their index in the cache when they are read (see `cache_positions`); `pre_rope` without
+            it, and rotated to their token's position when they are read.
+        granularity: `kv_head`, or `q_head`, which stores every query head's copy and is billed for it.
+        acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
+        compact_every: When > 0, `plan_compact` may be asked before a decode step, see `compact_due`.
     """
 
-    scope: ClassVar[Literal["head", "layer", "model"]] = "head"
-    position_mode: ClassVar[Literal["absolute", "cache_relative", "pre_rope"]] = "absolute"  # see CompressedStore
-    granularity: ClassVar[Literal["kv_head", "q_head"]] = (
-        "kv_head"  # q_head stores every query head's copy and is billed for it; a field where the method has the option
-    )
-    acts_in_decode: ClassVar[bool] = (
-        False  # plan_decode may displace a token: question segments are then fed token by token
-    )
-    compact_every: ClassVar[int] = 0  # > 0: plan_compact is called before every n-th decode step of a sequence
+    tiers: tuple[Tier, ...] = (Tier(),)
+    score: ScoreSpec = ScoreSpec()
+    reading: ReadSpec | None = None
+    residual: Residual | None = None
+    scope: Literal["head", "layer", "model"] = "head"
+    position_mode: Literal["absolute", "cache_relative", "pre_rope"] = "absolute"
+    granularity: Literal["kv_head", "q_head"] = "kv_head"
+    acts_in_decode: bool = False
+    compact_every: int = 0
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """One to three tiers; tier 0 takes new tokens."""
-        return (Tier(),)
 
-    @property
-    def score(self) -> ScoreSpec:
-        """The statistics needed; none by default."""
-        return ScoreSpec()
+@dataclass(kw_only=True)
+class Policy(Declarations):
+    """A cache compression method: a dataclass whose fields are its settings, the keys of its YAML file.
 
-    @property
-    def reading(self) -> ReadSpec | None:
-        """Which pages decode steps read; all by default."""
-        return None
-
-    @property
-    def residual(self) -> Residual | None:
-        """The 16-bit buffer in front of tier 0; none by default."""
-        return None
+    It declares what it needs (`Declarations`) and answers what becomes of the tokens (`plan_prefill`, `plan_decode`,
+    `plan_compact`).
+    """
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         """Refuses a model that the method's settings do not fit, before anything is read. Default: fits all.
@@ -135,16 +141,18 @@ class Policy:
             return f"{held:g} tokens per head held at the end, but {asked} {limit + at_end}"
         return None
 
-    def share_complaint(self, record: dict, budget: Budget, window: int, **how: int) -> str | None:
+    def share_complaint(
+        self, record: dict, budget: Budget, window: int, *, mean: bool = False, spare_pages: int = 0
+    ) -> str | None:
         """`budget_complaint` of a method that evicts by `shrink_to_share`: after the prompt, and at the end where it
         also evicts while decoding."""
-        complaint = self.budget_complaint(record, budget, **how)
+        complaint = self.budget_complaint(record, budget, mean=mean, spare_pages=spare_pages)
         kept = record.get("kept", {})
         if complaint or not kept or not self.compact_every:
             return complaint
         held = sum(kept["slots_per_tier"]) / kept["lists"]
         share = max(window, budget.tokens(kept["tokens_seen"], kept["lists"], kept["slot_bytes"]))
-        limit = share + self.compact_every + how.get("spare_pages", 0) * kept["page_tokens"]
+        limit = share + self.compact_every + spare_pages * kept["page_tokens"]
         if held <= limit:
             return None
         return f"{held:g} tokens per head held at the end, but the budget {budget.value:g} {budget.unit} allows {limit}"

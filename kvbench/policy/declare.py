@@ -237,38 +237,3 @@ def check_granularity(granularity: str) -> None:
         raise ValueError(
             f"granularity={granularity!r} must be 'kv_head', or 'q_head' as code that repeats KV heads has it"
         )
-
-
-def window_score(
-    budget: Budget, window: int, pool: str, pool_kernel: int, decode_every: int, granularity: str
-) -> ScoreSpec:
-    """The statistics of methods that rank a prompt by its observation window, after checking the settings they share.
-
-    Args:
-        budget: What stays; in tokens it must exceed the window, which always stays.
-        window: Observation window, >= 1.
-        pool: Over the prompt before the window.
-        pool_kernel: Odd width of the pool.
-        decode_every: Steps between evictions while decoding, which need scores and positions kept; 0 = never.
-        granularity: `kv_head` or `q_head`.
-
-    Raises:
-        ValueError: A setting is out of range.
-    """
-    check_granularity(granularity)
-    if window < 1:
-        raise ValueError(f"window={window} must be >= 1: the window's queries are the score")
-    if budget.unit == "tokens" and budget.value <= window:
-        raise ValueError(
-            f"budget={budget.value:g} tokens must exceed window={window}; raise the budget or shrink the window"
-        )
-    if decode_every < 0:
-        raise ValueError(f"decode_every={decode_every} must be >= 0 steps; 0 = never")
-    return ScoreSpec(
-        prefill_queries=window,
-        pool=pool,
-        pool_kernel=pool_kernel,
-        group_reduce="mean",
-        decode_update=decode_every > 0,
-        track=("score", "pos") if decode_every else (),
-    )

@@ -1,5 +1,6 @@
 """Ranking tokens and sharing budgets, the same way in every method. Methods import these from `kvbench.policy`."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -15,7 +16,7 @@ def rank_descending(score: Tensor) -> Tensor:
     )
 
 
-def largest_remainder(parts: list, denominator: object, total: int) -> list[int]:
+def largest_remainder(parts: Sequence[Fraction | int], denominator: Fraction | int, total: int) -> list[int]:
     """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending,
     index ascending.
 

@@ -1,6 +1,6 @@
 """What a policy sees when it plans. Methods import these from `kvbench.policy`."""
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -10,7 +10,6 @@ from kvbench.policy.budget import Budget
 from kvbench.policy.plans import Extreme, SlotArrays
 
 
-@dataclass(kw_only=True)
 class PrefillView:
     """What a policy sees of one prompt.
 
@@ -19,16 +18,41 @@ class PrefillView:
         num_layers: Layers of the model.
         num_kv_heads: KV heads per layer.
         layers: int64 [V], the layers in this view: one for scope `head` and `layer`, all for scope `model`.
-        score: fp32 [V, H, N] exactly as the `ScoreSpec` says, or None.
+        score: fp32 [V, H, N] exactly as the policy's `ScoreSpec` says, or None where that asks for no statistics of a
+            prompt.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
     """
 
-    num_tokens: int
-    num_layers: int
-    num_kv_heads: int
-    layers: Tensor
-    score: Tensor | None
-    token_bytes: tuple[float, ...]
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        num_layers: int,
+        num_kv_heads: int,
+        layers: Tensor,
+        score: Tensor | None,
+        token_bytes: tuple[float, ...],
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.layers = layers
+        self.token_bytes = token_bytes
+        self._score = score
+
+    @property
+    def score(self) -> Tensor:
+        """The statistics, fp32 [V, H, N].
+
+        Raises:
+            ValueError: The policy declares none.
+        """
+        if self._score is None:
+            raise ValueError(
+                "the view of a prompt has no score, since the method declares none; set self.score to a ScoreSpec with "
+                "prefill_queries or statistic='key_norm'"
+            )
+        return self._score
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> int:
         """Tokens per KV head that a budget allows in a tier, at least 1 and at most the prompt."""
@@ -41,10 +65,10 @@ class PrefillView:
         return torch.full(shape, tier, dtype=torch.int8, device=self.layers.device)
 
 
-class DecodeView:
+class DecodeView(ABC):
     """What a policy sees before a decode step, for all live sequences (S), layers (L) and KV heads (H) together.
 
-    The store's backend implements it. Scores are those of the steps before.
+    The cache's view implements it. Scores are those of the steps before.
 
     Attributes:
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
@@ -58,14 +82,15 @@ class DecodeView:
     prompt_slots: Tensor
     shape: tuple[int, int, int]
 
+    @abstractmethod
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
         """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_slots(self, tier: int) -> Tensor:
         """int64 [S, L, H]: slots held in a tier."""
-        raise NotImplementedError
 
+    @abstractmethod
     def argmin(
         self,
         tier: int,
@@ -85,12 +110,11 @@ class DecodeView:
             over_layer: Compare the mean over the layer's heads, the same slot for all of them. For methods that decide
                 once per layer, so that slot i holds the same token in every head.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def find(self, tier: int, position: Tensor) -> Extreme:
         """The slot that holds a position (int64 [S]); its `value` is the mean score."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slots(self, tier: int) -> SlotArrays:
         """All slots of a tier at once. For planning in bulk (`plan_compact`), not for every step."""
-        raise NotImplementedError

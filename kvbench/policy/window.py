@@ -1,12 +1,104 @@
-"""What the methods share that rank by an observation window."""
+"""What the methods share that rank a prompt by an observation window, its last queries."""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
+from kvbench.policy.declare import ScoreSpec, Tier, check_granularity
 from kvbench.policy.plans import CompactPlan
 from kvbench.policy.ranking import rank_descending
 from kvbench.policy.views import DecodeView
+
+
+@dataclass(kw_only=True)
+class WindowRanked(Policy):
+    """A method that keeps the window and what its queries attend to most; a subclass shares out the budget.
+
+    A subclass defines `plan_prefill` and adds settings of its own. Where it has to check them, its `__post_init__`
+    begins with `super().__post_init__()`. It sets `budget_is_mean` and `spare_pages` where the defaults do not fit:
+    attributes without annotation, so that they are no settings.
+
+    Args:
+        budget: What stays of the prompt, window included: ratio, tokens per head, or bytes.
+        window: Observation window, the last prompt queries; >= 1.
+        pool: `max`, `avg` or `none`, over the prompt before the window.
+        pool_kernel: Odd width of the pool.
+        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
+            0 = never.
+        tier: Precision of what is kept.
+        granularity: `kv_head`: one kept set per KV head. `q_head`: one per query head, each stored and billed.
+    """
+
+    budget: float | int | str = 0.25
+    window: int = 32
+    pool: Literal["max", "avg", "none"] = "max"
+    pool_kernel: int = 7
+    decode_every: int = 0
+    tier: str = "fp16"
+    granularity: Literal["kv_head", "q_head"] = "kv_head"
+    budget_is_mean = False  # over heads or layers; otherwise every list keeps to the budget
+    spare_pages = 0  # that a list may hold beyond the budget, for released code that rounds
+
+    def __post_init__(self) -> None:
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+        self.score = window_score(
+            self._budget, self.window, self.pool, self.pool_kernel, self.decode_every, self.granularity
+        )
+        self.compact_every = self.decode_every
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        """Every list goes back to its share of the prompt's budget."""
+        return shrink_to_share(view, self._budget, self.window)
+
+    def check_outcome(self, record: dict) -> str | None:
+        """The budget has to be met after the prompt, and at the end where the method also evicts while decoding."""
+        return self.share_complaint(
+            record, self._budget, self.window, mean=self.budget_is_mean, spare_pages=self.spare_pages
+        )
+
+
+def window_score(
+    budget: Budget,
+    window: int,
+    pool: Literal["max", "avg", "none"],
+    pool_kernel: int,
+    decode_every: int,
+    granularity: str,
+) -> ScoreSpec:
+    """The statistics of methods that rank a prompt by its observation window, after checking the settings they share.
+
+    Args:
+        budget: What stays; in tokens it must exceed the window, which always stays.
+        window: Observation window, >= 1.
+        pool: Over the prompt before the window.
+        pool_kernel: Odd width of the pool.
+        decode_every: Steps between evictions while decoding, which need scores and positions kept; 0 = never.
+        granularity: `kv_head` or `q_head`.
+
+    Raises:
+        ValueError: A setting is out of range.
+    """
+    check_granularity(granularity)
+    if window < 1:
+        raise ValueError(f"window={window} must be >= 1: the window's queries are the score")
+    if budget.unit == "tokens" and budget.value <= window:
+        raise ValueError(
+            f"budget={budget.value:g} tokens must exceed window={window}; raise the budget or shrink the window"
+        )
+    if decode_every < 0:
+        raise ValueError(f"decode_every={decode_every} must be >= 0 steps; 0 = never")
+    return ScoreSpec(
+        prefill_queries=window,
+        pool=pool,
+        pool_kernel=pool_kernel,
+        group_reduce="mean",
+        decode_update=decode_every > 0,
+        track=("score", "pos") if decode_every else (),
+    )
 
 
 def shrink_to_share(view: DecodeView, budget: Budget, window: int, score: Tensor | None = None) -> CompactPlan:

@@ -2,136 +2,24 @@
 them.
 
 A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave
-behind: a torn last line
-is cut off and its sample redone; a record that is there twice counts once. Nothing else ever changes a line that has
-been written.
+behind: a torn last line is cut off and its sample redone; a record that is there twice counts once. Nothing else ever
+changes a line that has been written.
 """
 
 import contextlib
-import errno
 import fcntl
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-Key = tuple[str, int]
+from kvbench.results.sample import Key, SampleRecord, key_of, read_lines
+from kvbench.results.writing import dump_line, fsync_folder, write_atomic, write_error
 
 
 class RunLocked(ValueError):
     """Another process is working on the same run."""
-
-
-class JournalError(ValueError):
-    """The journal could not be written; what is in it stays valid."""
-
-
-def plain(value: object) -> object:
-    """Turn a value into what strict JSON can hold.
-
-    Args:
-        value: Nested dicts, lists, tuples, numbers, strings, booleans and None; numpy and torch scalars count as
-            numbers.
-
-    Returns:
-        The same structure with str keys; NaN and infinity become None, because strict JSON has no word for them.
-
-    Raises:
-        TypeError: Any other type; the caller must say how it is to be written.
-    """
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    raise TypeError(
-        f"cannot write {type(value).__name__} to JSON: {value!r}; turn it into numbers, strings, lists or dicts first"
-    )
-
-
-def dump_line(record: dict) -> bytes:
-    """One record as one line of ASCII JSON with its keys in the order given, newline included."""
-    return json.dumps(plain(record), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, not only the contents of its files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader, or a crash, sees the old content or the new one and never a mixture.
-
-    Args:
-        path: File to write; its folder must exist.
-        data: The whole new content.
-
-    Raises:
-        JournalError: The disk is full or the folder cannot be written; the old file is untouched.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise write_error(path, error) from error
-
-
-def write_error(path: Path | str, error: OSError) -> JournalError:
-    """Says why a file cannot be written and what to do.
-
-    Args:
-        path: The file or folder.
-        error: What the system answered.
-
-    Returns:
-        The error, for the caller to raise.
-    """
-    if is_full(error):
-        why = "the disk is full; free some space"
-    else:
-        why = f"{error.strerror or error}; check that the folder can be written"
-    return JournalError(f"cannot write {path}: {why}, then give the same command again: every finished sample is kept")
-
-
-def is_full(error: BaseException) -> bool:
-    """True when the system refused to write because the disk, or the user's share of it, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def key_of(record: dict) -> Key:
-    """The identity of a record inside its run: which sample, which of its answers."""
-    return record["sample_id"], record["repeat"]
-
-
-def _parse(line: bytes) -> dict | None:
-    """The record on a line, or None when the line is not a whole record."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if isinstance(record, dict) and isinstance(record.get("sample_id"), str) and isinstance(record.get("repeat"), int):
-        return record
-    return None
 
 
 class Journal:
@@ -148,7 +36,7 @@ class Journal:
     def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
         self.damaged = 0
-        self._records: dict[Key, dict] = {}
+        self._records: dict[Key, SampleRecord] = {}
         self._read(warn)
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -160,18 +48,12 @@ class Journal:
         if not self.path.exists():
             return
         content = self.path.read_bytes()
-        lines = content.split(b"\n")
+        last = content.count(b"\n")
         whole = bytearray()
-        for number, line in enumerate(lines, start=1):
-            is_last = number == len(lines)
-            if not line and is_last:
-                continue
-            # A line without its newline may look complete and yet lack its end (a number cut short parses), so it
-            # never counts.
-            record = None if is_last else _parse(line)
+        for number, (line, record) in enumerate(read_lines(content), start=1):
             if record is None:
                 self.damaged += 1
-                what = "torn" if number >= len(lines) - 1 else "unreadable"
+                what = "torn" if number >= last else "unreadable"
                 warn(f"{self.path}:{number}: {what} line dropped; its sample is done again")
             elif key_of(record) not in self._records:
                 self._records[key_of(record)] = record
@@ -180,18 +62,18 @@ class Journal:
             write_atomic(self.path, bytes(whole))
 
     @property
-    def records(self) -> dict[Key, dict]:
+    def records(self) -> dict[Key, SampleRecord]:
         """Finished records by (sample id, repeat), in the order in which they were written."""
         return self._records
 
     def __contains__(self, key: Key) -> bool:
         return key in self._records
 
-    def append(self, record: dict) -> bool:
+    def append(self, record: SampleRecord) -> bool:
         """Add one finished sample and make it durable before returning.
 
         Args:
-            record: JSON types; must hold `sample_id` (str) and `repeat` (int).
+            record: The sample's record, in JSON types.
 
         Returns:
             False when this sample is already there; the file is then left as it is.

@@ -1,9 +1,9 @@
-"""What a run leaves behind: its folder, the typed content of `run.json`, and the hash that says which run it is.
+"""What a run leaves behind: its folder, and the typed content of `run.json`.
 
 results/<task>/<model>/<method>/<hash>/
     config.yaml     the resolved configuration
     run.json        `RunRecord` below
-    samples.jsonl   one record per finished sample (`kvbench.results.journal`)
+    samples.jsonl   one `kvbench.results.sample.SampleRecord` per finished sample
     result.png      the picture of the run
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvbench.results.journal import plain, write_atomic
 from kvbench.results.provenance import Git, Machine, Versions
+from kvbench.results.writing import plain, write_atomic
 from kvbench.stats.intervals import Estimate
 
 SCHEMA_VERSION = 1
@@ -203,14 +203,14 @@ class RunRecord:
             ) from error
 
 
-def _build(kind: object, value: object) -> typing.Any:
+def _build(kind: typing.Any, value: typing.Any) -> typing.Any:
     """Build dataclasses from plain JSON, following the type hints; an unknown key is a KeyError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if value is None:
         return None
     if origin in (typing.Union, types.UnionType):
         return _build(next(item for item in arguments if item is not type(None)), value)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
     if origin is dict:

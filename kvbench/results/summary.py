@@ -4,28 +4,40 @@ cache.
 Everything here is a pure function of the records, so a table can be made again from `samples.jsonl` alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
+from kvbench.engine.requests import Request
+from kvbench.results.measures import PEAK, PREFILL, RATE, RESIDENT, Measure, at
 from kvbench.results.record import Comparison, Counts, Metric, Timing
+from kvbench.results.sample import SampleRecord
 from kvbench.stats.intervals import Estimate, estimate, paired_difference
-
-if TYPE_CHECKING:
-    from kvbench.engine.requests import Request
 
 SCORES = (0.0, 1.0)  # every score of a task lies in between
 
 
+class MetricInfo(Protocol):
+    """What a task says of a metric."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Direction of improvement."""
+
+    @property
+    def description(self) -> str:
+        """One sentence on what it measures."""
+
+
 def values_by_sample(
-    records: Iterable[dict], pick: Callable[[dict], object]
+    records: Iterable[SampleRecord], pick: Callable[[SampleRecord], float | None]
 ) -> tuple[dict[str, dict[str, float]], int]:
     """Collect one number per sample: the mean over its answers.
 
     Args:
         records: Journal records; those whose status is not `ok` are left out.
-        pick: Takes the number from a record; None means that it could not be written because it was not finite; a
-            KeyError or
-            TypeError that the record does not have it.
+        pick: Takes the number from a record. None means that it could not be written because it was not finite; a
+            KeyError or TypeError means that the record does not have it.
 
     Returns:
         Subset -> sample id -> value, and how many answers were not finite.
@@ -50,17 +62,17 @@ def values_by_sample(
     return means, num_nonfinite
 
 
-def metrics(records: list[dict], infos: Mapping[str, object], primary: str) -> dict[str, Metric]:
+def metrics(records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], primary: str) -> dict[str, Metric]:
     """Every metric of a task over the records.
 
     Args:
         records: Journal records.
-        infos: Name -> object with `higher_is_better` and `description`.
+        infos: Name -> what the task says of the metric.
         primary: Name of the metric that tables show.
     """
     result = {}
     for name, info in infos.items():
-        means, num_nonfinite = values_by_sample(records, lambda record, name=name: record["scores"][name])
+        means, num_nonfinite = values_by_sample(records, partial(at, path=("scores", name)))
         strata = {subset: list(values.values()) for subset, values in means.items()}
         whole = estimate(strata, num_nonfinite, SCORES)
         result[name] = Metric(
@@ -73,18 +85,22 @@ def metrics(records: list[dict], infos: Mapping[str, object], primary: str) -> d
     return result
 
 
-def fidelity(records: list[dict]) -> dict[str, Estimate]:
+def fidelity(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
     """Teacher-forced measurements over the records that have them; empty when none has."""
-    names = dict.fromkeys(name for record in records if record.get("fidelity") for name in record["fidelity"])
+    names = dict.fromkeys(name for record in records for name in record.get("fidelity") or ())
     result = {}
     for name in names:
-        means, num_nonfinite = values_by_sample(records, lambda record, name=name: record["fidelity"][name])
+        means, num_nonfinite = values_by_sample(records, partial(at, path=("fidelity", name)))
         result[name] = estimate({subset: list(values.values()) for subset, values in means.items()}, num_nonfinite)
     return result
 
 
 def compare(
-    records: list[dict], reference: list[dict], metric: str, folder: str, higher_is_better: bool = True
+    records: Sequence[SampleRecord],
+    reference: Sequence[SampleRecord],
+    metric: str,
+    folder: str,
+    higher_is_better: bool = True,
 ) -> Comparison:
     """Difference to the reference on the samples that ended well in both.
 
@@ -95,10 +111,7 @@ def compare(
         folder: Folder of the reference, for the record.
         higher_is_better: Direction of the metric, for what counts as worse.
     """
-
-    def pick(record: dict) -> object:
-        return record["scores"][metric]
-
+    pick = partial(at, path=("scores", metric))
     mine, theirs = values_by_sample(records, pick)[0], values_by_sample(reference, pick)[0]
     pairs = {
         subset: [(value, theirs[subset][sample]) for sample, value in samples.items() if sample in theirs[subset]]
@@ -115,7 +128,9 @@ def compare(
     )
 
 
-def counts(records: list[dict], requests: "list[Request]", num_quarantined: int, num_damaged: int) -> Counts:
+def counts(
+    records: Sequence[SampleRecord], requests: Sequence[Request], num_quarantined: int, num_damaged: int
+) -> Counts:
     """Samples by outcome."""
     statuses = [record["status"] for record in records]
     return Counts(
@@ -130,7 +145,7 @@ def counts(records: list[dict], requests: "list[Request]", num_quarantined: int,
     )
 
 
-def flatten(record: Mapping[str, object], prefix: str = "") -> dict[str, float]:
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The numbers of a nested dict under dotted names; text, lists and None are left out."""
     result: dict[str, float] = {}
     for key, value in record.items():
@@ -141,7 +156,7 @@ def flatten(record: Mapping[str, object], prefix: str = "") -> dict[str, float]:
     return result
 
 
-def means(dicts: Iterable[Mapping[str, object]]) -> dict[str, float]:
+def means(dicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Mean of every number over the dicts; a number that some dict lacks counts as 0 there, as an item of a ledger
     does."""
     rows = [flatten(item) for item in dicts if item]
@@ -149,7 +164,7 @@ def means(dicts: Iterable[Mapping[str, object]]) -> dict[str, float]:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
 
 
-def ledger(records: list[dict]) -> dict[str, float]:
+def ledger(records: Sequence[SampleRecord]) -> dict[str, float]:
     """Bytes per sample, with `resident_ratio` and `peak_ratio` to the FP16 full cache.
 
     These two are sums over sums, because a mean of ratios would favour short prompts; `average_ratio` compares every
@@ -157,26 +172,43 @@ def ledger(records: list[dict]) -> dict[str, float]:
     """
     result = means(record["ledger"] for record in records if record["status"] == "ok")
     fp16 = result.get("fp16_bytes", 0.0)
-    for name in ("resident", "peak"):
-        if fp16 and f"{name}_bytes" in result:
-            result[f"{name}_ratio"] = result[f"{name}_bytes"] / fp16
+    for measure in (RESIDENT, PEAK):
+        if fp16 and measure.key in result:
+            result[f"{measure.name}_ratio"] = result[measure.key] / fp16
     return result
 
 
-def timing(records: list[dict], wall_s: float) -> Timing:
+def sums(records: Iterable[SampleRecord], measure: Measure) -> tuple[float, float]:
+    """The numerator and the denominator of a measure, each added up over the records that ended well and have it."""
+    ok = [record for record in records if record["status"] == "ok"]
+    return sum(_known(ok, measure.above)), sum(_known(ok, measure.below))
+
+
+def timing(records: Sequence[SampleRecord], wall_s: float) -> Timing:
     """Speed over the records that ended well.
 
     Args:
         records: Journal records; `timing.decode_share_s` is a sample's share of the decode steps it was part of.
         wall_s: Seconds spent on samples over all sessions.
     """
-    rows = [record["timing"] for record in records if record["status"] == "ok" and record.get("timing")]
-    prefill = [row["prefill_s"] for row in rows if row.get("prefill_s") is not None]
-    seconds = sum(row.get("decode_share_s", 0.0) for row in rows)
-    tokens = sum(row.get("decode_tokens", 0) for row in rows)
+    prefill = _known([record for record in records if record["status"] == "ok"], PREFILL.above)
+    tokens, seconds = sums(records, RATE)
     return Timing(
         prefill_s=sum(prefill) / len(prefill) if prefill else None,
         decode_tokens_per_s=tokens / seconds if seconds else None,
-        decode_tokens=tokens,
+        decode_tokens=int(tokens),
         wall_s=wall_s,
     )
+
+
+def _known(records: Iterable[SampleRecord], pick: Callable[[SampleRecord], float | None]) -> list[float]:
+    """The numbers of the records that have one."""
+    found = []
+    for record in records:
+        try:
+            value = pick(record)
+        except (KeyError, TypeError):
+            continue
+        if value is not None:
+            found.append(value)
+    return found

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import code, files
-from kvbench.config.settings import as_dict, copy_config, read_config
+from kvbench.config.files import FULL
+from kvbench.config.plain import plain
+from kvbench.config.settings import copy_config, read_config
 from kvbench.errors import check_keys, check_whole, unknown_name
 from kvbench.results import identity, provenance
-from kvbench.results.journal import Key
+from kvbench.results.sample import Key
 from kvbench.runs import calibration
 from kvbench.runs.parts import Parts
 
@@ -28,7 +30,6 @@ KEYS = {
     | {"reference", "fidelity", "store", "prompt_cache_bytes"},
     "fidelity.": {"max_tokens"},
 }
-FULL = "full"  # the one method the harness knows by name: the reference of every other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,7 @@ def _with_calibration(cfg: DictConfig) -> DictConfig:
 
 def _method_settings(cfg: DictConfig, policy: "Policy") -> dict[str, Any]:
     """What the YAML says plus the policy's own fields, so that a default that is only in the code counts too."""
-    settings = as_dict(cfg)
+    settings = plain(cfg)
     settings.pop(calibration.KEY, None)  # where the numbers come from changes no answer
     return settings | {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config.settings import as_dict
+from kvbench.config.plain import plain
 from kvbench.errors import check_keys
 
 if TYPE_CHECKING:
@@ -43,6 +43,23 @@ class TaskLoader(Protocol):
         ...
 
 
+class EngineMaker(Protocol):
+    """Makes an engine for a model and a method."""
+
+    def __call__(
+        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+    ) -> "Engine":
+        """Make the engine.
+
+        Args:
+            cfg: The whole configuration.
+            model: The loaded model.
+            policy: The method.
+            prompts: Prompts that were read, to be replayed; None leaves it to the maker.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The four things a run is made of, as functions of the configuration."""
@@ -53,7 +70,7 @@ class Parts:
     """Model group -> model."""
     load_task: TaskLoader
     """Task group and model -> task."""
-    make_engine: "Callable[[DictConfig, LoadedModel, Policy], Engine]"
+    make_engine: EngineMaker
     """Whole configuration, model, policy -> engine."""
 
 
@@ -90,7 +107,7 @@ def make_policy(cfg: DictConfig) -> "Policy":
 
 
 def make_engine(
-    cfg: DictConfig, model: "LoadedModel", policy: "Policy", prompts: "PromptCache | None" = None
+    cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
 ) -> "Engine":
     """Build the engine.
 
@@ -106,7 +123,7 @@ def make_engine(
     from kvbench.cache.layout import StoreOptions
     from kvbench.engine.engine import Engine
 
-    options = as_dict(cfg.store)
+    options = plain(cfg.store)
     check_keys(options, [item.name for item in fields(StoreOptions)], prefix="store.")
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     engine = Engine(
@@ -194,7 +211,7 @@ class Loaders:
 
             return load_model(cfg)
 
-        return self._model.get(as_dict(cfg), load)
+        return self._model.get(plain(cfg), load)
 
     def load_task(
         self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
@@ -206,12 +223,14 @@ class Loaders:
 
             return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
 
-        named = {"limit": limit, "seed": seed, "protocol": as_dict(protocol)}
-        return self._task.get([as_dict(cfg), model.fingerprint, named], load)
+        named = {"limit": limit, "seed": seed, "protocol": plain(protocol)}
+        return self._task.get([plain(cfg), model.fingerprint, named], load)
 
-    def make_engine(self, cfg: DictConfig, model: "LoadedModel", policy: "Policy") -> "Engine":
-        """The engine of a configuration, with the prompts that the others have read."""
-        return make_engine(cfg, model, policy, self.prompts(cfg))
+    def make_engine(
+        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+    ) -> "Engine":
+        """The engine of a configuration, with the prompts that the others have read unless it is given some."""
+        return make_engine(cfg, model, policy, prompts=self.prompts(cfg) if prompts is None else prompts)
 
     def prompts(self, cfg: DictConfig) -> "PromptCache":
         """The prompts that all engines with one `prompt_cache_bytes` share."""

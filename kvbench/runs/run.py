@@ -4,9 +4,8 @@ The full cache on the same samples is an experiment like any other; it is looked
 """
 
 import dataclasses
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,16 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvbench.config.files import FULL
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results import provenance, summary
-from kvbench.results.journal import Journal, JournalError, run_lock, write_atomic
+from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
-from kvbench.runs.experiment import FULL, Experiment, check_config, prepare, reference_config
+from kvbench.results.sample import SampleRecord, journal_record
+from kvbench.results.writing import JournalError, write_atomic
+from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
 from kvbench.runs.parts import Parts, default_parts
-from kvbench.show.progress import Progress
+from kvbench.show.progress import Progress, note
 
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
@@ -35,7 +37,7 @@ class Run:
 
     record: RunRecord
     """Content of `run.json`."""
-    samples: list[dict]
+    samples: list[SampleRecord]
     """Content of `samples.jsonl`, in request order."""
     folder: Path
     """Where it is."""
@@ -60,32 +62,6 @@ def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Jou
         if any((item.sample_id, repeat) not in journal for item in group for repeat in range(item.num_samples)):
             todo.extend(group)
     return todo
-
-
-def journal_record(request: Request, outcome: Outcome, scores: Mapping[str, float], protocol: dict) -> dict:
-    """One line of `samples.jsonl`. Only `timing` may differ between two runs of the same thing."""
-    return {
-        "sample_id": outcome.sample_id,
-        "subset": request.subset,
-        "repeat": outcome.repeat,
-        "status": outcome.status,
-        "text": outcome.text,
-        "token_ids": list(outcome.token_ids),
-        "finish": outcome.finish,
-        "scores": dict(scores),
-        "fidelity": outcome.fidelity,
-        **({"choices": outcome.choices} if request.choices else {}),
-        "ledger": outcome.ledger,
-        "kept": outcome.kept,
-        "num_prompt_tokens": outcome.num_prompt_tokens,
-        "num_prompt_tokens_untruncated": request.num_prompt_tokens_untruncated,
-        "truncated": request.truncated,
-        "nan_layer": outcome.nan_layer,
-        "message": outcome.message,
-        "protocol": protocol,
-        "meta": request.meta,
-        "timing": outcome.timing,
-    }
 
 
 def score_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> dict[str, float]:
@@ -172,7 +148,7 @@ def compute_missing(experiment: Experiment, journal: Journal, session: Session) 
             session.num_done = len(journal.records) - before
 
 
-def verdict(experiment: Experiment, records: Sequence[dict]) -> str:
+def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
     """Say why the run must not be used, or return an empty string.
 
     A method that did nothing, and a run in which no sample ended well, would otherwise pass as a result.
@@ -181,7 +157,9 @@ def verdict(experiment: Experiment, records: Sequence[dict]) -> str:
     if not ok:
         first = records[0]
         return f"no sample ended well; the first, {first['sample_id']}, ended as {first['status']}: {first['message']}"
-    complaints = [(record["sample_id"], text) for record in ok if (text := experiment.policy.check_outcome(record))]
+    complaints = [
+        (record["sample_id"], text) for record in ok if (text := experiment.policy.check_outcome(dict(record)))
+    ]
     if complaints:
         sample_id, text = complaints[0]
         where = f"in {len(complaints)} of {len(ok)} samples: {text} (sample {sample_id})"
@@ -193,7 +171,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     """Fill the numbers of `run.json` from the journal."""
     task, records = experiment.task, list(journal.records.values())
     record.metrics = summary.metrics(records, task.metrics, task.primary)
-    record.task_aggregate = task.aggregate(records)
+    record.task_aggregate = task.aggregate([dict(item) for item in records])
     record.fidelity = summary.fidelity(records)
     record.ledger = summary.ledger(records)
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
@@ -270,12 +248,8 @@ def execute(
         return Run(record=record, samples=records, folder=folder, reference=against)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def run_experiment(
-    cfg: DictConfig, *, method: str, parts: Parts | None = None, say: Callable[[str], None] = _say
+    cfg: DictConfig, *, method: str, parts: Parts | None = None, say: Callable[[str], None] = note
 ) -> Run:
     """Run one experiment, and the full cache on the same samples when it is not there yet.
 

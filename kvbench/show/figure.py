@@ -3,30 +3,17 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvbench.results.journal import write_atomic
+from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
 from kvbench.results.record import RunRecord
+from kvbench.results.writing import write_atomic
 from kvbench.show.labels import label_runs
+from kvbench.show.palette import COLOURS, HATCHES, MARKERS, STYLES
 from kvbench.show.progress import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# Okabe and Ito's palette, with black for its yellow, which print loses: told apart with every kind of colour blindness.
-# The hatches do the same in black and white.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
-HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo", "")
-STYLES = ("-", "--", ":")
-MARKERS = ("s", "o", "^", "D", "v", "P", "X", "*")
-
-# Bytes of the ledger that are sums or something else than an item.
-NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "staging_peak_bytes", "fp16_bytes", "page_bytes"}
-
-
-def ledger_items(record: RunRecord) -> dict[str, float]:
-    """The items that add up to the resident bytes, in the ledger's order, with those that are 0."""
-    return {name: count for name, count in record.ledger.items() if name.endswith("_bytes") and name not in NOT_ITEMS}
 
 
 def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
@@ -37,7 +24,7 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
         points.sort()
         ratio, value, low, high, count = zip(*points, strict=True)
         span = [[a - b for a, b in zip(value, low, strict=True)], [b - a for a, b in zip(value, high, strict=True)]]
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         # From the ninth method on colours come again: the lines tell those apart.
         style |= {"linestyle": STYLES[index // len(COLOURS) % len(STYLES)], "linewidth": 1.2}
         counts = f"{min(count)}" if min(count) == max(count) else f"{min(count)}-{max(count)}"
@@ -45,7 +32,7 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
     axes.set_xlim(left=0, right=max(110, 1.1 * axes.get_xlim()[1]))
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(-2, bottom - 2), min(102, top + 2))
-    axes.set_xlabel("resident bytes, % of an FP16 full cache")
+    axes.set_xlabel(f"resident bytes, {RESIDENT.unit}")
     axes.set_ylabel(f"{records[-1].primary or 'score'}, % (95 % interval)")
     axes.set_title("Quality against memory", fontsize=11)
     axes.grid(alpha=0.3)
@@ -55,41 +42,41 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
 
 def _point(record: RunRecord) -> tuple[float, float, float, float, int] | None:
     """Bytes, score and its interval in percent, and n; None when there is nothing to show."""
-    metric, ratio = record.metrics.get(record.primary), record.ledger.get("resident_ratio")
+    metric, ratio = record.metrics.get(record.primary), RESIDENT.of_run(record)
     if metric is None or metric.value is None or ratio is None:
         return None
-    value = 100 * metric.value
-    low = value if metric.low is None else min(value, 100 * metric.low)
-    high = value if metric.high is None else max(value, 100 * metric.high)
-    return 100 * ratio, value, low, high, metric.num_samples
+    value = SCORE.scale * metric.value
+    low = value if metric.low is None else min(value, SCORE.scale * metric.low)
+    high = value if metric.high is None else max(value, SCORE.scale * metric.high)
+    return RESIDENT.scale * ratio, value, low, high, metric.num_samples
 
 
 def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
     from matplotlib.patches import Patch
 
     # An item keeps its colour whether or not the others are there, so that two pictures can be laid side by side.
-    names = list(dict.fromkeys(name for record in records for name in ledger_items(record)))
-    styles = {
+    names = list(dict.fromkeys(name for record in records for name in ledger_items(record.ledger)))
+    styles: dict[str, dict[str, Any]] = {
         name: {"facecolor": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], "edgecolor": "white"}
         for index, name in enumerate(names)
     }
     for row, record in enumerate(records):
         left = 0.0
-        scale = 100 / (record.ledger.get("fp16_bytes") or 1.0)
-        for name, count in ledger_items(record).items():
+        scale = RESIDENT.scale / (record.ledger.get("fp16_bytes") or 1.0)
+        for name, count in ledger_items(record.ledger).items():
             axes.barh(row, count * scale, left=left, height=0.55, linewidth=0.6, **styles[name])
             left += count * scale
-        axes.text(left + 1, row, format_bytes(record.ledger.get("resident_bytes")), va="center", fontsize=9)
+        axes.text(left + 1, row, format_bytes(record.ledger.get(RESIDENT.key)), va="center", fontsize=9)
     handles = [
-        Patch(label=name.removesuffix("_bytes").replace("_", " "), **styles[name])
+        Patch(label=item_title(name), **styles[name])
         for name in names
-        if any(ledger_items(record).get(name) for record in records)
+        if any(ledger_items(record.ledger).get(name) for record in records)
     ]
     axes.set_yticks(range(len(records)), label_runs(records))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.22 * max(100.0, axes.get_xlim()[1]))
     axes.axvline(100, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("resident bytes per sample, % of an FP16 full cache")
+    axes.set_xlabel(f"resident bytes per sample, {RESIDENT.unit}")
     axes.set_title("What the bytes are", fontsize=11)
     if handles:
         axes.legend(

@@ -28,7 +28,7 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
         words += differing({key: record.identity.get(key) for key in APART}, list(same.values()))
         words = [_cut(word) for word in words]
         labels.append(separator.join([record.method, *([" ".join(words)] if words else [])]))
-    names = {}
+    names: dict[str, set[str]] = {}
     for label, record in zip(labels, records, strict=True):
         names.setdefault(label, set()).add(record.hash)
     pairs = zip(labels, records, strict=True)  # what was cut short may not tell two runs apart

@@ -33,6 +33,41 @@ def format_seconds(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def note(text: str) -> None:
+    """Say one line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class LiveBar:
+    """A bar that stands on a terminal while work goes on, and goes away after it.
+
+    Args:
+        stream: The terminal.
+        label: What is running.
+        total: Steps in all; None when not known yet.
+        done: Steps that are done.
+        state: Text behind the bar.
+    """
+
+    def __init__(self, stream: TextIO, label: str, total: int | None, done: int = 0, state: str = "") -> None:
+        from rich.console import Console  # slow to import, and needed on a terminal only
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bars
+
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
+        self._bars = Bars(*columns, console=Console(file=stream), transient=True)
+        self._task = self._bars.add_task(label, total=total, completed=done, state=state)
+        self._bars.start()
+
+    def update(self, done: int, total: int, state: str) -> None:
+        """Show how far the work is."""
+        self._bars.update(self._task, completed=done, total=total, state=state)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._bars.stop()
+
+
 class Progress:
     """Shows samples done, tokens per second, cache bytes and time left.
 
@@ -50,19 +85,12 @@ class Progress:
         self._started = self._spoken = time.monotonic()
         self._rate: float | None = None
         self._cache_bytes: float | None = None
-        self._live = None
+        self._live: LiveBar | None = None
 
     def __enter__(self) -> Self:
         self._started = self._spoken = time.monotonic()
         if self._stream.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
-            from rich.progress import Progress as Bars
-
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
-            self._live = Bars(*columns, console=Console(file=self._stream), transient=True)
-            self._task = self._live.add_task(self.label, total=self.total, completed=self.done, state=self.state())
-            self._live.start()
+            self._live = LiveBar(self._stream, self.label, self.total, self.done, self.state())
         else:
             resumed = f", {self.done} of them done before" if self.done else ""
             self._write(f"{self.label}: {self.total} samples{resumed}")
@@ -98,16 +126,9 @@ class Progress:
         self._cache_bytes = info.get("cache_bytes", self._cache_bytes)
         self._show()
 
-    def say(self, text: str) -> None:
-        """Write one line without tearing the bar."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        else:
-            self._write(text)
-
     def _show(self) -> None:
         if self._live is not None:
-            self._live.update(self._task, completed=self.done, state=self.state())
+            self._live.update(self.done, self.total, self.state())
         elif time.monotonic() - self._spoken >= PLAIN_EVERY_S:
             self._spoken = time.monotonic()
             self._write(f"{self.label}: {self.state()}")

@@ -7,7 +7,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.config.files import FULL
+from kvbench.results.measures import BYTES, KL, NLL, PREFILL, RATE, READ, RESIDENT, SCORE, Measure
 from kvbench.results.record import RunRecord
+from kvbench.show import terminal
 from kvbench.show.labels import label_runs
 from kvbench.show.progress import format_bytes
 from kvbench.stats.intervals import Estimate
@@ -21,10 +24,11 @@ def percent(estimate: Estimate | None, signed: bool = False) -> str:
     if estimate is None or estimate.value is None:
         return NONE
     form = "{:+.1f}" if signed else "{:.1f}"
-    text = form.format(_tidy(100 * estimate.value))
+    text = form.format(_tidy(SCORE.scale * estimate.value))
     if estimate.low is None or estimate.high is None:
         return text
-    return f"{text} [{form.format(_tidy(100 * estimate.low))}, {form.format(_tidy(100 * estimate.high))}]"
+    low, high = (form.format(_tidy(SCORE.scale * end)) for end in (estimate.low, estimate.high))
+    return f"{text} [{low}, {high}]"
 
 
 def _tidy(value: float) -> float:
@@ -53,39 +57,32 @@ def _difference(record: RunRecord) -> str:
     return f"{text}\n{record.comparison.num_worse} worse, {record.comparison.num_better} better"
 
 
-def _fidelity(name: str, form: str) -> Cell:
+def _value(what: Measure, form: str, missing: float | None = None) -> Cell:
+    """The cells of a measure, in shown units; `missing` is the value of runs that do not have it."""
+
     def cell(record: RunRecord) -> str:
-        found = record.fidelity.get(name)
-        return NONE if found is None or found.value is None else form.format(found.value)
+        found = what.of_run(record)
+        value = missing if found is None else found
+        return NONE if value is None else format(what.scale * value, form)
 
     return cell
 
 
-def _bytes(name: str) -> Cell:
+def _bytes(what: Measure) -> Cell:
     def cell(record: RunRecord) -> str:
-        count, ratio = record.ledger.get(f"{name}_bytes"), record.ledger.get(f"{name}_ratio")
-        return format_bytes(count) if ratio is None else f"{format_bytes(count)}\n{100 * ratio:.1f} %"
+        count, ratio = record.ledger.get(f"{what.name}_bytes"), what.of_run(record)
+        return format_bytes(count) if ratio is None else f"{format_bytes(count)}\n{what.scale * ratio:.1f} %"
 
     return cell
 
 
-def _read_ratio(record: RunRecord) -> float:
-    """Bytes that decode steps read, of what reading everything takes; 1 where no step chooses."""
-    return record.kept.get("read_ratio", 1.0)
-
-
-def _prefill(record: RunRecord) -> str:
-    seconds = record.timing.prefill_s
-    return NONE if seconds is None else f"{seconds:.3g}"
-
-
-def _decode(record: RunRecord) -> str:
-    rate = record.timing.decode_tokens_per_s
-    return NONE if rate is None else f"{rate:.3g}"
+def _reads_parts(records: Sequence[RunRecord]) -> bool:
+    """True when decode steps of some run choose what to read."""
+    return any((share := READ.of_run(record)) is not None and share < 1.0 for record in records)
 
 
 def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str, Cell]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+    table = terminal.plain_table(title)
     table.add_column("method", justify="left", no_wrap=True)
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -97,16 +94,16 @@ def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     """What a reader must know to read the numbers right."""
     notes = ["[a, b] is a 95 % interval; vs full is measured on the same samples; % of bytes is of an FP16 full cache."]
-    if any(_read_ratio(record) < 1.0 for record in records):
+    if _reads_parts(records):
         notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
     slow = [record.method for record in records if record.backend == "torch"]
     if slow:
         who = ", ".join(slow)
         notes.append(f"Speed is no claim for {who}: backend torch is the plain reference, made to be right.")
-    whole = next((record.ledger.get("resident_ratio") for record in records if record.method == "full"), None)
+    whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     for record in records:
-        ratio = record.ledger.get("resident_ratio")
-        if record.method != "full" and whole and ratio and ratio > 0.99 * whole:
+        ratio = RESIDENT.of_run(record)
+        if record.method != FULL and whole and ratio and ratio > 0.99 * whole:
             notes.append(
                 f"{record.method} holds as much as the full cache: at this setting it compresses nothing here."
             )
@@ -191,18 +188,15 @@ def render(records: Sequence[RunRecord]) -> Group:
     quality = (
         (f"{last.primary or 'score'}, %", _score),
         ("n", _num),
-        ("vs full, points", _difference),
-        ("gold NLL", _fidelity("nll", "{:.4f}")),
-        ("KL to full", _fidelity("kl_mean", "{:.2g}")),
+        (f"vs full, {SCORE.unit}", _difference),
+        (NLL.short, _value(NLL, ".4f")),
+        (KL.short, _value(KL, ".2g")),
     )
-    reads_parts = any(_read_ratio(record) < 1.0 for record in records)
     cost = (
-        ("resident", _bytes("resident")),
-        ("average", _bytes("average")),
-        ("peak", _bytes("peak")),
-        *([("read, %", lambda record: f"{100 * _read_ratio(record):.1f}")] if reads_parts else []),
-        ("prefill s", _prefill),
-        ("decode tok/s", _decode),
+        *((what.short, _bytes(what)) for what in BYTES),
+        *([(f"{READ.short}, {READ.unit}", _value(READ, ".1f", missing=1.0))] if _reads_parts(records) else []),
+        (f"{PREFILL.short} {PREFILL.unit}", _value(PREFILL, ".3g")),
+        (f"{RATE.short} {RATE.unit}", _value(RATE, ".3g")),
         ("backend", lambda record: record.backend),
     )
     name = f"{last.task} with {last.model}"
@@ -225,16 +219,13 @@ def show(records: Sequence[RunRecord], paths: Sequence[Path] = (), *, console: C
         console: Where to print; stdout by default, at least 100 columns wide when it is not a terminal.
     """
     if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=100)
+        console = terminal.console(100)
     groups: dict[tuple[str, str], dict[tuple[str, str], RunRecord]] = {}
     for record in records:
         # Two names of one method have the same hash.
         groups.setdefault((record.task, record.model), {})[record.method, record.hash] = record
     for group in groups.values():
-        rows = sorted(group.values(), key=lambda record: record.method != "full")
+        rows = sorted(group.values(), key=lambda record: record.method != FULL)
         console.print()
         console.print(render(rows))
-    for path in paths:
-        console.print(Text(str(path), overflow="fold"), soft_wrap=True)
+    terminal.print_paths(paths, console)

@@ -25,6 +25,11 @@ class Estimate:
     num_nonfinite: int = 0
     """Samples left out because their value was NaN or infinite."""
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Both ends of the interval; None without one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
 
 YES_NO = (0.0, 1.0)
 
@@ -67,7 +72,7 @@ def newcombe(both: int, first_only: int, second_only: int, neither: int) -> tupl
     n = both + first_only + second_only + neither
     p1, p2 = (both + first_only) / n, (both + second_only) / n
     (l1, u1), (l2, u2) = wilson(both + first_only, n), wilson(both + second_only, n)
-    product = both * neither - first_only * second_only
+    product: float = both * neither - first_only * second_only
     scale = math.sqrt((both + first_only) * (second_only + neither) * (both + second_only) * (first_only + neither))
     if product > 0:
         product = max(product - n / 2, 0)
@@ -145,25 +150,52 @@ def _with_interval(
     name: str,
     bounds: tuple[float, float] | None,
 ) -> Estimate:
-    """Put the intervals of the subsets together: squared distances from the mean add up, below and above by themselves.
+    """Put the intervals of the subsets together.
 
-    Source: Zou and Donner 2008, Statistics in Medicine 27:1693 (MOVER). There is no interval where a subset that is not
-    yes-or-no has one sample or no spread, because nothing can be said about it.
+    There is no interval where a subset that is not yes-or-no has one sample or no spread, because nothing can be said
+    about it.
     """
     half = _t_half_width(others)
-    if half is None:
+    if half is None or result.value is None:
         return result
-    count = len(parts) + len(others)
-    below = math.sqrt(sum(((value - low) / count) ** 2 for value, low, _ in parts) + (half / count) ** 2)
-    above = math.sqrt(sum(((high - value) / count) ** 2 for value, _, high in parts) + (half / count) ** 2)
+    below, above = mover(parts, len(parts) + len(others), half)
     low, high = bounds or (-math.inf, math.inf)
     result.low, result.high = max(low, result.value - below), min(high, result.value + above)
     result.interval = name
     return result
 
 
+def mover(parts: Sequence[tuple[float, float, float]], count: int, half: float = 0.0) -> tuple[float, float]:
+    """How far the interval of a mean of independent values reaches below and above it.
+
+    Squared distances to the ends add up, on each side by itself.
+
+    Args:
+        parts: Value, lower and upper end of each.
+        count: Values in the mean: the parts, and those that `half` stands for.
+        half: Half of the symmetric interval of the sum of further values.
+
+    Source: Zou and Donner 2008, Statistics in Medicine 27:1693 (MOVER).
+    """
+    below = math.sqrt(sum(((value - low) / count) ** 2 for value, low, _ in parts) + (half / count) ** 2)
+    above = math.sqrt(sum(((high - value) / count) ** 2 for value, _, high in parts) + (half / count) ** 2)
+    return below, above
+
+
+def welch_satterthwaite(terms: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Variance of a sum of independent estimates, and its degrees of freedom.
+
+    Args:
+        terms: Variance and degrees of freedom of each; not all variances 0.
+
+    Source: Satterthwaite 1946, Biometrics Bulletin 2:110; Welch 1947, Biometrika 34:28.
+    """
+    total = sum(variance for variance, _ in terms)
+    return total, total**2 / sum(variance**2 / freedom for variance, freedom in terms)
+
+
 def _t_half_width(groups: Sequence[Sequence[float]]) -> float | None:
-    """Half of the 95 % t interval of the sum of the groups' means (Welch and Satterthwaite); 0.0 without groups."""
+    """Half of the 95 % t interval of the sum of the groups' means; 0.0 without groups, None where it is unknown."""
     if not groups:
         return 0.0
     from scipy.stats import t  # slow to import, and not needed to show help or lists
@@ -178,6 +210,5 @@ def _t_half_width(groups: Sequence[Sequence[float]]) -> float | None:
         if variance == 0:
             return None
         terms.append((variance / n, n - 1))
-    total = sum(term for term, _ in terms)
-    freedom = total**2 / sum(term**2 / dof for term, dof in terms)
+    total, freedom = welch_satterthwaite(terms)
     return float(t.ppf(0.975, freedom)) * math.sqrt(total)

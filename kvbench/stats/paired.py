@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from kvbench.stats.intervals import welch_satterthwaite
+
 LEVEL = 0.95
 POWER = 0.8
 MIN_DISCORDANT = 6  # fewer than six differing samples, all one way, are no p < 0.05: 2 * 0.5^6 = 0.03
@@ -134,7 +136,7 @@ def mean(strata: Strata) -> float:
 
 
 def standard_error(strata: Strata) -> tuple[float, float] | None:
-    """Standard error of the mean of the subsets' means, and its degrees of freedom (Welch and Satterthwaite).
+    """Standard error of the mean of the subsets' means, and its degrees of freedom.
 
     With one subset this is the paired t test's. With several it is the contrast 1/k of a model with one mean per subset
     and HC2 errors.
@@ -144,9 +146,9 @@ def standard_error(strata: Strata) -> tuple[float, float] | None:
     """
     if not strata or min(map(len, strata)) < 2 or all(np.ptp(values) == 0 for values in strata):
         return None
-    terms = [float(np.var(values, ddof=1)) / len(values) / len(strata) ** 2 for values in strata]
-    total = sum(terms)
-    freedom = total**2 / sum(term**2 / (len(values) - 1) for term, values in zip(terms, strata, strict=True))
+    total, freedom = welch_satterthwaite(
+        [(float(np.var(values, ddof=1)) / len(values) / len(strata) ** 2, len(values) - 1) for values in strata]
+    )
     return math.sqrt(total), freedom
 
 

@@ -54,11 +54,12 @@ def load_task(
     name, harness = task_cfg.get("name"), task_cfg.get("harness")
     if harness not in (None, "lm_eval"):
         raise unknown_name("task.harness", harness, ("lm_eval",))
-    if harness is None and name not in BENCHMARKS:
+    package = "harness" if harness else BENCHMARKS.get(str(name))
+    if package is None:
         raise unknown_name("task.name", name, BENCHMARKS)
     if limit is not None:
         check_whole("limit", limit, 1, ", or null for all samples")
     if model.tokenizer is None:
         raise ValueError(f"task={name} needs a tokenizer and model {model.name} has none; choose another model")
-    load = import_module(f"kvbench.tasks.{BENCHMARKS[name] if harness is None else 'harness'}").load
+    load = import_module(f"kvbench.tasks.{package}").load
     return load(task_cfg, model, limit=limit, seed=seed, protocol=Protocol.from_mapping(protocol))

@@ -1,9 +1,10 @@
-"""Loads our task YAMLs through lm-eval."""
+"""The joint with lm-eval: where its tasks lie, and our own task YAMLs loaded through it."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,13 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
 TASKS_FOLDER = Path(__file__).resolve().parent
+
+
+def lmeval_tasks_folder() -> Path:
+    """The folder in which the installed lm-eval keeps its tasks; finding it imports nothing."""
+    spec = find_spec("lm_eval")
+    assert spec is not None and spec.submodule_search_locations, "kvbench is installed with lm-eval"
+    return Path(spec.submodule_search_locations[0]) / "tasks"
 
 
 def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str, Any]) -> "dict[str, Task]":

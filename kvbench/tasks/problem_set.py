@@ -83,22 +83,22 @@ def load_problems(
     requests: list[Request] = []
     scored: dict[str, tuple[Task, dict]] = {}
     quarantined: list[dict] = []
-    builder = None
-    for yaml_name, task in tasks.items():
+    builders = [PromptBuilder(model, protocol, PromptRules.from_yaml(task.config)) for task in tasks.values()]
+    for (yaml_name, task), builder in zip(tasks.items(), builders, strict=True):
         quarantined += task.dataset["test"].quarantined
-        builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config))
         for _, doc in task.doc_iterator(limit=limit):
             request = _request(name, task, builder, doc, meta_keys, yaml_name if len(tasks) > 1 else "")
             requests.append(request)
             scored[request.sample_id] = (task, doc | {"thinking_opened": builder.opens_thoughts(request)})
     references = {key: reference(doc) for key, (_, doc) in scored.items()}
-    if protocol.thinking is not None and not builder.chat:
+    asked = builders[0]  # the YAMLs of one form ask alike
+    if protocol.thinking is not None and not asked.chat:
         raise ValueError(
             f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and the prompts of task={name} in this "
             "form are none; take a chat form (task.form=zeroshot or chat), or set protocol.chat_template=always"
         )
-    rules = {"chat_template": builder.chat, "max_new_tokens": builder.max_new_tokens, "truncation": "middle"}
-    rules |= {"thinking": builder.thinking, "thoughts": "not graded"}
+    rules = {"chat_template": asked.chat, "max_new_tokens": asked.max_new_tokens, "truncation": "middle"}
+    rules |= {"thinking": asked.thinking, "thoughts": "not graded"}
     return ProblemSet(
         name=name,
         protocol=protocol.to_dict() | dict(describe) | rules,

@@ -1,12 +1,13 @@
 """Where the rows of a benchmark of one or few files come from: a folder, the local caches, the hub."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from kvbench.tasks.source import (
     MissingDataError,
+    RowCheck,
     Rows,
     Source,
     file_lines,
@@ -41,13 +42,13 @@ class Place:
     fetch: str
 
 
-def find_rows(place: Place, data_dir: str | None, check: Callable[[object], dict]) -> Rows:
+def find_rows(place: Place, data_dir: str | None, check: RowCheck) -> Rows:
     """Read the rows from the first place that has them.
 
     Args:
         place: Where to look.
         data_dir: The setting `task.data_dir`; a folder without the file goes on to the local caches and the hub.
-        check: Takes a parsed line; returns the row, or raises ValueError with the reason why it is no row.
+        check: What a row must be.
 
     Returns:
         The rows, each with its `index`.
@@ -121,19 +122,17 @@ def parquet_lines(path: Path) -> Iterator[bytes]:
             yield json.dumps(row).encode()
 
 
-def text_field(row: object, *names: str, required: bool = True) -> str:
+def text_field(row: Mapping[str, object], *names: str, required: bool = True) -> str:
     """Read a text from a row that may call it by several names.
 
     Args:
-        row: What a line held.
+        row: The object that a line holds.
         names: Names of the field, best first.
         required: False gives an empty text when the field is missing or null.
 
     Raises:
-        ValueError: The row is no object, or the field is missing, empty or no text.
+        ValueError: The field is missing, empty or no text.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
     value = next((row[name] for name in names if row.get(name) is not None), None)
     if value is None and not required:
         return ""

@@ -1,14 +1,16 @@
 """From a task's text to the tokens of a request: chat template, truncation from the middle, segments, gold tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvbench.engine.requests import Request
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from kvbench.models.load import LoadedModel
 
 # Re-tokenising the two decoded halves of a cut prompt can give a few tokens more than were kept.
@@ -78,21 +80,64 @@ def generation_rules(
     return PromptRules.from_yaml({"generation_kwargs": generation, "metadata": metadata or {}}), protocol
 
 
-def template_settings(tokenizer: object, protocol: Protocol, model_name: str) -> dict[str, object]:
-    """What a chat template is told beside the messages.
+class TemplateSettings(TypedDict, total=False):
+    """What a chat template is told beside the messages; a template takes what it knows.
+
+    Args:
+        date_string: Today's date, as it should appear.
+        enable_thinking: Whether the model may think before it answers.
+    """
+
+    date_string: str
+    enable_thinking: bool
+
+
+def template_settings(tokenizer: "PreTrainedTokenizerBase", protocol: Protocol, model_name: str) -> TemplateSettings:
+    """What a protocol tells a model's chat template.
 
     Raises:
         ValueError: The protocol switches thinking and the template has no switch for it.
     """
-    settings: dict[str, object] = {"date_string": TEMPLATE_DATE}
     if protocol.thinking is None:
-        return settings
+        return TemplateSettings(date_string=TEMPLATE_DATE)
     if "enable_thinking" not in str(tokenizer.chat_template):
         raise ValueError(
             f"protocol.thinking={str(protocol.thinking).lower()}, but the chat template of model {model_name} has no "
             "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one"
         )
-    return settings | {"enable_thinking": protocol.thinking}
+    return TemplateSettings(date_string=TEMPLATE_DATE, enable_thinking=protocol.thinking)
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, str]],
+    settings: TemplateSettings,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text that a chat template makes of messages.
+
+    Args:
+        tokenizer: It has the template.
+        messages: Each with `role` and `content`.
+        settings: What the template is told.
+        add_generation_prompt: True opens the turn of the model; False leaves the last message open, to be continued.
+    """
+    rendered = tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=not add_generation_prompt,
+        **settings,
+    )
+    assert isinstance(rendered, str), "tokenize=False gives text"
+    return rendered
+
+
+def decode(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], **options: bool) -> str:
+    """The text of one sequence of tokens; the options are those of the tokenizer's `decode`."""
+    text = tokenizer.decode(list(ids), **options)
+    assert isinstance(text, str), "one sequence gives one text"
+    return text
 
 
 class PromptBuilder:
@@ -122,7 +167,7 @@ class PromptBuilder:
         self.rendered = rendered
         self.model, self.tokenizer, self.protocol, self.rules = model, model.tokenizer, protocol, rules
         self.chat = self._decide_chat()
-        self._settings = template_settings(self.tokenizer, protocol, model.name) if self.chat else {}
+        self._settings = template_settings(self.tokenizer, protocol, model.name) if self.chat else TemplateSettings()
         self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
         # A model answers nothing behind its context length, so prompt and answer share it.
         self.room_tokens = model.max_tokens - self.max_new_tokens
@@ -203,7 +248,7 @@ class PromptBuilder:
 
     def opens_thoughts(self, request: Request) -> bool:
         """Whether the prompt ends inside thoughts: an answer without `</think>` then is all thoughts."""
-        return self.tokenizer.decode(request.segments[-1][-8:]).rstrip().endswith(THINK)
+        return decode(self.tokenizer, request.segments[-1][-8:]).rstrip().endswith(THINK)
 
     def _decide_chat(self) -> bool:
         if self.rendered or self.protocol.chat_template == "never":
@@ -220,10 +265,7 @@ class PromptBuilder:
     def _wrap(self, text: str) -> str:
         if not self.chat:
             return text
-        messages = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._settings
-        )
+        return render_chat(self.tokenizer, [{"role": "user", "content": text}], self._settings)
 
     def _encode(self, rendered: str) -> list[int]:
         # A chat template writes its own special tokens.
@@ -244,7 +286,7 @@ class PromptBuilder:
             return whole
         half = max(limit // 2, 1)
         head, tail = (
-            self.tokenizer.decode(part, skip_special_tokens=not self.rendered, clean_up_tokenization_spaces=False)
+            decode(self.tokenizer, part, skip_special_tokens=not self.rendered, clean_up_tokenization_spaces=False)
             for part in (ids[:half], ids[-half:])
         )
         if len(tail) > len(question) and tail.endswith(question):

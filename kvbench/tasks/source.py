@@ -2,17 +2,21 @@
 
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+# Takes the JSON object of one line; gives the row, or raises ValueError with the reason why it is none.
+RowCheck = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class MissingDataError(ValueError):
     """Data is neither on this machine nor to be had from it; the message holds the command that gets it."""
 
 
-class Rows(list):
+class Rows(list[dict[str, Any]]):
     """Checked rows of one subset, in the order of the file.
 
     It is a list of dicts with what lm-eval asks of a data set (`features`).
@@ -24,7 +28,7 @@ class Rows(list):
         origin: Where the rows came from: `data_dir`, `cache`, `hub` or `generated`.
     """
 
-    def __init__(self, rows: Iterable[dict], *, quarantined: Sequence[dict] = (), origin: str = "") -> None:
+    def __init__(self, rows: Iterable[dict[str, Any]], *, quarantined: Sequence[dict] = (), origin: str = "") -> None:
         super().__init__(rows)
         self.quarantined = list(quarantined)
         self.origin = origin
@@ -64,12 +68,12 @@ def zip_lines(archive: Path, member: str) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
-def read_rows(source: Source, check: Callable[[object], dict]) -> Rows:
+def read_rows(source: Source, check: RowCheck) -> Rows:
     """Read and check every row; one broken row does not stop the others.
 
     Args:
         source: Where from.
-        check: Takes a parsed line; returns the row, or raises ValueError with the reason why it is no row.
+        check: What a row must be.
 
     Returns:
         The good rows, each with its `index` (0-based line of the file), and the broken ones.
@@ -77,13 +81,13 @@ def read_rows(source: Source, check: Callable[[object], dict]) -> Rows:
     Raises:
         ValueError: the file has no rows, or all of them are broken.
     """
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     quarantined: list[dict] = []
     for index, line in enumerate(source.lines()):
         if not line.strip():
             continue
         try:
-            rows.append(check(_parse(line)) | {"index": index})
+            rows.append({**check(_parse(line)), "index": index})
         except ValueError as error:
             quarantined.append({"file": source.name, "line": index + 1, "reason": str(error)})
     if not rows:
@@ -97,9 +101,9 @@ def read_rows(source: Source, check: Callable[[object], dict]) -> Rows:
     return Rows(rows, quarantined=quarantined, origin=source.origin)
 
 
-def _parse(line: bytes) -> object:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
-        return json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
@@ -107,6 +111,9 @@ def _parse(line: bytes) -> object:
         raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}{cut}") from error
     except RecursionError as error:
         raise ValueError("not JSON that can be read: nested too deeply") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
+    return row
 
 
 def in_folder(folder: str, subset: str) -> tuple[Source | None, str]:

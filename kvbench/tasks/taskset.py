@@ -49,11 +49,6 @@ class TaskSet:
     scorer: Callable[[str, str], Mapping[str, float]]
     quarantined: list[dict] = field(default_factory=list)
 
-    @property
-    def num_truncated(self) -> int:
-        """Prompts that the task's truncation rule shortened."""
-        return sum(request.truncated for request in self.requests)
-
     def score(self, request: Request, text: str) -> dict[str, float]:
         """Score one answer.
 

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from places import ROOT
 from kvbench.kernels.bench import attention, caches, machine, manager, prefill, report, settings
 from kvbench.kernels.bench.attention import Settings
 from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.reference.backend import Reference
 
 SMALL = "shapes=[6x2x64] lengths=[96] batches=[2] formats=[K16V16,K4V2,KIVI2,K8V4+K4V2] rounds=2 threads=[1]".split()
 SMALL += ["working_set_mb=1", "max_buffers=3", "dense=[fp32]", "kernels=torch"]
@@ -133,21 +133,17 @@ def test_every_buffer_holds_the_cache_in_pages_of_its_own(name):
     assert (dense[live].view(2, 2, 192, 64) - k).abs().max() < 0.55 * step
 
 
-def broken(paged_decode):
-    """The reference with its attention replaced."""
-    parts = dict(vars(get_backend("torch")))
-    return SimpleNamespace(**parts | {"paged_decode": paged_decode, "name": "broken"})
-
-
 def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
     """A kernel that leaves out the last tokens is faster and wrong: it is named in the document and not timed."""
-    real = get_backend("torch")
 
-    def lazy(q, pages, tiers, ring, scale, **how):
-        short = [type(t)(t.fmt, t.ids, t.num_k - 3, t.num_v - 3) for t in tiers]
-        return real.paged_decode(q, pages, short, ring, scale, **how)
+    class Lazy(Reference):
+        name = "broken"
 
-    monkeypatch.setattr(attention, "get_backend", lambda name, device: broken(lazy))
+        def paged_decode(self, q, pages, tiers, ring, scale, **how):
+            short = [type(t)(t.fmt, t.ids, t.num_k - 3, t.num_v - 3) for t in tiers]
+            return super().paged_decode(q, pages, short, ring, scale, **how)
+
+    monkeypatch.setattr(attention, "get_backend", lambda name, device: Lazy())
     document = attention.run(settings.read_words(Settings, SMALL, {}))
     (cell,) = document["cells"]
     assert {row["name"] for row in cell["variants"]} == {"sdpa fp32", "sdpa fp32 grouped"}
@@ -158,13 +154,15 @@ def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
 
 def test_a_kernel_with_wrong_scores_is_refused(monkeypatch):
     """Right attention with wrong scores is timed without scores only."""
-    real = get_backend("torch")
 
-    def careless(q, pages, tiers, ring, scale, **how):
-        out, lse, scores = real.paged_decode(q, pages, tiers, ring, scale, **how)
-        return out, lse, [s * 1.01 for s in scores]
+    class Careless(Reference):
+        name = "broken"
 
-    monkeypatch.setattr(attention, "get_backend", lambda name, device: broken(careless))
+        def paged_decode(self, q, pages, tiers, ring, scale, **how):
+            out, lse, scores = super().paged_decode(q, pages, tiers, ring, scale, **how)
+            return out, lse, [s * 1.01 for s in scores]
+
+    monkeypatch.setattr(attention, "get_backend", lambda name, device: Careless())
     (cell,) = attention.run(settings.read_words(Settings, SMALL, {}))["cells"]
     assert {entry["name"] for entry in cell["refused"]} == {
         f"{name} + scores" for name in ("K16V16", "K4V2", "KIVI2", "K8V4+K4V2")
@@ -208,21 +206,24 @@ def test_a_loaded_machine_is_called_so():
     from kvbench.kernels.bench.machine import doubts
 
     where = {"load_average": 3.0, "num_cpus": 2, "device": "cpu", "omp_wait_policy": ""}
-    (note,) = doubts(where, "wall", SimpleNamespace(is_reference=False))
+
+    class Compiled(Reference):
+        name, is_reference = "compiled", False
+
+    (note,) = doubts(where, "wall", Compiled())
     assert "load average 3.0 on 2 cores" in note and "clock=cpu" in note
-    assert doubts(where | {"load_average": 0.4}, "wall", SimpleNamespace(is_reference=False)) == []
-    assert len(doubts(where | {"omp_wait_policy": "passive"}, "wall", SimpleNamespace(is_reference=True))) == 3
+    assert doubts(where | {"load_average": 0.4}, "wall", Compiled()) == []
+    assert len(doubts(where | {"omp_wait_policy": "passive"}, "wall", Reference())) == 3
 
 
 def test_a_format_that_cannot_be_written_is_refused(monkeypatch):
     """A writer that fails costs its own rows only."""
 
-    def fail(*arguments):
-        raise RuntimeError("no kernel image for this device")
+    class Failing(Reference):
+        def write_values(self, *arguments):
+            raise RuntimeError("no kernel image for this device")
 
-    real = get_backend("torch")
-    parts = SimpleNamespace(**{**vars(real), "write_values": fail})
-    monkeypatch.setattr(attention, "get_backend", lambda name, device: parts)
+    monkeypatch.setattr(attention, "get_backend", lambda name, device: Failing())
     (cell,) = attention.run(settings.read_words(Settings, SMALL, {}))["cells"]
     assert {entry["name"] for entry in cell["refused"]} == {"K16V16", "K4V2", "KIVI2", "K8V4+K4V2"}
     assert "RuntimeError: no kernel image" in cell["refused"][0]["reason"]

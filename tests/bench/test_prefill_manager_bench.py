@@ -1,11 +1,9 @@
 """The benches of the score pass over prompts and of page management."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from kvbench.kernels.bench import manager, prefill, report, settings
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.reference.backend import Reference
 
 # Prompts.
 
@@ -32,13 +30,12 @@ def test_score_passes_are_timed_beside_attention():
 
 def test_a_score_pass_that_is_wrong_is_refused(monkeypatch):
     """Counting one query too few is refused; attention alone is still timed."""
-    real = get_backend("torch")
 
-    def short(q, k, scale, *, queries, **how):
-        return real.prompt_scores(q, k, scale, queries=queries - 1 if queries > 0 else 200, **how)
+    class Short(Reference):
+        def prompt_scores(self, q, k, scale, *, queries, **how):
+            return super().prompt_scores(q, k, scale, queries=queries - 1 if queries > 0 else 200, **how)
 
-    parts = SimpleNamespace(**{**vars(real), "prompt_scores": short})
-    monkeypatch.setattr(prefill, "get_backend", lambda name, device: parts)
+    monkeypatch.setattr(prefill, "get_backend", lambda name, device: Short())
     words = "shapes=[2x2x64] lengths=[310] windows=[8] rounds=1 threads=[1]".split()
     (cell,) = prefill.run(settings.read_words(prefill.Settings, words, {}))["cells"]
     assert len(cell["refused"]) == 2 and all("scores of" in entry["name"] for entry in cell["refused"])
@@ -73,7 +70,7 @@ def test_both_managers_hold_the_same_pages():
 def test_managers_agree_after_many_operations(operation):
     """The lists are the same again after the counters of the circular list have gone around several times."""
     small = manager.Settings(lists=[7], tokens_per_page=4, start_tokens=9)
-    state = manager._State(7, small, "cpu")
+    state = manager._State(7, small, "cpu", Reference())
     both = manager._OPERATIONS[operation](state)
     for _ in range(80):
         for variant in both:

@@ -1,14 +1,12 @@
 """The whole-model benches on a tiny random model: what is run, what is refused, and the arithmetic of rates."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from kvbench.bench import choices, decode, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StoreDecoder
 from kvbench.kernels.bench import report
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.reference.backend import Reference
 
 MODEL = "random preset=tiny num_layers=2 dtype=float32"
 COMMON = {"model": MODEL, "context": 96, "rounds": 2, "steps": 1, "threads": [1], "kernels": "torch", "device": "cpu"}
@@ -80,21 +78,26 @@ def test_both_decoders_give_the_same_logits(model):
 
 def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
     """A backend whose attention is off by one in a hundred is refused; the copies that were checked leave no trace."""
-    real = get_backend("torch")
 
-    def off(*arguments, **named):
-        out, lse, scores = real.paged_decode(*arguments, **named)
-        return out * 1.5, lse, scores
+    class Off(Reference):
+        def paged_decode(self, *arguments, **named):
+            out, lse, scores = super().paged_decode(*arguments, **named)
+            return out * 1.5, lse, scores
 
     settings = decode.Settings(**COMMON, methods=["full"], batches=[1], quantised=False)
     (own, full) = decode.decode_variants(settings, model, 1)
     assert own.name == "transformers" and own.check is None
     assert full.check() <= 1e-6
     decoder = full.before_round.__self__
-    before = (decoder.cache_bytes(), decoder.store.tokens_seen.tolist(), decoder.store.pool.num_used)
-    decoder.store.backend = SimpleNamespace(**{**vars(real), "paged_decode": off})
+    store = decoder.runner.store
+
+    def state():
+        return decoder.cache_bytes(), store.counters.tokens_seen.tolist(), store.pages.pool.num_used
+
+    before = state()
+    store.pages.backend = Off()
     assert full.check() > full.tolerance
-    assert (decoder.cache_bytes(), decoder.store.tokens_seen.tolist(), decoder.store.pool.num_used) == before
+    assert state() == before
 
 
 def test_throughput_fills_the_memory_and_no_more():
@@ -126,7 +129,7 @@ def test_timed_prompts_are_read_every_time(model):
     decoder = full.before_round.__self__
     for _ in range(3):
         full.call(0)
-    assert decoder.prompts.num_read == 3 and decoder.prompts.num_reused == 0
+    assert decoder.runner.prompts.num_read == 3 and decoder.runner.prompts.num_reused == 0
 
 
 def test_rates_count_the_batch():

@@ -5,7 +5,7 @@ from math import ceil
 import pytest
 import torch
 
-from kvbench.cache import ledger
+from kvbench.cache.buffered import Buffered
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
@@ -58,19 +58,19 @@ def run(store: CompressedStore, length: int, steps: int) -> int:
 
 def check_total(store: CompressedStore, row: int, items: dict, pages: int, page_tables: int) -> None:
     """Slack, tables and free list by other means; the items sum to the resident bytes, and those to the allocation."""
-    size = store.pool.page_bytes
+    size = store.pages.pool.page_bytes
     filled = items["payload_bytes"] + items["quant_meta_bytes"] + items["track_bytes"]
     assert items["slack_bytes"] == pages * size - filled >= 0
     assert items["free_list_bytes"] == 4 * pages
-    per_page = [fmt.tokens_per_page for fmt in store.formats]
+    per_page = [fmt.tokens_per_page for fmt in store.pages.formats]
     entries = ceil((MAX_PROMPT + MAX_NEW) / min(per_page)) + len(per_page)
-    rings = 3 if store.residual is not None else 0  # three int32 counters per list
+    rings = 3 if isinstance(store.holding, Buffered) else 0  # three int32 counters per list
     assert items["table_bytes"] == LISTS * 4 * (page_tables * entries + len(per_page) + rings) + 2 * 8
     parts = [value for name, value in items.items() if name != "resident_bytes"]
     assert items["resident_bytes"] == sum(parts)
-    assert int(ledger.resident_bytes(store, torch.tensor([row]))[0]) == sum(parts)
-    other = ledger.itemise(store, 1 - row)["resident_bytes"]  # the row that nobody opened: tables and empty rings
-    assert sum(parts) + other + store.pool.num_free * (size + 4) == store.allocated_bytes
+    assert int(store.ledger.resident_bytes(torch.tensor([row]))[0]) == sum(parts)
+    other = store.ledger.itemise(1 - row)["resident_bytes"]  # the row that nobody opened: tables and empty rings
+    assert sum(parts) + other + store.pages.pool.num_free * (size + 4) == store.allocated_bytes
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -80,7 +80,7 @@ def test_kivi_bytes_are_the_closed_formula(bits: int, head_dim: int):
     store = store_of(Kivi(bits=bits, group=32, residual_tokens=128), head_dim)
     row = run(store, 300, 5)
     keys, values = 305 // 128 * 128, 305 - 128
-    items = ledger.itemise(store, row)
+    items = store.ledger.itemise(row)
     assert items["payload_bytes"] == LISTS * (keys + values) * head_dim * bits / 8
     assert items["quant_meta_bytes"] == LISTS * (keys + values) * 4 * head_dim / 32
     side = head_dim * bits / 8 + 4 * head_dim / 32
@@ -89,9 +89,9 @@ def test_kivi_bytes_are_the_closed_formula(bits: int, head_dim: int):
     assert items["residual_bytes"] == LISTS * ((305 - keys) + (305 - values)) * 2 * head_dim
     ring = LISTS * (128 + 129) * 2 * head_dim
     assert items["residual_slack_bytes"] == ring - items["residual_bytes"]
-    assert store.residual.k.nbytes + store.residual.v.nbytes == ROWS * ring
+    assert store.holding.ring.k.nbytes + store.holding.ring.v.nbytes == ROWS * ring
     assert items["track_bytes"] == 0
-    pages = LISTS * ceil(max(keys, values) / store.formats[0].tokens_per_page)
+    pages = LISTS * ceil(max(keys, values) / store.pages.formats[0].tokens_per_page)
     check_total(store, row, items, pages, page_tables=1)
 
 
@@ -112,12 +112,12 @@ def test_token_tier_bytes_are_the_closed_formula(tier: str, per_token: dict, hea
     """Payload d * (kb + vb) / 8 and 4 bytes of metadata per quantised side; 4 bytes per tracked field."""
     store = store_of(Full(tier=tier), head_dim, track=track)
     row = run(store, 157, 4)
-    items = ledger.itemise(store, row)
+    items = store.ledger.itemise(row)
     assert items["payload_bytes"] + items["quant_meta_bytes"] == LISTS * 161 * per_token[head_dim]
     assert items["quant_meta_bytes"] == (0 if tier == "fp16" else LISTS * 161 * 8)
     assert items["track_bytes"] == LISTS * 161 * 4 * len(track)
     assert items["residual_bytes"] == items["residual_slack_bytes"] == 0
-    pages = LISTS * ceil(161 / store.formats[0].tokens_per_page)
+    pages = LISTS * ceil(161 / store.pages.formats[0].tokens_per_page)
     check_total(store, row, items, pages, page_tables=1)
 
 
@@ -135,7 +135,7 @@ def test_token_tier_bytes_are_the_closed_formula(tier: str, per_token: dict, hea
 def test_payload_ratio_of_the_full_cache_is_exactly_one(tier: str, dtype: torch.dtype, ratio: float):
     """Sixteen bits are 100 %; everything else is in proportion to its bits, exactly."""
     store = store_of(Full(tier=tier), 64, dtype)
-    found, kept = ledger.report(store, run(store, 41, 3))
+    found, kept = store.ledger.report(run(store, 41, 3))
     assert found["payload_ratio"] == ratio
     assert found["fp16_bytes"] == 44 * LISTS * 64 * 4
     assert found["ratio"] == found["resident_bytes"] / found["fp16_bytes"] > ratio
@@ -151,7 +151,7 @@ def test_query_head_granularity_is_billed_in_full():
         granularity = "q_head"
 
     store = store_of(Repeated(), 64)
-    found, _ = ledger.report(store, run(store, 40, 2))
+    found, _ = store.ledger.report(run(store, 40, 2))
     assert found["payload_ratio"] == GROUP
 
 
@@ -159,35 +159,35 @@ def test_averages_and_peaks_follow_the_steps():
     """The average runs over decode steps, the peak holds the staged prompt, and a fork starts its averages anew."""
     store = store_of(Full(), 64, page_bytes=4096)  # 16 slots a page
     row = run(store, 16, 0)
-    meter = store.meters[row]
+    meter = store.ledger.meters[row]
     staged = 2 * HEADS * 16 * 64 * 4  # one layer's keys and values in fp32
     assert meter.staging_peak_bytes == staged
-    fixed = sum(ledger.fixed_row_bytes(store))
+    fixed = sum(store.ledger.fixed_row_bytes())
     page = LISTS * (4096 + 4)
     assert meter.peak_bytes == fixed + page + staged
-    assert ledger.report(store, row)[0]["average_bytes"] == fixed + page  # no step yet: what is held
+    assert store.ledger.report(row)[0]["average_bytes"] == fixed + page  # no step yet: what is held
     make, copy = torch.Generator().manual_seed(1), store.fork_row(row)
     for _ in range(17):
         store.begin_step(torch.tensor([row]))
         for layer in range(LAYERS):
             store.attend(layer, *(torch.randn(1, n, 64, generator=make) for n in (6, 3, 3)), 0.1)
         store.end_step()
-    found, _ = ledger.report(store, row)
+    found, _ = store.ledger.report(row)
     held = [fixed + 2 * page] * 16 + [fixed + 3 * page]
     assert found["average_bytes"] == sum(held) / 17
     tokens = [LISTS * 64 * 4 * n for n in range(17, 34)]
     assert found["average_ratio"] == pytest.approx(sum(h / t for h, t in zip(held, tokens, strict=True)) / 17)
     assert found["peak_bytes"] == max(fixed + page + staged, held[-1])
     assert found["staging_peak_bytes"] == staged
-    assert store.meters[copy].steps == 0
-    assert store.meters[copy].peak_bytes == fixed + page + staged
+    assert store.ledger.meters[copy].steps == 0
+    assert store.ledger.meters[copy].peak_bytes == fixed + page + staged
 
 
 def test_prompt_summary_counts_slots_of_all_lists():
     """Smallest, largest and total number of slots after the prompt, and the slots that a page holds."""
     store = store_of(Full(tier="k8v4"), 64)
-    _, kept = ledger.report(store, run(store, 23, 2))
+    _, kept = store.ledger.report(run(store, 23, 2))
     assert kept["prompt_tokens"] == kept["prompt_slots_min"] == kept["prompt_slots_max"] == 23
     assert kept["prompt_slots"] == 23 * LISTS
     assert kept["lists"] == LISTS
-    assert kept["page_tokens"] == store.formats[0].tokens_per_page
+    assert kept["page_tokens"] == store.pages.formats[0].tokens_per_page

@@ -82,14 +82,14 @@ def step(store: CompressedStore, rows: list[int], layers: list[list[tuple]], at:
 
 def slot_bytes(store: CompressedStore, row: int) -> list[list[int]]:
     """The bytes of every live slot of a row, region by region, in slot order."""
-    fmt, lists = store.formats[0], store.lists_of(torch.tensor([row]))
+    fmt, lists = store.pages.formats[0], store.pages.lists_of(torch.tensor([row]))
     found = []
     for number in lists.tolist():
-        count = int(store.table.num_slots[0, number])
-        page, slot = store.table.lookup(torch.full((count,), number), 0, torch.arange(count))
+        count = int(store.pages.table.num_slots[0, number])
+        page, slot = store.pages.table.lookup(torch.full((count,), number), 0, torch.arange(count))
         for name, (_, length) in fmt.regions.items():
             if length:
-                view = store.backend.region(store.pool.pages, fmt, name)
+                view = store.pages.backend.region(store.pages.pool.pages, fmt, name)
                 part = view[page, slot] if name in ("v_codes", "pos", "score") else view[page, :, slot]
                 found.append(part.contiguous().view(torch.uint8).flatten().tolist())
     return found
@@ -120,8 +120,8 @@ def test_appending_one_by_one_equals_writing_at_once(case: tuple):
         step(store, [chunked], [layers], at)
     assert slot_bytes(store, stepped) == slot_bytes(store, whole)
     assert slot_bytes(store, chunked) == slot_bytes(store, whole)
-    assert store.tokens_seen.tolist()[:3] == [37, 37, 37]
-    assert store.prompt_tokens.tolist()[:3] == [37, 30, 30]
+    assert store.counters.tokens_seen.tolist()[:3] == [37, 37, 37]
+    assert store.counters.prompt_tokens.tolist()[:3] == [37, 30, 30]
 
 
 def test_a_batch_equals_single_rows():
@@ -154,11 +154,11 @@ def test_rows_are_reused_clean():
     first = prefill(store, layers, 20)
     want = slot_bytes(store, first)
     store.close_row(first)
-    assert store.pool.num_used == 0
+    assert store.pages.pool.num_used == 0
     again = store.open_row()
     assert again == first
-    assert store.tokens_seen[again] == store.prompt_tokens[again] == 0
-    assert store.meters[again].peak_bytes == 0
+    assert store.counters.tokens_seen[again] == store.counters.prompt_tokens[again] == 0
+    assert store.ledger.meters[again].peak_bytes == 0
     for layer, qkv in enumerate(layers):
         store.prefill_layer(again, layer, *qkv, 0.2)
     assert slot_bytes(store, again) == want
@@ -171,12 +171,12 @@ def test_a_fork_shares_nothing():
     copy = store.fork_row(row)
     want = slot_bytes(store, row)
     assert slot_bytes(store, copy) == want
-    used = store.table.used_page_ids().tolist()
+    used = store.pages.table.used_page_ids().tolist()
     assert len(set(used)) == len(used)
     step(store, [copy], [layers], 20)
     assert slot_bytes(store, row) == want
     assert slot_bytes(store, copy) != want
-    assert store.tokens_seen[[row, copy]].tolist() == [20, 21]
+    assert store.counters.tokens_seen[[row, copy]].tolist() == [20, 21]
 
 
 def test_query_head_granularity_equals_kv_heads():
@@ -190,7 +190,7 @@ def test_query_head_granularity_equals_kv_heads():
         store = store_of(policy)
         row = prefill(store, layers, 8)
         outs.append([step(store, [row], [layers], at) for at in range(8, 12)])
-        assert store.num_heads == (6 if policy.granularity == "q_head" else 2)
+        assert store.pages.shape[2] == (6 if policy.granularity == "q_head" else 2)
     for one, other in zip(*outs, strict=True):
         assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(one, other, strict=True))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvbench.cache import ledger
+from kvbench.cache import buffered
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels.dispatch import get_backend
@@ -101,7 +101,7 @@ def step(store: CompressedStore, rows: list[int], seed: int = 0) -> None:
 
 def state(store: CompressedStore) -> dict:
     """All that may not change: counters, the pages of every list with their bytes, free pages, rings, meters."""
-    table, pool = store.table, store.pool
+    table, pool = store.pages.table, store.pages.pool
     lists, found = torch.arange(table.num_lists), {}
     for tier in range(table.num_tiers):
         counts = table.num_pages(tier)
@@ -111,12 +111,12 @@ def state(store: CompressedStore) -> dict:
     found["free"] = sorted(pool.free_ids().tolist())
     found["pool"] = (pool.num_pages, pool.num_free, pool.num_used, pool.allocated_bytes)
     for name in ("tokens_seen", "prompt_tokens"):
-        found[name] = getattr(store, name).tolist()
+        found[name] = getattr(store.counters, name).tolist()
     found["slots"] = table.num_slots.tolist()
-    found["meters"] = [vars(m).copy() for m in store.meters]
-    found["ledgers"] = [ledger.itemise(store, row) for row in range(2)]
-    if store.residual is not None:
-        ring = store.residual
+    found["meters"] = [vars(m).copy() for m in store.ledger.meters]
+    found["ledgers"] = [store.ledger.itemise(row) for row in range(2)]
+    if isinstance(store.holding, buffered.Buffered):
+        ring = store.holding.ring
         found["ring"] = [t.tolist() for t in (ring.k, ring.v, ring.num_k, ring.num_v, ring.num_tokens)]
     return found
 
@@ -131,8 +131,8 @@ def test_a_prompt_without_room_names_numbers_and_remedy():
     with pytest.raises(PoolExhausted, match=message):
         fill(store, 12)  # 2 lists a layer, a high and a low page each
     store.close_row(0)
-    assert store.pool.num_used == 0
-    assert store.allocated_bytes == store.pool.allocated_bytes + store.table.allocated_bytes + 2 * 2 * 8
+    assert store.pages.pool.num_used == 0
+    assert store.allocated_bytes == store.pages.pool.allocated_bytes + store.pages.table.allocated_bytes + 2 * 2 * 8
 
 
 ALL = tuple((layer, head) for layer in range(LAYERS) for head in range(HEADS))
@@ -145,8 +145,8 @@ def full_pages(free: int) -> tuple[CompressedStore, TwoTiers, int]:
     row = fill(store, 12)  # 8 high and 4 low slots per list
     for seed in range(4):
         step(store, [row], seed)  # every list demotes one token
-    assert store.table.num_slots[:, :4].tolist() == [[8] * 4, [8] * 4]
-    assert store.pool.num_free == free
+    assert store.pages.table.num_slots[:, :4].tolist() == [[8] * 4, [8] * 4]
+    assert store.pages.pool.num_free == free
     return store, policy, row
 
 
@@ -162,9 +162,9 @@ def test_a_step_without_room_changes_nothing(free: int):
         assert state(store) == before
     if free == 3:  # nothing is spoilt: once there is room the next step goes through
         policy.displace = ALL
-        store.table.truncate(torch.tensor([3]), 1, torch.tensor([7]))
+        store.pages.table.truncate(torch.tensor([3]), 1, torch.tensor([7]))
         step(store, [row])
-        assert store.table.num_slots[:, :4].tolist() == [[8] * 4, [9, 9, 9, 8]]
+        assert store.pages.table.num_slots[:, :4].tolist() == [[8] * 4, [9, 9, 9, 8]]
 
 
 def test_a_step_with_just_enough_room_takes_all_of_it():
@@ -172,8 +172,8 @@ def test_a_step_with_just_enough_room_takes_all_of_it():
     store, policy, row = full_pages(4)
     policy.displace = ((0, 0), (1, 1))
     step(store, [row])
-    assert store.table.num_slots[:, :4].tolist() == [[8, 9, 9, 8], [9, 8, 8, 9]]
-    assert store.pool.num_free == 0
+    assert store.pages.table.num_slots[:, :4].tolist() == [[8, 9, 9, 8], [9, 8, 8, 9]]
+    assert store.pages.pool.num_free == 0
 
 
 def test_a_full_table_row_undoes_the_step_too():
@@ -184,7 +184,7 @@ def test_a_full_table_row_undoes_the_step_too():
     policy.displace = ()
     for seed in range(19):
         step(store, [row], seed)
-    assert store.table.num_slots[:, 0].tolist() == [40, 11]
+    assert store.pages.table.num_slots[:, 0].tolist() == [40, 11]
     policy.displace = ((0, 0), (0, 1), (1, 0))
     before = state(store)
     with pytest.raises(ValueError, match="a list needs 8 page-table entries but max_pages=7; the sequence is longer"):
@@ -207,8 +207,8 @@ def test_a_ring_without_room_for_its_flush_changes_nothing():
     store = store_of(Buffered(), 4)
     first = fill(store, 9)  # one page per list; the ring holds one key, eight values
     second = store.open_row()
-    assert store.pool.num_free == 0
-    assert store.formats[0].tokens_per_page == 16
+    assert store.pages.pool.num_free == 0
+    assert store.pages.formats[0].tokens_per_page == 16
     for seed in range(14):  # 23 tokens: 16 keys in the page and 7 in the ring, which is full with the next
         step(store, [first], seed)
     before = state(store)
@@ -217,7 +217,7 @@ def test_a_ring_without_room_for_its_flush_changes_nothing():
     assert state(store) == before
     store.close_row(second)
     store.close_row(first)
-    assert store.pool.num_free == 4
+    assert store.pages.pool.num_free == 4
 
 
 def test_a_budget_below_one_page_is_refused():
@@ -231,8 +231,8 @@ def test_a_budget_below_one_page_is_refused():
 def test_the_pool_keeps_to_its_budget():
     """A budget of twelve and a bit pages makes twelve pages; without a budget the pool grows."""
     store = store_of(TwoTiers(), 12)
-    assert store.pool.num_pages == 12
-    assert store.pool.pages.nbytes <= 12 * PAGE + 7
+    assert store.pages.pool.num_pages == 12
+    assert store.pages.pool.pages.nbytes <= 12 * PAGE + 7
     free = CompressedStore(
         TwoTiers(),
         store.shape,
@@ -243,7 +243,7 @@ def test_the_pool_keeps_to_its_budget():
         options=StoreOptions(page_bytes=PAGE),
     )
     fill(free, 640)
-    assert free.pool.num_used > 64
+    assert free.pages.pool.num_used > 64
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from oracles import slow_attention
 from oracles.dice import POSITIONS, SCORED, TIERS, WINDOWED, Dice
 from oracles.slow_store import SlowStore
 
-from kvbench.cache import ledger
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels.dispatch import get_backend
@@ -139,18 +138,18 @@ class StoreMachine(RuleBasedStateMachine):
         rows = self.policy.dice.sample(sorted(self.slow.rows), self.policy.dice.randint(1, len(self.slow.rows)))
         self.policy.stepping = rows
         # Now and then somebody else holds all but a page or two of a pool that cannot grow.
-        pool, spare = self.store.pool, random.Random(~seed).choice([None] * 7 + [0, 1])
+        pool, spare = self.store.pages.pool, random.Random(~seed).choice([None] * 7 + [0, 1])
         hold = 0 if spare is None or pool.growable else max(0, pool.num_free - spare)
         taken = pool.allocate(torch.tensor([hold]))[0]
-        held = {"tables": self.store.table.num_slots.clone(), "free": self.store.pool.num_free}
+        held = {"tables": self.store.pages.table.num_slots.clone(), "free": self.store.pages.pool.num_free}
         compactions = self.policy.compactions
         try:
             self.store.begin_step(torch.tensor(rows))
         except PoolExhausted:
             self.count("decode exhausted")
             if compactions == self.policy.compactions:
-                assert torch.equal(self.store.table.num_slots, held["tables"])
-                assert self.store.pool.num_free == held["free"]
+                assert torch.equal(self.store.pages.table.num_slots, held["tables"])
+                assert self.store.pages.pool.num_free == held["free"]
             return
         finally:
             pool.release(taken)
@@ -213,23 +212,23 @@ class StoreMachine(RuleBasedStateMachine):
             return
         store = self.store
         for row, owner in self.slow.rows.items():
-            assert int(store.tokens_seen[row]) == owner.tokens_seen
-        for tier, fmt in enumerate(store.formats):
+            assert int(store.counters.tokens_seen[row]) == owner.tokens_seen
+        for tier, fmt in enumerate(store.pages.formats):
             slots, lists, ordinal = [], [], []
             for row, owner in self.slow.rows.items():
                 for n, tiers in enumerate(owner.each()):
                     number = row * LAYERS * self.heads + n
-                    assert int(store.table.num_slots[tier, number]) == len(tiers[tier])
+                    assert int(store.pages.table.num_slots[tier, number]) == len(tiers[tier])
                     slots += tiers[tier]
                     lists += [number] * len(tiers[tier])
                     ordinal += range(len(tiers[tier]))
             if not slots:
                 continue
-            page, slot = store.table.lookup(torch.tensor(lists), tier, torch.tensor(ordinal))
-            k, v = store.backend.read_slots(store.pool.pages, fmt, page, slot)
+            page, slot = store.pages.table.lookup(torch.tensor(lists), tier, torch.tensor(ordinal))
+            k, v = store.pages.backend.read_slots(store.pages.pool.pages, fmt, page, slot)
             assert np.array_equal(k.numpy(), np.stack([s.k for s in slots]))
             assert np.array_equal(v.numpy(), np.stack([s.v for s in slots]))
-            score, pos = store.backend.read_tracked(store.pool.pages, fmt, page, slot)
+            score, pos = store.pages.backend.read_tracked(store.pages.pool.pages, fmt, page, slot)
             assert pos.tolist() == [s.pos for s in slots]
             if score is not None:
                 assert np.allclose(score.numpy(), [s.score for s in slots], rtol=1e-5, atol=1e-5)
@@ -241,17 +240,19 @@ class StoreMachine(RuleBasedStateMachine):
         """Ledgers of the open rows, free pages and empty rows make up what is allocated; pages are counted once."""
         if not hasattr(self, "store"):
             return
-        store, pool = self.store, self.store.pool
-        used, free = store.table.used_page_ids().tolist(), pool.free_ids().tolist()
+        store, pool = self.store, self.store.pages.pool
+        used, free = store.pages.table.used_page_ids().tolist(), pool.free_ids().tolist()
         assert sorted(used + free) == list(range(pool.num_pages))
-        fixed, ring = ledger.fixed_row_bytes(store)
+        fixed, ring = store.ledger.fixed_row_bytes()
         assert ring == 0
         total = (ROWS - len(self.slow.rows)) * fixed + len(free) * (self.page_bytes + 4)
         for row, owner in self.slow.rows.items():
-            items = ledger.itemise(store, row)
+            items = store.ledger.itemise(row)
             counts = [sum(len(tiers[t]) for tiers in owner.each()) for t in range(len(self.policy.tiers))]
             pages = sum(
-                -(-len(tiers[t]) // f.tokens_per_page) for tiers in owner.each() for t, f in enumerate(store.formats)
+                -(-len(tiers[t]) // f.tokens_per_page)
+                for tiers in owner.each()
+                for t, f in enumerate(store.pages.formats)
             )
             payload = sum(n * DIM * (t.k_bits + t.v_bits) // 8 for n, t in zip(counts, self.policy.tiers, strict=True))
             meta = sum(
@@ -263,10 +264,16 @@ class StoreMachine(RuleBasedStateMachine):
             assert items["slack_bytes"] == pages * self.page_bytes - payload - meta - track >= 0
             assert items["free_list_bytes"] == 4 * pages
             assert items["residual_bytes"] == items["residual_slack_bytes"] == 0
-            assert items["resident_bytes"] == int(ledger.resident_bytes(store, torch.tensor([row]))[0])
+            assert items["resident_bytes"] == int(store.ledger.resident_bytes(torch.tensor([row]))[0])
             total += items["resident_bytes"]
-        tensors = [pool.pages, pool.free_list, store.table.entries, store.table.third, store.table.num_slots]
-        tensors += [store.tokens_seen, store.prompt_tokens, store.prompt_slots]
+        tensors = [
+            pool.pages,
+            pool.free_list,
+            store.pages.table.entries,
+            store.pages.table.third,
+            store.pages.table.num_slots,
+        ]
+        tensors += [store.counters.tokens_seen, store.counters.prompt_tokens, store.counters.prompt_slots]
         assert total == store.allocated_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -173,10 +173,10 @@ def test_decoding_behind_a_residual_equals_the_oracle(spec: Residual, tier: Tier
                         assert torch.allclose(out[s, g].double(), want, rtol=0, atol=1e-5)
         store.end_step()
         each = [x for lists in slow for layer in lists for x in layer]
-        assert store.residual.num_k.tolist() == [x.num_k for x in each]
-        assert store.residual.num_v.tolist() == [x.num_v for x in each]
-        assert store.residual.num_tokens.tolist() == [len(x.raw_k) for x in each]
-        assert store.table.num_slots[0].tolist() == [max(x.num_k, x.num_v) for x in each]
+        assert store.holding.ring.num_k.tolist() == [x.num_k for x in each]
+        assert store.holding.ring.num_v.tolist() == [x.num_v for x in each]
+        assert store.holding.ring.num_tokens.tolist() == [len(x.raw_k) for x in each]
+        assert store.pages.table.num_slots[0].tolist() == [max(x.num_k, x.num_v) for x in each]
 
 
 @pytest.mark.parametrize(("name", "length", "steps"), [("n10_R4", 10, 3), ("n3_R4", 3, 3), ("n8_R4", 8, 1)])
@@ -211,9 +211,9 @@ def states(buffer: ResidualBuffer, length: int, steps: int) -> list[list[int]]:
 def test_rings_have_the_dtype_of_sixteen_bits_or_of_a_native_tier(dtype: torch.dtype):
     """fp16, bf16 for bf16 models, and the model's own dtype behind a native tier."""
     sixteen = torch.bfloat16 if dtype is torch.bfloat16 else torch.float16
-    assert store_of(Behind(tier=CHANNEL, buffer=Residual(num_tokens=8)), dtype=dtype).residual.k.dtype is sixteen
+    assert store_of(Behind(tier=CHANNEL, buffer=Residual(num_tokens=8)), dtype=dtype).holding.ring.k.dtype is sixteen
     native = Behind(tier=Tier(native=True), buffer=Residual(num_tokens=8))
-    assert store_of(native, dtype=dtype).residual.v.dtype is dtype
+    assert store_of(native, dtype=dtype).holding.ring.v.dtype is dtype
 
 
 def test_a_forked_row_keeps_its_ring_and_goes_its_own_way():

@@ -50,7 +50,7 @@ class Bench:
                 name="tiny", fingerprint="ab" * 32, dtype="float32", device="cpu", chat_template=False, max_tokens=64
             ),
             load_task=self.load_task,
-            make_engine=lambda cfg, model, policy: Engine(self, cfg, policy),
+            make_engine=lambda cfg, model, policy, prompts=None: Engine(self, cfg, policy),
         )
 
     def load_task(self, cfg, model, *, limit, seed, protocol) -> TaskSet:

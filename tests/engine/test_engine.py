@@ -120,14 +120,14 @@ def test_a_forked_row_goes_on_like_its_source(loaded, policy):
         seen = {}
 
         def fork(step):
-            if seen or running.store.tokens_seen[running._open[0]] < 90:
+            if seen or running.store.counters.tokens_seen[running.runner.open_rows[0]] < 90:
                 return
-            source = running._open[0]
-            other = running._open_row(source)
-            seen["same"], _ = running._step([source, other], [5, 5])
-            seen["parted"], _ = running._step([source, other], [6, 7])
-            seen["again"], _ = running._step([source, other], [8, 8])
-            running._close(other)
+            source = running.runner.open_rows[0]
+            other = running.runner.fork(source)
+            seen["same"], _ = running.runner.try_step([source, other], [5, 5])
+            seen["parted"], _ = running.runner.try_step([source, other], [6, 7])
+            seen["again"], _ = running.runner.try_step([source, other], [8, 8])
+            running.runner.close(other)
 
         two_rows = [dataclasses.replace(requests[0], num_samples=2), *requests]  # sizes the store for the fork
         running.run(requests, on_outcome=lambda outcome: None, on_step=fork, sizing=two_rows)

@@ -18,7 +18,7 @@ def pages_of_one(loaded, policy, asked):
     most = [0]
 
     def watch(running, step):
-        most[0] = max(most[0], running.store.pool.num_used)
+        most[0] = max(most[0], running.store.pages.pool.num_used)
 
     outcome = answers(loaded, policy, [asked], on_step=watch)[asked.sample_id, 0]
     return most[0], outcome.ledger["page_bytes"]

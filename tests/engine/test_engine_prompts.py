@@ -14,7 +14,6 @@ from engine_helpers import (
     request,
 )
 
-from kvbench.cache.view import StoreDecodeView
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
@@ -42,8 +41,8 @@ def slots_after_prompt(loaded, policy, asked) -> list[list[list[int]]]:
 
     def look(running, step):
         if not seen:
-            view = StoreDecodeView(running.store, torch.tensor([running._open[0]]))
-            for tier in range(len(running.store.formats)):
+            view = running.store.view(torch.tensor([running.runner.open_rows[0]]))
+            for tier in range(len(running.store.pages.formats)):
                 arrays = view.slots(tier)
                 pos, valid = arrays.pos[0].flatten(0, 1), arrays.valid[0].flatten(0, 1)
                 seen.append([p[v].tolist() for p, v in zip(pos, valid, strict=True)])

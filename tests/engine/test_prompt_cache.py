@@ -47,7 +47,7 @@ def outcomes(loaded, policy, prompts=None, requests=None):
     found = []
     with engine(loaded, policy, batch_size=2) as running:
         if prompts is not None:
-            running.prompts = prompts
+            running.runner.prompts = prompts
         running.run(requests or prompts_of_two_kinds(), on_outcome=found.append)
     return {(o.sample_id, o.repeat): comparable(o) for o in found}
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from kvbench.results import summary
 from kvbench.results.identity import hash_identity, run_folder
-from kvbench.results.journal import dump_line
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.record import RunRecord, Session
 from kvbench.results.summary import metrics
+from kvbench.results.writing import dump_line
 
 VERSIONS = Versions(python="3.11.7", kvbench="0.1.0", torch="2.13.0", transformers="5.23.0", lm_eval="0.4.13")
 MACHINE = Machine(device="cpu (X)", host="Linux x86_64", num_cpus=2, num_threads=2, omp_wait_policy="PASSIVE")

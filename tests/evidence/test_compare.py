@@ -12,7 +12,7 @@ from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import compare, comparison, pairing
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.runs import read_samples
+from kvbench.results.sample import read_samples
 
 SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
 

@@ -10,10 +10,10 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import draw
+from kvbench.evidence import frontier_figure
 from kvbench.evidence.averages import averages
 from kvbench.evidence.dominance import best_so_far, standing
-from kvbench.evidence.layout import Drawing, spread, ticks
+from kvbench.evidence.frontier_layout import Drawing, spread, ticks
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of
 
@@ -96,7 +96,7 @@ def test_lower_is_better_turns_everything_round(tmp_path):
     panel = panel_of(tmp_path, "metric=nll")
     places = {panel.find(key).label: place for key, place in standing(panel, "resident").items()}
     assert places == {"full": "frontier", "worse": "dominated", "better": "frontier"}
-    made = draw.figure(panel, "resident")
+    made = frontier_figure.figure(panel, "resident")
     bottom, top = made.axes[0].get_ylim()
     assert bottom > top
 
@@ -198,7 +198,7 @@ def test_machines_are_not_mixed_on_the_time_axis(sweep):
     panel = panel_of(sweep)
     assert all("time" not in point.costs and "peak" in point.costs for point in panel.points)
     assert "no time axis: the runs were made on 2 machines" in "\n".join(panel.notes)
-    assert draw.render(panel, "time", "png") is None
+    assert frontier_figure.render(panel, "time", "png") is None
 
 
 def test_labels_keep_their_distance():
@@ -222,7 +222,7 @@ def test_names_in_the_picture_do_not_overlap(tmp_path):
                 settings={"budget": budget},
                 ratio=budget + index / 1000,
             )
-    made = draw.figure(panel_of(tmp_path), "resident")
+    made = frontier_figure.figure(panel_of(tmp_path), "resident")
     renderer = FigureCanvasAgg(made).get_renderer()
     made.draw(renderer)
     whole = made.bbox
@@ -237,7 +237,8 @@ def test_names_in_the_picture_do_not_overlap(tmp_path):
 def test_names_of_the_frontier_are_short():
     """Beside a point there is room for the method and its values only."""
     labels = ["full", "snapkv budget=0.25", "diffkv alpha_h=5.0 alpha_l=0.02", "full batch 8"]
-    assert [draw._short(label) for label in labels] == ["full", "snapkv 0.25", "diffkv 5, 0.02", "full batch 8"]
+    short = [frontier_figure._short(label) for label in labels]
+    assert short == ["full", "snapkv 0.25", "diffkv 5, 0.02", "full batch 8"]
 
 
 def test_ticks_and_the_staircase():
@@ -254,7 +255,7 @@ def test_published_points_are_marked(tmp_path):
     panel = panel_of(tmp_path, "published=true")
     found = Drawing(panel, "resident").printed("diffkv")
     assert any(x == 19.3 and y == pytest.approx(75.7 - 76.3) for x, y in found)
-    assert "NOT measured here" in " ".join(draw._words(Drawing(panel, "resident")))
+    assert "NOT measured here" in " ".join(frontier_figure._words(Drawing(panel, "resident")))
     assert not panel_of(tmp_path).published and not Drawing(panel, "peak").printed("diffkv")
 
 
@@ -280,7 +281,7 @@ def test_lines_join_runs_that_differ_in_numbers_only():
     """Budgets of one tier are a line; another tier is another line; a budget that is not set is a number too."""
     from types import SimpleNamespace
 
-    from kvbench.evidence.draw import _series
+    from kvbench.evidence.frontier_figure import _series
 
     labels = [
         "snapkv budget=0.5 tier=fp16",

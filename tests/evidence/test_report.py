@@ -12,7 +12,7 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import draw, report, report_parts
+from kvbench.evidence import frontier_figure, report, report_content
 from kvbench.evidence.load import load_groups
 from kvbench.policy import Policy
 
@@ -79,7 +79,7 @@ def quick(monkeypatch):
     noise = np.random.default_rng(0).integers(0, 256, (250, 250), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).save(buffer, "png")
-    monkeypatch.setattr(draw, "render", lambda panel, axis, kind: buffer.getvalue())
+    monkeypatch.setattr(frontier_figure, "render", lambda panel, axis, kind: buffer.getvalue())
 
 
 def test_page_holds_the_results(sweep):
@@ -198,14 +198,14 @@ def test_tiers_have_their_methods_names(tmp_path):
     (group,) = load_groups(cfg)
     (run,) = group.runs
     settings = run.record.identity["method"]
-    assert report_parts.tier_names(run, 2) == ["tier 0", "tier 1"]  # `tier` is no setting of Kivi
+    assert report_content.tier_names(run, 2) == ["tier 0", "tier 1"]  # `tier` is no setting of Kivi
     del settings["tier"]
-    names = report_parts.tier_names(run, 2)
+    names = report_content.tier_names(run, 2)
     assert names[1] == "16-bit buffer" and "2" in names[0]
-    assert report_parts.tier_shares(run) == pytest.approx({names[0]: 0.6, names[1]: 0.4})
+    assert report_content.tier_shares(run) == pytest.approx({names[0]: 0.6, names[1]: 0.4})
     settings.clear()
     settings["_target_"] = f"{Planted.__module__}.Planted"
-    assert report_parts.tier_names(run, 2) == ["tier 0", "tier 1"] and not Planted.made
+    assert report_content.tier_names(run, 2) == ["tier 0", "tier 1"] and not Planted.made
 
 
 @pytest.mark.parametrize(

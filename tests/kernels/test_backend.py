@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from places import CONF
 
-from kvbench.kernels.cpu import backend as cpu
+from kvbench.kernels.cpu.abi import load
 from kvbench.kernels.cpu.build import BuildError
 
 METHODS = sorted((CONF / "method").glob("*.yaml"))
@@ -18,7 +18,7 @@ METHODS = sorted((CONF / "method").glob("*.yaml"))
 def test_every_method_answers_alike_on_both_backends(path: Path, tiny_model):
     """Greedy tokens, bytes and kept tokens of a short and a long prompt; the tiny model's logits are far apart."""
     try:
-        cpu.load()
+        load()
     except BuildError as error:
         pytest.skip(str(error))
     requests = [request("a", random_tokens(170)), request("b", random_tokens(23), max_new_tokens=12)]

@@ -6,8 +6,10 @@ test_conformance_budget.py budgets, tiers and granularity; conformance_helpers.p
 
 import copy
 import dataclasses
+import inspect
 import re
 from functools import cache
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -25,9 +27,10 @@ from conformance_helpers import (
 )
 from engine_helpers import answers, comparable, forced_logits, random_tokens, request
 
-from kvbench.cache.view import StoreDecodeView
+from kvbench.cache.buffered import Buffered
 from kvbench.methods.full import Full
-from kvbench.policy import Policy
+from kvbench.policy import Policy, ReadSpec, Residual, ScoreSpec, Tier
+from kvbench.policy.base import Declarations
 
 
 @pytest.fixture
@@ -67,12 +70,19 @@ def test_method_files_are_short(path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_declarations_fit_together(name):
-    """Tiers, score and residual are stable from call to call, and a policy can be made again from its fields."""
-    policy = policy_of(name)
-    assert 1 <= len(policy.tiers) <= 3
-    assert policy.tiers == policy.tiers and policy.score == policy.score and policy.residual == policy.residual
+    """What a method declares has the type that the contract names, stays as `__post_init__` left it, and is the same
+    for a policy that is made again from its fields."""
+    policy, types = policy_of(name), get_type_hints(Declarations)
+    assert 1 <= len(policy.tiers) <= 3 and all(isinstance(tier, Tier) for tier in policy.tiers)
+    assert isinstance(policy.score, ScoreSpec)
+    assert isinstance(policy.residual, Residual | None) and isinstance(policy.reading, ReadSpec | None)
+    for item in ("scope", "position_mode", "granularity"):
+        assert getattr(policy, item) in get_args(types[item])
+    assert isinstance(policy.acts_in_decode, bool) and isinstance(policy.compact_every, int)
+    assert not any(isinstance(inspect.getattr_static(policy, item), property) for item in types)
     again = type(policy)(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
-    assert again == policy and again.tiers == policy.tiers
+    assert again == policy and again is not policy
+    assert {item: getattr(again, item) for item in types} == {item: getattr(policy, item) for item in types}
 
 
 # What comes out ----
@@ -173,15 +183,17 @@ def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
         steps[0] += 1
         store = running.store
         for row, length in zip(running._open, lengths, strict=True):
-            seen = int(store.tokens_seen[row])
+            seen = int(store.counters.tokens_seen[row])
             assert seen == length + steps[0]
-            if store.residual is not None:  # tokens behind a buffer are immutable: a step only adds one to every list
-                counts = store.residual.num_tokens[store.lists_of(torch.tensor([row]))].tolist()
-                prompt = store.meters[row].prompt_slots["prompt_slots"]
+            if isinstance(
+                store.holding, Buffered
+            ):  # tokens behind a buffer are immutable: a step only adds one to every list
+                counts = store.holding.ring.num_tokens[store.pages.lists_of(torch.tensor([row]))].tolist()
+                prompt = store.ledger.meters[row].prompt["prompt_slots"]
                 assert sum(counts) == prompt + steps[0] * len(counts) and max(counts) <= seen
             else:
-                view = StoreDecodeView(store, torch.tensor([row]))
-                arrays = [view.slots(tier) for tier in range(len(store.formats))]
+                view = store.view(torch.tensor([row]))
+                arrays = [view.slots(tier) for tier in range(len(store.pages.formats))]
                 check_positions(arrays, seen, protected(policy, length, seen) | {seen - 1})
 
     requests = [request(str(n), random_tokens(n), max_new_tokens=15) for n in lengths]

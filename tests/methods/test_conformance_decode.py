@@ -15,13 +15,15 @@ PROMPTS = {"one": (1, 40), "five": (5, 40), "ten": (10, 300), "long": (3000, 300
 
 def check_ledger(store, rows) -> None:
     """What the ledger says of the rows is what the pool and the tables hold, page by page and in sum."""
-    pages = store.table.used_page_ids()
-    assert len(pages.unique()) == len(pages) == store.pool.num_used
-    assert store.pool.num_used + store.pool.num_free == store.pool.num_pages
-    items = [ledger.itemise(store, row) for row in rows]
+    pages = store.pages.table.used_page_ids()
+    assert len(pages.unique()) == len(pages) == store.pages.pool.num_used
+    assert store.pages.pool.num_used + store.pages.pool.num_free == store.pages.pool.num_pages
+    items = [store.ledger.itemise(row) for row in rows]
     parts = ("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes")
-    assert sum(item[part] for item in items for part in parts) == store.pool.num_used * store.pool.page_bytes
-    held = ledger.resident_bytes(store, torch.tensor(rows)).tolist()
+    assert (
+        sum(item[part] for item in items for part in parts) == store.pages.pool.num_used * store.pages.pool.page_bytes
+    )
+    held = store.ledger.resident_bytes(torch.tensor(rows)).tolist()
     assert held == [item["resident_bytes"] for item in items]
 
 

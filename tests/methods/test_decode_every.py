@@ -35,7 +35,7 @@ def test_lists_return_to_their_prompt_share(method):
     held = held_positions(store, row)
     assert [len(positions) for positions in held] == [share + 1 for share in first]
     assert all(set(range(129, 137)) <= set(positions) for positions in held)
-    assert store.pool.num_used == sum(-(-len(p) // store.formats[0].tokens_per_page) for p in held)
+    assert store.pages.pool.num_used == sum(-(-len(p) // store.pages.formats[0].tokens_per_page) for p in held)
 
 
 @pytest.mark.parametrize("method", METHODS)

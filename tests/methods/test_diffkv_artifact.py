@@ -41,18 +41,18 @@ def store_of(policy, high=HIGH_SCORES, low=LOW_SCORES):
     """A store that holds the golden state, each key and value its own position."""
     store = make_store(policy)
     row = store.open_row()
-    lists = store.lists_of(torch.tensor([row]))
+    lists = store.pages.lists_of(torch.tensor([row]))
     for tier, state in ((HIGH, high), (LOW, low)):
-        store.table.reserve(lists, tier, torch.tensor([len(state)]))
+        store.pages.table.reserve(lists, tier, torch.tensor([len(state)]))
         pos = torch.tensor(list(state))
-        where = store.table.lookup(lists.repeat(len(state)), tier, torch.arange(len(state)))
+        where = store.pages.table.lookup(lists.repeat(len(state)), tier, torch.arange(len(state)))
         label = pos.float()[:, None].expand(-1, 8)
-        store.backend.write_keys(store.pool.pages, store.formats[tier], *where, label)
-        store.backend.write_values(store.pool.pages, store.formats[tier], *where, label)
-        store.backend.write_tracked(
-            store.pool.pages, store.formats[tier], *where, torch.tensor(list(state.values())), pos
+        store.pages.backend.write_keys(store.pages.pool.pages, store.pages.formats[tier], *where, label)
+        store.pages.backend.write_values(store.pages.pool.pages, store.pages.formats[tier], *where, label)
+        store.pages.backend.write_tracked(
+            store.pages.pool.pages, store.pages.formats[tier], *where, torch.tensor(list(state.values())), pos
         )
-    store.tokens_seen[row] = store.prompt_tokens[row] = 6
+    store.counters.tokens_seen[row] = store.counters.prompt_tokens[row] = 6
     return store, row
 
 

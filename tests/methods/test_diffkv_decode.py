@@ -19,20 +19,22 @@ def store_with(policy, states, tokens_seen):
     heads = len(states)
     store = make_store(policy, num_q_heads=heads, num_kv_heads=heads, head_dim=8)
     row = store.open_row()
-    lists = store.lists_of(torch.tensor([row]))
+    lists = store.pages.lists_of(torch.tensor([row]))
     for tier in (HIGH, LOW):
         count = torch.tensor([len(state[tier]) for state in states])
-        store.table.reserve(lists, tier, count)
+        store.pages.table.reserve(lists, tier, count)
         owner = lists.repeat_interleave(count)
         slot = torch.tensor([slot for state in states for slot in range(len(state[tier]))], dtype=torch.int64)
         pos = torch.tensor([pos for state in states for pos in state[tier]], dtype=torch.int64)
         mean = torch.tensor([mean for state in states for mean in state[tier].values()])
-        where = store.table.lookup(owner, tier, slot)
+        where = store.pages.table.lookup(owner, tier, slot)
         label = pos.float()[:, None].expand(-1, 8)
-        store.backend.write_keys(store.pool.pages, store.formats[tier], *where, label)
-        store.backend.write_values(store.pool.pages, store.formats[tier], *where, -label)
-        store.backend.write_tracked(store.pool.pages, store.formats[tier], *where, mean * (tokens_seen - pos), pos)
-    store.tokens_seen[row] = store.prompt_tokens[row] = tokens_seen
+        store.pages.backend.write_keys(store.pages.pool.pages, store.pages.formats[tier], *where, label)
+        store.pages.backend.write_values(store.pages.pool.pages, store.pages.formats[tier], *where, -label)
+        store.pages.backend.write_tracked(
+            store.pages.pool.pages, store.pages.formats[tier], *where, mean * (tokens_seen - pos), pos
+        )
+    store.counters.tokens_seen[row] = store.counters.prompt_tokens[row] = tokens_seen
     return store, row
 
 
@@ -139,17 +141,17 @@ def test_demoted_tokens_keep_their_key_value_score_and_position():
     """What was token 6 in the high tier is token 6 in the low tier, and the new token starts from score 0."""
     high, low, _, _ = BRANCHES["candidate demoted over a low victim"]
     store, row = store_with(DiffKV(**BRANCH_POLICY), [(high, low)], 8)
-    pages = store.pool.num_used
+    pages = store.pages.pool.num_used
     store.begin_step(torch.tensor([row]))
-    assert store.pool.num_used == pages
+    assert store.pages.pool.num_used == pages
     assert held_positions(store, row, LOW) == [[1, 6, 4]]  # the victim's slot was reused
     assert held_scores(store, row, LOW)[0] == pytest.approx({1: 0.3 * 7, 6: 0.2 * 2, 4: 0.11 * 4})
     assert held_positions(store, row, HIGH) == [[0, 8, 7]]
     assert held_scores(store, row, HIGH)[0][8] == 0.0
     label = torch.full((1, 1, 8), 8.0)
     store.attend(0, torch.zeros(1, 1, 8), label, -label, 1.0)
-    tiers, _ = store.layer_pages(torch.tensor([row]), 0)
-    keys, values, live = store.backend.gather_dense(store.pool.pages, tiers, None)
+    tiers, _ = store.holding.layer(torch.tensor([row]), 0)
+    keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, None)
     assert keys[live][:, 0].tolist() == [0, 8, 7, 1, 6, 4]  # constant vectors survive any number of bits exactly
     assert torch.equal(values[live], -keys[live])
 

@@ -8,7 +8,6 @@ from store_helpers import golden, held_positions, held_scores, make_store
 from test_diffkv_artifact import store_of
 from test_golden import ALL_LATER, LAST_FOUR
 
-from kvbench.cache import ledger
 from kvbench.config import files as listing
 from kvbench.methods.diffkv import DiffKV
 from kvbench.runs.parts import make_policy
@@ -48,30 +47,30 @@ def test_bit_pairs_store_the_bytes_of_their_formula(pair, head_dim):
     """All tokens of prompt and answer at the pair's bits: codes, a scale and a zero per side, score and position."""
     store, row = answered(preset(f"diffkv_ablation_{pair}"), 150, 10, head_dim)
     k_bits, v_bits = int(pair[1]), int(pair[3])
-    items, slots = ledger.itemise(store, row), 160 * 4
+    items, slots = store.ledger.itemise(row), 160 * 4
     assert items["payload_bytes"] == slots * head_dim * (k_bits + v_bits) // 8
     assert items["quant_meta_bytes"] == slots * 8 and items["track_bytes"] == slots * 8
     if head_dim == 128:
-        assert store.formats[0].slot.slot_bytes == RAW_BYTES[pair]
-    assert int(store.table.num_slots[1].sum()) == 0  # the low tier is never used
-    page, where = store.table.lookup(torch.zeros(1, dtype=torch.int64), 0, torch.tensor([3]))
-    key, value = store.backend.read_slots(store.pool.pages, store.formats[0], page, where)
+        assert store.pages.formats[0].slot.slot_bytes == RAW_BYTES[pair]
+    assert int(store.pages.table.num_slots[1].sum()) == 0  # the low tier is never used
+    page, where = store.pages.table.lookup(torch.zeros(1, dtype=torch.int64), 0, torch.tensor([3]))
+    key, value = store.pages.backend.read_slots(store.pages.pool.pages, store.pages.formats[0], page, where)
     assert 1 < len(key.unique()) <= 2**k_bits and 1 < len(value.unique()) <= 2**v_bits
 
 
 def test_quantisation_alone_prunes_nothing():
     """With alpha_l = 0 every token of prompt and answer is in one of the two tiers."""
     store, row = answered(preset("diffkv_ablation_quantise_only"), 200, 60, 64)
-    counts = store.slots_per_tier(store.lists_of(torch.tensor([row])))
+    counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))
     assert (counts[0] + counts[1]).tolist() == [260] * 4 and all(0 < low < 260 for low in counts[1].tolist())
 
 
 def test_pruning_alone_keeps_16_bits():
     """With equal thresholds the low tier stays empty, tokens are pruned, and what is left costs 16 bits."""
     store, row = answered(preset("diffkv_ablation_prune_only", alpha_h=0.8, alpha_l=0.8), 200, 60, 64)
-    counts = store.slots_per_tier(store.lists_of(torch.tensor([row])))
+    counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))
     assert counts[1].tolist() == [0] * 4 and all(64 <= high < 255 for high in counts[0].tolist())
-    assert ledger.itemise(store, row)["payload_bytes"] == int(counts[0].sum()) * 64 * 4
+    assert store.ledger.itemise(row)["payload_bytes"] == int(counts[0].sum()) * 64 * 4
 
 
 # Each difference between paper and released code, alone ----

@@ -38,7 +38,7 @@ def test_equal_gates_stream_from_the_last_head():
     """Ties go to the later layer, then to the later head."""
     policy = DuoAttention(table=[[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]], sparsity=0.5, sinks=1, recent=2)
     store, row, _ = after_prompt(policy, 10)
-    assert store.slots_per_tier(store.lists_of(torch.tensor([row])))[0].tolist() == [10, 10, 10, 3, 3, 3]
+    assert store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0].tolist() == [10, 10, 10, 3, 3, 3]
 
 
 @pytest.mark.parametrize("length", [3, 7, 20])
@@ -59,9 +59,9 @@ def test_steps_follow_plain_lists(length):
                 assert (out[own] - want).abs().max() < 1e-5
                 assert sorted(held_positions(store, row)[layer * 2 + head]) == held
         store.end_step()
-    lists = store.lists_of(torch.tensor([row]))
-    kept = {**store.meters[row].prompt_slots, "tokens_seen": length + 25}
-    kept["slots_per_tier"] = [int(count.sum()) for count in store.slots_per_tier(lists)]
+    lists = store.pages.lists_of(torch.tensor([row]))
+    kept = {**store.ledger.meters[row].prompt_slots, "tokens_seen": length + 25}
+    kept["slots_per_tier"] = [int(count.sum()) for count in store.holding.slots_per_tier(lists)]
     assert policy.check_outcome({"kept": kept}) is None
     kept["slots_per_tier"][0] += 1
     assert "3 streaming heads of 7 make" in policy.check_outcome({"kept": kept})

@@ -4,7 +4,6 @@ import pytest
 import torch
 from store_helpers import golden, held_positions, make_store, plain_attention
 
-from kvbench.cache import ledger
 from kvbench.methods.full import Full
 
 
@@ -35,7 +34,7 @@ def test_full_costs_the_golden_bytes_per_token(head_dim, group, tier, name):
     row = store.open_row()
     q = k = v = torch.randn(2, 50, head_dim)
     store.prefill_layer(row, 0, q, k, v, 1.0)
-    items = ledger.itemise(store, row)
+    items = store.ledger.itemise(row)
     assert items["payload_bytes"] + items["quant_meta_bytes"] == 50 * 2 * golden(group)[name]
     if tier == "fp16":
         assert items["payload_bytes"] == store.shape.fp16_bytes(50)

@@ -14,8 +14,6 @@ from golden_helpers import own_rows, read_prompt
 from places import TESTS
 from store_helpers import GOLDEN, golden, held_positions, held_scores, make_store, prefill_view
 
-from kvbench.cache import ledger
-from kvbench.cache.view import StoreDecodeView
 from kvbench.kernels.reference.quant import pack
 from kvbench.methods.ada_snapkv import AdaSnapKV
 from kvbench.methods.diffkv import DiffKV
@@ -47,9 +45,9 @@ def test_golden_group_rules(how, granularity):
     official code does, each query head keeps its own."""
 
     class Policy(SnapKV):
-        @property
-        def score(self):
-            return replace(super().score, group_reduce="max" if how == "max" else "mean")
+        def __post_init__(self):
+            super().__post_init__()
+            self.score = replace(self.score, group_reduce="max" if how == "max" else "mean")
 
     case, window = golden("gqa"), 6
     # Six window queries share the golden sums; what is left of each goes to token 4, the first of the window.
@@ -59,7 +57,7 @@ def test_golden_group_rules(how, granularity):
     row = read_prompt(store, [own_rows(4) + [rows] * window for rows in asked])
     want = case[how] if how == "per_query" else [case[how]]
     assert held_positions(store, row) == [[*kept, *range(4, 10)] for kept in want]
-    assert ledger.itemise(store, row)["payload_bytes"] == len(want) * 8 * 16 * 4
+    assert store.ledger.itemise(row)["payload_bytes"] == len(want) * 8 * 16 * 4
 
 
 def test_golden_softmax_rows():
@@ -80,7 +78,7 @@ def test_golden_averages():
     case = golden("h2o")
     store = make_store(DiffKV(alpha_h=0, alpha_l=0))
     row = read_prompt(store, [case["A"]])
-    mean = StoreDecodeView(store, torch.tensor([row])).mean_score(0)[0, 0, 0, :6]
+    mean = store.view(torch.tensor([row])).mean_score(0)[0, 0, 0, :6]
     assert mean.tolist() == pytest.approx(case["averaged"], abs=1e-6)
 
 
@@ -169,7 +167,7 @@ def test_golden_released_prompt(bug):
     stored = {int(token): score for token, score in case["buggy_saved_score"].items()} if bug else right
     got = held_scores(store, row, 0)[0] | held_scores(store, row, 1)[0]
     assert got == pytest.approx({token: stored[token] for token in got}, abs=1e-5)
-    view = StoreDecodeView(store, torch.tensor([row]))
+    view = store.view(torch.tensor([row]))
     for tier in (0, 1):
         arrays, mean = view.slots(tier), view.mean_score(tier)
         live = arrays.valid[0, 0, 0]
@@ -255,7 +253,7 @@ def test_golden_kivi_bytes(head_dim, bits, group):
     store = make_store(Kivi(bits=bits, group=group, residual_tokens=128), head_dim=head_dim)
     row = store.open_row()
     store.prefill_layer(row, 0, *torch.randn(3, 1, 256, head_dim), 0.125)
-    items = ledger.itemise(store, row)
+    items = store.ledger.itemise(row)
     assert items["payload_bytes"] + items["quant_meta_bytes"] == want * (256 + 128) / 2  # 256 keys, 128 values
 
 

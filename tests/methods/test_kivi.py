@@ -4,7 +4,6 @@ import pytest
 import torch
 from store_helpers import golden, make_store, plain_attention
 
-from kvbench.cache import ledger
 from kvbench.methods.kivi import Kivi
 from kvbench.policy import Residual
 
@@ -12,9 +11,9 @@ from kvbench.policy import Residual
 class ShortResidual(Kivi):
     """KIVI in the model's own dtype with a residual of 4 tokens, as the golden states have it."""
 
-    @property
-    def residual(self):
-        return Residual(num_tokens=4, v_flush="oldest", when="after_attention", hold_prompt=True)
+    def __post_init__(self):
+        super().__post_init__()
+        self.residual = Residual(num_tokens=4, v_flush="oldest", when="after_attention", hold_prompt=True)
 
 
 def states_of(policy, num_tokens, num_steps, seed=0):
@@ -32,7 +31,7 @@ def states_of(policy, num_tokens, num_steps, seed=0):
             for layer in range(2):
                 store.attend(layer, q[None, :, at], k[None, :, at], v[None, :, at], 0.25)
             store.end_step()
-        ring = store.residual
+        ring = store.holding.ring
         fields = torch.stack([ring.num_k, ring.num_tokens - ring.num_k, ring.num_v, ring.num_tokens - ring.num_v], 1)
         assert (fields == fields[0]).all()
         states.append(fields[0].tolist())
@@ -128,8 +127,8 @@ def test_a_constant_channel_stays_what_it_is():
     q, k = torch.zeros(1, 24, 16), torch.full((1, 24, 16), 0.5)
     row = store.open_row()
     store.prefill_layer(row, 0, q, k, k, 0.25)
-    tiers, ring = store.layer_pages(torch.tensor([row]), 0)
-    keys, values, live = store.backend.gather_dense(store.pool.pages, tiers, ring)
+    tiers, ring = store.holding.layer(torch.tensor([row]), 0)
+    keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, ring)
     assert live.sum() == 24
     assert (keys[live] == 0.5).all() and (values[live] == 0.5).all()
 
@@ -140,7 +139,7 @@ def test_quantised_tokens_cost_the_golden_bytes(bits, group):
     store = make_store(Kivi(bits=bits, group=group, residual_tokens=64), head_dim=64)
     row = store.open_row()
     store.prefill_layer(row, 0, *torch.randn(3, 1, 192, 64), 0.125)
-    items, ring = ledger.itemise(store, row), store.residual
+    items, ring = store.ledger.itemise(row), store.holding.ring
     num_k, num_v = int(ring.num_k[0]), int(ring.num_v[0])
     assert (num_k, num_v) == (192, 128)
     side = golden("bytes64")[f"kivi{bits}_g{group}"] / 2  # keys and values cost the same

@@ -4,7 +4,6 @@ import pytest
 import torch
 from store_helpers import held_positions, held_scores, make_store, plain_attention
 
-from kvbench.cache import ledger
 from kvbench.kernels.reference.attention import rotate
 from kvbench.methods.knorm import KeyNorm
 from kvbench.policy import ScoreSpec
@@ -51,7 +50,7 @@ def test_skipped_layers_are_paid_by_the_others():
     policy = KeyNorm(budget=0.5, skip_layers=1)
     store, row = after_prompt(policy, norms)
     assert held_positions(store, row) == [list(range(8)), [6, 7], [6, 7], [6, 7]]
-    kept = {**store.meters[row].prompt_slots, "slots_per_tier": [14]}
+    kept = {**store.ledger.meters[row].prompt_slots, "slots_per_tier": [14]}
     assert policy.check_outcome({"kept": kept}) is None
 
 
@@ -65,7 +64,7 @@ def test_scores_are_kept_for_decoding_and_billed():
     """With decode_every the norms are stored, new tokens bring theirs, and the largest go when the time comes."""
     store, row = after_prompt(KeyNorm(budget=3, decode_every=2), [[[3.0, 1.0, 4.0, 1.5, 5.0, 0.5]]])
     assert held_scores(store, row)[0] == pytest.approx({1: -1.0, 3: -1.5, 5: -0.5}, abs=1e-5)
-    assert ledger.itemise(store, row)["track_bytes"] == 3 * 8
+    assert store.ledger.itemise(row)["track_bytes"] == 3 * 8
     for position, norm in ((6, 0.7), (7, 9.0)):
         store.begin_step(torch.tensor([row]))
         q, k, v = torch.randn(1, 1, DIM), keys_of_norm([norm])[None], torch.randn(1, 1, DIM)

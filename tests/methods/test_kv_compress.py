@@ -40,11 +40,11 @@ def test_golden_protected_slots():
 def test_golden_moves():
     """Compaction fills the golden hole from the golden slot."""
     store = make_store(KVCompress(), track=("pos",))
-    lists = store.lists_of(torch.tensor([store.open_row()]))
-    store.table.reserve(lists, 0, torch.tensor([5]))
+    lists = store.pages.lists_of(torch.tensor([store.open_row()]))
+    store.pages.table.reserve(lists, 0, torch.tensor([5]))
     keep = torch.ones(1, 5, dtype=torch.bool)
     keep[0, golden("kvc")["E2"]["evicted"][0]] = False
-    owner, source, target, count = store.table.plan_compaction(lists, 0, keep)
+    owner, source, target, count = store.pages.table.plan_compaction(lists, 0, keep)
     assert [list(move) for move in zip(source.tolist(), target.tolist(), strict=True)] == [
         list(move) for move in golden("kvc")["moves_E2_head0"]
     ]

@@ -47,11 +47,11 @@ def step(store, row, position: int, raw_q, raw_k, v) -> torch.Tensor:
 
 def in_pages(store, row) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values fp32 [H, n, D] as the pages of a one-layer row hold them, not rotated."""
-    lists = store.lists_of(torch.tensor([row]))
-    count = int(store.slots_per_tier(lists)[0][0])
+    lists = store.pages.lists_of(torch.tensor([row]))
+    count = int(store.holding.slots_per_tier(lists)[0][0])
     index = torch.arange(count).repeat(len(lists))
-    page, slot = store.table.lookup(lists.repeat_interleave(count), 0, index)
-    keys, values = store.backend.read_slots(store.pool.pages, store.formats[0], page, slot)
+    page, slot = store.pages.table.lookup(lists.repeat_interleave(count), 0, index)
+    keys, values = store.pages.backend.read_slots(store.pages.pool.pages, store.pages.formats[0], page, slot)
     return keys.unflatten(0, (-1, count)), values.unflatten(0, (-1, count))
 
 
@@ -62,9 +62,8 @@ class Plain(Policy):
     tier: str = "native"
     position_mode = "pre_rope"
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return (Tier.parse(self.tier),)
+    def __post_init__(self) -> None:
+        self.tiers = (Tier.parse(self.tier),)
 
 
 @pytest.mark.parametrize(

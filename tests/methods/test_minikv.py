@@ -54,9 +54,9 @@ def test_golden_buffer_states():
     store.prefill_layer(row, 0, torch.randn(1, 20, 8), torch.randn(1, 20, 8), torch.randn(1, 20, 8), 1.0)
     seen = []
     for step in range(len(states) * 2 - 1):
-        held = int(store.residual.num_k[0])
-        seen.append((held, int(store.residual.num_tokens[0]) - held))
-        assert int(store.residual.num_v[0]) == held
+        held = int(store.holding.ring.num_k[0])
+        seen.append((held, int(store.holding.ring.num_tokens[0]) - held))
+        assert int(store.holding.ring.num_v[0]) == held
         if step % 2 == 0:
             assert seen[-1] == states[step // 2]
         store.begin_step(torch.tensor([row]))

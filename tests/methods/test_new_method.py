@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-SKIPPED = shutil.ignore_patterns("__pycache__", ".git", "results", "docs", "notebooks", ".pytest_cache", "*.egg-info")
+SKIPPED = shutil.ignore_patterns("__pycache__")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def copy(tmp_path_factory) -> Path:
     for folder in ("kvbench", "kernels", "methods", "conf", "tests"):
         shutil.copytree(ROOT / folder, target / folder, ignore=SKIPPED)
     shutil.copy(ROOT / "pyproject.toml", target)
-    section = (ROOT / "README.md").read_text().split("### Adding one")[1].split("\n## ")[0]
+    section = (ROOT / "README.md").read_text().split("## Adding a method")[1].split("\n## ")[0]
     for name, kind in (("methods/toy.py", "python"), ("conf/method/toy.yaml", "yaml")):
         assert not (target / name).exists()
         (target / name).write_text(re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1])

@@ -1,14 +1,12 @@
 """Quest: bounds of pages by hand and by an oracle, and attention that is given only the chosen pages."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from store_helpers import make_store, plain_attention
 
-from kvbench.cache import ledger
 from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.kernels.reference.attention import choose_pages
+from kvbench.kernels.reference.backend import Reference
 from kvbench.kernels.reference.pages import region
 from kvbench.methods.quest import Quest
 from kvbench.policy import Policy, ReadSpec
@@ -102,12 +100,12 @@ def test_attention_is_given_only_what_it_reads():
     store, rows, tensors = filled(policy, [77], 100)
     seen = []
 
-    def watching(q, pages, tiers, *arguments, **named):
-        seen.append((tiers[0].ids.clone(), tiers[0].num_k.clone()))
-        return plain(q, pages, tiers, *arguments, **named)
+    class Watching(Reference):
+        def paged_decode(self, q, pages, tiers, *arguments, **named):
+            seen.append((tiers[0].ids.clone(), tiers[0].num_k.clone()))
+            return super().paged_decode(q, pages, tiers, *arguments, **named)
 
-    plain = store.backend.paged_decode
-    store.backend = SimpleNamespace(**(vars(store.backend) | {"paged_decode": watching}))
+    store.pages.backend = Watching()
     step(store, rows, tensors, [77])
     ((ids, num_k),) = seen
     assert ids.shape == (1, 2, 3) and num_k.tolist() == [[22, 22]]  # two whole pages, and 6 of 8 in the tenth
@@ -121,7 +119,7 @@ def test_rows_may_read_different_shares():
     step(store, rows, tensors, [96, 40])
     bounds = 2 * DIM * 2
     for row, whole, prompt in zip(rows, (5, 2), (96, 40), strict=True):
-        meter, pages = store.meters[row], prompt // 8 + 1
+        meter, pages = store.ledger.meters[row], prompt // 8 + 1
         assert meter.read_bytes == 2 * ((whole * 8 + 1) * 4 * DIM + pages * bounds)
         assert meter.readable_bytes == 2 * (prompt + 1) * 4 * DIM
 
@@ -133,7 +131,7 @@ def test_what_is_read_is_reported():
         store, rows, tensors = filled(policy, [80], 100)
         for position in range(80, 90):
             step(store, rows, tensors, [position])
-        _, kept = ledger.report(store, rows[0])
+        _, kept = store.ledger.report(rows[0])
         if expected is None:
             slots = [16 + position % 8 + 1 for position in range(80, 90)]
             pages = [position // 8 + 1 for position in range(80, 90)]
@@ -153,13 +151,13 @@ def test_bounds_follow_every_way_of_writing():
     store.append_chunk(row, 0, q[:, 21:35], k[:, 21:35], v[:, 21:35], 0.25)
     for position in range(35, 43):
         step(store, [row], [(q, k, v)], [position])
-    lists = store.lists_of(torch.tensor([row]))
-    ids = store.table.page_ids(lists, 0, 6)
+    lists = store.pages.lists_of(torch.tensor([row]))
+    ids = store.pages.table.page_ids(lists, 0, 6)
     for name, want in (("k_low", torch.Tensor.amin), ("k_high", torch.Tensor.amax)):
-        held = region(store.pool.pages, store.formats[0], name)[ids]
+        held = region(store.pages.pool.pages, store.pages.formats[0], name)[ids]
         for page in range(6):
             assert torch.equal(held[:, page], want(k[:, page * 8 : min(43, page * 8 + 8)].half(), 1))
-    items = ledger.itemise(store, row)
+    items = store.ledger.itemise(row)
     assert items["track_bytes"] == 2 * 6 * 2 * DIM * 2 and items["payload_bytes"] == 2 * 43 * 4 * DIM
 
 
@@ -167,14 +165,17 @@ def test_no_logit_exceeds_its_bound():
     """With one query head and count 2, the page of the largest logit before the newest page has to have a bound at
     least as large as that logit; the chosen page therefore has one too."""
     store, rows, tensors = filled(Quest(page_tokens=8, tier="native"), [64], 80, num_q_heads=2)
-    lists = store.lists_of(torch.tensor(rows))
-    (tier,), _ = store.layer_pages(torch.tensor(rows), 0, [8])
+    lists = store.pages.lists_of(torch.tensor(rows))
+    (tier,), _ = store.holding.layer(torch.tensor(rows), 0, [8])
     q, k, _ = tensors[0]
-    low, high = (region(store.pool.pages, tier.fmt, n)[store.table.page_ids(lists, 0, 8)] for n in ("k_low", "k_high"))
+    low, high = (
+        region(store.pages.pool.pages, tier.fmt, n)[store.pages.table.page_ids(lists, 0, 8)]
+        for n in ("k_low", "k_high")
+    )
     bound = torch.maximum(q[:, 70, None] * low, q[:, 70, None] * high).sum(-1)
     logits = torch.einsum("hd,hnd->hn", q[:, 70], k[:, :64]).unflatten(1, (8, 8))
     assert (bound >= logits.amax(-1) - 1e-4).all()
-    chosen = choose_pages(q[None, :, 70], store.pool.pages, tier, torch.tensor([2]), 2, "max")
+    chosen = choose_pages(q[None, :, 70], store.pages.pool.pages, tier, torch.tensor([2]), 2, "max")
     best = bound[:, :7].argmax(1)
     ids = tier.ids[0]
     assert chosen.ids[0].tolist() == [[int(ids[h, best[h]]), int(ids[h, 7])] for h in range(2)]

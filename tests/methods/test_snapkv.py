@@ -125,8 +125,8 @@ def test_kept_tokens_carry_their_own_keys_and_values():
     label = torch.arange(60.0)[None, :, None].expand(2, -1, 8) + torch.tensor([0.0, 1000.0])[:, None, None]
     row = store.open_row()
     store.prefill_layer(row, 0, torch.randn(2, 60, 8), label, -label, 0.001)
-    tiers, _ = store.layer_pages(torch.tensor([row]), 0)
-    keys, values, live = store.backend.gather_dense(store.pool.pages, tiers, None)
+    tiers, _ = store.holding.layer(torch.tensor([row]), 0)
+    keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, None)
     for head, positions in enumerate(held_positions(store, row)):
         assert len(positions) == 20 and positions == sorted(positions)
         assert keys[0, head][live[0, head]][:, 0].tolist() == [p + 1000 * head for p in positions]
@@ -167,9 +167,9 @@ def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expe
     q, k, v = torch.randn(3, 2, num_tokens, 8)
     row = store.open_row()
     store.prefill_layer(row, 0, q, k, v, 1.0)
-    counts = store.slots_per_tier(store.lists_of(torch.tensor([row])))[0]
+    counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
     assert counts.tolist() == [expected, expected]
-    assert policy.check_outcome({"kept": store.meters[row].prompt_slots}) is None
+    assert policy.check_outcome({"kept": store.ledger.meters[row].prompt_slots}) is None
 
 
 @pytest.mark.parametrize("budget", [0.5, 40, "2KiB"])
@@ -185,7 +185,7 @@ def test_a_policy_that_keeps_everything_is_caught(budget):
     q, k, v = torch.randn(3, 2, 200, 8)
     row = store.open_row()
     store.prefill_layer(row, 0, q, k, v, 1.0)
-    message = policy.check_outcome({"kept": store.meters[row].prompt_slots})
+    message = policy.check_outcome({"kept": store.ledger.meters[row].prompt_slots})
     assert message is not None and "kept 200 of 200 prompt tokens" in message
 
 

@@ -68,13 +68,13 @@ def test_the_new_token_takes_the_slot_of_the_oldest_recent_one():
     """Nothing moves in memory: token 12 lies where token 8 lay, and the pages do not grow."""
     raw_q, raw_k, v = inputs(20)
     store, row = filled_store(StreamingLLM(sinks=4, budget=8), 12, raw_q, raw_k, v)
-    pages = store.pool.num_used
+    pages = store.pages.pool.num_used
     step(store, row, 12, raw_q, raw_k, v)
     assert held_positions(store, row)[0] == [0, 1, 2, 3, 12, 9, 10, 11]
     for position in range(13, 18):
         step(store, row, position, raw_q, raw_k, v)
     assert held_positions(store, row)[0] == [0, 1, 2, 3, 16, 17, 14, 15]
-    assert store.pool.num_used == pages
+    assert store.pages.pool.num_used == pages
 
 
 @pytest.mark.parametrize(("num_tokens", "sinks", "budget"), [(12, 4, 8), (3, 4, 9), (1, 1, 4), (30, 0, 5), (30, 5, 40)])
@@ -151,9 +151,9 @@ def test_budget_holds_after_every_step(budget, num_tokens, expected):
     store, row = filled_store(policy, num_tokens, raw_q, raw_k, v)
     for position in range(num_tokens, num_tokens + 15):
         step(store, row, position, raw_q, raw_k, v)
-        counts = store.slots_per_tier(store.lists_of(torch.tensor([row])))[0]
+        counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
         assert counts.tolist() == [expected, expected]
-    kept = {**store.meters[row].prompt_slots, "slots_per_tier": [int(counts.sum())]}
+    kept = {**store.ledger.meters[row].prompt_slots, "slots_per_tier": [int(counts.sum())]}
     assert policy.check_outcome({"kept": kept}) is None
 
 
@@ -170,8 +170,8 @@ def test_a_policy_that_never_overwrites_is_caught(budget):
     store, row = filled_store(policy, 80, raw_q, raw_k, v)
     for position in range(80, 83):
         step(store, row, position, raw_q, raw_k, v)
-    held = [int(store.slots_per_tier(store.lists_of(torch.tensor([row])))[0].sum())]
-    message = policy.check_outcome({"kept": {**store.meters[row].prompt_slots, "slots_per_tier": held}})
+    held = [int(store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0].sum())]
+    message = policy.check_outcome({"kept": {**store.ledger.meters[row].prompt_slots, "slots_per_tier": held}})
     assert message is not None and "23 tokens per head held at the end" in message
 
 

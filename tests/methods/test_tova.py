@@ -33,7 +33,7 @@ def after_prompt(policy, last: list[list[float]], num_kv_heads: int = 1):
 
 def step(store, row, position: int, rows: list[dict[int, float]]) -> None:
     """One decode step in which the heads attend as given; the new token's key is unit vector `position`."""
-    heads = store.num_heads
+    heads = store.pages.shape[2]
     store.begin_step(torch.tensor([row]))
     key = torch.eye(DIM)[position].expand(1, heads, -1)
     store.attend(0, asking(rows)[None], key, torch.zeros(1, heads, DIM), 1.0)

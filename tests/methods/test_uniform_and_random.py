@@ -34,8 +34,10 @@ def test_stored_values_are_rounded_and_no_worse(settings, bound):
     row = store.open_row()
     k, v = torch.randn(2, 1, 30, 64).clamp(-2, 2)
     store.prefill_layer(row, 0, torch.randn(1, 30, 64), k, v, 0.125)
-    page, slot = store.table.lookup(torch.zeros(30, dtype=torch.int64), 0, torch.arange(30))
-    for got, want in zip(read_slots(store.pool.pages, store.formats[0], page, slot), (k[0], v[0]), strict=True):
+    page, slot = store.pages.table.lookup(torch.zeros(30, dtype=torch.int64), 0, torch.arange(30))
+    for got, want in zip(
+        read_slots(store.pages.pool.pages, store.pages.formats[0], page, slot), (k[0], v[0]), strict=True
+    ):
         error = (got - want).abs().max()
         assert 1e-4 < error < bound
 

@@ -5,9 +5,6 @@ import json
 from places import TESTS
 
 COMMITTED = TESTS / "golden" / "methods.json"
-SHARED = (
-    TESTS.parents[1] / "shared" / "golden" / "methods.json"
-)  # where the numbers were made; not part of the repository
 
 
 def golden(group: str) -> dict:

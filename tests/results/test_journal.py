@@ -9,7 +9,8 @@ import sys
 import pytest
 from places import ROOT
 
-from kvbench.results.journal import Journal, JournalError, RunLocked, dump_line, plain, run_lock, write_atomic
+from kvbench.results.journal import Journal, RunLocked, run_lock
+from kvbench.results.writing import JournalError, dump_line, plain, write_atomic
 
 
 def record(number: int, **changes) -> dict:

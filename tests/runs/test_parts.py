@@ -40,7 +40,7 @@ def test_engine_from_configuration(tiny_model):
     policy = make_policy(OmegaConf.load(listing.conf_folder() / "method" / "full.yaml"))
     engine = make_engine(OmegaConf.create(settings), tiny_model(), policy)
     assert (engine.batch_size, engine.seed, engine.fidelity_max_tokens, engine.backend.name) == (3, 5, 7, "torch")
-    assert (engine.options.page_bytes, engine.options.track) == (4096, ("pos",))
+    assert (engine.runner.options.page_bytes, engine.runner.options.track) == (4096, ("pos",))
     store["page_bites"] = 1
     with pytest.raises(ValueError, match="key=store.page_bites does not exist. Did you mean store.page_bytes?"):
         make_engine(OmegaConf.create(settings), tiny_model(), policy)

@@ -14,8 +14,9 @@ from fake_parts import FakePolicy, make_cfg, make_parts, make_requests
 from omegaconf import OmegaConf
 from places import ROOT, TESTS
 
-from kvbench.results.journal import Journal, JournalError, RunLocked, run_lock
+from kvbench.results.journal import Journal, RunLocked, run_lock
 from kvbench.results.record import RunRecord
+from kvbench.results.writing import JournalError
 from kvbench.runs.experiment import prepare
 from kvbench.runs.run import run_experiment, unfinished_groups
 

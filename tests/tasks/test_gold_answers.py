@@ -1,7 +1,7 @@
 """Every reference answer of GSM8K, MATH-500, AIME and HumanEval+ at hand, against itself and against perturbed ones.
 
-The files are not part of the repository; these tests are skipped where they are absent. KVBENCH_ALL_GOLD=1 takes all
-rows, otherwise a fifth of MATH-500 and a few programs are taken.
+The files are not part of the repository; where they are absent, a skip says how to get them. KVBENCH_ALL_GOLD=1 takes
+all rows, otherwise a fifth of MATH-500 and a few programs are taken.
 """
 
 import json
@@ -10,7 +10,7 @@ import re
 import threading
 
 import pytest
-from places import DATA
+from places import DATA, need_data
 
 from kvbench.tasks.aime import dataset as aime_rows
 from kvbench.tasks.aime import metrics as aime
@@ -24,14 +24,13 @@ STEP = 1 if ALL else 5
 
 
 def rows_of(file: str, check) -> list[dict]:
-    """The checked rows of one file, or a skip."""
-    path = DATA / file
-    if not path.is_file():
-        pytest.skip(f"{path} is not here")
-    return [check(json.loads(line)) for line in path.read_bytes().split(b"\n") if line]
+    """The checked rows of one file of the benchmark data."""
+    return [check(json.loads(line)) for line in (DATA / file).read_bytes().split(b"\n") if line]
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(
+    "split", [pytest.param(split, marks=need_data(f"gsm8k/{split}.jsonl")) for split in ("train", "test")]
+)
 def test_gsm8k_gold_answers(split: str) -> None:
     """All of a split: the reference in the words of each form is right, and off by one, ten-fold or negated wrong."""
     rows = rows_of(f"gsm8k/{split}.jsonl", gsm8k_rows.check_row)
@@ -61,6 +60,7 @@ def perturbed(answer: str) -> list[str]:
     return others
 
 
+@need_data("math500/test.jsonl")
 def test_math_gold_answers() -> None:
     """The reference in a box and its whole solution are right; no perturbed answer is."""
     rows = rows_of("math500/test.jsonl", math_rows.check_row)[::STEP]
@@ -76,6 +76,7 @@ def test_math_gold_answers() -> None:
     print(f"{len(rows)} answers, {count} perturbed ones")
 
 
+@need_data("aime24/test.jsonl")
 def test_aime_gold_answers() -> None:
     """All problems: the reference is right with and without leading zeros, its neighbours are wrong."""
     for row in rows_of("aime24/test.jsonl", aime_rows.check_row):
@@ -151,6 +152,7 @@ def test_math_final_answers(text: str, expected: str | None) -> None:
     assert (maths.grade("1", text)["parsed"] == 1.0) is (expected is not None)
 
 
+@need_data("humaneval_plus/humanevalplus.jsonl")
 def test_humaneval_canonical_solutions() -> None:
     """Reference solutions pass through the task's grader, and the same with a wrong return value fail."""
     from kvbench.tasks.code import dataset, metrics

@@ -56,7 +56,8 @@ def aime_config(folder: Path, results_dir: Path):
 
 
 def test_an_interrupted_aime_run_repeats_no_finished_answer(tmp_path: Path) -> None:
-    """Eight answers each to three problems, stopped after 5 and 9 more: every answer is scored once, none differs."""
+    """Eight answers each to three problems, stopped after 5 and 9 more: every answer is scored once, every line that
+    was written stays byte for byte, and nothing differs from a run that was left alone."""
     folder = folder_of(tmp_path, "aime24", *(AIME | {"problem": f"Find $6\\cdot {n}$. " * 5} for n in range(3)))
     quiet = {"method": "snapkv", "say": lambda text: None}
 
@@ -66,7 +67,7 @@ def test_an_interrupted_aime_run_repeats_no_finished_answer(tmp_path: Path) -> N
 
     whole = run_experiment(aime_config(folder, tmp_path / "whole"), **quiet)
     cfg = aime_config(folder, tmp_path / "cut")
-    scored = []
+    scored, lines = [], []
     for count in (5, 9, -1):
         stop = Interrupted(count)
         if count > 0:
@@ -75,6 +76,9 @@ def test_an_interrupted_aime_run_repeats_no_finished_answer(tmp_path: Path) -> N
         else:
             resumed = run_experiment(cfg, parts=stop.parts, **quiet)
         scored.append(len(stop.scored))
+        (journal,) = (tmp_path / "cut").rglob("samples.jsonl")
+        before, lines = lines, journal.read_bytes().splitlines()
+        assert set(before) <= set(lines)
     assert scored == [5, 9, 10]
     rows = samples(resumed)
     assert [(row["sample_id"], row["repeat"]) for row in rows] == [
@@ -82,6 +86,7 @@ def test_an_interrupted_aime_run_repeats_no_finished_answer(tmp_path: Path) -> N
     ]
     assert rows == samples(whole)
     assert len({tuple(row["token_ids"]) for row in rows[:8]}) > 1
+    assert resumed.record.sessions[-1].num_done == 10
     sampling = resumed.record.task_aggregate["sampling"]
     assert sampling["num_samples"] == 8
     assert sampling["num_problems"] == 3

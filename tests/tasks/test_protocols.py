@@ -2,17 +2,11 @@
 
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from places import ROOT
 from problem_rows import AIME, GSM8K, MATH, folder_of
 from rich.console import Console
 from test_problem_runs import aime_config
@@ -132,54 +126,3 @@ def test_minerva_subjects_ask_the_same_way(model, tmp_path: Path) -> None:
     cfg = {"name": "math", "form": "minerva4", "subjects": ["algebra"], "data_dir": str(folder)}
     task = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64})
     assert model.tokenizer.decode(task.requests[0].segments[0]).count("Problem:\n") == 5
-
-
-def test_a_killed_aime_run_repeats_no_finished_answer(tmp_path: Path) -> None:
-    """SIGKILL in the middle of eight answers per problem; the same command goes on and keeps every finished line."""
-    problems = (AIME | {"problem": f"Find $6\\cdot {n}$. " * 5} for n in range(5))
-    folder = folder_of(tmp_path, "aime24", *problems)
-    words = [
-        "task=aime24",
-        f"task.data_dir={folder}",
-        "model=random",
-        "model.preset=tiny",
-        "model.num_layers=2",
-        "method=snapkv",
-        "method.budget=16",
-        "method.window=4",
-        "backend=torch",
-        "reference=none",
-        "batch_size=1",
-        "protocol=sampled",
-        "protocol.num_samples=8",
-        "protocol.max_new_tokens=60",
-    ]
-    command = [sys.executable, "-m", "kvbench", *words]
-    settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
-
-    def journal(name: str) -> Path | None:
-        return next((tmp_path / name).rglob("samples.jsonl"), None) if (tmp_path / name).is_dir() else None
-
-    child = subprocess.Popen([*command, "results_dir=cut"], **settings)
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and child.poll() is None:
-        path = journal("cut")
-        if path and path.read_bytes().count(b"\n") >= 8:
-            break
-        time.sleep(0.02)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    assert child.returncode == -signal.SIGKILL
-    before = path.read_bytes()
-    before = before[: before.rfind(b"\n") + 1]
-    finished = before.count(b"\n")
-    assert 8 <= finished < 40
-    again = subprocess.run([*command, "results_dir=cut"], **settings, check=True)
-    assert f"{finished} of 40 samples are done" in again.stderr.decode()
-    lines = path.read_bytes().splitlines()
-    assert set(before.splitlines()) <= set(lines)  # byte for byte, timings included
-    rows = [json.loads(line) for line in lines]
-    wanted = [(f"aime24/{number}", repeat) for number in range(5) for repeat in range(8)]
-    assert [(row["sample_id"], row["repeat"]) for row in rows] == wanted
-    record = json.loads((path.parent / "run.json").read_text())
-    assert record["sessions"][-1]["num_done"] == 40 - finished

@@ -1,5 +1,8 @@
 """Rows of AIME 2024 and 2025."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvbench.tasks.aime.metrics import to_integer
 from kvbench.tasks.answers import last_boxed
 from kvbench.tasks.problem_source import Place, find_rows, text_field
@@ -29,8 +32,8 @@ def place(subset: str) -> Place:
     )
 
 
-def check_row(row: object) -> dict:
-    """Check a parsed line.
+def check_row(row: Mapping[str, object]) -> dict[str, Any]:
+    """Check the object of a line.
 
     Args:
         row: `problem` (or `Problem`, `question`), `answer` (text or number; when it is missing, the solution's last
@@ -72,7 +75,7 @@ def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Row
     return {"test": Rows(documents, quarantined=rows.quarantined, origin=rows.origin)}
 
 
-def _gold(row: dict) -> str:
+def _gold(row: Mapping[str, Any]) -> str:
     """The solution, or where the file has none (or no more than the box), the boxed answer."""
     boxed = f"\\boxed{{{row['answer']}}}"
     return row["solution"] or boxed

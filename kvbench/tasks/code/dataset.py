@@ -1,12 +1,36 @@
 """Rows of HumanEval+ and MBPP+: the EvalPlus release files, which have the inputs that answers are tested on."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypedDict
 
 from kvbench.tasks.problem_source import Place, find_rows, text_field
 from kvbench.tasks.source import Rows
 
 RELEASE = {"humaneval_plus": ("HumanEvalPlus", "v0.1.10"), "mbpp_plus": ("MbppPlus", "v0.2.0")}
+
+
+class CodeRow(TypedDict):
+    """One problem, as the release files have it.
+
+    Args:
+        task_id: For example `HumanEval/0` or `Mbpp/2`.
+        prompt: What the model continues: imports, helpers, signature and docstring; or a docstring alone (MBPP+).
+        entry_point: Name of the function that is called.
+        canonical_solution: The reference; it continues the prompt.
+        base_input: Arguments of each call of the original benchmark.
+        plus_input: Arguments of each added call.
+        atol: Absolute tolerance of the task, >= 0; 0 where outputs must be equal.
+    """
+
+    task_id: str
+    prompt: str
+    entry_point: str
+    canonical_solution: str
+    base_input: list[list[object]]
+    plus_input: list[list[object]]
+    atol: float
 
 
 def place(subset: str) -> Place:
@@ -23,23 +47,25 @@ def place(subset: str) -> Place:
     )
 
 
-def check_row(row: object) -> dict:
-    """Check a parsed line.
+def check_row(row: Mapping[str, object]) -> CodeRow:
+    """Check the object of a line.
 
     Args:
-        row: `task_id`, `prompt`, `entry_point`, `canonical_solution`, `base_input`, `plus_input`, `atol`.
+        row: The fields of `CodeRow`, and others that are not read. An empty `plus_input` is allowed.
 
     Returns:
-        These fields. An empty `plus_input` is allowed.
+        The row.
 
     Raises:
         ValueError: What is wrong with the row.
     """
-    texts = {name: text_field(row, name) for name in ("task_id", "prompt", "entry_point", "canonical_solution")}
+    names = ("task_id", "prompt", "entry_point", "canonical_solution")
+    task_id, prompt, entry_point, solution = (text_field(row, name) for name in names)
     for name in ("base_input", "plus_input"):
         if name not in row:
             raise ValueError(f"field {name} is missing; use the EvalPlus release file, not the one in original format")
-    if not isinstance(row["base_input"], list) or not row["base_input"]:
+    base = row["base_input"]
+    if not isinstance(base, list) or not base:
         raise ValueError("field base_input must be a list of at least one call")
     # Some rows of MBPP+ write "no inputs were added" as an empty object.
     plus = row["plus_input"] or []
@@ -48,7 +74,15 @@ def check_row(row: object) -> dict:
     atol = row.get("atol", 0)
     if isinstance(atol, bool) or not isinstance(atol, int | float) or atol < 0:
         raise ValueError(f"field atol must be a number of at least 0, it is {atol!r}")
-    return texts | {"base_input": row["base_input"], "plus_input": plus, "atol": atol}
+    return CodeRow(
+        task_id=task_id,
+        prompt=prompt,
+        entry_point=entry_point,
+        canonical_solution=solution,
+        base_input=base,
+        plus_input=plus,
+        atol=atol,
+    )
 
 
 def load(
@@ -87,7 +121,7 @@ def load(
     return {"test": Rows(documents, quarantined=rows.quarantined, origin=rows.origin)}
 
 
-def _gold(subset: str, form: str, row: dict) -> str:
+def _gold(subset: str, form: str, row: Mapping[str, str]) -> str:
     """The canonical solution as an answer in this form would read."""
     if form == "complete":
         return row["canonical_solution"]

@@ -31,9 +31,9 @@ def build_program(prompt: str, entry_point: str, completion: str) -> str:
     blocks = _blocks(answer)
     if blocks:
         answer = next((block for block in blocks if defines.search(block)), blocks[-1])
-    if defines.search(answer):
+    if found := defines.search(answer):
         head = _before_definition(prompt, defines)
-        return f"{head}\n{answer if blocks else _cut(answer, defines.search(answer).end())}\n"
+        return f"{head}\n{answer if blocks else _cut(answer, found.end())}\n"
     return f"{prompt}{_indented(_cut(answer, 0))}\n"
 
 
@@ -54,7 +54,7 @@ def _blocks(answer: str) -> list[str]:
     return blocks
 
 
-def _before_definition(prompt: str, defines: re.Pattern) -> str:
+def _before_definition(prompt: str, defines: re.Pattern[str]) -> str:
     found = defines.search(prompt)
     return prompt[: found.start()] if found else prompt
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import WireError, decode
+from kvbench.tasks.code.dataset import CodeRow
 from kvbench.tasks.code.extract import build_program
 from kvbench.tasks.code.mbpp_inputs import restore_inputs
 from kvbench.tasks.code.oracle import FOUND_TASKS, is_right
@@ -22,7 +23,7 @@ _CALL_FACTOR, _MIN_CALL_S, _MAX_CALLS_S = 4.0, 1.0, 60.0
 _START_S = 5.0
 _REFERENCE_CALL_S, _REFERENCE_WALL_S, _REFERENCE_BYTES = 30.0, 120.0, 1 << 30
 _SPARE_BYTES = 1 << 20
-_FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "atol")
+_FIELDS = tuple(CodeRow.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,12 @@ class _Group:
 
 
 def grade_humaneval_plus(
-    row: Mapping[str, object], completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
+    row: CodeRow, completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
 ) -> GradeResult:
     """Grade an answer to a HumanEval+ problem.
 
     Args:
-        row: A row of the EvalPlus release file: `task_id`, `prompt`, `entry_point`, `canonical_solution`, `base_input`,
-            `plus_input`, `atol`.
+        row: A row of the EvalPlus release file.
         completion: What the model wrote: the continuation of the prompt, or a reply with a fenced block.
         allow_code_execution: The setting `task.allow_code_execution`.
         limits: What the program may use; its times follow from the reference's.
@@ -74,18 +74,18 @@ def grade_humaneval_plus(
         ValueError: The row lacks a field, or its own reference solution does not run.
 
     Source: EvalPlus 0.3.1 (inputs, tolerances, time limits, special oracles).
-    Differs: see `code_oracle`, `code_extract`; programs see the standard library only.
+    Differs: see `oracle` and `extract`; programs see the standard library only.
     """
     return _grade("humaneval", row, completion, allow_code_execution, limits or cage.Limits())
 
 
 def grade_mbpp_plus(
-    row: Mapping[str, object], completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
+    row: CodeRow, completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
 ) -> GradeResult:
     """Grade an answer to an MBPP+ problem.
 
     Args:
-        row: A row of the EvalPlus release file (read as plain JSON), with the fields of `grade_humaneval_plus`.
+        row: A row of the EvalPlus release file, read as plain JSON.
         completion: What the model wrote.
         allow_code_execution: The setting `task.allow_code_execution`.
         limits: What the program may use; its times follow from the reference's.
@@ -102,9 +102,7 @@ def grade_mbpp_plus(
     return _grade("mbpp", row, completion, allow_code_execution, limits or cage.Limits())
 
 
-def _grade(
-    dataset: str, row: Mapping[str, object], completion: str, allow_code_execution: bool, limits: cage.Limits
-) -> GradeResult:
+def _grade(dataset: str, row: CodeRow, completion: str, allow_code_execution: bool, limits: cage.Limits) -> GradeResult:
     cage.require_consent(allow_code_execution)
     absent = [name for name in _FIELDS if name not in row]
     if absent:
@@ -113,18 +111,16 @@ def _grade(
             " (HumanEvalPlus.jsonl or MbppPlus.jsonl); the files in the original format lack the inputs."
         )
     program = build_program(row["prompt"], row["entry_point"], completion)
-    passed = []
+    base_passed = False
     for group in _reference(dataset, row, limits):
         status, message = _run_group(dataset, row, program, group, limits)
         if status != "pass":
-            return GradeResult(status, bool(passed), False, message)
-        passed.append(group)
+            return GradeResult(status, base_passed, False, message)
+        base_passed = True  # the original inputs come first
     return GradeResult("pass", True, True)
 
 
-def _run_group(
-    dataset: str, row: Mapping[str, object], program: str, group: _Group, limits: cage.Limits
-) -> tuple[str, str]:
+def _run_group(dataset: str, row: CodeRow, program: str, group: _Group, limits: cage.Limits) -> tuple[str, str]:
     verdict: list[tuple[str, str]] = []
 
     def judge(output: cage.Output) -> bool:
@@ -158,7 +154,7 @@ def _run_group(
     return ("timeout" if report.status == "timeout" else "error"), f"{report.status}: {report.message}"
 
 
-def _judge(dataset: str, row: Mapping[str, object], group: _Group, output: cage.Output) -> tuple[str, str] | None:
+def _judge(dataset: str, row: CodeRow, group: _Group, output: cage.Output) -> tuple[str, str] | None:
     """What is wrong with one output; None when nothing is."""
     text = output.payload[:300].decode("utf-8", "replace") if output.kind != "v" else ""
     if output.index < 0:
@@ -199,9 +195,10 @@ _references: dict[bytes, list[_Group]] = {}
 _references_lock = threading.Lock()
 
 
-def _reference(dataset: str, row: Mapping[str, object], limits: cage.Limits) -> list[_Group]:
+def _reference(dataset: str, row: CodeRow, limits: cage.Limits) -> list[_Group]:
     """Base and added inputs with the reference's outputs and time limits; computed once for each row."""
-    key = hashlib.sha256(json.dumps([dataset, *(row[name] for name in _FIELDS)]).encode()).digest()
+    fields: Mapping[str, object] = row
+    key = hashlib.sha256(json.dumps([dataset, *(fields[name] for name in _FIELDS)]).encode()).digest()
     with _references_lock:
         known = _references.get(key)
     if known is None:
@@ -214,9 +211,7 @@ def _reference(dataset: str, row: Mapping[str, object], limits: cage.Limits) -> 
     return known
 
 
-def _run_reference(
-    dataset: str, row: Mapping[str, object], calls: Sequence[Sequence[object]], limits: cage.Limits
-) -> _Group:
+def _run_reference(dataset: str, row: CodeRow, calls: Sequence[Sequence[object]], limits: cage.Limits) -> _Group:
     report = cage.run(
         row["prompt"] + row["canonical_solution"],
         row["entry_point"],

@@ -3,12 +3,15 @@
 import json
 
 from kvbench.tasks.answers import after_thinking
+from kvbench.tasks.code.dataset import CodeRow
 
-# How codegrade reports a program that does not even load.
+# How `grade` reports a program that does not even load.
 _LOADING = "loading the program"
 
 
-def grade(subset: str, row: dict, text: str, *, allow_code_execution: bool, opened: bool = False) -> dict[str, float]:
+def grade(
+    subset: str, row: CodeRow, text: str, *, allow_code_execution: bool, opened: bool = False
+) -> dict[str, float]:
     """Score one answer.
 
     Args:

@@ -1,6 +1,6 @@
 """Whether one output of a solution is right, also in tasks where equality with the reference is the wrong question.
 
-Everything here runs in the trusted process, on builtin values that `cage_wire.decode` made.
+Everything here runs in the trusted process, on builtin values that `cage.wire.decode` made.
 
 Source: EvalPlus 0.3.1, `evalplus/eval/__init__.py` and `_special_oracle.py` (read, not copied).
 Differs: there, the first float among the expected outputs of a task loosens the comparison of all that follow it; here
@@ -9,6 +9,11 @@ each output is judged alone. There, a tolerance goes through numpy, which would 
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+# An argument or an output: any builtin value. An operation that it lacks raises TypeError, which `is_right` takes for
+# a wrong output.
+Value = Any
 
 _FLOAT_TOLERANCE = 1e-6
 _RELATIVE_TOLERANCE = 1e-7
@@ -22,7 +27,7 @@ FOUND_TASKS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
 
 
 def is_right(
-    dataset: str, entry_point: str, inputs: Sequence[object], output: object, expected: object, atol: float
+    dataset: str, entry_point: str, inputs: Sequence[Value], output: Value, expected: Value, atol: float
 ) -> bool:
     """Judge one output.
 
@@ -73,11 +78,11 @@ def _close(output: object, expected: object, atol: float) -> bool:
     return abs(output - expected) <= atol + _RELATIVE_TOLERANCE * abs(expected)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[complex]:
     return isinstance(value, int | float | complex)
 
 
-def _is_root(inputs: Sequence[object], output: object, atol: float) -> bool:
+def _is_root(inputs: Sequence[Value], output: Value, atol: float) -> bool:
     """HumanEval/32: any root of the polynomial is right, not only the reference's."""
     if not isinstance(output, int | float):
         return False
@@ -85,32 +90,32 @@ def _is_root(inputs: Sequence[object], output: object, atol: float) -> bool:
     return abs(sum(factor * math.pow(output, power) for power, factor in enumerate(coefficients))) <= atol
 
 
-def _as_set(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+def _as_set(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     return set(output) == set(expected)
 
 
-def _found(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+def _found(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     return expected == (output if isinstance(output, bool) else output is not None)
 
 
-def _any_answer(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+def _any_answer(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     """Mbpp/164: the benchmark takes every answer; the statement does not say what makes numbers equivalent."""
     return True
 
 
-def _sum_or_zero(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+def _sum_or_zero(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     """Mbpp/295: 0 is the other reading of a task about divisors."""
     return _matches(output, expected, atol) or output == 0
 
 
-def _pyramid_surface(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+def _pyramid_surface(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     """Mbpp/581: the height may be the slant height (the reference) or the distance of the tip from the base."""
     base, height = inputs
     upright = round(base**2 + 2 * base * math.sqrt((base / 2) ** 2 + height**2))
     return _matches(output, expected, atol) or abs(output - upright) <= atol
 
 
-def _digit_distance(inputs: Sequence[object], output: object, expected: object, atol: float) -> bool:
+def _digit_distance(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     """Mbpp/558: digit by digit behind leading zeros, or the digits of the difference (the reference)."""
     texts = [str(number) for number in inputs]
     width = max(map(len, texts))
@@ -118,7 +123,7 @@ def _digit_distance(inputs: Sequence[object], output: object, expected: object, 
     return _matches(output, expected, atol) or output == aligned
 
 
-_Judge = Callable[[Sequence[object], object, object, float], bool]
+_Judge = Callable[[Sequence[Value], Value, Value, float], bool]
 _MBPP: dict[str, _Judge] = {
     **dict.fromkeys(_SET_TASKS, _as_set),
     **dict.fromkeys(FOUND_TASKS, _found),

@@ -2,6 +2,8 @@
 
 import random
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from kvbench.tasks.answers import to_number
 from kvbench.tasks.gsm8k.shots import COT8
@@ -27,8 +29,8 @@ def place(split: str) -> Place:
     )
 
 
-def check_row(row: object) -> dict:
-    """Check a parsed line.
+def check_row(row: Mapping[str, object]) -> dict[str, Any]:
+    """Check the object of a line.
 
     Args:
         row: `question`, and `answer`: the solution, with its number behind `####`.
@@ -86,7 +88,7 @@ def load(form: str, data_dir: str | None = None, seed: int = 0, **_: object) -> 
     return {"test": Rows(documents, quarantined=[*rows.quarantined, *skipped], origin=rows.origin)}
 
 
-def _gold(form: str, row: dict) -> str:
+def _gold(form: str, row: Mapping[str, Any]) -> str:
     """The reference solution as an answer in this form would read."""
     if form == "fewshot5":
         return f"{row['solution']}\n#### {row['answer']}"

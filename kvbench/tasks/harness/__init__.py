@@ -22,7 +22,7 @@ from kvbench.errors import check_whole, unknown_name
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.harness.find import build_tasks
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
-from kvbench.tasks.prompts import PromptBuilder, generation_rules, template_settings
+from kvbench.tasks.prompts import PromptBuilder, TemplateSettings, generation_rules, render_chat, template_settings
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys
 from kvbench.tasks.taskset import TaskSet, fingerprint
@@ -140,7 +140,7 @@ class _Asker:
     model: "LoadedModel"
     protocol: Protocol
     rendered: bool
-    settings: dict[str, object]
+    settings: TemplateSettings
 
     @classmethod
     def make(cls, model: "LoadedModel", protocol: Protocol) -> "_Asker":
@@ -155,7 +155,7 @@ class _Asker:
                 f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and lm-eval's tasks are asked as "
                 "plain text; set protocol.chat_template=always"
             )
-        settings = template_settings(model.tokenizer, protocol, model.name) if rendered else {}
+        settings = template_settings(model.tokenizer, protocol, model.name) if rendered else TemplateSettings()
         return cls(model, protocol, rendered, settings)
 
     @property
@@ -163,14 +163,8 @@ class _Asker:
         """The label of result rows, as in `PromptBuilder.thinking`."""
         return {None: "template", True: "on", False: "off"}[self.protocol.thinking] if self.rendered else "no chat"
 
-    def _render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
-        return self.model.tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            **self.settings,
-        )
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return render_chat(self.model.tokenizer, messages, self.settings, add_generation_prompt)
 
     def ask(self, leaf: str, task: "Task", limit: int | None) -> "list[tuple[Request, Doc]]":
         """The requests of a task's first documents, each with what scores it."""

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.tasks.lmeval import quiet
+from kvbench.tasks.lmeval import lmeval_tasks_folder, quiet
 from kvbench.tasks.source import MissingDataError
 
 if TYPE_CHECKING:
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(rb"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE)
 _TAGS = re.compile(rb"^[\"']?tag[\"']?:([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
-
-
-def tasks_folder() -> Path:
-    """Where lm-eval keeps its tasks."""
-    return Path(find_spec("lm_eval").submodule_search_locations[0]) / "tasks"
 
 
 @cache
@@ -88,7 +82,9 @@ def manager_of(
     for path in own:
         if not path.is_dir():
             raise ValueError(f"task.include_path={path} is not a folder; give one that holds task YAMLs")
-    roots, folders, seen = [*own, tasks_folder(), *extra], {}, set()
+    roots = [*own, lmeval_tasks_folder(), *extra]
+    folders: dict[Path, None] = {}
+    seen: set[str] = set()
     todo = list(names)
     while todo:
         for name in todo:
@@ -238,7 +234,7 @@ def _leaves(item: Mapping[str, Any], index: Mapping[str, Any]) -> Iterator[dict[
         return
     members = entry.cfg["task"] if entry.kind.name == "GROUP" else sorted(_tagged(name, index))
     for member in members:
-        yield from _leaves(changes | (member if isinstance(member, Mapping) else {"task": member}), index)
+        yield from _leaves(changes | (dict(member) if isinstance(member, Mapping) else {"task": member}), index)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from kvbench.engine.requests import Request
 from kvbench.tasks.answers import after_thinking
@@ -110,7 +110,7 @@ class HarnessTaskSet(TaskSet):
         scores = {}
         for name in self.metrics:
             value = found.get(name)
-            if not isinstance(value, bool | int | float) and not hasattr(value, "__float__"):
+            if not isinstance(value, SupportsFloat):
                 raise ValueError(f"lm-eval gives no number for {name} of {request.sample_id}, but {value!r}")
             scores[name] = float(value)
             if not 0 <= scores[name] <= 1:

@@ -1,9 +1,12 @@
 """Generated documents in the form that lm-eval reads."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvbench.tasks.longctx.generate import make_doc
 from kvbench.tasks.source import Rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_LENGTH = 1024
 DEFAULT_ITEMS = 6
@@ -11,7 +14,7 @@ DEFAULT_ITEMS = 6
 
 def load(
     kind: str,
-    tokenizer: Any = None,
+    tokenizer: "PreTrainedTokenizerBase | str | None" = None,
     length: int = DEFAULT_LENGTH,
     items: int = DEFAULT_ITEMS,
     seed: int = 0,

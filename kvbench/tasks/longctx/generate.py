@@ -3,9 +3,13 @@
 import hashlib
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvbench.tasks.longctx.haystack import Filler, make_filler, paragraphs
+from kvbench.tasks.prompts import decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KINDS = ("multikey", "kv", "recall", "passkey")
 # The shortest prompt in which eight needles still sit between whole sentences of filler.
@@ -32,15 +36,7 @@ _NOUNS = (
 ).split()
 
 
-class Tokenizer(Protocol):
-    """The two calls that the generator needs of a tokenizer."""
-
-    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
-
-
-def make_doc(kind: str, index: int, *, tokenizer: Tokenizer, length: int, seed: int) -> dict:
+def make_doc(kind: str, index: int, *, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> dict:
     """Write one document whose prompt is as long as asked.
 
     Args:
@@ -73,7 +69,7 @@ def make_doc(kind: str, index: int, *, tokenizer: Tokenizer, length: int, seed: 
     return doc
 
 
-def longest_fit(render: Callable[[int], str], tokenizer: Tokenizer, length: int, limit: int) -> int:
+def longest_fit(render: Callable[[int], str], tokenizer: "PreTrainedTokenizerBase", length: int, limit: int) -> int:
     """Find how many units of filler fill a prompt.
 
     Args:
@@ -119,7 +115,12 @@ def longest_fit(render: Callable[[int], str], tokenizer: Tokenizer, length: int,
 
 
 def _fill(
-    inserts: list[tuple[float, str]], head: str, question: str, filler: Filler, length: int, tokenizer: Tokenizer
+    inserts: list[tuple[float, str]],
+    head: str,
+    question: str,
+    filler: Filler,
+    length: int,
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> str:
     """The context: head, then as much filler with its inserts as the length allows."""
 
@@ -130,7 +131,7 @@ def _fill(
     return context(units)
 
 
-def _multikey(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+def _multikey(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerBase") -> dict:
     cities = rng.sample(_CITIES, NUM_NEEDLES)
     numbers = rng.sample(range(1_000_000, 10_000_000), NUM_NEEDLES)
     # The needle asked for takes the item's depth, the others lie at random.
@@ -147,7 +148,7 @@ def _multikey(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> d
     return {"context": context, "question": question, "answer": f" {numbers[0]}"}
 
 
-def _passkey(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+def _passkey(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerBase") -> dict:
     key = rng.randrange(100_000, 1_000_000)
     question = "\n\nWhat was the pass key mentioned in the text above? The pass key is"
     head = "There is a pass key hidden in the text. Find it and remember it.\n\n"
@@ -155,7 +156,7 @@ def _passkey(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> di
     return {"context": context, "question": question, "answer": f" {key}"}
 
 
-def _kv(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+def _kv(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerBase") -> dict:
     keys = [f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS]
     rng.shuffle(keys)
     value_of = Random(rng.random())
@@ -183,7 +184,7 @@ def _kv_question(key: str) -> str:
     return f"\n\n{key}:"
 
 
-def _recall(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dict:
+def _recall(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerBase") -> dict:
     """Quote the first words of a sentence of the context; the next 16 tokens are the answer."""
     order = list(paragraphs())
     rng.shuffle(order)
@@ -196,12 +197,12 @@ def _recall(rng: Random, depth: float, length: int, tokenizer: Tokenizer) -> dic
     return {"context": context, "question": question, "answer": answer}
 
 
-def _quote(text: str, tokenizer: Tokenizer) -> tuple[str, str] | None:
+def _quote(text: str, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] | None:
     """The first words of a paragraph and the next 16 tokens; None when the paragraph is too short for both."""
     words = text.split()
     prefix, rest = " ".join(words[:RECALL_PREFIX_WORDS]), " " + " ".join(words[RECALL_PREFIX_WORDS:])
     ids = tokenizer.encode(rest, add_special_tokens=False)
-    answer = tokenizer.decode(ids[:RECALL_TOKENS])
+    answer = decode(tokenizer, ids[:RECALL_TOKENS])
     # A cut inside a character would not decode to the text again.
     return (prefix, answer) if len(ids) > RECALL_TOKENS and rest.startswith(answer) else None
 

@@ -73,9 +73,7 @@ class Filler:
             One text; every insert appears exactly once, in the order of the depths.
         """
         stops = [0, *(end for end in self.sentence_ends if end <= num_words)]
-        placed = sorted(
-            (min(stops, key=lambda end, at=depth * num_words: abs(end - at)), depth, text) for depth, text in inserts
-        )
+        placed = sorted((_nearest(stops, depth * num_words), depth, text) for depth, text in inserts)
         parts: list[str] = []
         last = 0
         for at, _, text in placed:
@@ -84,6 +82,10 @@ class Filler:
             last = at
         parts.extend(self.words[last:num_words])
         return " ".join(parts).replace("\n ", "\n")
+
+
+def _nearest(stops: Sequence[int], at: float) -> int:
+    return min(stops, key=lambda end: abs(end - at))
 
 
 def make_filler(rng: Random, num_words: int) -> Filler:

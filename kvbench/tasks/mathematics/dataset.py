@@ -1,10 +1,11 @@
 """Rows of MATH-500 and of the subjects of MATH."""
 
 import ast
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from kvbench.tasks.answers import last_boxed
+from kvbench.tasks.lmeval import lmeval_tasks_folder
 from kvbench.tasks.problem_source import Place, find_rows, text_field
 from kvbench.tasks.source import Rows
 
@@ -44,8 +45,8 @@ def place(subset: str) -> Place:
     )
 
 
-def check_row(row: object) -> dict:
-    """Check a parsed line.
+def check_row(row: Mapping[str, object]) -> dict[str, Any]:
+    """Check the object of a line.
 
     Args:
         row: `problem`, `solution`, `answer` (when it is missing, the solution's last box), `subject` (or `type`),
@@ -71,7 +72,7 @@ def check_row(row: object) -> dict:
     }
 
 
-def minerva_shots() -> list[dict]:
+def minerva_shots() -> list[dict[str, str]]:
     """The four public worked examples, read from the lm-eval package: `problem` and `solution` each.
 
     Its module is read and not imported, because it refuses the antlr4 that Hydra needs.
@@ -81,13 +82,12 @@ def minerva_shots() -> list[dict]:
 
     Source: Lewkowycz et al. 2022 (arXiv 2206.14858), appendix D; lm-eval tasks/minerva_math/utils.py.
     """
-    folder = Path(find_spec("lm_eval").submodule_search_locations[0])
-    path = folder / "tasks" / "minerva_math" / "utils.py"
+    path = lmeval_tasks_folder() / "minerva_math" / "utils.py"
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         (function,) = (node for node in tree.body if getattr(node, "name", "") == "list_fewshot_samples")
-        (returned,) = (node for node in ast.walk(function) if isinstance(node, ast.Return))
-        shots = ast.literal_eval(returned.value)
+        (returned,) = (node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value)
+        shots = ast.literal_eval(returned)
         return [{"problem": shot["problem"], "solution": shot["solution"]} for shot in shots[:4]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

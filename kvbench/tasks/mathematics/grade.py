@@ -66,8 +66,8 @@ def equivalent(reference: str, answer: str) -> bool:
     if normalise(reference) == normalise(answer):
         return True
     for pattern in (_BASE, _UNIT_POWER):
-        marks = [pattern.search(latex.strip()) for latex in (reference, answer)]
-        if all(marks) and marks[0][1] != marks[1][1]:
+        wanted, given = pattern.search(reference.strip()), pattern.search(answer.strip())
+        if wanted and given and wanted[1] != given[1]:
             return False
     from math_verify import parse, verify
 

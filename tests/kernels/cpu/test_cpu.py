@@ -12,15 +12,16 @@ from page_helpers import PAGE_BYTES, Cache, tier_format
 from kvbench.kernels import dispatch
 from kvbench.kernels.backend import Ring, TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import backend as cpu
+from kvbench.kernels.cpu import backend as cpu_backend
 from kvbench.kernels.cpu import build
+from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu.build import BuildError, build_library
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.pages import region
 
 try:
-    cpu.load()
+    cpu_abi.load()
     ABSENT = ""
 except BuildError as error:
     ABSENT = str(error)
@@ -46,7 +47,7 @@ def assert_equal(q: torch.Tensor, pages: torch.Tensor, tiers: list, ring: Ring |
     """Output, log-sum-exp and scores equal the reference's to 1e-5, which is the rounding of fp32 sums."""
     scale = q.shape[-1] ** -0.5
     want = torch_attention.paged_decode(q, pages, tiers, ring, scale, **scores)
-    got = cpu.paged_decode(q, pages, tiers, ring, scale, **scores)
+    got = cpu_decode.paged_decode(q, pages, tiers, ring, scale, **scores)
     assert len(got[2]) == len(want[2])
     for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
@@ -161,7 +162,7 @@ def test_nan_comes_out_of_its_own_list_only(bits: str, where: str):
         name = f"{where}_codes" if bits == "16,16" else f"{where}_scale"
         # Codes are [channel, slot] of keys, [slot, channel] of values; scales are [group, slot].
         region(cache.pages, fmt, name)[cache.tiers[0].ids[0, 0, 0], 0, 5] = float("nan")
-    out, _, scores = cpu.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="sum")
+    out, _, scores = cpu_decode.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="sum")
     bad = ~torch.isfinite(out[0]).all(1)
     assert bad[:3].all() and not bad[3:].any()
     assert torch.isfinite(scores[0][0, 1]).all()
@@ -172,7 +173,7 @@ def test_a_list_of_nothing_has_no_value():
     """Attention over no token is NaN with a log-sum-exp of minus infinity; its neighbour is untouched."""
     fmt = tier_format("4,2", 64)
     cache = Cache([fmt], [[[0, 12]]], 64)
-    out, lse, _ = cpu.paged_decode(random_queries(1, 2, 64), cache.pages, cache.tiers, None, 0.125)
+    out, lse, _ = cpu_decode.paged_decode(random_queries(1, 2, 64), cache.pages, cache.tiers, None, 0.125)
     assert out[0, 0].isnan().all() and float(lse[0, 0]) == float("-inf")
     assert out[0, 1].isfinite().all() and lse[0, 1].isfinite()
 
@@ -186,7 +187,7 @@ def test_results_depend_neither_on_threads_nor_on_the_batch():
 
     def attend(rows: list[int]) -> list[torch.Tensor]:
         tiers = [TierPages(t.fmt, t.ids[rows], t.num_k[rows], t.num_v[rows]) for t in cache.tiers]
-        out, lse, scores = cpu.paged_decode(q[rows], cache.pages, tiers, None, 0.125, group="max")
+        out, lse, scores = cpu_decode.paged_decode(q[rows], cache.pages, tiers, None, 0.125, group="max")
         return [out, lse, *scores]
 
     threads = torch.get_num_threads()
@@ -212,7 +213,7 @@ def test_scores_are_added_as_the_reference_adds_them():
     scores = torch.rand(2, 2, tier.ids.shape[-1] * fmt.tokens_per_page)
     want = cache.pages.clone()
     torch_attention.add_scores(want, tier, scores)
-    cpu.add_scores(cache.pages, tier, scores)
+    cpu_decode.add_scores(cache.pages, tier, scores)
     assert torch.equal(cache.pages, want)
 
 
@@ -223,7 +224,7 @@ def test_a_page_that_does_not_exist_is_refused():
     cache = Cache([fmt], [[[5]]], 64)
     cache.tiers[0].ids[:] = len(cache.pages)
     with pytest.raises(AssertionError, match="names a page that the pool does not have"):
-        cpu.paged_decode(random_queries(1, 1, 64), cache.pages, cache.tiers, None, 0.125)
+        cpu_decode.paged_decode(random_queries(1, 1, 64), cache.pages, cache.tiers, None, 0.125)
 
 
 @needs_compiler
@@ -239,7 +240,7 @@ def test_every_build_equals_the_reference(monkeypatch: pytest.MonkeyPatch):
     assert cpu_abi.available_isas()[0] == "portable"
     for isa in cpu_abi.available_isas():
         monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
-        assert cpu.load().kvb_path().decode() == isa
+        assert cpu_abi.load().kvb_path().decode() == isa
         for each, head_dim in ((cache, 80), (channel, 64), (elements, 64), (rotated, 64)):
             assert_equal(random_queries(1, 14, head_dim), each.pages, each.tiers, None, group="max")
 
@@ -256,9 +257,6 @@ def test_a_build_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPat
         cpu_abi.chosen_isa()
     monkeypatch.setenv("KVBENCH_CPU_ISA", "auto")
     assert cpu_abi.chosen_isa() == "avx2"
-
-
-# Compiling ------------------------------------------------------------------------------------------------------------
 
 
 def fake_compiler(folder: Path, body: str) -> Path:
@@ -318,8 +316,8 @@ def test_without_a_compiler_auto_warns_once_and_takes_the_reference(tmp_path: Pa
     """One warning with the reason and the stand-in; asking for the backend by name is an error with a remedy."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    cpu.load.cache_clear()
-    cpu.warn_absent.cache_clear()
+    cpu_abi.library_for.cache_clear()
+    cpu_backend.warn_absent.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"no C\+\+ compiler found.*backend=torch, the plain reference") as caught:
             assert dispatch.get_backend("auto").name == "torch"
@@ -333,8 +331,8 @@ def test_without_a_compiler_auto_warns_once_and_takes_the_reference(tmp_path: Pa
         with pytest.raises(ValueError, match="CXX=nosuchcompiler is not there"):
             dispatch.get_backend("cpu")
     finally:
-        cpu.load.cache_clear()
-        cpu.warn_absent.cache_clear()
+        cpu_abi.library_for.cache_clear()
+        cpu_backend.warn_absent.cache_clear()
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may be refused")

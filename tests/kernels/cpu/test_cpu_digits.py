@@ -8,7 +8,7 @@ from test_cpu import needs_compiler
 
 from kvbench.kernels.backend import TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import backend as cpu
+from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.reference.pages import read_slots, region, write_keys, write_values
 
@@ -76,7 +76,7 @@ def test_numbers_of_unlike_size_lose_no_more_than_in_fp32(name: str, case, monke
     errors = {}
     for isa in cpu_abi.available_isas():
         monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
-        out = cpu.paged_decode(q[None], pages, tiers, None, HEAD_DIM**-0.5)[0]
+        out = cpu_decode.paged_decode(q[None], pages, tiers, None, HEAD_DIM**-0.5)[0]
         errors[isa] = float((out[0] - exact).abs().max())
     assert max(errors.values()) <= 2 * errors["portable"] + 3e-6 * float(exact.abs().max()), errors
 
@@ -90,6 +90,6 @@ def test_a_broken_scale_never_gives_a_number(bits: str, where: str, bad: float):
     fmt = tier_format(bits, 64)
     cache = Cache([fmt], [[[700, 30]]], 64)
     region(cache.pages, fmt, where)[cache.tiers[0].ids[0, 0, 0], 0, 5] = bad
-    out, _, _ = cpu.paged_decode(torch.ones(1, 6, 64), cache.pages, cache.tiers, None, 0.125)
+    out, _, _ = cpu_decode.paged_decode(torch.ones(1, 6, 64), cache.pages, cache.tiers, None, 0.125)
     assert not out[0, :3].isfinite().all(-1).any()
     assert out[0, 3:].isfinite().all()

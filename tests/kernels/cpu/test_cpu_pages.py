@@ -5,7 +5,6 @@ import torch
 
 from kvbench.kernels.backend import Ring, StepRing, TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import backend as cpu
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.step import open_step
@@ -15,7 +14,7 @@ from kvbench.kernels.reference.attention import add_scores, paged_decode
 
 try:
     ISAS = cpu_abi.available_isas()
-    cpu.load()
+    cpu_abi.load()
     ABSENT = ""
 except BuildError as error:
     ISAS, ABSENT = [], str(error)

@@ -1,7 +1,5 @@
 """The check that a GPU machine runs: what it finds, and what it says where it cannot run."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,17 +9,17 @@ from triton_helpers import DEVICE
 
 from kvbench.kernels import check_device
 from kvbench.kernels.check_device import Finding, Plan
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.gpu.backend import Gpu
 
 
 def test_wrong_results_are_found(capsys: pytest.CaptureFixture):
     """A backend that is off in one operation fails there, with the difference, and passes elsewhere."""
-    right = get_backend("triton", DEVICE)
 
-    def off(*args, **options):
-        return 1.001 * right.prompt_scores(*args, **options)
+    class Off(Gpu):
+        def prompt_scores(self, *args, **options):
+            return 1.001 * super().prompt_scores(*args, **options)
 
-    plan = Plan(DEVICE, SimpleNamespace(**{**vars(right), "prompt_scores": off}), quick=True)
+    plan = Plan(DEVICE, Off(), quick=True)
     assert check_device.report(check_device.check_prompts(plan)) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL  1.00e-03 (bound 1e-05)  column scores") == 3

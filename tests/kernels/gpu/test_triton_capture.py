@@ -14,12 +14,11 @@ from page_helpers import PAGE_BYTES, tier_format
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.kernels.backend import Ring, TierPages
-from kvbench.kernels.dispatch import get_backend
-from kvbench.kernels.gpu import backend as triton_backend
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import parts as triton_parts
+from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.table import PageTable
@@ -93,7 +92,7 @@ def test_attention_behind_a_ring_and_rotated_reads_nothing_back(device):
 
 def test_pages_are_written_read_demoted_and_moved_without_reading_back(device):
     """Every operation on slots, the tracked fields' included."""
-    make, backend = device.make, triton_backend.backend(get_backend("torch"))
+    make, backend = device.make, Gpu()
     fmt, lower = tier_format("8,4", 64, track=TRACK), tier_format("4,2", 64, track=TRACK)
     channel = tier_format("2,2", 64, k_channel_group=32, track=TRACK)
     pages, page, slot = make(9, PAGE_BYTES, dtype=torch.uint8), make(64), make(64)
@@ -112,7 +111,7 @@ def test_pages_are_written_read_demoted_and_moved_without_reading_back(device):
 
 def test_prompts_are_scored_without_reading_back(device):
     """Attention with its log-sum-exp, column sums, pooling and reduction."""
-    make, backend = device.make, triton_backend.backend(get_backend("torch"))
+    make, backend = device.make, Gpu()
     q, k = make(6, 300, 64, dtype=torch.bfloat16), make(2, 300, 64, dtype=torch.bfloat16)
     with NothingOnTheHost():
         backend.attention_with_lse(q, k, k, 0.125)

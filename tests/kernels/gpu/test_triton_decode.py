@@ -218,9 +218,6 @@ def test_rotated_keys_equal_the_reference():
     assert left == []
 
 
-# The backend ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_backend_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
     """On a CPU without the interpreter, and without the package: why, and what to do."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")

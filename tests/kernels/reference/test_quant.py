@@ -1,23 +1,14 @@
 """Quantisers and packing against golden numbers and against the definition."""
 
-import json
-
 import pytest
 import torch
-from oracles.golden import COMMITTED, SHARED, golden
+from oracles.golden import golden
 from oracles.slow_pages import e4m3_value, slow_pack, slow_quantize, to_e4m3
 
 from kvbench.kernels.reference.quant import dequantize, from_fp8, pack, quantize, to_fp8, unpack
 
 KEY = [-1.0, 0.0, 1.2, 3.0]
 VALUE = [0.0, 0.1, 0.25, 0.9]
-
-
-def test_committed_golden_numbers_are_those_that_were_made():
-    """The committed copy equals the project's golden file wherever that file is at hand."""
-    if not SHARED.exists():
-        pytest.skip(f"{SHARED} is not on this machine")
-    assert json.loads(COMMITTED.read_text()) == json.loads(SHARED.read_text())
 
 
 @pytest.mark.parametrize(

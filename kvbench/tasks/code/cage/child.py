@@ -1,6 +1,6 @@
 """The program that runs inside the cage: tighten the limits, load the solution, call it, report what came out.
 
-It is started as text behind `cage_wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
+It is started as text behind that of `wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
 namespaces and user are set. Nothing here is trusted by the parent: a solution shares this process and may change or
 bypass all of it. What it can reach that way is the list of inputs and a pipe for outputs; what the outputs should be
 is not on this side.
@@ -15,6 +15,12 @@ import struct
 import sys
 import time
 import types
+
+TYPE_CHECKING = False  # a type checker takes it for True; here these names come from the text of wire.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvbench.tasks.code.cage.wire import WireError, decode, encode
 
 # Syscall numbers that may fail without harm to an honest solution. Namespaces and mounts would be new ground to stand
 # on; shared memory, message queues and memory files would be memory that the address-space limit does not see.
@@ -103,16 +109,18 @@ def _send(pipe: int, index: int, kind: str, elapsed_s: float, payload: bytes = b
         data = data[os.write(pipe, data) :]
 
 
-def _guarded(pipe: int, index: int, limit_s: float, max_bytes: int, work: object) -> bool:
+def _guarded(
+    pipe: int, index: int, limit_s: float, max_bytes: int, work: "Callable[..., object]", *arguments: object
+) -> bool:
     """Run one piece of untrusted work under its own time limit and report how it ended."""
     start = time.perf_counter()
     kind, payload = "v", b""
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        value = work()
+        value = work(*arguments)
         try:
-            payload = encode(value, max_bytes=max_bytes)  # noqa: F821 (from cage_wire.py, in front of this text)
-        except WireError as error:  # noqa: F821
+            payload = encode(value, max_bytes=max_bytes)
+        except WireError as error:
             kind, payload = "u", str(error).encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_REAL, 0)
         elapsed_s = time.perf_counter() - start
@@ -131,7 +139,8 @@ def _guarded(pipe: int, index: int, limit_s: float, max_bytes: int, work: object
 
 def _main() -> None:
     with open(0, "rb", closefd=False) as stream:
-        job = decode(stream.read())  # noqa: F821
+        job = decode(stream.read())
+    assert isinstance(job, dict)  # `mechanism.run_under` wrote it
     pipe = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.environ.clear()
@@ -152,8 +161,9 @@ def _main() -> None:
         function = module.__dict__[job["entry_point"]]
         for index, (arguments, limit_s) in enumerate(zip(job["calls"], job["call_s"])):  # noqa: B905
             # Decoded for each call: what one call does to its arguments must not reach the next.
-            call = decode(arguments)  # noqa: F821
-            _guarded(pipe, index, limit_s, job["max_bytes"], lambda call=call: function(*call))
+            call = decode(arguments)
+            assert isinstance(call, list)
+            _guarded(pipe, index, limit_s, job["max_bytes"], function, *call)
     # Threads and exit handlers of the solution get no time: everything in the namespace dies with this process.
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The ways to build the cage (bubblewrap, or namespaces made by `cage_jail.py`) and the limits that hold in each."""
+"""The ways to build the cage (bubblewrap, or namespaces made by `jail.py`) and the limits that hold in each."""
 
 import atexit
 import json
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from kvbench.tasks.code.cage.process import CageReport, Output, run_process
+from kvbench.tasks.code.cage.process import CageReport, Output, RunAs, run_process
 from kvbench.tasks.code.cage.wire import encode
 
 _HERE = Path(__file__).parent
@@ -68,12 +68,12 @@ class Mechanism:
 
     Args:
         argv: Limits -> command line that runs the caged interpreter.
-        popen: Further arguments of `subprocess.Popen`.
+        run_as: Who starts the command line.
         lock: Held during a run where cages would share a limit.
     """
 
     argv: Callable[[Limits], list[str]]
-    popen: dict
+    run_as: RunAs
     lock: AbstractContextManager | None = None
 
 
@@ -119,7 +119,7 @@ def run_under(
     with mechanism.lock or nullcontext():
         return run_process(
             mechanism.argv(limits),
-            mechanism.popen,
+            mechanism.run_as,
             encode(job, max_bytes=1 << 31),
             call_s=call_s,
             load_s=limits.load_s,
@@ -200,20 +200,20 @@ def _bubblewrap_argv(limits: Limits, *, user_namespace: bool) -> list[str]:
 
 @cache
 def mechanisms() -> dict[str, Mechanism]:
-    """All mechanisms that could work for this user, the best kept first; whether one does, `cage_probe` finds out."""
+    """All mechanisms that could work for this user, the best kept first; whether one does, `probe` finds out."""
     root = os.geteuid() == 0
     # A root mapped into a user namespace still owns root's files. So a namespace for root starts as somebody else,
     # which fails where the interpreter is in root's home, or is built by root, who becomes somebody else inside.
-    nobody = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if root else {}
-    mapped, unmapped = {"user_namespace": True}, {"user_namespace": False}
-    jail = {"user namespaces": Mechanism(partial(_jail_argv, **mapped), nobody)}
+    nobody = RunAs(user=_NOBODY, group=_NOBODY, extra_groups=[]) if root else RunAs()
+    jail = {"user namespaces": Mechanism(partial(_jail_argv, user_namespace=True), nobody)}
     alone = threading.Lock()
     if root:
-        jail["namespaces by root"] = Mechanism(partial(_jail_argv, **unmapped), {})
-        jail["namespaces by root, one run at a time"] = Mechanism(partial(_jail_argv, **unmapped), {}, alone)
+        by_root = partial(_jail_argv, user_namespace=False)
+        jail["namespaces by root"] = Mechanism(by_root, {})
+        jail["namespaces by root, one run at a time"] = Mechanism(by_root, {}, alone)
     if shutil.which("bwrap") is None:
         return jail
-    bubblewrap = {"bubblewrap": Mechanism(partial(_bubblewrap_argv, **mapped), nobody)}
+    bubblewrap = {"bubblewrap": Mechanism(partial(_bubblewrap_argv, user_namespace=True), nobody)}
     if root:
-        bubblewrap["bubblewrap by root"] = Mechanism(partial(_bubblewrap_argv, **unmapped), {})
+        bubblewrap["bubblewrap by root"] = Mechanism(partial(_bubblewrap_argv, user_namespace=False), {})
     return bubblewrap | jail

@@ -152,13 +152,15 @@ def what_is_missing(mechanism: Mechanism) -> list[str]:
         finally:
             left_behind = _remove(f"{path}/{mark}" for path in [*outside, _SCRATCH])
     last = report.outputs[-1] if report.outputs else None
-    if report.status != "done" or last.kind != "v":
+    if report.status != "done" or last is None or last.kind != "v":
         said = last.payload.decode("utf-8", "replace") if last is not None else ""
         return [f"it does not come up ({report.status} {report.message or said})".replace("\n", " ")]
     try:
         facts = decode(last.payload)
     except WireError as error:
         return [f"its report cannot be read ({error})"]
+    if not isinstance(facts, dict):
+        return [f"its report cannot be read (it is a {type(facts).__name__})"]
     return _judge(facts, left_behind)
 
 

@@ -6,8 +6,9 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import IO, TypedDict
 
 _STARTUP_S = 10.0
 # A call that has used up its time is stopped inside the cage; where it resists, the parent waits this much longer.
@@ -23,7 +24,7 @@ class Output:
         index: Number of the call; -1 is the loading of the program.
         kind: `v` a value, `e` an exception, `t` out of time, `u` a value that cannot be sent.
         elapsed_s: Time of the call and of writing its value, as measured inside the cage.
-        payload: For `v` the value for `cage_wire.decode`; otherwise text for people.
+        payload: For `v` the value for `wire.decode`; otherwise text for people.
     """
 
     index: int
@@ -48,6 +49,20 @@ class CageReport:
     outputs: tuple[Output, ...]
     wall_s: float
     message: str = ""
+
+
+class RunAs(TypedDict, total=False):
+    """Who a process is, as `subprocess.Popen` takes it; empty for whoever starts it.
+
+    Args:
+        user: User id.
+        group: Group id.
+        extra_groups: Further group ids.
+    """
+
+    user: int
+    group: int
+    extra_groups: list[int]
 
 
 class Frames:
@@ -108,7 +123,7 @@ class Frames:
 
 def run_process(
     argv: Sequence[str],
-    popen: Mapping[str, object],
+    run_as: RunAs,
     job: bytes,
     *,
     call_s: Sequence[float],
@@ -122,7 +137,7 @@ def run_process(
 
     Args:
         argv: Command line of the cage.
-        popen: Further arguments of `subprocess.Popen`, for example the user.
+        run_as: The user that starts it.
         job: What the process reads on its standard input, to the end.
         call_s: Time limit of each call, in seconds.
         load_s: Time limit for loading the program, in seconds.
@@ -143,23 +158,30 @@ def run_process(
         cwd="/",
         env={},
         start_new_session=True,
-        **popen,
+        **run_as,
     )
     frames = Frames(len(call_s), value_bytes, keep=on_output is None)
     try:
         limits = [_STARTUP_S + load_s, *call_s]
         status, message = _converse(process, frames, job, limits, start + wall_s, output_bytes, on_output)
         if status == "died" and not frames.num_outputs:
-            os.set_blocking(process.stderr.fileno(), False)
-            said = (process.stderr.read(2000) or b"").decode("utf-8", "replace").strip()
+            errors = _pipes(process)[2]
+            os.set_blocking(errors.fileno(), False)
+            said = (errors.read(2000) or b"").decode("utf-8", "replace").strip()
             status, message = ("jail", said) if said else (status, message)
     finally:
         _end(process)
     return CageReport(status, tuple(frames.outputs), time.monotonic() - start, message)
 
 
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    """Its standard input, output and error output."""
+    assert process.stdin and process.stdout and process.stderr, "all three were asked for as pipes"
+    return process.stdin, process.stdout, process.stderr
+
+
 def _converse(
-    process: subprocess.Popen,
+    process: subprocess.Popen[bytes],
     frames: Frames,
     job: bytes,
     limits: list[float],
@@ -168,9 +190,10 @@ def _converse(
     on_output: Callable[[Output], bool] | None,
 ) -> tuple[str, str]:
     pending, received = memoryview(job), 0
+    into, out, _ = _pipes(process)
     deadline = min(end, time.monotonic() + limits[0] + _GRACE_S)
     with selectors.DefaultSelector() as selector:
-        for stream, event in ((process.stdin, selectors.EVENT_WRITE), (process.stdout, selectors.EVENT_READ)):
+        for stream, event in ((into, selectors.EVENT_WRITE), (out, selectors.EVENT_READ)):
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, event)
         while not frames.complete:
@@ -178,14 +201,14 @@ def _converse(
             if left <= 0:
                 return "timeout", "the time limit was reached"
             for key, _ in selector.select(left):
-                if key.fileobj is process.stdin:
-                    pending = _write_some(process, pending)
+                if key.fileobj is into:
+                    pending = _write_some(into, pending)
                     if not pending:
-                        selector.unregister(process.stdin)
+                        selector.unregister(into)
                         with contextlib.suppress(BrokenPipeError):
-                            process.stdin.close()
+                            into.close()
                     continue
-                data = os.read(process.stdout.fileno(), 1 << 16)
+                data = os.read(out.fileno(), 1 << 16)
                 received += len(data)
                 if not data:
                     return "died", "the process ended before its last call"
@@ -202,18 +225,18 @@ def _converse(
     return "done", ""
 
 
-def _write_some(process: subprocess.Popen, pending: memoryview) -> memoryview:
+def _write_some(into: IO[bytes], pending: memoryview) -> memoryview:
     try:
-        return pending[os.write(process.stdin.fileno(), pending[: 1 << 16]) :]
+        return pending[os.write(into.fileno(), pending[: 1 << 16]) :]
     except BrokenPipeError:
         return pending[:0]  # it ended without reading; the reading side finds out
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     # The group holds the jail and the first process of its namespace, with which the kernel ends all others.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
+    for stream in _pipes(process):
         with contextlib.suppress(BrokenPipeError):
             stream.close()

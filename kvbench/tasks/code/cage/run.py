@@ -25,7 +25,8 @@ __all__ = [
     "require_consent",
     "run",
 ]
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class CageRefused(ValueError):
@@ -47,7 +48,7 @@ def run(
     Args:
         program: Python source that nobody trusts, at most 1 MiB.
         entry_point: Name of the function.
-        calls: Positional arguments of each call, of types that `cage_wire.encode` can write.
+        calls: Positional arguments of each call, of types that `wire.encode` can write.
         allow_code_execution: The user's consent; without it nothing runs.
         call_s: Time limit of each call, in seconds; one number holds for all.
         limits: What the program may use.

@@ -6,6 +6,11 @@ False); `i`, `f`, `c`, `s`, `b` (int in hexadecimal, float and complex as `float
 length in bytes; `l`, `t`, `e`, `z`, `d` (list, tuple, set, frozenset, dict), each with a count of entries.
 """
 
+TYPE_CHECKING = False  # a type checker takes it for True; the caged side imports no more than it runs
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
+
 MAX_DEPTH = 60
 MAX_NODES = 2_000_000
 
@@ -37,7 +42,7 @@ def encode(value: object, *, max_bytes: int) -> bytes:
 _bases = type.__dict__["__mro__"].__get__
 
 
-def _put(parts: list, room: list, *pieces: bytes) -> None:
+def _put(parts: list[bytes], room: list[int], *pieces: bytes) -> None:
     for piece in pieces:
         room[0] -= len(piece)
         parts.append(piece)
@@ -45,7 +50,7 @@ def _put(parts: list, room: list, *pieces: bytes) -> None:
         raise WireError("the value is too large")
 
 
-def _write(value: object, parts: list, room: list, depth: int) -> None:
+def _write(value: object, parts: list[bytes], room: list[int], depth: int) -> None:
     if depth > MAX_DEPTH:
         raise WireError(f"the value is nested deeper than {MAX_DEPTH} levels")
     if value is None or value is True or value is False:
@@ -77,14 +82,15 @@ def _hex(value: float) -> bytes:
     return float.hex(value).encode()
 
 
-_CONTAINERS = (
+# Type, tag, and what gives the entries or the content of a value of that type, subclasses included.
+_CONTAINERS: "tuple[tuple[type, bytes, Callable[[Any], Iterable[object]]], ...]" = (
     (list, b"l", list.__iter__),
     (tuple, b"t", tuple.__iter__),
     (set, b"e", set.__iter__),
     (frozenset, b"z", frozenset.__iter__),
     (dict, b"d", _flat),
 )
-_SCALARS = (
+_SCALARS: "tuple[tuple[type, bytes, Callable[[Any], bytes]], ...]" = (
     # Called on the builtin type, these give the held value whatever a subclass overrides.
     (int, b"i", lambda value: b"%x" % int.__add__(value, 0)),
     (float, b"f", _hex),

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from kvbench.evidence.costs import AXES
+from kvbench.config.files import FULL
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier import Panel, Point
 from kvbench.evidence.published import method_name
-from kvbench.evidence.runs import FULL
+from kvbench.results.measures import COSTS, RESIDENT
 
 PER_PANEL = 7  # methods, one for each colour; more go to a further panel
 
@@ -64,7 +64,7 @@ class Drawing:
     """
 
     def __init__(self, panel: Panel, axis: str) -> None:
-        self.panel, self.axis = panel, AXES[axis]
+        self.panel, self.axis = panel, COSTS[axis]
         self.points = [point for point in panel.points if axis in point.costs]
         self.standing = standing(panel, axis)
         self.scale = panel.what.scale
@@ -73,7 +73,7 @@ class Drawing:
     def of_family(self, name: str) -> dict[str, list[Point]]:
         """Method -> its points by resident bytes, whatever the axis: the line follows the setting."""
         result: dict[str, list[Point]] = {}
-        for point in sorted(self.points, key=lambda point: point.costs["resident"].value):
+        for point in sorted(self.points, key=lambda point: point.costs[RESIDENT.name].value):
             if point.family == name and point.method != FULL:
                 result.setdefault(point.method, []).append(point)
         return dict(sorted(result.items()))
@@ -107,10 +107,10 @@ class Drawing:
 
     def printed(self, method: str) -> list[tuple[float, float]]:
         """What papers printed for a method, as cost and quality; only memory can be compared, and only in kind."""
-        if self.axis.name != "resident":
+        if self.axis.name != RESIDENT.name:
             return []
         mine = (point for point in self.panel.published if method_name(point.row.method) == method_name(method))
-        return [(point.row.memory_pct, point.difference * self.scale) for point in mine]
+        return [(p.row.memory_pct, p.difference * self.scale) for p in mine if p.row.memory_pct is not None]
 
     def front(self) -> list[Point]:
         """The frontier by the estimates, by cost."""

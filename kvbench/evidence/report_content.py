@@ -1,19 +1,21 @@
-"""The parts of the report's page, as plain words and numbers: tables, bars, changed answers, environment."""
+"""The content of the report's page as plain words and numbers: tables, bars, changed answers, environment."""
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvbench.evidence.compare_table import difference, legend, number, p_text, shortened
-from kvbench.evidence.comparison import Row
-from kvbench.evidence.costs import AXES
+from kvbench.config.files import FULL
+from kvbench.evidence.compare_table import difference, legend
+from kvbench.evidence.comparison import ComparedRun
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel
-from kvbench.evidence.runs import FULL, Group, StoredRun
+from kvbench.evidence.pairing import values_of
+from kvbench.evidence.runs import Group, StoredRun
 from kvbench.policy import Policy
 from kvbench.results import summary
-from kvbench.show.figure import NOT_ITEMS
+from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
 from kvbench.show.progress import format_bytes
+from kvbench.show.terminal import number, p_text, shortened
 
 NUM_STYLES = 8
 
@@ -23,7 +25,9 @@ def bytes_of(run: StoredRun) -> dict[str, float]:
     return summary.ledger(list(run.samples.values()))
 
 
-def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin: float, num_family: int) -> dict:
+def methods_table(
+    group: Group, rows: Sequence[ComparedRun], panel: Panel | None, margin: float, num_family: int
+) -> dict:
     """The table of methods: quality, difference to the full cache, bytes and time of every run.
 
     Args:
@@ -36,19 +40,19 @@ def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin
     by_run = {row.run.name: row for row in rows}
     places = {}
     if panel is not None:
-        keys = standing(panel, "resident")
+        keys = standing(panel, RESIDENT.name)
         places = {name: keys.get(point.key, "") for point in panel.points for name in point.names}
     what = rows[0].what if rows else panel.what if panel else None
     shown = []
     for run in group.runs:
         row, ledger = by_run.get(run.name), bytes_of(run)
         cells = [_score(run, what), *(_comparison(row) if row else ["-"] * 6)]
-        cells += [_ratio(ledger, "resident"), places.get(run.name, "")]
-        cells += [_ratio(ledger, "average"), _ratio(ledger, "peak"), _time(run)]
+        cells += [_ratio(ledger, RESIDENT), places.get(run.name, "")]
+        cells += [_ratio(ledger, AVERAGE), _ratio(ledger, PEAK), _time(run)]
         verdict = row.verdict if row else "reference" if run is group.reference else "-"
         shown.append({"label": run.label, "cells": cells, "verdict": verdict, "style": verdict.replace(" ", "-")})
-    title, unit = (what.title, what.unit) if what else ("score", "points")
-    width = number(margin, what.scale if what else 100.0)
+    title, unit = (what.title, what.unit) if what else (SCORE.title, SCORE.unit)
+    width = number(margin, what.scale if what else SCORE.scale)
     headings = [
         "run",
         "verdict",
@@ -59,11 +63,11 @@ def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin
         "p Holm",
         f"p equal +-{width}",
         "would show",
-        "resident %",
+        f"{RESIDENT.short} %",
         "frontier",
-        "average %",
-        "peak %",
-        "ms / token",
+        f"{AVERAGE.short} %",
+        f"{PEAK.short} %",
+        f"{TIME.unit} / token",
     ]
     return {
         "caption": "Paired on the same samples; % of an FP16 full cache for the same tokens. Wide tables scroll.",
@@ -73,23 +77,22 @@ def methods_table(group: Group, rows: Sequence[Row], panel: Panel | None, margin
             *legend(num_family),
             "frontier: no estimate is both cheaper (resident bytes) and better; open: one is, but that can be chance; "
             "dominated: one is, and both paired 95 % intervals exclude zero.",
-            "ms / token: of the whole engine, teacher-forced rows included; no claim for backend torch.",
+            f"{TIME.unit} / token: of the whole engine, teacher-forced rows included; no claim for backend torch.",
         ],
     }
 
 
-def _score(run: StoredRun, what: object) -> str:
+def _score(run: StoredRun, what: Measure | None) -> str:
     if what is None:
         return "-"
-    found = list(what.values(run).items())
     subsets: dict[str, list[float]] = {}
-    for (subset, _), value in found:
+    for (subset, _), value in values_of(run, what).items():
         subsets.setdefault(subset, []).append(value)
     means = [sum(values) / len(values) for values in subsets.values()]
     return number(sum(means) / len(means), what.scale) if means else "-"
 
 
-def _comparison(row: Row) -> list[str]:
+def _comparison(row: ComparedRun) -> list[str]:
     count, total = row.pairs.num_samples, row.pairs.total
     return [
         f"{count}" if count == total else f"{count} of {total}",
@@ -101,21 +104,18 @@ def _comparison(row: Row) -> list[str]:
     ]
 
 
-def _ratio(ledger: dict[str, float], name: str) -> str:
-    value = ledger.get(f"{name}_ratio")
-    return "-" if value is None else f"{100 * value:.1f}"
+def _ratio(ledger: dict[str, float], what: Measure) -> str:
+    value = ledger.get(f"{what.name}_ratio")
+    return "-" if value is None else f"{what.scale * value:.1f}"
 
 
 def _time(run: StoredRun) -> str:
-    rate = summary.timing(list(run.samples.values()), 0.0)
-    seconds = sum(
-        (r.get("timing") or {}).get("decode_share_s", 0.0) for r in run.samples.values() if r["status"] == "ok"
-    )
-    return f"{1000 * seconds / rate.decode_tokens:.3g}" if rate.decode_tokens and seconds else "-"
+    seconds, tokens = summary.sums(run.samples.values(), TIME)
+    return f"{TIME.scale * seconds / tokens:.3g}" if tokens and seconds else "-"
 
 
 def tier_names(run: StoredRun, count: int) -> list[str]:
-    """What the tiers of a run are, from its method's own code; `tier 0`, ... when the code no longer fits.
+    """Name the tiers of a run, as its method's own code does; `tier 0`, ... when the code no longer fits.
 
     Args:
         run: The run.
@@ -136,7 +136,7 @@ def tier_names(run: StoredRun, count: int) -> list[str]:
 
 
 def tier_shares(run: StoredRun) -> dict[str, float]:
-    """Share of all tokens, over layers and KV heads, in each tier at the end; what is missing to 1 was evicted."""
+    """Share of all tokens, over layers and KV heads, in each tier at the end; the rest up to 1 was evicted."""
     slots: list[float] = []
     tokens = 0.0
     for record in run.samples.values():
@@ -174,26 +174,23 @@ def tier_bars(group: Group) -> dict:
 
 
 def byte_bars(group: Group) -> dict:
-    """What the resident bytes of every run are."""
+    """The resident bytes of every run, item by item."""
     found = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
-    items = {
-        label: {name: count for name, count in ledger.items() if name.endswith("_bytes") and name not in NOT_ITEMS}
-        for label, ledger in found.items()
-    }
+    items = {label: ledger_items(ledger) for label, ledger in found.items()}
     styles = _styles(name for mine in items.values() for name, count in mine.items() if count)
     widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
     rows = []
     for label, mine in items.items():
         whole = sum(mine.values())
-        parts = [_part(_words(name), count, widest, styles[name]) for name, count in mine.items() if count]
+        parts = [_part(item_title(name), count, widest, styles[name]) for name, count in mine.items() if count]
         ratio = f"{format_bytes(whole)}, {_percent(whole / found[label]['fp16_bytes'])}: "
-        text = ", ".join(f"{_words(name)} {_percent(count / whole)}" for name, count in mine.items() if count)
+        text = ", ".join(f"{item_title(name)} {_percent(count / whole)}" for name, count in mine.items() if count)
         rows.append({"label": label, "parts": parts, "text": ratio + text})
     return {
         "caption": "Resident bytes per sample at the end, item by item; the items sum to what the allocator holds.",
         "heading": "bytes",
         "rows": rows,
-        "key": [(_words(name), style) for name, style in styles.items()],
+        "key": [(item_title(name), style) for name, style in styles.items()],
     }
 
 
@@ -201,11 +198,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}\u00a0%"  # a line does not break before the sign
 
 
-def _words(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
-
-
-def _styles(names: object) -> dict[str, str]:
+def _styles(names: Iterable[str]) -> dict[str, str]:
     return {name: f"c{index % NUM_STYLES}" for index, name in enumerate(dict.fromkeys(names))}
 
 
@@ -213,7 +206,7 @@ def _part(name: str, count: float, whole: float, style: str) -> dict:
     return {"style": style, "width": f"{100 * count / whole:.3f}", "text": name}
 
 
-def changed_answers(rows: Sequence[Row], limit: int, length: int) -> dict:
+def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:
     """The answers that got worse or better, as the page's script reads them.
 
     Args:
@@ -255,7 +248,7 @@ def environment(group: Group) -> list[tuple[str, str]]:
     """Versions, machines, code and dates of the runs; what differs between runs is listed."""
     records = [run.record for run in group.runs]
 
-    def all_of(values: object) -> str:
+    def all_of(values: Iterable[object]) -> str:
         return "; ".join(sorted({str(value) for value in values if value not in (None, "")})) or "not recorded"
 
     versions, machines = [r.versions for r in records if r.versions], [r.machine for r in records if r.machine]
@@ -293,19 +286,19 @@ def settings_rows(group: Group) -> list[dict]:
     return rows
 
 
-def picture_words(panel: Panel, axis: str) -> str:
-    """What a picture shows, for who cannot see it."""
+def pictureitem_title(panel: Panel, axis: str) -> str:
+    """Describe a picture in words, for readers who cannot see it."""
     places = standing(panel, axis)
     front = [point.label for point in panel.points if places.get(point.key) == "frontier"]
     beaten = sum(place == "dominated" for place in places.values())
     return (
-        f"{panel.title}: {panel.what.title} against {AXES[axis].title} for {len(places)} runs. On the frontier: "
+        f"{panel.title}: {panel.what.title} against {COSTS[axis].title} for {len(places)} runs. On the frontier: "
         f"{', '.join(front)}. Beaten beyond chance: {beaten}. All numbers are in the table of methods."
     )
 
 
-def reference_words(group: Group, rows: Sequence[Row]) -> str:
-    """One sentence before the changed answers."""
+def referenceitem_title(group: Group, rows: Sequence[ComparedRun]) -> str:
+    """The sentence that stands before the changed answers."""
     if group.reference is None:
         return f"There is no run of method={FULL} here, so no answer can be called lost."
     total, lost = sum(len(row.changes) for row in rows), sum(row.num_lost for row in rows)

@@ -6,22 +6,19 @@ import io
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvbench.config.files import FULL
 from kvbench.evidence.dominance import DOMINATED, FRONTIER
 from kvbench.evidence.frontier import Panel, Point
-from kvbench.evidence.layout import Drawing, spread, ticks
-from kvbench.evidence.runs import FULL
+from kvbench.evidence.frontier_layout import Drawing, spread, ticks
+from kvbench.results.measures import RESIDENT
+from kvbench.show.palette import PANEL_COLOURS, PANEL_MARKERS, SKY, STYLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette without its yellow, which white paper swallows; told apart with every kind of colour
-# blindness. Marker and line say the same in black and white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ["-", "--", ":"]  # runs of one method that differ in more than numbers
 SHAPES = {"o": "circle", "s": "square", "^": "triangle", "D": "diamond"}
 FP8 = "fp8"
 FOOT_LINE_IN = 0.125
@@ -31,7 +28,7 @@ WIDTH_IN = 7.2  # two columns of a paper
 SIZE = 7  # points; what is smaller is not read in print
 LEFT_IN, PANEL_IN, NAMES_IN, BETWEEN_IN = 0.7, 1.95, 1.08, 0.4  # axis words, panel, names, and what parts two columns
 LINE_HEIGHT = 1.3  # of the text's size
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": SIZE,
     "font.family": "DejaVu Sans",
     "axes.linewidth": 0.6,
@@ -59,12 +56,12 @@ def _frame(axes: "Axes", drawing: Drawing, limits: tuple[float, float, float, fl
     if full is not None:
         if drawing.panel.band is not None:
             low, high = (end * drawing.scale for end in drawing.panel.band)
-            axes.axhspan(low, high, color="#56B4E9", alpha=0.22, linewidth=0, zorder=0)
+            axes.axhspan(low, high, color=SKY, alpha=0.22, linewidth=0, zorder=0)
         axes.axhline(drawing.y(full), color="black", linewidth=0.8, zorder=1)
         axes.plot(drawing.x(full), drawing.y(full), "*", color="black", markersize=6, zorder=3)
     incumbent = next((point for point in drawing.points if point.method == FP8), None)
     if incumbent is not None:
-        style = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 1}
+        style: dict[str, Any] = {"color": GREY, "linewidth": 0.7, "linestyle": (0, (4, 2)), "zorder": 1}
         axes.axhline(drawing.y(incumbent), **style)
         axes.axvline(drawing.x(incumbent), **style)
     front = drawing.front()
@@ -74,7 +71,7 @@ def _frame(axes: "Axes", drawing: Drawing, limits: tuple[float, float, float, fl
 
 
 def _marks(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: str, size: float = 4.2) -> None:
-    """One point with its whiskers; hollow where another one beats it for sure, ringed on the frontier."""
+    """One point with its whiskers; hollow where another one beats it beyond chance, ringed on the frontier."""
     across, along = drawing.spans(point)
     where = drawing.standing[point.key]
     axes.errorbar(
@@ -101,11 +98,11 @@ def _marks(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: st
     )
 
 
-def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str]]) -> None:
-    """Names in a column right of the panel, each tied to its point by a thin line."""
+def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str]], height_in: float) -> None:
+    """Names in a column right of the panel, each tied to its point by a thin line; `height_in` is the figure's."""
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [to_axes.transform((drawing.x(point), drawing.y(point)))[1] for _, point, _ in ends]
-    gap = LINE_HEIGHT * SIZE / 72 / (axes.get_position().height * axes.get_figure().get_figheight())
+    gap = LINE_HEIGHT * SIZE / 72 / (axes.get_position().height * height_in)
     for (text, point, colour), height in zip(ends, spread(heights, gap), strict=True):
         axes.annotate(
             text,
@@ -129,16 +126,16 @@ def _labels(axes: "Axes", drawing: Drawing, ends: Sequence[tuple[str, Point, str
         )
 
 
-def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[Point]]) -> None:
+def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[Point]], height_in: float) -> None:
     """The methods of one panel in colour, before all others in grey."""
     for other in drawing.points:
         if other.method not in methods and other.method != FULL:
             axes.plot(drawing.x(other), drawing.y(other), ".", color="#D9D9D9", markersize=4, zorder=1)
     ends = []
     for index, (method, points) in enumerate(methods.items()):
-        colour, marker = COLOURS[index], MARKERS[index]
+        colour, marker = PANEL_COLOURS[index], PANEL_MARKERS[index]
         series = _series(points)
-        for line, (kind, own) in zip(LINES * len(series), series.items(), strict=False):
+        for line, (kind, own) in zip(STYLES * len(series), series.items(), strict=False):
             axes.plot(
                 [drawing.x(p) for p in own],
                 [drawing.y(p) for p in own],
@@ -153,12 +150,12 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[
             _marks(axes, drawing, point, colour, marker)
         for x, y in drawing.printed(method):
             axes.plot(x, y, "+", color=colour, markersize=5, markeredgewidth=0.8, alpha=0.9, zorder=2)
-    _labels(axes, drawing, ends)
+    _labels(axes, drawing, ends, height_in)
     axes.set_title(title, fontsize=SIZE + 1, loc="left")
 
 
 def _series(points: list[Point]) -> dict[str, list[Point]]:
-    """Points of a method that differ in numbers only, by what else their settings say: a line through others would lie.
+    """Group the points of a method so that a line may join them: those whose settings differ in numbers only.
 
     A tier is no step on the way from one budget to the next.
     """
@@ -171,14 +168,14 @@ def _series(points: list[Point]) -> dict[str, list[Point]]:
     return series
 
 
-def _overview(axes: "Axes", drawing: Drawing) -> None:
+def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
     """Everything in grey, and the points of the frontier by name."""
     shapes = _shapes(drawing)
     ends = []
     for point in drawing.points:
         marker = shapes[point.family] if point.method != FULL else "*"
         if drawing.standing[point.key] == FRONTIER:
-            colour = COLOURS[0] if point.method != FULL else "black"
+            colour = PANEL_COLOURS[0] if point.method != FULL else "black"
             _marks(axes, drawing, point, colour, marker, 5)
             ends.append((_short(point.label), point, colour))
         else:
@@ -193,13 +190,13 @@ def _overview(axes: "Axes", drawing: Drawing) -> None:
                 linestyle="none",
                 zorder=2,
             )
-    _labels(axes, drawing, ends)
+    _labels(axes, drawing, ends, height_in)
     axes.set_title("all runs, and the frontier by name", fontsize=SIZE + 1, loc="left")
 
 
 def _shapes(drawing: Drawing) -> dict[str, str]:
     """The marker of each family in the first panel."""
-    return dict(zip(drawing.families, MARKERS, strict=False))
+    return dict(zip(drawing.families, PANEL_MARKERS, strict=False))
 
 
 def _short(label: str) -> str:
@@ -226,7 +223,7 @@ def _limits(drawing: Drawing) -> tuple[float, float, float, float]:
 
 
 def _words(drawing: Drawing) -> list[str]:
-    """What a reader must know to read the picture, for its foot."""
+    """The lines at the foot of the picture: what a reader must know to read it."""
     panel = drawing.panel
     full = panel.find(panel.reference)
     words = []
@@ -246,7 +243,7 @@ def _words(drawing: Drawing) -> list[str]:
     )
     shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in _shapes(drawing).items())
     lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
-    if panel.published and drawing.axis.name == "resident":
+    if panel.published and drawing.axis.name == RESIDENT.name:
         papers = ", ".join(sorted({point.row.paper for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
     lines.append(f"Whiskers: 95 % bootstrap intervals over {panel.num_samples} samples that all runs share.")
@@ -290,9 +287,9 @@ def figure(panel: Panel, axis: str) -> "Figure | None":
     for index, axes in enumerate(places[:count]):
         _frame(axes, drawing, limits)
         if index:
-            _family(axes, drawing, *parts[index - 1])
+            _family(axes, drawing, *parts[index - 1], height)
         else:
-            _overview(axes, drawing)
+            _overview(axes, drawing, height)
         if index >= count - 2:
             axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
         if index % 2 == 0:

@@ -1,0 +1,189 @@
+"""Tokens that wait in 16-bit rings before they go to pages: how a residual buffer is filled and flushed."""
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.counters import Counters
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.paged import Kept, Paged, PagedStep, PromptLayer
+from kvbench.cache.pages import Pages
+from kvbench.cache.ring import ResidualBuffer
+from kvbench.kernels.backend import FusedStep, Ring, StepRing, TierPages
+from kvbench.policy import Policy, Residual
+
+
+class Buffered(Paged):
+    """Holds the newest tokens of every list in a ring and the others in the pages of its one tier.
+
+    Args:
+        policy: Decides; it has one tier and does not act while decoding.
+        shape: The model's shape.
+        pages: The pages.
+        counters: What the rows have seen.
+        residual: The policy's residual buffer.
+    """
+
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, residual: Residual) -> None:
+        super().__init__(policy, shape, pages, counters)
+        slot = pages.formats[0].slot
+        # fp16 (bf16 for bf16 models), or the model's own dtype where the tier is native
+        self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, slot.dtype, slot.group_tokens, shape.device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.ring.allocated_bytes
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        lists = self.pages.lists_per_row
+        return 3 * self.ring.num_k.element_size() * lists, self.ring.list_bytes * lists
+
+    def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
+
+    def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
+        held = self.ring.num_k[lists].long()
+        return [held, self.ring.num_tokens[lists].long() - held]
+
+    def ring_bytes(self, lists: Tensor) -> int:
+        keys, values = (int(side.sum()) for side in self.sides(0, lists))
+        tokens = int(self.ring.num_tokens[lists].sum())
+        return ((tokens - keys) + (tokens - values)) * self.shape.head_dim * self.ring.k.element_size()
+
+    def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
+        (tier,), _ = super().layer(rows, layer, width)
+        lists = self.pages.layer_lists(rows, layer)
+        tier.num_k, tier.num_v = self.sides(0, lists)
+        return [tier], Ring(*self.ring.of_layer(rows, layer), self.ring.num_tokens[lists].long())
+
+    def clear(self, lists: Tensor) -> None:
+        super().clear(lists)
+        self.ring.clear(lists)
+
+    def copy(self, source: int, target: int) -> None:
+        super().copy(source, target)
+        rows = torch.tensor([source, target], device=self.shape.device)
+        self.ring.copy(source, target, *(self.pages.lists_of(row[None]) for row in rows))
+
+    def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
+        """The oldest prompt tokens go to pages, the rest to the rings."""
+        ring, table, head, token = self.ring, self.pages.table, kept.head, kept.token
+        num_k, num_v = ring.split_prompt(kept.count)
+        table.reserve(prompt.lists, tier, torch.maximum(num_k, num_v))
+
+        def split(limit: Tensor, x: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Puts the newest into the ring; page, slot and index of the others."""
+            paged = kept.ordinal < limit[head]
+            rest = ~paged
+            where = kept.ordinal[rest] % buffer.shape[3]
+            buffer[prompt.row, prompt.layer, head[rest], where] = x[head[rest], token[rest]].to(buffer.dtype)
+            return *table.lookup(prompt.lists[head[paged]], tier, kept.ordinal[paged]), paged
+
+        page, slot, paged = split(num_k, prompt.k, ring.k)
+        self.pages.put(tier, page, slot, k=prompt.paged_k[head[paged], token[paged]])
+        page, slot, paged = split(num_v, prompt.v, ring.v)
+        self.pages.put(tier, page, slot, v=prompt.v[head[paged], token[paged]])
+        ring.hold(prompt.lists, num_k, num_v, kept.count)
+
+    def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        raise AssertionError("a residual buffer takes a later segment token by token")
+
+    def open(self, rows: Tensor) -> "BufferedStep":
+        return BufferedStep(self, rows)
+
+
+class BufferedStep(PagedStep):
+    """A decode step behind a residual buffer: nothing is evicted, and tokens that leave the rings are quantised.
+
+    Args:
+        holding: What holds the tokens.
+        rows: int64 [S] live rows.
+    """
+
+    holding: Buffered
+
+    def __init__(self, holding: Buffered, rows: Tensor) -> None:
+        super().__init__(holding, rows)
+        self.flush_first = holding.ring.spec.when == "before_attention"
+
+    def _plan(self) -> None:
+        """Reserves the slots of what leaves the rings in this step: counts before and after, keys and values."""
+        ring, lists = self.holding.ring, self.lists.flatten()
+        self._before = ring.num_k[lists].long(), ring.num_v[lists].long()
+        self._after = ring.after_append(lists)
+        grown = torch.maximum(*self._after) - self.pages.held(0, lists)
+        self.pages.table.reserve(lists, 0, grown.clamp(min=0))
+        ring.num_tokens[lists] += 1
+
+    def strip(self, k: Tensor) -> Tensor:
+        return k  # a ring holds keys as they come; they lose their position on the way to a page
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Appends to the rings, then attends and flushes in the order that the residual asks for."""
+        rings, rows = self.holding.ring, self.rows
+        tiers, ring = self.holding.layer(rows, layer, self.width[layer])
+        assert ring is not None
+        self.holding.rope.turn(tiers, None)
+        heads, newest = torch.arange(self.pages.shape[2], device=rows.device), ring.num_tokens - 1
+        for buffer, x in ((rings.k, k), (rings.v, v)):
+            buffer[rows[:, None], layer, heads, newest % buffer.shape[3]] = x.to(buffer.dtype)
+        ring = Ring(*rings.of_layer(rows, layer), ring.num_tokens)
+        if self.flush_first:
+            self._flush(layer, ring)
+            tiers[0].num_k, tiers[0].num_v = (count.view(self.lists.shape)[:, layer] for count in self._after)
+        out, _, _ = self.pages.backend.paged_decode(q, self.pages.pool.pages, tiers, ring, scale)
+        if not self.flush_first:
+            self._flush(layer, ring)
+        return out
+
+    def end(self) -> None:
+        lists = self.lists.flatten()
+        self.holding.ring.num_k[lists], self.holding.ring.num_v[lists] = (x.to(torch.int32) for x in self._after)
+
+    def _flush(self, layer: int, ring: Ring) -> None:
+        """Quantises the tokens that leave the rings in this step into tier 0's pages."""
+        page, slot, leaving, ordinal = self._leaving(layer, 0, ring.k)
+        if ordinal.numel():
+            self.pages.put(0, page, slot, k=self.holding.rope.strip(leaving, ordinal))
+        page, slot, leaving, ordinal = self._leaving(layer, 1, ring.v)
+        if ordinal.numel():
+            self.pages.put(0, page, slot, v=leaving)
+
+    def _leaving(self, layer: int, side: int, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What leaves one side (0 keys, 1 values) of a layer: page and slot to write to, vectors, ordinals."""
+        lists = self.lists[:, layer]
+        old, new = (counts[side].view(self.lists.shape)[:, layer] for counts in (self._before, self._after))
+        token = old[..., None] + torch.arange(buffer.shape[2], device=old.device)
+        row, head, index = (token < new[..., None]).nonzero(as_tuple=True)
+        ordinal = token[row, head, index]
+        page, slot = self.pages.table.lookup(lists[row, head], 0, ordinal)
+        return page, slot, buffer[row, head, ordinal % buffer.shape[2]], ordinal
+
+    def _fuse(self) -> FusedStep | None:
+        rings, spec = self.holding.ring, self.holding.policy.score
+        before, after = (
+            (keys.view(self.lists.shape), values.view(self.lists.shape)) for keys, values in (self._before, self._after)
+        )
+        tier = self.pages.tier(0, self.lists)
+        tier.num_k, tier.num_v = after if self.flush_first else before
+        ring = StepRing(
+            k=rings.k,
+            v=rings.v,
+            rows=self.rows,
+            num_tokens=rings.num_tokens[self.lists],
+            before=before,
+            after=after,
+            flush_first=self.flush_first,
+        )
+        return self.pages.backend.open_step(
+            self.pages.pool.pages,
+            [tier],
+            num_q_heads=self.holding.shape.num_q_heads,
+            seen=self.tokens_seen,
+            ring=ring,
+            target=None,
+            power=spec.power,
+            group=spec.group_reduce,
+            update=None,
+            skip_near=spec.skip_near,
+        )

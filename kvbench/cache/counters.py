@@ -1,0 +1,37 @@
+"""What every row has seen: the numbers that positions, budgets and shares are counted from."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Tokens per row, and what the prompt's plan gave each list.
+
+    Args:
+        tokens_seen: int64 [rows]: tokens before the incoming one.
+        prompt_tokens: int64 [rows].
+        prompt_slots: int32 [lists]; empty where nobody asks, since only bulk eviction does.
+    """
+
+    tokens_seen: Tensor
+    prompt_tokens: Tensor
+    prompt_slots: Tensor
+
+    @staticmethod
+    def make(rows: int, lists: int, device: torch.device) -> "Counters":
+        """Counters at 0; `lists` = 0 keeps no prompt slots."""
+        seen, prompt = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        return Counters(seen, prompt, torch.zeros(lists, dtype=torch.int32, device=device))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the counters, as the tensors hold them."""
+        return self.tokens_seen.nbytes + self.prompt_tokens.nbytes + self.prompt_slots.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """One row's part of them."""
+        return 2 * self.tokens_seen.element_size() + self.prompt_slots.nbytes // len(self.tokens_seen)

@@ -1,0 +1,310 @@
+"""Tokens that go straight to pages: how prompts are written, and how a decode step writes, reads and scores."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.cache import moves
+from kvbench.cache.counters import Counters
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.pages import Pages
+from kvbench.cache.reads import StepReads
+from kvbench.cache.rope import Rope
+from kvbench.cache.scores import Scores
+from kvbench.cache.view import PagesView
+from kvbench.kernels.backend import FusedStep, Ring, TierPages
+from kvbench.policy import Policy
+
+
+@dataclass(frozen=True)
+class PromptLayer:
+    """One layer of a prompt on its way into the cache.
+
+    Args:
+        row: The row.
+        layer: The layer.
+        lists: int64 [H] its lists.
+        k, v: [H, N, D] keys and values as the model gives them.
+        paged_k: [H, N, D] keys as pages hold them.
+        score: fp32 [H, N] what the slots' scores begin with, or None for 0.
+    """
+
+    row: int
+    layer: int
+    lists: Tensor
+    k: Tensor
+    v: Tensor
+    paged_k: Tensor
+    score: Tensor | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens of a prompt layer that go to one tier, in position order.
+
+    Args:
+        head: int64 [M].
+        token: int64 [M] position in the prompt.
+        ordinal: int64 [M] place in the head's list.
+        count: int64 [H] tokens per head.
+    """
+
+    head: Tensor
+    token: Tensor
+    ordinal: Tensor
+    count: Tensor
+
+    @staticmethod
+    def of(chosen: Tensor) -> "Kept":
+        """From bool [H, N]."""
+        count = chosen.sum(1)
+        head, token = chosen.nonzero(as_tuple=True)
+        ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
+        return Kept(head, token, ordinal, count)
+
+
+class Paged:
+    """Holds every token in pages, and lets the policy act on them.
+
+    Args:
+        policy: Decides.
+        shape: The model's shape.
+        pages: The pages.
+        counters: What the rows have seen.
+    """
+
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters) -> None:
+        self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
+        self.rope, self.scores = Rope(policy, shape), Scores(policy.score, pages)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What is held beside the pages."""
+        return 0
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of one row beside its pages, whatever it holds: (counters, rings)."""
+        return 0, 0
+
+    # What is held.
+
+    def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that pages hold, int64 in the shape of `lists`."""
+        held = self.pages.held(tier, lists)
+        return held, held
+
+    def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
+        """Tokens held per list and tier, int64 [M] each; those outside of pages are one more entry."""
+        return [self.pages.held(tier, lists) for tier in range(len(self.pages.formats))]
+
+    def ring_bytes(self, lists: Tensor) -> int:
+        """Bytes of the tokens of lists that lie in rings."""
+        return 0
+
+    def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
+        """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
+        lists, num_tiers = self.pages.layer_lists(rows, layer), len(self.pages.formats)
+        tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in range(num_tiers)]
+        return tiers, None
+
+    def view(self, rows: Tensor) -> PagesView:
+        """What the policy may see of rows."""
+        return PagesView(self.pages, self.counters, rows, self.policy.score.prefill_queries)
+
+    # Rows.
+
+    def clear(self, lists: Tensor) -> None:
+        """Forgets lists."""
+        self.pages.clear(lists)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies a row into an empty one.
+
+        Raises:
+            PoolExhausted: Not enough pages; the target is empty.
+        """
+        rows = torch.tensor([source, target], device=self.shape.device)
+        self.pages.copy(*(self.pages.lists_of(row[None]) for row in rows))
+
+    # Prompts.
+
+    def write_prompt(self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, score: Tensor | None) -> None:
+        """Writes the kept tokens of one layer of a prompt, per tier in position order.
+
+        Args:
+            k, v: [H, N, D] post-RoPE.
+            tier_of: int8 [H, N], the plan.
+            score: fp32 [H, N] what the slots' scores begin with, or None for 0.
+        """
+        self.rope.check_plan(tier_of)
+        paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
+        lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
+        prompt = PromptLayer(row, layer, lists, k, v, paged_k, score)
+        for tier in range(len(self.pages.formats)):
+            self._write_tier(prompt, tier, Kept.of(tier_of == tier))
+
+    def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
+        head, token = kept.head, kept.token
+        self.pages.table.reserve(prompt.lists, tier, kept.count)
+        page, slot = self.pages.table.lookup(prompt.lists[head], tier, kept.ordinal)
+        score = 0.0 if prompt.score is None else prompt.score[head, token]
+        self.pages.put(tier, page, slot, prompt.paged_k[head, token], prompt.v[head, token], score=score, pos=token)
+
+    def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Appends a segment to tier 0 and attends over pages and segment; see `CompressedStore.append_chunk`."""
+        pages, chunk = self.pages, k.shape[1]
+        rows = torch.tensor([row], device=k.device)
+        tiers, _ = self.layer(rows, layer)
+        self.rope.turn(tiers, None)
+        keys, values, live = pages.backend.gather_dense(pages.pool.pages, tiers, None)
+        out = pages.backend.chunk_attention(q, k, v, (keys[0], values[0], live[0]), scale)
+        lists = pages.layer_lists(rows, layer).flatten()
+        first = pages.table.reserve(lists, 0, torch.full_like(lists, chunk))
+        offset = torch.arange(chunk, device=k.device)
+        page, slot = pages.table.lookup(lists.repeat_interleave(chunk), 0, (first[:, None] + offset).flatten())
+        position = int(self.counters.tokens_seen[row]) + offset
+        score = self.scores.of_keys(k).flatten() if self.policy.score.statistic == "key_norm" else 0.0
+        pages.put(
+            0,
+            page,
+            slot,
+            self.rope.strip(k, position).flatten(0, 1),
+            v.flatten(0, 1),
+            score=score,
+            pos=position.repeat(len(lists)),
+        )
+        return out
+
+    # Decode steps.
+
+    def open(self, rows: Tensor) -> "PagedStep":
+        """Plans one decode step for rows (int64 [S]) and makes room for their tokens.
+
+        Raises:
+            PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
+                taken place.
+        """
+        self._compact(rows)
+        return PagedStep(self, rows)
+
+    def _compact(self, rows: Tensor) -> None:
+        """Bulk eviction for the rows whose turn it is."""
+        if not self.policy.compact_every:
+            return
+        due = rows[self.policy.compact_due(self.view(rows))]
+        if not due.numel():
+            return
+        lists, plan = self.pages.lists_of(due), self.policy.plan_compact(self.view(due))
+        moves.evict(self.pages, lists, plan)
+        if plan.restart_scores:
+            self.scores.restart(lists)
+
+
+class PagedStep:
+    """A decode step over pages, planned and with its slots reserved.
+
+    Args:
+        holding: What holds the tokens.
+        rows: int64 [S] live rows.
+    """
+
+    reads: StepReads | None = None  # chooses what to read of each layer, and counts it; None = everything is read
+
+    def __init__(self, holding: Paged, rows: Tensor) -> None:
+        self.holding, self.pages, self.rows = holding, holding.pages, rows
+        self.tokens_seen = holding.counters.tokens_seen[rows]
+        self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
+        self._plan()
+
+    def _plan(self) -> None:
+        policy, pages, lists = self.holding.policy, self.pages, self.lists.flatten()
+        self.view = self.holding.view(self.rows)
+        plan = policy.plan_decode(self.view)
+        self.tier = plan.tier
+        page, slot = moves.make_room(pages, lists, plan)
+        if pages.formats[self.tier].slot.track:
+            pages.put(self.tier, page, slot, pos=self.tokens_seen.repeat_interleave(pages.lists_per_row))
+        self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
+        if policy.reading is not None:
+            self.reads = StepReads.begin(policy.reading, self.view)
+
+    @cached_property
+    def width(self) -> list[list[int]]:
+        """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
+        return self.pages.widths(self.lists)
+
+    def strip(self, k: Tensor) -> Tensor:
+        """The step's keys [S, H, D] as this holding takes them."""
+        return self.holding.rope.strip(k, self.tokens_seen[:, None])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Writes the new token of one layer, attends over everything held, and adds to the scores.
+
+        Args:
+            q: [S, Hq, D]; k: [S, H, D] as `strip` gives them; v: [S, H, D].
+
+        Returns:
+            fp32 [S, Hq, D].
+        """
+        pages, scores = self.pages, self.holding.scores
+        page, slot, keys = self.page[:, layer].flatten(), self.slot[:, layer].flatten(), k.flatten(0, 1)
+        pages.put(self.tier, page, slot, keys, v.flatten(0, 1), distinct=True)
+        if scores.spec.statistic == "key_norm" and "score" in pages.formats[self.tier].slot.track:
+            pages.field(self.tier, "score")[page, slot] = scores.of_keys(keys)
+        tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
+        if self.reads is not None:
+            tiers = [self.reads.choose(pages, layer, q, tiers[0])]
+        self.holding.rope.turn(tiers, self.view)
+        spec = scores.spec
+        out, _, reduced = pages.backend.paged_decode(
+            q,
+            pages.pool.pages,
+            tiers,
+            None,
+            scale,
+            power=spec.power,
+            group=spec.group_reduce if spec.decode_update else None,
+        )
+        scores.add_step(self.tokens_seen, tiers, reduced)
+        return out
+
+    def end(self) -> None:
+        """Settles what the step changed."""
+
+    # Whole layers in one call.
+
+    def fused(self) -> FusedStep | None:
+        """What does a whole layer in one call, with the same `attend`; None where the backend does not cover the
+        step."""
+        spec, backend = self.holding.policy.score, self.pages.backend
+        if not backend.fuses_layers or (spec.statistic != "probability" and (spec.decode_update or spec.track)):
+            return None
+        # No such operation rotates keys between buffer and page, nor chooses the pages that it reads.
+        if self.holding.rope.mode == "pre_rope" or self.reads is not None:
+            return None
+        return self._fuse()
+
+    def _fuse(self) -> FusedStep | None:
+        spec = self.holding.policy.score
+        tiers = [self.pages.tier(tier, self.lists) for tier in range(len(self.pages.formats))]
+        if not self.holding.rope.turn_all_layers(tiers, self.view):
+            return None
+        update: Literal["add", "replace"] | None = None
+        if spec.decode_update:
+            update = "replace" if spec.decode_replace else "add"
+        return self.pages.backend.open_step(
+            self.pages.pool.pages,
+            tiers,
+            num_q_heads=self.holding.shape.num_q_heads,
+            seen=self.tokens_seen,
+            ring=None,
+            target=(self.tier, self.page, self.slot),
+            power=spec.power,
+            group=spec.group_reduce,
+            update=update,
+            skip_near=spec.skip_near,
+        )

@@ -1,0 +1,182 @@
+"""Pages of all lists of a cache: where slots lie, what is written to them and read from them.
+
+A list is one head of one layer of one row. This file knows no policy: callers say which slots, and it does the rest.
+Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
+"""
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.backend import Backend, TierPages
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.pool import PagePool, PoolExhausted
+from kvbench.kernels.table import PageTable
+
+FIRST_PAGES = 64  # what a pool without a limit begins with
+
+
+class Pages:
+    """The page pool, the page tables and the formats of all tiers, with the backend that computes on them.
+
+    Args:
+        formats: Page format of each tier; all share one page size.
+        shape: (rows, layers, heads): the lists there are.
+        max_slots: Most slots of one list over all tiers, for sizing the tables.
+        backend: The kernels.
+        device: Where the pages live.
+        budget_bytes: Limit on the pool; None lets it grow.
+    """
+
+    def __init__(
+        self,
+        formats: tuple[PageFormat, ...],
+        shape: tuple[int, int, int],
+        max_slots: int,
+        backend: Backend,
+        *,
+        device: torch.device,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.formats, self.shape, self.backend = formats, shape, backend
+        size = formats[0].page_bytes
+        limit = budget_bytes // size if budget_bytes is not None else None
+        self.pool = PagePool(size, FIRST_PAGES if limit is None else limit, device, growable=limit is None)
+        tokens = tuple(fmt.tokens_per_page for fmt in formats)
+        self.table = PageTable(self.pool, tokens, *shape, max_pages=-(-max_slots // min(tokens)) + len(tokens))
+
+    @property
+    def lists_per_row(self) -> int:
+        """Lists of one row: layers x heads."""
+        return self.shape[1] * self.shape[2]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the allocator holds: pool, free list and tables."""
+        return self.pool.allocated_bytes + self.table.allocated_bytes
+
+    # Which lists.
+
+    def lists_of(self, rows: Tensor) -> Tensor:
+        """List numbers int64 [M] of rows int64 [S], row-major, then layer, then head."""
+        return (rows[:, None] * self.lists_per_row + torch.arange(self.lists_per_row, device=rows.device)).flatten()
+
+    def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
+        """List numbers int64 [S, H] of one layer."""
+        base = rows * self.lists_per_row + layer * self.shape[2]
+        return base[:, None] + torch.arange(self.shape[2], device=rows.device)
+
+    # What lies where.
+
+    def held(self, tier: int, lists: Tensor) -> Tensor:
+        """Slots held, int64, in the shape of `lists`."""
+        return self.table.num_slots[tier, lists].long()
+
+    def tier(self, tier: int, lists: Tensor, width: int | None = None) -> TierPages:
+        """The kernels' description of a tier.
+
+        Args:
+            tier: Tier index.
+            lists: int64 of any shape.
+            width: Pages to name per list; None = as many as the longest list has.
+        """
+        fmt, held = self.formats[tier], self.held(tier, lists)
+        if width is None:
+            width = int(-(-held.max() // fmt.tokens_per_page)) if held.numel() else 0
+        return TierPages(fmt, self.table.page_ids(lists, tier, width), held, held)
+
+    def widths(self, lists: Tensor) -> list[list[int]]:
+        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H]."""
+        pages = [self.table.num_pages(tier)[lists].amax((0, 2)) for tier in range(len(self.formats))]
+        return torch.stack(pages, 1).tolist()
+
+    def num_pages(self, rows: Tensor) -> Tensor:
+        """Pages of rows over all lists and tiers, int64 [S]."""
+        lists = self.lists_of(rows)
+        pages = torch.zeros(len(rows), dtype=torch.int64, device=lists.device)
+        for tier, fmt in enumerate(self.formats):
+            pages += (-(-self.held(tier, lists) // fmt.tokens_per_page)).view(len(rows), -1).sum(1)
+        return pages
+
+    def field(self, tier: int, name: str) -> Tensor:
+        """A region of every page as a typed view; `name` as in `PageFormat.regions`."""
+        return self.backend.region(self.pool.pages, self.formats[tier], name)
+
+    # Slots in and out.
+
+    def put(
+        self,
+        tier: int,
+        page: Tensor,
+        slot: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        distinct: bool = False,
+        score: Tensor | float = 0.0,
+        pos: Tensor | None = None,
+    ) -> None:
+        """Writes slots: keys with the bounds of their pages, values, tracked fields.
+
+        Args:
+            tier: Tier index.
+            page: int64 [M] page ids; slot: int64 [M] slots in them.
+            k: [M, D], or None to leave the keys.
+            v: [M, D], or None to leave the values.
+            distinct: No page comes twice, as in a decode step.
+            score: fp32 [M] or one number, where the format tracks it.
+            pos: int64 [M]; None writes no tracked field.
+        """
+        fmt, pages = self.formats[tier], self.pool.pages
+        if k is not None:
+            self.backend.write_keys(pages, fmt, page, slot, k)
+            if fmt.bounds:
+                self.backend.widen_bounds(pages, fmt, page, slot, k, distinct=distinct)
+        if v is not None:
+            self.backend.write_values(pages, fmt, page, slot, v)
+        if pos is not None and fmt.slot.track:
+            self.backend.write_tracked(pages, fmt, page, slot, score, pos)
+
+    def read(self, tier: int, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Slots int64 [M] as keys and values fp32 [M, D], score fp32 [M] and position int64 [M] (None: not tracked)."""
+        fmt, pages = self.formats[tier], self.pool.pages
+        return *self.backend.read_slots(pages, fmt, page, slot), *self.backend.read_tracked(pages, fmt, page, slot)
+
+    def clear_scores(self, tier: TierPages) -> None:
+        """Sets the scores in a tier's live pages to 0."""
+        first_slot = torch.arange(tier.ids.shape[-1], device=tier.ids.device) * tier.fmt.tokens_per_page
+        scores = self.backend.region(self.pool.pages, tier.fmt, "score")
+        scores[tier.ids[first_slot < tier.num_k[..., None]]] = 0.0
+
+    def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
+        """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
+        the emptied pages."""
+        owner, source, target, count = self.table.plan_compaction(lists, tier, keep)
+        old, new = (self.table.lookup(lists[owner], tier, slot) for slot in (source, target))
+        self.backend.move_slots(self.pool.pages, self.formats[tier], *old, *new)
+        self.table.truncate(lists, tier, count)
+
+    # Whole rows.
+
+    def clear(self, lists: Tensor) -> None:
+        """Returns all pages of lists (int64 [M])."""
+        for tier in range(len(self.formats)):
+            self.table.truncate(lists, tier, torch.zeros_like(lists))
+
+    def copy(self, old: Tensor, new: Tensor) -> None:
+        """Copies lists (int64 [M]) page by page into empty ones.
+
+        Raises:
+            PoolExhausted: Not enough pages; the new lists are empty.
+        """
+        try:
+            for tier in range(len(self.formats)):
+                self.table.reserve(new, tier, self.held(tier, old))
+        except PoolExhausted:
+            self.clear(new)
+            raise
+        for tier in range(len(self.formats)):
+            used = self.table.num_pages(tier)[old]
+            width = int(used.max())
+            live = torch.arange(width, device=old.device) < used[:, None]
+            source, target = (self.table.page_ids(lists, tier, width)[live] for lists in (old, new))
+            self.pool.pages[target] = self.pool.pages[source]

@@ -1,0 +1,92 @@
+"""Plans and writes prompts, layer by layer or, where a policy ranks over the whole model, once all layers are there."""
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.counters import Counters
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.ledger import Ledger
+from kvbench.cache.paged import Paged
+from kvbench.policy import Policy, PrefillPlan, PrefillView
+
+
+class Prompts:
+    """The prompts on their way into a cache.
+
+    Args:
+        policy: Decides.
+        shape: The model's shape.
+        holding: What holds the tokens.
+        counters: What the rows have seen.
+        ledger: Counts bytes.
+    """
+
+    def __init__(self, policy: Policy, shape: ModelShape, holding: Paged, counters: Counters, ledger: Ledger) -> None:
+        self._policy, self._shape, self._holding = policy, shape, holding
+        self._counters, self._ledger = counters, ledger
+        # Row -> layers that wait for the last one, for policies of scope `model`.
+        self._waiting: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+
+    def place(self, row: int, layer: int, k: Tensor, v: Tensor, score: Tensor | None) -> None:
+        """Plans and writes one layer of a prompt whose scores are known.
+
+        Args:
+            k, v: [H, N, D] post-RoPE keys and values, uncompressed, at the cache's granularity.
+            score: fp32 [H, N] as the policy's `ScoreSpec` says, or None when no query counts.
+        """
+        if self._policy.score.statistic == "key_norm":
+            score = self._holding.scores.of_keys(k)
+        last = layer + 1 == self._shape.num_layers
+        if self._policy.scope == "model":
+            waiting = self._waiting.setdefault(row, [])
+            waiting.append((k, v, score))
+            if not last:
+                return
+            self._place(row, 0, self._waiting.pop(row))
+        else:
+            self._place(row, layer, [(k, v, score)])
+        if last:
+            self._finish(row, k.shape[1])
+
+    def forget(self, row: int) -> None:
+        """Drops what a row was still waiting with."""
+        self._waiting.pop(row, None)
+
+    def _place(self, row: int, first: int, layers: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+        """Plans layers together, from layer `first` on, and writes each."""
+        given = [score for _, _, score in layers if score is not None]
+        score = torch.stack(given) if given else None
+        plan = self._plan(first, len(layers), score, layers[0][0])
+        begins_with = plan.score if plan.score is not None else score
+        for index, (k, v, _) in enumerate(layers):
+            stored = None if begins_with is None else begins_with[index]
+            self._holding.write_prompt(row, first + index, k, v, plan.tier_of[index], stored)
+        self._ledger.hold(row, staging_bytes=sum(k.nbytes + v.nbytes for k, v, _ in layers))
+
+    def _plan(self, first: int, num_layers: int, score: Tensor | None, k: Tensor) -> PrefillPlan:
+        heads, num_tokens = k.shape[:2]
+        view = PrefillView(
+            num_tokens=num_tokens,
+            num_layers=self._shape.num_layers,
+            num_kv_heads=heads,
+            layers=torch.arange(first, first + num_layers, device=k.device),
+            score=score,
+            token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
+        )
+        plan = self._policy.plan_prefill(view)
+        expected = (num_layers, heads, num_tokens)
+        if tuple(plan.tier_of.shape) != expected:
+            raise AssertionError(
+                f"{type(self._policy).__name__}.plan_prefill returned {tuple(plan.tier_of.shape)}, not {expected}"
+            )
+        return plan
+
+    def _finish(self, row: int, num_tokens: int) -> None:
+        """Counts a prompt whose last layer was written."""
+        counters = self._counters
+        counters.tokens_seen[row] = counters.prompt_tokens[row] = num_tokens
+        lists = self._holding.pages.lists_of(torch.tensor([row], device=self._shape.device))
+        counts = torch.stack(self._holding.slots_per_tier(lists)).sum(0)
+        if counters.prompt_slots.numel():
+            counters.prompt_slots[lists] = counts.to(torch.int32)
+        self._ledger.note_prompt(row, counts, num_tokens)

@@ -1,0 +1,97 @@
+"""Rotary positions of stored keys: kept as the model gives them, or put on again when keys are read."""
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.layout import ModelShape
+from kvbench.kernels.backend import TierPages
+from kvbench.kernels.reference.attention import rotate
+from kvbench.policy import DecodeView, Policy
+
+
+class Rope:
+    """What a policy's `position_mode` means for keys on their way into pages and out of them.
+
+    Pages hold keys with their rotary position (`absolute`), or without it; those are rotated when they are read, to
+    their index in the cache (`cache_relative`) or to their true position (`pre_rope`; nothing may be evicted, so that
+    slot i holds token i).
+
+    Args:
+        policy: Its `position_mode`, and for `cache_relative` its `cache_positions`.
+        shape: The model's shape.
+
+    Raises:
+        ValueError: The model's keys cannot be rotated, or the policy would move slots away from their tokens.
+    """
+
+    def __init__(self, policy: Policy, shape: ModelShape) -> None:
+        self.mode, self._policy = policy.position_mode, policy
+        name = type(policy).__name__
+        if self.mode != "absolute" and shape.inv_freq is None:
+            raise ValueError(
+                f"{name} stores keys without their rotary position and rotates them on reading, but this model's "
+                "rotary embedding is not of the plain kind that allows it; set method.position_mode=absolute or "
+                "method.pre_rope=false where the method has that option"
+            )
+        if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every or len(policy.tiers) > 1):
+            raise ValueError(f"{name}: position_mode='pre_rope' needs one tier in which slot i stays token i")
+        # Without rotation nobody reads it.
+        self._inv_freq = torch.zeros(0) if shape.inv_freq is None else shape.inv_freq.to(torch.float32)
+
+    def strip(self, k: Tensor, position: Tensor) -> Tensor:
+        """Keys as pages hold them; `position` broadcasts against k[..., 0]."""
+        if self.mode == "absolute":
+            return k
+        return rotate(k.float(), -position[..., None].float() * self._inv_freq)
+
+    def check_plan(self, tier_of: Tensor) -> None:
+        """Refuses a plan that drops tokens whose places are their positions."""
+        if self.mode == "pre_rope" and bool((tier_of != 0).any()):
+            raise AssertionError("position_mode='pre_rope' keeps every token")
+
+    def turn(self, tiers: list[TierPages], view: DecodeView | None) -> None:
+        """Attaches the angles that give the stored keys of one layer their positions.
+
+        Args:
+            tiers: The layer's tiers, ids [S, H, m].
+            view: What the step was planned from; without one, `cache_relative` keys are left as they lie.
+        """
+        if self.mode == "pre_rope":
+            for tier in tiers:
+                width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
+                position = torch.arange(width, device=tier.ids.device).float()
+                tier.rotation = (position[:, None] * self._inv_freq).expand(tier.ids.shape[0], -1, -1)
+        elif self.mode == "cache_relative" and view is not None:
+            (tier,) = tiers  # an index in the cache is defined for one tier
+            tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
+
+    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
+        """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
+        angles, or where the angles depend on the layer."""
+        if self.mode == "absolute":
+            return True
+        if self.mode == "pre_rope" or view is None or len(tiers) != 1:
+            return False
+        held = tiers[0].num_k
+        if not bool((held == held[:, :1, :1]).all()):
+            return False
+        tiers[0].rotation = self._cache_angles(view, held[:, 0, 0], tiers[0])
+        return True
+
+    def _cache_angles(self, view: DecodeView, held: Tensor, tier: TierPages) -> Tensor:
+        """The angles that put each stored key at its index in the cache, seen from the newest token.
+
+        The query keeps its true position; keys move so that the distances are those in the cache.
+
+        Args:
+            view: What the step was planned from.
+            held: int64 [S] slots per list, the newest token's included.
+            tier: The tier.
+
+        Returns:
+            fp32 [S, m * T, D_rot / 2].
+        """
+        width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
+        age = self._policy.cache_positions(view, width)
+        shift = view.tokens_seen - (held - 1)
+        return (age + shift[:, None])[..., None].float() * self._inv_freq

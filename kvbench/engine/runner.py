@@ -1,0 +1,227 @@
+"""A model and a compressed cache: rows of tokens in, logits out.
+
+The engine answers requests on top of it; benches, tests and people who bring their own loop use it as it is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.layout import StoreOptions
+from kvbench.cache.store import CompressedStore
+from kvbench.engine import hf
+from kvbench.engine.prompt_cache import PromptCache
+from kvbench.kernels.backend import Backend
+from kvbench.kernels.dispatch import get_backend
+from kvbench.models.load import LoadedModel
+from kvbench.policy import Policy
+
+
+class NotFinite(ArithmeticError):
+    """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none
+    was."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(f"logits are not finite (first bad attention layer: {layer if layer >= 0 else 'none'})")
+        self.layer = layer
+
+
+class Runner:
+    """Runs a model over a compressed cache, one prompt at a time in, many rows at once on, no padding anywhere.
+
+    Call `reserve` first; a row then lives from `read` or `fork` to `close`.
+
+    Args:
+        model: A loaded model; its attention is routed through kvbench from here on (see `focus`).
+        policy: The method.
+        options: Memory layout.
+        backend: `auto` or a backend's name.
+        prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
+
+    Raises:
+        UnsupportedModel: The model's attention cannot be held in the store.
+        ValueError: The policy does not fit the model, or the backend cannot run here.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        *,
+        options: StoreOptions | None = None,
+        backend: str = "auto",
+        prompts: PromptCache | None = None,
+    ) -> None:
+        self.loaded, self.policy, self.options = model, policy, options or StoreOptions()
+        self.prompts = prompts or PromptCache()
+        self.focus()
+        self.shape = hf.model_shape(model.model)
+        self.device = self.shape.device
+        self.backend: Backend = get_backend(backend, self.device)
+        self.open_rows: list[int] = []
+        policy.check_model(self.shape.num_layers, self.shape.num_kv_heads)
+        self._store: CompressedStore | None = None
+
+    @property
+    def store(self) -> CompressedStore:
+        """The cache that `reserve` made."""
+        if self._store is None:
+            raise RuntimeError("no cache was made yet; call reserve(rows=..., prompt_tokens=..., new_tokens=...) first")
+        return self._store
+
+    def focus(self) -> None:
+        """Routes the model's attention through kvbench; needed again where others used the same model in between."""
+        hf.attach(self.loaded.model)
+
+    def reserve(self, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
+        """Makes an empty cache.
+
+        Args:
+            rows: Sequences held at once.
+            prompt_tokens: Longest prompt.
+            new_tokens: Most tokens added after a prompt.
+        """
+        self.open_rows = []
+        self._store = CompressedStore(
+            self.policy,
+            self.shape,
+            rows=rows,
+            options=self.options,
+            backend=self.backend,
+            max_prompt_tokens=prompt_tokens,
+            max_new_tokens=new_tokens,
+        )
+
+    # Rows.
+
+    def read(self, prompt: Sequence[int], ahead: Sequence[int] = ()) -> tuple[int, Tensor]:
+        """Reads a prompt into a new row.
+
+        Args:
+            prompt: Token ids; they are compressed and kept.
+            ahead: Token ids behind the prompt that are read in the same pass and not kept. They attend to the
+                uncompressed prompt, so their logits are those of the full cache.
+
+        Returns:
+            The row, and logits fp32 [1 + len(ahead), vocabulary]: after the prompt and after each token ahead.
+
+        Raises:
+            NotFinite: A logit is not finite; no row is open.
+            PoolExhausted: No room; no row is open.
+        """
+        row = self._opened(self.store.open_row())
+        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt))
+        try:
+            return row, self._read(session, [*prompt, *ahead], num_logits=len(ahead) + 1)
+        except Exception:
+            self.close(row)
+            raise
+
+    def full_logits(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing.
+
+        Raises:
+            NotFinite: A logit is not finite.
+        """
+        return self._read(hf.Session(self.store, "dense"), list(tokens), num_logits)
+
+    def append(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer.
+
+        Returns:
+            Logits fp32 [vocabulary] after the last of them.
+
+        Raises:
+            NotFinite: A logit is not finite.
+        """
+        if self.store.takes_chunks:
+            session = hf.Session(self.store, "chunk", row)
+            seen = int(self.store.counters.tokens_seen[row])
+            return self._forward(session, [list(tokens)], [seen], num_logits=1)[0, 0]
+        for token in tokens:
+            logits = self.step([row], [token])
+        return logits[0]
+
+    def step(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """One token for every row.
+
+        Returns:
+            Logits fp32 [S, vocabulary] after them.
+
+        Raises:
+            NotFinite: A logit is not finite.
+        """
+        logits, bad = self.try_step(rows, tokens)
+        if bad:
+            raise NotFinite(min(bad.values()))
+        return logits
+
+    def try_step(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
+        """As `step`, but rows whose logits are not finite do not stop the others: also gives their index in `rows` and
+        the first layer whose attention output was not finite (-1: none was)."""
+        index = torch.tensor(list(rows), device=self.device)
+        self.store.begin_step(index)
+        session = hf.Session(self.store, "decode")
+        positions = self.store.counters.tokens_seen[index].tolist()
+        logits = self._forward(session, [[token] for token in tokens], positions, num_logits=1, check=False)[:, 0]
+        self.store.end_step()
+        finite = torch.isfinite(logits).all(1)
+        if bool(finite.all()):
+            return logits, {}
+        return logits, {i: session.first_bad_layer(i) for i in (~finite).nonzero()[:, 0].tolist()}
+
+    def fork(self, row: int) -> int:
+        """Copies a row, page by page; gives the copy."""
+        return self._opened(self.store.fork_row(row))
+
+    def close(self, row: int) -> None:
+        """Forgets a row and returns its pages."""
+        self.store.close_row(row)
+        self.open_rows.remove(row)
+
+    def close_all(self) -> None:
+        """Forgets every open row."""
+        for row in list(self.open_rows):
+            self.close(row)
+
+    def bytes(self, row: int) -> int:
+        """What a row really holds."""
+        return self.store.ledger.row_bytes(row)
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, list[int]]:
+        """The most likely continuation of one prompt, token by token, up to the model's end token.
+
+        Returns:
+            The row, still open, and the new token ids.
+        """
+        row, logits = self.read(prompt)
+        tokens = [int(logits[-1].argmax())]
+        while len(tokens) < max_new_tokens and tokens[-1] not in self.loaded.eos_token_ids:
+            tokens.append(int(self.step([row], tokens[-1:])[0].argmax()))
+        return row, tokens
+
+    # Forward passes.
+
+    def _opened(self, row: int) -> int:
+        self.open_rows.append(row)
+        return row
+
+    def _read(self, session: hf.Session, tokens: list[int], num_logits: int) -> Tensor:
+        """Reads a prompt, or takes it from the prompt cache; logits fp32 [num_logits, vocabulary]."""
+
+        def forward() -> Tensor:
+            return self._forward(session, [tokens], [0], num_logits)
+
+        return self.prompts.read(session, (self.loaded.fingerprint, num_logits, *tokens), forward)[0]
+
+    def _forward(
+        self, session: hf.Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True
+    ) -> Tensor:
+        """Runs the model; `first` is each row's first position. Raises NotFinite when `check`."""
+        ids = torch.tensor(tokens, device=self.device)
+        positions = torch.tensor(first, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
+        logits = hf.forward(self.loaded.model, session, ids, positions, max(first), num_logits)
+        if check and not bool(torch.isfinite(logits).all()):
+            raise NotFinite(session.first_bad_layer(0))
+        return logits

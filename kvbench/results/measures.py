@@ -1,0 +1,256 @@
+"""The measures: what each number is called, where it lies, its unit, how it is scaled for showing, and which way is
+better. Tables, pictures, comparisons and calibrations all take these from here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.results.record import RunRecord
+from kvbench.results.sample import SampleRecord
+from kvbench.stats.intervals import Estimate
+
+Path = tuple[str, ...]
+NATS, POINTS, PERCENT_OF_FULL = "nats per token", "points", "% of an FP16 full cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A number that every sample has, and that a run has over all samples."""
+
+    name: str
+    """What the settings of the commands call it."""
+    title: str
+    """Its name for people, without the unit."""
+    short: str
+    """Its name at the head of a narrow column."""
+    numerator: Path
+    """Keys that lead to the value in a sample's record; to the numerator where there is a denominator."""
+    denominator: Path | None = None
+    """Keys that lead to the denominator; over several samples the measure is then a sum divided by a sum."""
+    in_run: Path | None = None
+    """Field of `RunRecord` and the name in it that hold the measure over all samples."""
+    unit: str
+    """Unit of a shown value."""
+    scale: float = 1.0
+    """What a value is multiplied by before it is shown."""
+    higher_is_better: bool = False
+    """Direction."""
+    bounded: bool = False
+    """A score in [0, 1]: no difference is larger than 1, so even samples of which none differs prove something."""
+
+    @property
+    def key(self) -> str:
+        """Name of the value in the record, which is what CSV files name."""
+        return self.numerator[-1]
+
+    @property
+    def part(self) -> str:
+        """Part of the record that the value is in."""
+        return self.numerator[0]
+
+    def above(self, record: SampleRecord) -> float | None:
+        """The value of a sample, or its numerator.
+
+        Returns:
+            None where the number was not finite.
+
+        Raises:
+            KeyError, TypeError: The record does not have it.
+        """
+        return at(record, self.numerator)
+
+    def below(self, record: SampleRecord) -> float | None:
+        """The denominator of a sample, 1 without one; raises and returns as `above`."""
+        return 1.0 if self.denominator is None else at(record, self.denominator)
+
+    def of_run(self, record: RunRecord) -> float | None:
+        """The measure over all samples of a run, as `run.json` has it; None where it is missing."""
+        if self.in_run is None:
+            return None
+        part, name = self.in_run
+        held = getattr(record, part)
+        found = held.get(name) if isinstance(held, dict) else getattr(held, name)
+        return found.value if isinstance(found, Estimate) else found
+
+
+def at(record: SampleRecord, path: Path) -> float | None:
+    """The number that keys lead to in a sample's record; raises and returns as `Measure.above`."""
+    found: Any = record  # a path may lead into any part
+    for key in path:
+        found = found[key]
+    return found
+
+
+def score(name: str = "score", higher_is_better: bool = True) -> Measure:
+    """A score of a task.
+
+    Args:
+        name: Name of the metric in the records.
+        higher_is_better: Its direction, as the task says.
+    """
+    return Measure(
+        name=name,
+        title=name,
+        short=name,
+        numerator=("scores", name),
+        in_run=("metrics", name),
+        unit=POINTS,
+        scale=100.0,
+        higher_is_better=higher_is_better,
+        bounded=True,
+    )
+
+
+SCORE = score()  # unit and scale of every score
+
+# How far the answer's probabilities are from the full cache's, on the gold answer.
+NLL = Measure(
+    name="nll", title="gold NLL", short="gold NLL", numerator=("fidelity", "nll"), in_run=("fidelity", "nll"), unit=NATS
+)
+KL = Measure(
+    name="kl",
+    title="KL to the full cache",
+    short="KL to full",
+    numerator=("fidelity", "kl_mean"),
+    in_run=("fidelity", "kl_mean"),
+    unit=NATS,
+)
+TOP1 = Measure(
+    name="top1",
+    title="same first choice as the full cache",
+    short="top 1",
+    numerator=("fidelity", "top1_agreement"),
+    in_run=("fidelity", "top1_agreement"),
+    unit=POINTS,
+    scale=100.0,
+    higher_is_better=True,
+)
+FIDELITY = {measure.name: measure for measure in (NLL, KL, TOP1)}
+
+# Cache bytes per sample, beside an FP16 full cache of the same tokens; `run.json` has NAME_bytes and NAME_ratio.
+RESIDENT = Measure(
+    name="resident",
+    title="resident bytes at the end",
+    short="resident",
+    numerator=("ledger", "resident_bytes"),
+    denominator=("ledger", "fp16_bytes"),
+    in_run=("ledger", "resident_ratio"),
+    unit=PERCENT_OF_FULL,
+    scale=100.0,
+)
+AVERAGE = Measure(
+    name="average",
+    title="bytes averaged over the answer",
+    short="average",
+    numerator=("ledger", "average_ratio"),  # every decode step beside the FP16 cache of that step
+    in_run=("ledger", "average_ratio"),
+    unit=PERCENT_OF_FULL,
+    scale=100.0,
+)
+PEAK = Measure(
+    name="peak",
+    title="bytes at the worst moment",
+    short="peak",
+    numerator=("ledger", "peak_bytes"),
+    denominator=("ledger", "fp16_bytes"),
+    in_run=("ledger", "peak_ratio"),
+    unit=PERCENT_OF_FULL,
+    scale=100.0,
+)
+BYTES = (RESIDENT, AVERAGE, PEAK)
+# Bytes of the ledger that are sums or something else than an item.
+NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "staging_peak_bytes", "fp16_bytes", "page_bytes"}
+# Of what reading all that is kept takes; only methods that choose what to read have it.
+READ = Measure(
+    name="read",
+    title="bytes read while decoding",
+    short="read",
+    numerator=("kept", "read_ratio"),
+    in_run=("kept", "read_ratio"),
+    unit="%",
+    scale=100.0,
+)
+
+# Time.
+PREFILL = Measure(
+    name="prefill",
+    title="time to read a prompt",
+    short="prefill",
+    numerator=("timing", "prefill_s"),
+    in_run=("timing", "prefill_s"),
+    unit="s",
+)
+TIME = Measure(
+    name="time",
+    title="time per generated token",
+    short="time",
+    numerator=("timing", "decode_share_s"),
+    denominator=("timing", "decode_tokens"),
+    unit="ms",
+    scale=1000.0,
+)
+RATE = Measure(
+    name="rate",
+    title="tokens generated per second",
+    short="decode",
+    numerator=("timing", "decode_tokens"),
+    denominator=("timing", "decode_share_s"),
+    in_run=("timing", "decode_tokens_per_s"),
+    unit="tok/s",
+    higher_is_better=True,
+)
+
+COSTS = {measure.name: measure for measure in (*BYTES, TIME)}  # what quality can be drawn against
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a method loses in a measure against the full cache, positive when worse: a criterion of a calibration."""
+
+    measure: Measure
+    title: str
+    """Its name for people, without the unit."""
+    short: str
+    """Its name at the head of a narrow column."""
+    rule: str
+    """How the rule of a calibration names it, with the unit of the margin."""
+
+    @property
+    def scale(self) -> float:
+        """What a loss is multiplied by before it is shown."""
+        return self.measure.scale
+
+    @property
+    def unit(self) -> str:
+        """Unit of a shown loss."""
+        return self.measure.unit
+
+
+LOSSES = {
+    "score": Loss(
+        measure=SCORE,  # stands for the task's primary one
+        title="score lost to the full cache",
+        short="score lost, points",
+        rule="points of the task's own score lost to the full cache, as a share",
+    ),
+    "nll": Loss(
+        measure=NLL,
+        title="gold NLL above the full cache's",
+        short="gold NLL - full's",
+        rule="gold NLL above the full cache's, nats per token",
+    ),
+    "kl": Loss(
+        measure=KL, title=KL.title, short=KL.short, rule="KL to the full cache on the gold tokens, nats per token"
+    ),
+}
+
+
+def ledger_items(ledger: Mapping[str, float]) -> dict[str, float]:
+    """The items that add up to the resident bytes, in the ledger's order, with those that are 0."""
+    return {name: count for name, count in ledger.items() if name.endswith("_bytes") and name not in NOT_ITEMS}
+
+
+def item_title(name: str) -> str:
+    """The name of an item for people: `quant_meta_bytes` is `quant meta`."""
+    return name.removesuffix("_bytes").replace("_", " ")

@@ -1,0 +1,166 @@
+"""The contract that methods are written against: declarations, the observation window's base class, the views."""
+
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from store_helpers import prefill_view
+
+from kvbench.policy import (
+    Budget,
+    DecodeView,
+    Extreme,
+    Policy,
+    PrefillPlan,
+    ReadSpec,
+    Residual,
+    ScoreSpec,
+    SlotArrays,
+    Tier,
+    WindowRanked,
+)
+from kvbench.policy.base import Declarations
+
+
+@dataclass(kw_only=True)
+class Coded(Policy):
+    """Declares everything that a method can, and leaves the granularity to its user."""
+
+    bits: int = 8
+    granularity: str = "kv_head"
+    scope = "layer"
+    acts_in_decode = True
+
+    def __post_init__(self) -> None:
+        self.tiers = (Tier(k_bits=self.bits, v_bits=self.bits),)
+        self.score = ScoreSpec(prefill_queries=self.bits)
+        self.residual = Residual(num_tokens=self.bits)
+        self.reading = ReadSpec(budget=Budget.parse(0.5))
+        self.position_mode = "pre_rope"
+        self.compact_every = self.bits
+
+
+@dataclass(kw_only=True)
+class Half(WindowRanked):
+    """Ranks by the window, with one setting of its own."""
+
+    extra: int = 3
+
+    def plan_prefill(self, view) -> PrefillPlan:
+        """Everything stays."""
+        return PrefillPlan(tier_of=view.filled(0))
+
+
+# Declarations ----
+
+
+def test_a_method_that_declares_nothing_has_the_defaults():
+    """One 16-bit tier, no statistics, no buffer, everything read, and no settings."""
+    policy = Policy()
+    assert (policy.tiers, policy.score, policy.residual, policy.reading) == ((Tier(),), ScoreSpec(), None, None)
+    assert (policy.scope, policy.position_mode, policy.granularity) == ("head", "absolute", "kv_head")
+    assert (policy.acts_in_decode, policy.compact_every) == (False, 0)
+    assert fields(policy) == ()
+
+
+def test_declarations_are_no_settings():
+    """Neither what the class body declares nor what `__post_init__` does is a field; only what is annotated again."""
+    assert [field.name for field in fields(Coded())] == ["bits", "granularity"]
+    assert repr(Coded()) == "Coded(bits=8, granularity='kv_head')"
+    with pytest.raises(TypeError, match="scope"):
+        Coded(scope="head")
+
+
+def test_one_policy_declares_nothing_for_another():
+    """Two policies of a class each have their own, and the defaults of all others stay."""
+    before = {name: getattr(Policy(), name) for name in Declarations.__annotations__}
+    small, large = Coded(bits=2), Coded(bits=8, granularity="q_head")
+    assert (small.tiers[0].k_bits, large.tiers[0].k_bits) == (2, 8)
+    assert (small.granularity, large.granularity) == ("kv_head", "q_head")
+    assert (small.compact_every, large.compact_every) == (2, 8)
+    assert {name: getattr(Policy(), name) for name in Declarations.__annotations__} == before
+    assert small != large and small == Coded(bits=2)
+
+
+# What an observation window brings ----
+
+
+def test_the_window_declares_for_its_subclasses():
+    """Tier, statistics and the interval of evictions follow from the shared settings; those are fields, beside own
+    ones."""
+    policy = Half(budget=0.5, window=4, pool="avg", pool_kernel=3, decode_every=6, tier="k8v4", granularity="q_head")
+    assert policy.tiers == (Tier(k_bits=8, v_bits=4),)
+    assert policy.score == ScoreSpec(
+        prefill_queries=4, pool="avg", pool_kernel=3, decode_update=True, track=("score", "pos")
+    )
+    assert (policy.compact_every, policy.granularity, policy.extra) == (6, "q_head", 3)
+    names = ["budget", "window", "pool", "pool_kernel", "decode_every", "tier", "granularity", "extra"]
+    assert [field.name for field in fields(policy)] == names
+    assert Half().score == ScoreSpec(prefill_queries=32, pool="max", pool_kernel=7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"budget": 32}, "budget=32 tokens must exceed window=32"),
+        ({"decode_every": -1}, "decode_every=-1"),
+        ({"pool_kernel": 4}, "pool_kernel=4"),
+        ({"granularity": "head"}, "granularity='head'"),
+        ({"tier": "k3"}, "tier='k3'"),
+        ({"budget": 0}, "budget=0"),
+    ],
+)
+def test_the_window_refuses_settings_for_its_subclasses(settings, said):
+    """Every shared setting is checked, and the message names it."""
+    with pytest.raises(ValueError, match=said):
+        Half(**settings)
+
+
+def record(most: int, total: int) -> dict:
+    """A journal record of two lists and a prompt of 100 tokens in pages of 8, one list with `most` of `total` slots."""
+    kept = {"lists": 2, "prompt_tokens": 100, "tokens_seen": 100, "page_tokens": 8, "slot_bytes": 4.0}
+    return {"kept": kept | {"prompt_slots": total, "prompt_slots_max": most, "slots_per_tier": [total]}}
+
+
+def test_the_window_holds_lists_to_the_budget_as_declared():
+    """Each list by default; their mean where the subclass says so; with pages to spare where it says that."""
+    policy = Half(budget=50, window=4)
+    assert policy.check_outcome(record(50, 100)) is None
+    assert "a head kept 60 of 100" in policy.check_outcome(record(60, 100))
+    policy.budget_is_mean = True
+    assert policy.check_outcome(record(60, 100)) is None
+    assert "a head kept 55 of 100" in policy.check_outcome(record(60, 110))
+    policy.spare_pages = 1
+    assert policy.check_outcome(record(60, 110)) is None
+
+
+# Views ----
+
+
+def test_a_view_without_statistics_says_what_to_declare():
+    """Reading the score of a prompt that was not asked for is answered with the remedy; asked for, it is the tensor."""
+    with pytest.raises(ValueError, match="set self.score to a ScoreSpec"):
+        _ = prefill_view(None, 4).score
+    score = torch.arange(4.0)[None]
+    assert prefill_view(score, 4).score.equal(score[None])
+
+
+def test_a_decode_view_answers_everything():
+    """A view that lacks an answer cannot be made."""
+
+    class Lacking(DecodeView):
+        def budget_tokens(self, budget, tier=0) -> torch.Tensor:
+            return torch.zeros(1)
+
+        def num_slots(self, tier) -> torch.Tensor:
+            return torch.zeros(1)
+
+        def find(self, tier, position) -> Extreme:
+            return Extreme(value=position, slot=position, pos=position)
+
+        def slots(self, tier) -> SlotArrays:
+            raise AssertionError("not asked")
+
+    with pytest.raises(TypeError, match="argmin"):
+        Lacking()

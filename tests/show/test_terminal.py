@@ -1,0 +1,67 @@
+"""What the commands share when they print."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvbench.show import palette, terminal
+from kvbench.show.progress import LiveBar
+
+
+def test_width_off_a_terminal_is_the_commands(monkeypatch):
+    """Written to a file, a command is as wide as it asks; on a terminal as wide as that."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert terminal.console(137).width == 137
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "61")
+    assert terminal.console(137).width == 61
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "signed", "text"),
+    [
+        (None, 1.0, False, "-"),
+        (0.12345, 100.0, False, "12.3"),
+        (-0.0004, 100.0, True, "+0.0"),
+        (0.012345, 1.0, True, "+0.0123"),
+        (-0.0, 1.0, False, "0"),
+    ],
+)
+def test_numbers(value, scale, signed, text):
+    """Points have one decimal and no minus sign before a zero; nats have three digits."""
+    assert terminal.number(value, scale, signed) == text
+
+
+def test_p_values_and_texts():
+    """Small p values are not spelt out; long texts lose their middle, and control characters are seen."""
+    assert [terminal.p_text(p) for p in (None, 0.0004, 0.0421, 0.5)] == ["-", "<0.001", "0.042", "0.50"]
+    assert terminal.shortened("a\n\tb\x00", 20) == "a\\n\\tb?"
+    assert terminal.shortened("0123456789" * 3, 15) == "01234 ... 56789"
+
+
+def test_a_plain_table_has_no_lines():
+    """Columns stand side by side under a title at the left."""
+    table = terminal.plain_table("title")
+    table.add_column("run")
+    table.add_column("n", justify="right")
+    table.add_row("x", "12")
+    target = Console(width=40, file=io.StringIO(), record=True)
+    target.print(table)
+    assert [line.rstrip() for line in target.export_text().splitlines()] == ["title", "run   n", "x    12"]
+
+
+def test_the_bar_shows_its_state():
+    """A bar on a terminal has its label and state, and a total that may come later."""
+    stream = io.StringIO()
+    bar = LiveBar(stream, "work", total=None, state="begun")
+    bar.update(1, 4, "1/4 done")
+    assert [(task.completed, task.total, task.fields["state"]) for task in bar._bars.tasks] == [(1, 4, "1/4 done")]
+    bar.stop()
+
+
+def test_colours_of_a_picture_are_distinct():
+    """No two methods of one panel share a colour or a marker."""
+    for group in (palette.COLOURS, palette.MARKERS, palette.PANEL_COLOURS, palette.PANEL_MARKERS):
+        assert len(set(group)) == len(group)
