@@ -1,13 +1,9 @@
 """Models and methods that a bench names in one string, such as `snapkv budget=0.25`, and text to feed them."""
 
-from typing import TYPE_CHECKING
-
 from omegaconf import DictConfig
 
 from kvbench.models.load import LoadedModel
-
-if TYPE_CHECKING:
-    from kvbench.policy import Policy
+from kvbench.policy import Policy
 
 
 def compose_choice(group: str, text: str, *more: str) -> DictConfig:
@@ -27,7 +23,7 @@ def compose_choice(group: str, text: str, *more: str) -> DictConfig:
     return compose([f"{group}={name}", *(f"{group}.{setting}" for setting in settings)])[group]
 
 
-def make_method(text: str) -> "Policy":
+def make_method(text: str) -> Policy:
     """The policy that a string asks for."""
     from kvbench.runs.parts import make_policy
 

@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kvbench.config import files as listing
-from kvbench.config.plain import plain
+from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.kernels.bench.settings import Common
 from kvbench.results import provenance
@@ -70,9 +70,7 @@ def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, Common]:
     module = import_module(MODULES[name])
     values = _merged(cfg, name)
     if cfg.quick:
-        written = OmegaConf.load(listing.conf_folder() / "command" / "bench.yaml")
-        assert isinstance(written, DictConfig), "the file holds settings, not a list"
-        default = _merged(written, name)
+        default = _merged(read_config(listing.conf_folder() / "command" / "bench.yaml"), name)
         values |= {key: small for key, small in module.QUICK.items() if values[key] == default[key]}
     known = {item.name for item in dataclasses.fields(module.Settings)}
     settings: Common = module.Settings(**{key: value for key, value in values.items() if key in known})
@@ -82,7 +80,7 @@ def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, Common]:
 
 def _merged(cfg: DictConfig, name: str) -> dict:
     """The settings that all benches share, and one bench's own."""
-    values = plain(cfg)
+    values = as_dict(cfg)
     return {key: value for key, value in values.items() if key not in MODULES} | values[name]
 
 

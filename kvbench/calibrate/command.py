@@ -19,7 +19,7 @@ from kvbench.calibrate.choose import Measured, choose, evaluate
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Number, Plan, read_plan, split
 from kvbench.calibrate.write import Choice, Result, StageResult
-from kvbench.config.plain import plain
+from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.models.load import LoadedModel
 from kvbench.results import identity
@@ -78,7 +78,7 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
 
 def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
     """The experiment's settings, the command's, and the name of the method."""
-    settings = plain(cfg)
+    settings = as_dict(cfg)
     wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
     experiment = OmegaConf.create(settings)
     check_config(experiment)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from omegaconf import DictConfig
 
 from kvbench.config.files import FULL
-from kvbench.config.plain import plain
+from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole, unknown_name
 from kvbench.policy import Policy
 from kvbench.results.measures import LOSSES
@@ -126,7 +126,7 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy) -> Plan:
 
 def _stages(cfg: DictConfig, method: str, known: Mapping[str, object]) -> tuple[Stage, ...]:
     """The settings to tune: those asked for, or those of the grid that the method has; `known` has their types."""
-    grid = plain(cfg.grid)
+    grid = as_dict(cfg.grid)
     names = cfg.parameters
     if names is None:
         names = [name for name in grid if name in known]

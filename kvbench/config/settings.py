@@ -1,4 +1,4 @@
-"""Configurations that are copied or read from a file, with a type that is known."""
+"""Settings as plain values and as copies: what the configuration library makes of them, with a type that is known."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,12 +6,21 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config.plain import plain
+
+def as_dict(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group as a plain dict, nested groups included, interpolations resolved.
+
+    Args:
+        cfg: A DictConfig or any other mapping.
+    """
+    plain = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    assert isinstance(plain, Mapping)  # only a list would become a list
+    return {str(key): value for key, value in plain.items()}
 
 
 def copy_config(cfg: Mapping[str, Any]) -> DictConfig:
     """A configuration of its own with the same settings, interpolations resolved."""
-    return OmegaConf.create(plain(cfg))
+    return OmegaConf.create(as_dict(cfg))
 
 
 def read_config(path: Path) -> DictConfig:

@@ -38,7 +38,7 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Nothing is wrong."""
+        """True when nothing is wrong with the file."""
         return not self.faults and not self.broken
 
 

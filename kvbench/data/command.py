@@ -5,7 +5,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.text import Text
 
-from kvbench.config.plain import plain
+from kvbench.config.settings import as_dict
 from kvbench.data.catalogue import REPOSITORIES, files_of
 from kvbench.data.check import Report, check_copy, check_file, read_manifest
 from kvbench.data.fetch import fetch_copy, fetch_files
@@ -28,10 +28,12 @@ def main(cfg: DictConfig) -> int:
         ValueError: A setting is wrong, or the data cannot be fetched.
     """
     if (cfg.to is None) == (cfg.check is None):
-        raise ValueError("give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)")
+        raise ValueError(
+            f"to={cfg.to} and check={cfg.check}: give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)"
+        )
     if not cfg.get("task"):
         raise ValueError("which benchmark? For example task=longbench; `python -m kvbench data --help` lists them")
-    settings = plain(cfg.task)
+    settings = as_dict(cfg.task)
     # A task of lm-eval is called after its variant (gpqa_diamond_...), its data after the family.
     name = str(settings.get("name"))
     task = next((known for known in REPOSITORIES if settings.get("harness") and name.startswith(known)), name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbench.config.plain import plain
+from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, check_whole, unknown_name
 from kvbench.models import embedded as model_embedded
 from kvbench.models import files as model_files
@@ -69,7 +69,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         ValueError: A key or value is unknown, out of range, or does not fit the machine.
         MissingWeightsError: Files are not there; the message says where was looked and how to get them.
     """
-    settings = plain(cfg)
+    settings = as_dict(cfg)
     kind = settings.get("kind")
     if kind not in _LOADERS:
         raise unknown_name("model.kind", kind, _LOADERS)

@@ -11,8 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import code, files
 from kvbench.config.files import FULL
-from kvbench.config.plain import plain
-from kvbench.config.settings import copy_config, read_config
+from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys, check_whole, unknown_name
 from kvbench.results import identity, provenance
 from kvbench.results.sample import Key
@@ -171,7 +170,7 @@ def _with_calibration(cfg: DictConfig) -> DictConfig:
 
 def _method_settings(cfg: DictConfig, policy: "Policy") -> dict[str, Any]:
     """What the YAML says plus the policy's own fields, so that a default that is only in the code counts too."""
-    settings = plain(cfg)
+    settings = as_dict(cfg)
     settings.pop(calibration.KEY, None)  # where the numbers come from changes no answer
     return settings | {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
 

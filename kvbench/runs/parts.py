@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config.plain import plain
+from kvbench.config.settings import as_dict
 from kvbench.errors import check_keys
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def make_engine(
     from kvbench.cache.layout import StoreOptions
     from kvbench.engine.engine import Engine
 
-    options = plain(cfg.store)
+    options = as_dict(cfg.store)
     check_keys(options, [item.name for item in fields(StoreOptions)], prefix="store.")
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     engine = Engine(
@@ -211,7 +211,7 @@ class Loaders:
 
             return load_model(cfg)
 
-        return self._model.get(plain(cfg), load)
+        return self._model.get(as_dict(cfg), load)
 
     def load_task(
         self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
@@ -223,8 +223,8 @@ class Loaders:
 
             return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
 
-        named = {"limit": limit, "seed": seed, "protocol": plain(protocol)}
-        return self._task.get([plain(cfg), model.fingerprint, named], load)
+        named = {"limit": limit, "seed": seed, "protocol": as_dict(protocol)}
+        return self._task.get([as_dict(cfg), model.fingerprint, named], load)
 
     def make_engine(
         self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None

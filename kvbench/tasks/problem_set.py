@@ -1,4 +1,4 @@
-"""From the problems of a benchmark to a task: requests, graders, and what their records are put together to."""
+"""Makes a task of the problems of a benchmark: requests, graders, and how the scores of many answers are summed up."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from kvbench.config.compose import compose
-from kvbench.config.plain import plain
-from kvbench.config.settings import copy_config, read_config
+from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys
 
 
@@ -37,7 +36,7 @@ def test_compose_says_what_exists(word, message):
 def test_settings_as_plain_values(tmp_path):
     """Interpolations are resolved, a copy is a copy, and a file that holds a list is refused."""
     cfg = OmegaConf.create({"a": 1, "b": {"c": "${a}", "d": [1, 2]}})
-    assert plain(cfg) == plain({"a": 1, "b": {"c": 1, "d": [1, 2]}}) == {"a": 1, "b": {"c": 1, "d": [1, 2]}}
+    assert as_dict(cfg) == as_dict({"a": 1, "b": {"c": 1, "d": [1, 2]}}) == {"a": 1, "b": {"c": 1, "d": [1, 2]}}
     other = copy_config(cfg)
     other.b.c = 5
     assert cfg.b.c == 1 and OmegaConf.is_config(other)

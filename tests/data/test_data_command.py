@@ -167,13 +167,13 @@ def test_fetch_once_then_check(hub, tmp_path, capsys, task) -> None:
     assert main(["data", f"task={task}", f"to={folder}"]) == 0  # and is fetched again
 
 
-def test_fetched_files_run(hub, tmp_path, model) -> None:
+def test_fetched_files_run(hub, tmp_path, tiny_model) -> None:
     """What was fetched is what the task reads."""
     from kvbench.tasks import load_task
 
     assert main(["data", "task=longbench", "task.subsets=[trec]", f"to={tmp_path / 'lb'}"]) == 0
     cfg = {"name": "longbench", "subsets": "trec", "data_dir": str(tmp_path / "lb")}
-    assert len(load_task(cfg, model, limit=None, seed=0).requests) == 200
+    assert len(load_task(cfg, tiny_model(), limit=None, seed=0).requests) == 200
 
 
 def test_an_archive_with_too_few_rows_or_without_a_subset(hub, tmp_path, capsys) -> None:

@@ -29,8 +29,8 @@ def test_random_weights_follow_the_seed():
 def test_random_yaml_builds(monkeypatch):
     """conf/model/random.yaml is a valid configuration; a shorter model is named by its layers."""
     cfg = OmegaConf.load(ROOT / "conf/model/random.yaml")
-    listed = (ROOT / "conf/model/random.yaml").read_text().split("Presets: ")[1].split(".\n")[0].split(", ")
-    assert listed == list(model_random.PRESETS)
+    comment = (ROOT / "conf/model/random.yaml").read_text().partition("Presets: ")[2].partition(".\n")[0]
+    assert comment.replace("\n#", "").split(", ") == list(model_random.PRESETS)
     cfg.preset, cfg.num_layers, cfg.device = "smollm2-135m", 1, "cpu"
     loaded = load_model(cfg)
     assert loaded.name == "random-smollm2-135m-1layers"

@@ -4,18 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lmeval_demo import TINY
 
 from kvbench.lm import KvbenchLM
 from kvbench.tasks.choices import choice_request
 
-TINY = {
-    "model": "random",
-    "model.preset": "tiny",
-    "model.num_layers": 2,
-    "model.dtype": "float32",
-    "model.device": "cpu",
-    "backend": "torch",
-}
 CONTEXT = "Instances of the class are created by calling the object. " * 6 + "Which one is it?\nAnswer:"
 CHOICES = [" A", " B", " the third of them", " D"]
 KEYS = {"sample_id": "x/0", "subset": "x"}

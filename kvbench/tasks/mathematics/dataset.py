@@ -97,7 +97,10 @@ def minerva_shots() -> list[dict[str, str]]:
 
 
 def _question(problem: str) -> str:
-    """Source: lm-eval tasks/minerva_math/utils.py, doc_to_text."""
+    """A problem as it stands in the prompt of `minerva4`.
+
+    Source: lm-eval tasks/minerva_math/utils.py, doc_to_text.
+    """
     return f"Problem:\n{problem}\n\nSolution:"
 
 

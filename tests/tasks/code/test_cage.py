@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.tasks.code import grade as codegrade
+from kvbench.tasks.code import grade as grader
 from kvbench.tasks.code.cage import mechanism as cage_mechanism
 from kvbench.tasks.code.cage import probe as cage_probe
 from kvbench.tasks.code.cage import run as cage
@@ -173,11 +173,11 @@ EVIDENCE = {
 def test_hostile_program_gets_nothing(program, target, token, request):
     """No hostile program reaches outside, is graded right, or is there 2 s after its limit."""
     start = time.monotonic()
-    result = codegrade.grade_humaneval_plus(
+    result = grader.grade_humaneval_plus(
         target.row(), program, allow_code_execution=True, limits=cage.Limits(load_s=1.0)
     )
     # Two calls of 1 s; then what the grader adds for starting.
-    assert time.monotonic() - start < 2 + codegrade._START_S + 2
+    assert time.monotonic() - start < 2 + grader._START_S + 2
     assert not wait_until_gone(token, 1.0)
     assert target.hits() == []
     assert result.status in ("fail", "timeout", "error", "unsupported")
@@ -189,8 +189,8 @@ def test_hostile_program_gets_nothing(program, target, token, request):
 def test_hostile_programs_are_many_and_the_target_can_be_answered(target):
     """There are at least 60 programs, and an honest one passes on the same row."""
     assert len(hostile_programs()) >= 60
-    result = codegrade.grade_humaneval_plus(target.row(), ROW["canonical_solution"], allow_code_execution=True)
-    assert result == codegrade.GradeResult("pass", True, True)
+    result = grader.grade_humaneval_plus(target.row(), ROW["canonical_solution"], allow_code_execution=True)
+    assert result == grader.GradeResult("pass", True, True)
 
 
 def test_target_notices_hits(tmp_path):

@@ -100,7 +100,7 @@ class Isolation:
     """What a trial run in the cage found.
 
     Args:
-        mechanism: `bubblewrap`, `user namespaces`, `root namespaces`; None when none holds.
+        mechanism: Its name, a key of `mechanisms`; None when none holds.
         missing: When None: for each mechanism, what it lacks here.
     """
 

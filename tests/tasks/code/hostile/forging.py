@@ -218,9 +218,9 @@ def _attack_not_a_number(folder, port, abstract, pid):
 
 
 def _attack_import_grader(folder, port, abstract, pid):
-    import kvbench.tasks.code.grade as codegrade
+    import kvbench.tasks.code.grade as grader
 
-    codegrade.is_right = lambda *arguments: True
+    grader.is_right = lambda *arguments: True
 
 
 def _load_exit_zero():
