@@ -1,7 +1,6 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvbench.results import identity, provenance
 from kvbench.results.sample import Key
 from kvbench.runs import calibration
 from kvbench.runs.parts import Parts
+from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
@@ -101,8 +101,8 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     cfg = _with_calibration(cfg)
     policy = parts.make_policy(cfg.method)  # first: a bad setting should not cost a model load
     model = parts.load_model(cfg.model)
-    for note in calibration.notes(cfg.method, model, policy):
-        print(note, file=sys.stderr, flush=True)
+    for remark in calibration.notes(cfg.method, model, policy):
+        note(remark)
     task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
     check_requests(task)
     engine = parts.make_engine(cfg, model, policy)

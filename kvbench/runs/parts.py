@@ -5,7 +5,6 @@ before.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -14,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import check_keys
+from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
@@ -206,7 +206,7 @@ class Loaders:
 
         def load() -> "LoadedModel":
             name = cfg.get("path") or cfg.get("name") or cfg.get("preset") or cfg.get("kind")
-            print(f"loading model {name}", file=sys.stderr, flush=True)  # the imports alone take seconds
+            note(f"loading model {name}")  # the imports alone take seconds
             from kvbench.models.load import load_model
 
             return load_model(cfg)
