@@ -44,6 +44,7 @@ def test_engine_from_configuration(tiny_model):
     store["page_bites"] = 1
     with pytest.raises(ValueError, match="key=store.page_bites does not exist. Did you mean store.page_bytes?"):
         make_engine(OmegaConf.create(settings), tiny_model(), policy)
+    tiny_model().model.set_attn_implementation("sdpa")  # other tests use the same model without an engine
 
 
 @pytest.mark.parametrize(("value", "count"), [(0, 0), (4096, 4096), ("512MiB", 2**29), ("1.5GiB", 3 * 2**29)])
