@@ -25,6 +25,24 @@ def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> i
     return value
 
 
+def check_keys(given: Iterable[object], known: Iterable[str], *, what: str = "key", prefix: str = "") -> None:
+    """Refuses settings that do not exist.
+
+    Args:
+        given: The keys that were set.
+        known: All keys there are.
+        what: What kind of key it is, as the message says it.
+        prefix: What stands before each key where the user writes it, for example `store.`.
+
+    Raises:
+        ValueError: Names the first unknown key, those that exist, and the nearest.
+    """
+    names = list(known)
+    for key in given:
+        if key not in names:
+            raise unknown_name(what, f"{prefix}{key}", [f"{prefix}{name}" for name in names])
+
+
 def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
     """Builds the error for a name that does not exist: what does exist, and the nearest to what was asked.
 

@@ -6,14 +6,16 @@ need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from kvbench.config.compose import compose
+from kvbench.config.settings import copy_config
 from kvbench.engine.requests import Outcome, Request
 from kvbench.runs import calibration
+from kvbench.runs.parts import default_parts
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
@@ -22,19 +24,8 @@ from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-    from omegaconf import DictConfig
 
 _log = logging.getLogger(__name__)
-
-
-def compose_config(overrides: Sequence[str]) -> "DictConfig":
-    """The configuration of a run with the given Hydra overrides, composed without Hydra's command line."""
-    from hydra import compose, initialize_config_dir
-
-    from kvbench.config.files import sibling_folder
-
-    with initialize_config_dir(version_base=None, config_dir=str(sibling_folder("conf").resolve())):
-        return compose("config", overrides=list(overrides))
 
 
 @register_model("kvbench")
@@ -68,14 +59,12 @@ class KvbenchLM(LM):
         **overrides: object,
     ) -> None:
         super().__init__()
-        from kvbench.runs.parts import default_parts
-
-        settings: dict[str, object] = {"model": model, "method": method}
+        wanted: dict[str, object] = {"model": model, "method": method}
         if batch_size is not None and not str(batch_size).startswith("auto"):
-            settings["batch_size"] = batch_size
+            wanted["batch_size"] = batch_size
         if device is not None:
-            settings["model.device"] = device
-        self.cfg = compose_config([f"{key}={_hydra(value)}" for key, value in (settings | overrides).items()])
+            wanted["model.device"] = device
+        self.cfg = compose([f"{key}={_hydra(value)}" for key, value in (wanted | overrides).items()])
         self._parts = default_parts()
         self.policy = self._parts.make_policy(self.cfg.method)
         self.model = self._parts.load_model(self.cfg.model)
@@ -97,13 +86,15 @@ class KvbenchLM(LM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat for a task that is not kvbench's own."""
         self._rendered = True
-        return self.model.tokenizer.apply_chat_template(
+        text = self.model.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
-            **template_settings(self.model.tokenizer, self.protocol, self.model.name),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            **template_settings(self.model.tokenizer, self.protocol, self.model.name),
         )
+        assert isinstance(text, str)  # tokens come only where they are asked for
+        return text
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Answer each prompt; an answer that could not be computed is empty and logged, and thoughts are left out."""
@@ -184,9 +175,8 @@ class KvbenchLM(LM):
         return request, builder.opens_thoughts(request)
 
     def _run(self, requests: list[Request], fidelity_max_tokens: int) -> dict[str, Outcome]:
-        from omegaconf import OmegaConf
-
-        cfg = OmegaConf.merge(self.cfg, {"fidelity": {"max_tokens": fidelity_max_tokens}})
+        cfg = copy_config(self.cfg)
+        cfg.fidelity.max_tokens = fidelity_max_tokens
         outcomes: dict[str, Outcome] = {}
 
         def keep(outcome: Outcome) -> None:
@@ -201,8 +191,9 @@ class KvbenchLM(LM):
 def _border(text: str, doc: object, own: dict[str, Any] | None) -> int:
     """Where the question begins in a prompt of one of our tasks; the end of the text for any other."""
     context = doc.get("context") if own is not None and isinstance(doc, dict) else None
-    start = text.find(context) if context else -1
-    return start + len(context) if start >= 0 else len(text)
+    if not context or (start := text.find(context)) < 0:
+        return len(text)
+    return start + len(context)
 
 
 def _hydra(value: object) -> str:

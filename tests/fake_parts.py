@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from omegaconf import OmegaConf
 
 from kvbench.engine.requests import Outcome, Request
+from kvbench.policy import Policy
 from kvbench.runs.parts import Parts
 
 
 @dataclass(kw_only=True)
-class FakePolicy:
+class FakePolicy(Policy):
     """Keeps a share of the cache and answers as well as that share is large."""
 
     ratio: float = 1.0
@@ -63,7 +64,7 @@ class FakeEngine:
 
     def __init__(self, cfg: object, policy: FakePolicy, *, pause_s: float = 0.0, statuses: dict | None = None) -> None:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
-        self.backend = "torch"
+        self.backend = SimpleNamespace(name="torch")
         self.seen: list[str] = []
 
     def run(self, requests, *, on_outcome, on_step=None, sizing=None) -> None:
@@ -188,11 +189,12 @@ def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:
 def main() -> None:
     """Run 120 samples slowly; the test kills this process when it likes."""
     from kvbench.results import provenance
+    from kvbench.runs import experiment
     from kvbench.runs.run import run_experiment
 
-    provenance.harness_hash = lambda backend: (
-        "the same"
-    )  # the starts belong to one run even while somebody edits a source file
+    # The starts belong to one run even while somebody edits a source file, and each begins at once.
+    provenance.harness_hash = lambda backend: "the same"
+    experiment._harness_imports = lambda backend: frozenset()
     print("ready", flush=True)
     run_experiment(make_cfg(Path(sys.argv[1])), method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
 

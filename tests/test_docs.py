@@ -7,13 +7,13 @@ from functools import cache
 
 import pytest
 from engine_helpers import answers, random_tokens, request
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from places import ROOT
 
-from kvbench.cli import method_table
+from kvbench.cli import method_table, texts
 from kvbench.config import files as listing
+from kvbench.config.compose import compose
 from kvbench.runs.parts import make_policy
 
 EXPERIMENTS = sorted(listing.options("experiment"))
@@ -114,7 +114,7 @@ def test_commands_of_a_document_compose(name):
         if module != "kvbench":
             continue
         command = words.pop(0) if words and re.fullmatch(r"[a-z_]+", words[0]) else "run"
-        assert command in listing.commands(), command
+        assert command in texts.commands(), command
         if command in ("list", "help", "lm_eval"):
             continue
         # Of a sweep's values, the first.
@@ -123,8 +123,7 @@ def test_commands_of_a_document_compose(name):
             for word in words
             if not word.startswith("-")
         ]
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            compose("config" if command == "run" else f"command/{command}", [word for word in settings if "=" in word])
+        compose([word for word in settings if "=" in word], name="config" if command == "run" else f"command/{command}")
 
 
 @pytest.mark.parametrize("group", ["method", "task"])
@@ -177,8 +176,7 @@ def test_columns_that_are_budgets_are_swept(table):
 @cache
 def composed(name, *changes):
     """The configuration of a protocol, with another model than the paper's."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides=[f"experiment={name}", "model=random", *changes])
+    return compose([f"experiment={name}", "model=random", *changes])
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

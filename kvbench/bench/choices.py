@@ -2,7 +2,6 @@
 
 from omegaconf import DictConfig
 
-from kvbench.config import files as listing
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 
@@ -18,23 +17,10 @@ def compose_choice(group: str, text: str, *more: str) -> DictConfig:
     Raises:
         ValueError: No such choice or setting.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from kvbench.config.compose import explain
+    from kvbench.config.compose import compose
 
     name, *settings = [*str(text).split(), *more] or [""]
-    words = [f"{group}={name}", *(f"{group}.{setting}" for setting in settings)]
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(listing.conf_folder()), version_base="1.3"):
-            return compose("config", words)[group]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, words) from error
-    finally:
-        GlobalHydra.instance().clear()
+    return compose([f"{group}={name}", *(f"{group}.{setting}" for setting in settings)])[group]
 
 
 def make_method(text: str) -> Policy:

@@ -1,1 +1,1 @@
-"""Finds a method's settings for a model: runs sweeps, chooses on some samples and confirms on others."""
+"""Runs models to find settings: sweeps a method's grid, chooses on some samples, confirms on others; measures gates."""

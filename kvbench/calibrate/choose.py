@@ -1,4 +1,4 @@
-"""From measured points to a choice: what each loses against the full cache, what it holds, and which is the cheapest
+"""From measured trials to a choice: what each loses against the full cache, what it holds, and which is the cheapest
 that loses no more than the margin."""
 
 import dataclasses
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.calibrate.measure import Point
-from kvbench.calibrate.plan import Rule
+from kvbench.calibrate.measure import Trial
+from kvbench.calibrate.plan import Number, Rule
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE, score
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import values_by_sample
@@ -18,16 +18,16 @@ from kvbench.stats.intervals import Estimate, paired_difference
 
 @dataclass(kw_only=True)
 class Measured:
-    """What one point lost and held, against another point on the same samples."""
+    """What one trial lost and held, against another trial on the same samples."""
 
-    settings: dict
+    settings: dict[str, Number]
     """The tuned settings."""
     hash: str
-    """Of the run that the point is."""
+    """Of the run that the trial is."""
     num_samples: int
     """Samples that ended well."""
     num_failed: int
-    """Answers that did not; such a point is never chosen."""
+    """Answers that did not; such a trial is never chosen."""
     score: float | None
     """Mean score."""
     losses: dict[str, Estimate]
@@ -46,50 +46,50 @@ class Measured:
     """The rule accepts it."""
 
 
-def evaluate(point: Point, reference: Point, rule: Rule) -> Measured:
-    """Compare a measured point with another one on the same samples.
+def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
+    """Compare a measured trial with another one on the same samples.
 
     Args:
-        point: What is judged.
+        trial: What is judged.
         reference: The full cache, or the uncalibrated method.
         rule: Decides `within`.
     """
-    ok = [record for record in point.records if record["status"] == "ok"]
-    task = point.experiment.task
-    losses = {name: loss(point, reference, name, rule) for name in LOSSES}
+    ok = [record for record in trial.records if record["status"] == "ok"]
+    task = trial.experiment.task
+    losses = {name: loss(trial, reference, name, rule) for name in LOSSES}
     ratios, resident = _bytes(ok, rule)
     held = np.array([record["kept"].get("slots_per_tier", []) for record in ok], dtype=float).sum(axis=0)
     shares = [record["kept"]["slot_ratio"] for record in ok if "slot_ratio" in record["kept"]]
-    found = values_by_sample(point.records, score(task.primary).above)[0]
+    found = values_by_sample(trial.records, score(task.primary).above)[0]
     means = [np.mean(list(values.values())) for values in found.values()]
     result = Measured(
-        settings=point.settings,
-        hash=point.experiment.hash,
+        settings=trial.settings,
+        hash=trial.experiment.hash,
         num_samples=len({record["sample_id"] for record in ok}),
-        num_failed=len(point.records) - len(ok),
+        num_failed=len(trial.records) - len(ok),
         score=float(np.mean(means)) if means else None,
         losses={name: value for name, value in losses.items() if value.value is not None},
         bytes_ratio=ratios,
         resident_bytes=resident,
         slot_ratio=float(np.mean(shares)) if shares else None,
         tier_shares=[float(share) for share in held / held.sum()] if np.size(held) and held.sum() else [],
-        samples=[_row(record, task.primary) for record in point.records],
+        samples=[_row(record, task.primary) for record in trial.records],
     )
     result.within = accepts(rule, result)
     return result
 
 
-def loss(point: Point, reference: Point, criterion: str, rule: Rule) -> Estimate:
-    """What a point loses, sample by sample, with a 95 % interval; positive when worse.
+def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
+    """What a trial loses, sample by sample, with a 95 % interval; positive when worse.
 
     Scores take Newcombe's interval where they are yes or no, which has a width even when no sample differs. NLL and KL
     take a bootstrap within the subsets; identical values give an interval of no width.
     """
-    task = point.experiment.task
+    task = trial.experiment.task
     own = score(task.primary, task.metrics[task.primary].higher_is_better)
     what = own if criterion == SCORE.name else LOSSES[criterion].measure
     sign = -1.0 if what.higher_is_better else 1.0
-    mine, theirs = (values_by_sample(item.records, what.above)[0] for item in (point, reference))
+    mine, theirs = (values_by_sample(item.records, what.above)[0] for item in (trial, reference))
     pairs = {
         subset: [
             (sign * value, sign * theirs[subset][name]) for name, value in values.items() if name in theirs[subset]
@@ -164,8 +164,8 @@ def _row(record: SampleRecord, primary: str) -> dict:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    low, high = (None if end is None else -end for end in (estimate.high, estimate.low))
-    return dataclasses.replace(estimate, value=-estimate.value, low=low, high=high)
+    value, low, high = (None if item is None else -item for item in (estimate.value, estimate.high, estimate.low))
+    return dataclasses.replace(estimate, value=value, low=low, high=high)
 
 
 def _bytes(records: Sequence[SampleRecord], rule: Rule) -> tuple[Estimate, float]:

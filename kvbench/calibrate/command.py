@@ -1,4 +1,4 @@
-"""`kvbench calibrate`: thresholds or a budget for one model, chosen on some samples and proven on others.
+"""`kvbench calibrate` runs a model to find a method's thresholds or budget: chosen on some samples, proven on others.
 
 Source: DiffKV (SOSP'25), the calibration of alpha_h and alpha_l on a training split; the released scripts of its
 param_tuning/ folder sweep alpha_h with alpha_l = 0, then alpha_l at the alpha_h chosen, and give a model without a low
@@ -15,11 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.calibrate import figure as calibrate_figure
 from kvbench.calibrate import show as calibrate_show
 from kvbench.calibrate import write as calibrate_write
-from kvbench.calibrate.choose import choose, evaluate
-from kvbench.calibrate.measure import Point, Sweep
-from kvbench.calibrate.plan import Plan, read_plan, split
-from kvbench.calibrate.write import Result, StageResult
+from kvbench.calibrate.choose import Measured, choose, evaluate
+from kvbench.calibrate.measure import Sweep, Trial
+from kvbench.calibrate.plan import Number, Plan, read_plan, split
+from kvbench.calibrate.write import Choice, Result, StageResult
+from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
+from kvbench.models.load import LoadedModel
 from kvbench.results import identity
 from kvbench.results.journal import run_lock
 from kvbench.runs.calibration import KEY
@@ -56,30 +58,29 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
         Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
     ).parent
     sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=note)
-    default = sweep.point({}, held_out)
-    digest = identity.hash_identity(
-        identity.canonical({"plan": plan, "held_out": default.experiment.identity, "tuning": tuning.fingerprint})
-    )
+    default = sweep.trial({}, held_out)
+    decides = {"plan": plan, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
+    digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     own = folder / digest[: identity.HASH_DIGITS]
     with run_lock(folder, say=note):
         own.mkdir(parents=True, exist_ok=True)
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
-        _tune(sweep, plan, tuning, result)
-        if result.chosen is not None:
-            _verdict(sweep, plan, held_out, default, result)
+        tuned = _tune(sweep, plan, tuning, result)
+        if tuned is not None:
+            result.choice = _judged(sweep, plan, held_out, default, tuned)
         result.prompts_read, result.prompts_reused = sweep.prompts.num_read, sweep.prompts.num_reused
         result.sets = {"tuning": _described(tuning), "held_out": _described(held_out)}
         files = calibrate_write.write(result, out=wanted.out)
         files += calibrate_figure.draw(result)
     calibrate_show.show(result, files)
-    return EXIT_DONE if result.confirmed else EXIT_FAILED
+    return EXIT_DONE if result.choice is not None and result.choice.confirmed else EXIT_FAILED
 
 
 def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
     """The experiment's settings, the command's, and the name of the method."""
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    wanted, choices = plain.pop("calibrate"), plain.pop("_choices_")
-    experiment = OmegaConf.create(plain)
+    settings = as_dict(cfg)
+    wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
+    experiment = OmegaConf.create(settings)
     check_config(experiment)
     if experiment.limit is not None:
         raise ValueError(
@@ -91,7 +92,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
     return experiment, OmegaConf.create(wanted), choices["method"]
 
 
-def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: object) -> TaskSet:
+def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel) -> TaskSet:
     """As many samples of each subset as both sets need; generated tasks make them."""
     count = plan.tuning_samples + plan.held_out_samples
     if "items" in cfg.task:
@@ -114,42 +115,46 @@ def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: object) -> Task
     return task
 
 
-def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> None:
-    """Choose the settings one after the other; ends early when no value of a grid is good enough."""
+def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:
+    """Choose the settings one after the other: the choice of the last stage, or None, at once, when no value of a grid
+    is good enough. `result` takes the stages."""
     full = sweep.full(task)
-    chosen: dict = {}
+    chosen: dict[str, Number] = {}
+    tuned = None
     for index, stage in enumerate(plan.stages):
         settings = [plan.settings(index, value, chosen) for value in stage.values]
-        points = [sweep.point(item, task) for item in settings]
-        sweep.measure([*_distinct(points), full], f"{result.method}: {stage.parameter}")
-        known = {point.experiment.hash: point for point in points if point.records}
-        measured = [evaluate(replace(known[p.experiment.hash], settings=p.settings), full, plan.rule) for p in points]
+        trials = [sweep.trial(item, task) for item in settings]
+        sweep.measure([*_distinct(trials), full], f"{result.method}: {stage.parameter}")
+        known = {trial.experiment.hash: trial for trial in trials if trial.records}
+        measured = [evaluate(replace(known[t.experiment.hash], settings=t.settings), full, plan.rule) for t in trials]
         best = choose(measured, plan.rule)
         result.stages.append(StageResult(stage=stage, points=measured, chosen=best))
         if best is None:
-            return
+            return None
         chosen = {done.parameter: settings[best][done.parameter] for done in plan.stages[: index + 1]}
-        result.tuned = measured[best]
-    result.chosen = dict(result.tuned.settings)
+        tuned = measured[best]
+    return tuned
 
 
-def _verdict(sweep: Sweep, plan: Plan, task: TaskSet, default: Point, result: Result) -> None:
+def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Measured) -> Choice:
     """The chosen settings on samples that took no part in the choice, beside the full cache and the uncalibrated
     method."""
-    full, best = sweep.full(task), sweep.point(result.chosen, task)
-    sweep.measure(_distinct([best, default, full]), f"{result.method}: held-out")
+    full, best = sweep.full(task), sweep.trial(tuned.settings, task)
+    sweep.measure(_distinct([best, default, full]), f"{sweep.method}: held-out")
     if not default.records:  # the calibrated settings are the uncalibrated ones
         default.records = best.records
-    result.held_out = evaluate(best, full, plan.rule)
-    result.held_out_default = evaluate(default, full, plan.rule)
-    result.against_default = evaluate(best, default, plan.rule)
-    result.held_out_full = evaluate(full, full, plan.rule)
-    result.confirmed = result.held_out.within
+    return Choice(
+        tuned=tuned,
+        held_out=evaluate(best, full, plan.rule),
+        held_out_full=evaluate(full, full, plan.rule),
+        held_out_default=evaluate(default, full, plan.rule),
+        against_default=evaluate(best, default, plan.rule),
+    )
 
 
-def _distinct(points: list[Point]) -> list[Point]:
-    """One point for each run: two values of a grid can be the same run, and a run has one journal."""
-    return list({point.experiment.hash: point for point in reversed(points)}.values())[::-1]
+def _distinct(trials: list[Trial]) -> list[Trial]:
+    """One trial for each run: two values of a grid can be the same run, and a run has one journal."""
+    return list({trial.experiment.hash: trial for trial in reversed(trials)}.values())[::-1]
 
 
 def _described(task: TaskSet) -> dict:

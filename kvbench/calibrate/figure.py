@@ -10,6 +10,7 @@ from kvbench.calibrate.write import Result, StageResult
 from kvbench.results.measures import LOSSES, RESIDENT
 from kvbench.results.writing import write_atomic
 from kvbench.show.palette import BLUE, GREEN, VERMILION
+from kvbench.stats.intervals import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,8 +68,9 @@ def _quality(axes: "Axes", item: StageResult, result: Result, with_verdict: bool
     )
     _series(axes, [(x, e.value, e.low, e.high) for x, e in enumerate(found) if e is not None], scale, QUALITY, "o")
     _choice(axes, item, [None if e is None else e.value for e in found], scale)
-    if with_verdict and result.held_out is not None and item.chosen is not None:
-        _verdict(axes, item.chosen, result.held_out.losses[rule.criterion], scale, result.held_out)
+    if with_verdict and result.choice is not None and item.chosen is not None:
+        held_out = result.choice.held_out
+        _verdict(axes, item.chosen, held_out.losses[rule.criterion], scale, held_out)
     _loss_scale(axes, scale * rule.margin)
     text = beside(item.points, item.stage.parameter)
     axes.set_title(f"{item.stage.parameter} ({text})" if text else item.stage.parameter, fontsize=10)
@@ -98,8 +100,9 @@ def _memory(axes: "Axes", item: StageResult, result: Result, with_verdict: bool)
         "s",
     )
     _choice(axes, item, [e.value for e in found], RESIDENT.scale)
-    if with_verdict and result.held_out is not None and item.chosen is not None:
-        _verdict(axes, item.chosen, result.held_out.bytes_ratio, RESIDENT.scale, result.held_out)
+    if with_verdict and result.choice is not None and item.chosen is not None:
+        held_out = result.choice.held_out
+        _verdict(axes, item.chosen, held_out.bytes_ratio, RESIDENT.scale, held_out)
     axes.set_ylim(0, 1.12 * max(RESIDENT.scale * (e.high or e.value or 0) for e in found))
     axes.set_xticks(
         range(len(item.points)), [f"{value:g}" if not isinstance(value, str) else value for value in item.stage.values]
@@ -129,11 +132,11 @@ def _series(axes: "Axes", points: list[tuple], scale: float, colour: str, marker
 
 
 def _choice(axes: "Axes", item: StageResult, values: list[float | None], scale: float) -> None:
-    if item.chosen is None or values[item.chosen] is None:
+    if item.chosen is None or (value := values[item.chosen]) is None:
         return
     axes.plot(
         item.chosen,
-        scale * values[item.chosen],
+        scale * value,
         marker="o",
         markersize=13,
         color="black",
@@ -144,7 +147,9 @@ def _choice(axes: "Axes", item: StageResult, values: list[float | None], scale: 
     )
 
 
-def _verdict(axes: "Axes", place: int, found: object, scale: float, held_out: Measured) -> None:
+def _verdict(axes: "Axes", place: int, found: Estimate, scale: float, held_out: Measured) -> None:
+    if found.value is None:
+        return
     value = scale * found.value
     low, high = (value if end is None else scale * end for end in (found.low, found.high))
     axes.errorbar(

@@ -1,7 +1,7 @@
-"""The `gates` command: which heads look far back, as a table for `method=duo_attention`."""
+"""The `gates` command runs a model to see which heads look far back: a table for `method=duo_attention`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,11 @@ def main(cfg: DictConfig) -> int:
 
 @torch.no_grad()
 def measure(
-    model: "PreTrainedModel", requests: "Sequence[Request]", sinks: int, recent: int, advance: object = lambda: None
+    model: "PreTrainedModel",
+    requests: "Sequence[Request]",
+    sinks: int,
+    recent: int,
+    advance: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """The mean share of attention that answer positions give to tokens between the sinks and the recent window.
 

@@ -1,34 +1,36 @@
-"""Measures the points of a grid: every setting on the same prompts, each prompt read once for all of them.
+"""Runs the model at every setting of a grid, on the same prompts; each prompt is read once for all settings.
 
-Each point has a journal of its own, named by the hash of the run that it is. A kill loses no finished sample, and
-another calibration that needs the same point takes it as it is.
+Each trial has a journal of its own, named by the hash of the run that it is. A kill loses no finished sample, and
+another calibration that needs the same trial takes it as it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from kvbench.calibrate.plan import Number
 from kvbench.config.files import FULL
+from kvbench.config.settings import copy_config
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.requests import Request
 from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
-from kvbench.results.sample import SampleRecord, journal_record
+from kvbench.results.sample import SampleRecord
 from kvbench.runs.experiment import Experiment, prepare, reference_config
 from kvbench.runs.parts import Parts
-from kvbench.runs.run import score_outcome, unfinished_groups
+from kvbench.runs.run import record_answers, unfinished_groups
 from kvbench.show.progress import Progress
 from kvbench.tasks.taskset import TaskSet
 
 
 @dataclass(kw_only=True)
-class Point:
+class Trial:
     """One setting of the method on one set of samples."""
 
-    settings: dict
+    settings: dict[str, Number]
     """The tuned settings; empty for the full cache."""
     experiment: Experiment
     records: list[SampleRecord] = field(default_factory=list)
@@ -36,7 +38,7 @@ class Point:
 
 
 class Sweep:
-    """Makes and measures points.
+    """Makes trials and measures them.
 
     Args:
         cfg: The experiment's settings.
@@ -59,74 +61,62 @@ class Sweep:
     ) -> None:
         self.cfg, self.method, self.parts = cfg, method, parts
         self.folder, self.prompts, self.say = folder, prompts, say
-        self._begun: set[str] = set()  # points that this sweep has measured; resume=false starts the others again
+        self._begun: set[str] = set()  # trials that this sweep has measured; resume=false starts the others again
 
-    def point(self, settings: dict, task: TaskSet) -> Point:
+    def trial(self, settings: Mapping[str, Number], task: TaskSet) -> Trial:
         """The method at some settings.
 
         Raises:
             ValueError: The method refuses them.
         """
-        changed = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
+        changed = copy_config(self.cfg)
         for name, value in settings.items():
             changed.method[name] = value
-        return Point(settings=settings, experiment=prepare(changed, self.method, _on(self.parts, task)))
+        return Trial(settings=dict(settings), experiment=prepare(changed, self.method, _on(self.parts, task)))
 
-    def full(self, task: TaskSet) -> Point:
+    def full(self, task: TaskSet) -> Trial:
         """The full cache."""
-        return Point(settings={}, experiment=prepare(reference_config(self.cfg), FULL, _on(self.parts, task)))
+        return Trial(settings={}, experiment=prepare(reference_config(self.cfg), FULL, _on(self.parts, task)))
 
-    def measure(self, points: Sequence[Point], label: str) -> None:
-        """Fill the points' records, from their journals as far as they go.
+    def measure(self, trials: Sequence[Trial], label: str) -> None:
+        """Fill the trials' records, from their journals as far as they go.
 
         Args:
-            points: Points on the same samples.
+            trials: Trials on the same samples.
             label: Named on the progress bar.
 
         Raises:
             JournalError: The disk is full; what was measured stays.
         """
-        requests = points[0].experiment.task.requests
+        requests = trials[0].experiment.task.requests
         batch = self.cfg.batch_size
         with ExitStack() as stack:
-            journals = [stack.enter_context(closing(self._journal(point))) for point in points]
-            total, done = sum(len(point.experiment.keys) for point in points), sum(len(j.records) for j in journals)
+            journals = [stack.enter_context(closing(self._journal(trial))) for trial in trials]
+            total, done = sum(len(trial.experiment.keys) for trial in trials), sum(len(j.records) for j in journals)
             bar = stack.enter_context(Progress(label, total, done))
             # Group by group, and in each group setting by setting: room for the prompts of one group is enough.
             for start in range(0, len(requests), batch):
                 group = requests[start : start + batch]
-                for point, journal in zip(points, journals, strict=True):
+                for trial, journal in zip(trials, journals, strict=True):
                     if unfinished_groups(group, batch, journal):
-                        self._run(point, group, journal, bar)
+                        self._run(trial, group, journal, bar)
                 self.prompts.settle()
-            for point, journal in zip(points, journals, strict=True):
-                point.records = [journal.records[key] for key in point.experiment.keys]
+            for trial, journal in zip(trials, journals, strict=True):
+                trial.records = [journal.records[key] for key in trial.experiment.keys]
 
-    def _journal(self, point: Point) -> Journal:
+    def _journal(self, trial: Trial) -> Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
-        journal = Journal(self.folder / f"{point.experiment.hash[:HASH_DIGITS]}.jsonl", warn=self.say)
-        if not self.cfg.resume and point.experiment.hash not in self._begun:
+        journal = Journal(self.folder / f"{trial.experiment.hash[:HASH_DIGITS]}.jsonl", warn=self.say)
+        if not self.cfg.resume and trial.experiment.hash not in self._begun:
             journal.clear()
-        self._begun.add(point.experiment.hash)
+        self._begun.add(trial.experiment.hash)
         return journal
 
-    def _run(self, point: Point, group: Sequence[Request], journal: Journal, bar: Progress) -> None:
-        experiment, by_id = point.experiment, {request.sample_id: request for request in group}
-
-        def on_outcome(outcome: Outcome) -> None:
-            if (outcome.sample_id, outcome.repeat) in journal:
-                return
-            request = by_id[outcome.sample_id]
-            scores = score_outcome(experiment.task, request, outcome)
-            record = journal_record(request, outcome, scores, experiment.task.protocol)
-            del record["timing"]  # of a replayed prompt it would say nothing
-            journal.append(record)
-            bar.advance()
-
+    def _run(self, trial: Trial, group: Sequence[Request], journal: Journal, bar: Progress) -> None:
+        experiment = trial.experiment
         # An engine of its own each time: it holds its page pool as long as it lives.
-        engine = self.parts.make_engine(experiment.cfg, experiment.model, experiment.policy)
-        engine.prompts = self.prompts
-        engine.run(group, on_outcome=on_outcome, on_step=bar.step, sizing=experiment.task.requests)
+        engine = self.parts.make_engine(experiment.cfg, experiment.model, experiment.policy, prompts=self.prompts)
+        record_answers(engine, experiment.task, group, journal, bar, with_timing=False)
 
 
 def _on(parts: Parts, task: TaskSet) -> Parts:

@@ -3,14 +3,15 @@ samples."""
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kvbench.config.files import FULL
-from kvbench.engine.requests import Request
+from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole, unknown_name
+from kvbench.policy import Policy
 from kvbench.results.measures import LOSSES
 from kvbench.tasks.taskset import TaskSet
 
@@ -82,7 +83,7 @@ class Plan:
         return result
 
 
-def read_plan(cfg: DictConfig, method: str, policy: object) -> Plan:
+def read_plan(cfg: DictConfig, method: str, policy: Policy) -> Plan:
     """Check the settings of the command.
 
     Args:
@@ -125,7 +126,7 @@ def read_plan(cfg: DictConfig, method: str, policy: object) -> Plan:
 
 def _stages(cfg: DictConfig, method: str, known: Mapping[str, object]) -> tuple[Stage, ...]:
     """The settings to tune: those asked for, or those of the grid that the method has; `known` has their types."""
-    grid = OmegaConf.to_container(cfg.grid, resolve=True)
+    grid = as_dict(cfg.grid)
     names = cfg.parameters
     if names is None:
         names = [name for name in grid if name in known]
@@ -185,6 +186,6 @@ def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:
 
 
 def _part(task: TaskSet, names: set[str]) -> TaskSet:
-    requests: Iterable[Request] = [request for request in task.requests if request.sample_id in names]
+    requests = [request for request in task.requests if request.sample_id in names]
     marked = hashlib.sha256("\n".join([task.fingerprint, *sorted(names)]).encode()).hexdigest()
     return replace(task, requests=requests, fingerprint=marked)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvbench.calibrate.choose import Measured, beside, settings_text
 from kvbench.calibrate.plan import Rule
-from kvbench.calibrate.write import Result, StageResult
+from kvbench.calibrate.write import Choice, Result, StageResult
 from kvbench.config.files import FULL
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE
 from kvbench.show import terminal
@@ -25,15 +25,15 @@ def show(result: Result, files: Sequence[Path]) -> None:
         files: What was written, the file to use first.
     """
     rule = result.plan.rule
-    parts: list[object] = [_stage_table(item, rule) for item in result.stages]
-    if result.held_out is not None:
-        parts.append(_held_out_table(result))
+    tables = [_stage_table(item, rule) for item in result.stages]
+    if result.choice is not None:
+        tables.append(_held_out_table(result, result.choice))
     console = terminal.console(120)
-    console.print(Group(*(item for part in parts for item in (Text(), part))))
+    console.print(Group(*(item for table in tables for item in (Text(), table))))
     console.print(verdict(result), markup=False, highlight=False)
     for path in files:
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)
-    if result.chosen is not None:
+    if result.choice is not None:
         use = f"python -m kvbench method={result.method} method.calibration={files[0]}"
         console.print(f"use it: {use}", markup=False, highlight=False, soft_wrap=True)
 
@@ -43,18 +43,18 @@ def verdict(result: Result) -> str:
     rule = result.plan.rule
     lost = LOSSES[rule.criterion]
     what = f"{lost.short} at most {lost.scale * rule.margin:g} ({rule.proof})"
-    if result.chosen is None:
+    choice = result.choice
+    if choice is None:
         stage = result.stages[-1].stage
         return (
             f"No value of {stage.parameter} is good enough: {what} was asked. Try gentler values, more samples "
             "(calibrate.tuning_samples), or another margin; no calibration file was written."
         )
-    chosen = settings_text(result.chosen)
-    loss = interval(result.held_out.losses[rule.criterion], lost.scale)
-    state = "confirmed" if result.confirmed else "NOT confirmed"
+    loss = interval(choice.held_out.losses[rule.criterion], lost.scale)
+    state = "confirmed" if choice.confirmed else "NOT confirmed"
     return (
-        f"{chosen}: {state} on {result.held_out.num_samples} held-out samples, {lost.short} {loss}, "
-        f"asked {what}; {RESIDENT.scale * result.held_out.bytes_ratio.value:.1f} % of the FP16 bytes."
+        f"{settings_text(choice.settings)}: {state} on {choice.held_out.num_samples} held-out samples, {lost.short} "
+        f"{loss}, asked {what}; {RESIDENT.scale * (choice.held_out.bytes_ratio.value or 0):.1f} % of the FP16 bytes."
     )
 
 
@@ -99,14 +99,14 @@ def _stage_table(item: StageResult, rule: Rule) -> Table:
     return table
 
 
-def _held_out_table(result: Result) -> Table:
-    table = _table(f"{result.held_out.num_samples} held-out samples", "method", result.plan.rule)
+def _held_out_table(result: Result, choice: Choice) -> Table:
+    table = _table(f"{choice.held_out.num_samples} held-out samples", "method", result.plan.rule)
     settings = result.default.identity["method"]
     replaced = {item.parameter: settings[item.parameter] for item in result.plan.stages}
     for name, point in (
-        (FULL, result.held_out_full),
-        (f"uncalibrated\n{settings_text(replaced)}", result.held_out_default),
-        (f"calibrated\n{settings_text(result.chosen)}", result.held_out),
+        (FULL, choice.held_out_full),
+        (f"uncalibrated\n{settings_text(replaced)}", choice.held_out_default),
+        (f"calibrated\n{settings_text(choice.settings)}", choice.held_out),
     ):
         mark = "" if name == FULL else "within" if point.within else "too much"
         _row(table, name, point, mark, result.plan.rule)

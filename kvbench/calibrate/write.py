@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbench.calibrate.choose import Measured
-from kvbench.calibrate.plan import Plan, Stage
+from kvbench.calibrate.plan import Number, Plan, Stage
 from kvbench.config.code import hash_files
 from kvbench.config.files import package_folder
 from kvbench.results import provenance
@@ -29,6 +29,37 @@ class StageResult:
     chosen: int | None
     """Index of the choice; None when no value was good enough."""
 
+    @property
+    def value(self) -> Number | None:
+        """The value chosen; None when none was good enough."""
+        return None if self.chosen is None else self.stage.values[self.chosen]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The calibrated settings, and what they do on the held-out samples."""
+
+    tuned: Measured
+    """They on the tuning samples, against the full cache."""
+    held_out: Measured
+    """They on the held-out samples, against the full cache."""
+    held_out_full: Measured
+    """The full cache on the held-out samples, against itself."""
+    held_out_default: Measured
+    """The uncalibrated method on the held-out samples, against the full cache."""
+    against_default: Measured
+    """They on the held-out samples, against the uncalibrated method."""
+
+    @property
+    def settings(self) -> dict[str, Number]:
+        """Setting of the method -> calibrated value."""
+        return self.tuned.settings
+
+    @property
+    def confirmed(self) -> bool:
+        """The loss on the held-out samples is within the margin too."""
+        return self.held_out.within
+
 
 @dataclass(kw_only=True)
 class Result:
@@ -42,18 +73,8 @@ class Result:
     """Over the plan, the method's other settings, model, data and code."""
     folder: Path
     stages: list[StageResult] = field(default_factory=list)
-    chosen: dict | None = None
-    """The calibrated settings; None when a stage found none."""
-    tuned: Measured | None = None
-    """They on the tuning samples."""
-    held_out: Measured | None = None
-    """They on the held-out samples, against the full cache."""
-    held_out_full: Measured | None = None
-    held_out_default: Measured | None = None
-    against_default: Measured | None = None
-    """They on the held-out samples, against the uncalibrated method."""
-    confirmed: bool = False
-    """The loss on the held-out samples is within the margin too."""
+    choice: Choice | None = None
+    """None when a stage found no value that is good enough."""
     sets: dict = field(default_factory=dict)
     """`tuning` and `held_out`: fingerprint, number and names of the samples."""
     prompts_read: int = 0
@@ -77,16 +98,16 @@ def write(result: Result, *, out: str | None = None) -> list[Path]:
     text = json.dumps(plain(content), indent=1, allow_nan=False)
     files = [result.folder / "calibration.json"]
     write_atomic(files[0], text.encode("ascii") + b"\n")
-    if result.chosen is None:
+    if result.choice is None:
         return files
     for path in (result.folder / "calibration.yaml", *([Path(out).expanduser()] if out else [])):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, as_yaml(result, path).encode("ascii"))
+        write_atomic(path, as_yaml(result, result.choice, path).encode("ascii"))
         files.insert(0, path)
     return files
 
 
-def as_yaml(result: Result, path: Path) -> str:
+def as_yaml(result: Result, choice: Choice, path: Path) -> str:
     """The calibration file."""
     import yaml
 
@@ -94,30 +115,29 @@ def as_yaml(result: Result, path: Path) -> str:
         f"# {result.method} calibrated for {result.default.model.name} on {result.default.task.name}.\n"
         f"# Use: python -m kvbench method={result.method} method.calibration={path}\n"
     )
-    return head + yaml.safe_dump(plain(_file(result)), sort_keys=False, default_flow_style=None, width=120)
+    return head + yaml.safe_dump(plain(_file(result, choice)), sort_keys=False, default_flow_style=None, width=120)
 
 
-def _file(result: Result) -> dict:
+def _file(result: Result, choice: Choice) -> dict:
     """The content of the calibration file: what `kvbench.runs.calibration` needs, then what people need."""
     plan, origin = result.plan, _origin(result)
     return {
         "schema_version": SCHEMA_VERSION,
         "method": result.method,
         "target": origin["target"],
-        "settings": result.chosen,
-        "confirmed": result.confirmed,
+        "settings": choice.settings,
+        "confirmed": choice.confirmed,
         "replaces": origin["replaces"],
         "base": origin["base"],
         "rule": plan.rule.text(),
         "held_out": {
-            "calibrated": _short(result.held_out),
-            "uncalibrated": _short(result.held_out_default),
-            "full": _short(result.held_out_full),
-            "calibrated_against_uncalibrated": _short(result.against_default),
+            "calibrated": _short(choice.held_out),
+            "uncalibrated": _short(choice.held_out_default),
+            "full": _short(choice.held_out_full),
+            "calibrated_against_uncalibrated": _short(choice.against_default),
         },
         "tuning": [
-            {"parameter": item.stage.parameter, "chosen": item.stage.values[item.chosen], "grid": _grid(item)}
-            for item in result.stages
+            {"parameter": item.stage.parameter, "chosen": item.value, "grid": _grid(item)} for item in result.stages
         ],
         "model": origin["model"],
         "data": origin["data"],
@@ -194,11 +214,19 @@ def _rounded(value: float | None) -> float | None:
 
 def _everything(result: Result) -> dict:
     """All measurements, each sample's included."""
-    content = dataclasses.asdict(
-        dataclasses.replace(result, default=None, folder=None)  # objects of a run, which `_origin` describes
-    )
-    del content["default"], content["folder"]
-    return content | {
+    choice = result.choice
+    judged = ("tuned", "held_out", "held_out_full", "held_out_default", "against_default")
+    return {
+        "plan": dataclasses.asdict(result.plan),
+        "method": result.method,
+        "hash": result.hash,
+        "stages": [dataclasses.asdict(item) for item in result.stages],
+        "chosen": None if choice is None else choice.settings,
+        **{name: None if choice is None else dataclasses.asdict(getattr(choice, name)) for name in judged},
+        "confirmed": choice is not None and choice.confirmed,
+        "sets": result.sets,
+        "prompts_read": result.prompts_read,
+        "prompts_reused": result.prompts_reused,
         "rule": result.plan.rule.text(),
         "origin": _origin(result),
         "machine": dataclasses.asdict(provenance.machine(result.default.model.device)),

@@ -3,9 +3,10 @@
 A command's YAML is its whole documentation: `python -m kvbench <command> --help` prints it.
 """
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import files as listing
+from kvbench.config import files
+from kvbench.config.settings import read_config
 from kvbench.errors import unknown_name
 
 
@@ -13,7 +14,7 @@ def run(name: str, arguments: list[str]) -> int:
     """Carry out a command.
 
     Args:
-        name: One of `listing.command_files()`.
+        name: One of `kvbench.config.files.command_files()`.
         arguments: Hydra's `key=value` words.
 
     Returns:
@@ -40,12 +41,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     Raises:
         ValueError: A word is no setting of the command; lists those there are.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from kvbench.config.compose import explain
+    from kvbench.config.compose import compose
 
     for word in arguments:
         if "=" not in word:
@@ -54,31 +50,19 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
             )
         if word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(listing.conf_folder()), version_base="1.3"):
-            return _with_choices(compose(f"command/{name}", arguments, return_hydra_config=True))
-    except (HydraException, OmegaConfBaseException) as error:
-        _check_keys(name, arguments)
-        raise explain(error, arguments) from error
-    finally:
-        GlobalHydra.instance().clear()
-
-
-def _with_choices(composed: DictConfig) -> DictConfig:
-    """The settings without Hydra's own; `_choices_` holds the name taken of every group, such as `method: diffkv`."""
-    with open_dict(composed):
-        chosen = composed.pop("hydra").runtime.choices
-        if named := {group: chosen[group] for group in listing.GROUPS if group in chosen}:
-            composed._choices_ = named
-    return composed
+        return compose(arguments, name=f"command/{name}", with_choices=True)
+    except ValueError:
+        _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
+        raise
 
 
 def _check_keys(name: str, arguments: list[str]) -> None:
     """Name the first word whose key the command does not have; silent when all keys exist."""
-    own = OmegaConf.load(listing.conf_folder() / "command" / f"{name}.yaml")
+    own = read_config(files.conf_folder() / "command" / f"{name}.yaml")
     for word in arguments:
-        node, prefix = own, ""
+        node: DictConfig | None = own
+        prefix = ""
         top = word.lstrip("+~").partition("=")[0].partition(".")[0]
         if "defaults" in own and top not in own:  # it takes an experiment's settings too, and `explain` knows those
             continue
@@ -86,19 +70,5 @@ def _check_keys(name: str, arguments: list[str]) -> None:
             known = [prefix + str(item) for item in node if not str(item).startswith("_")] if node else []
             if prefix + part not in known:
                 raise unknown_name("key", prefix + part, known)
-            node, prefix = (node[part] if OmegaConf.is_dict(node[part]) else None), f"{prefix}{part}."
-
-
-def help_text(name: str) -> str:
-    """The answer to `kvbench <command> --help`: its purpose and every setting with its meaning."""
-    lines = (listing.conf_folder() / "command" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    shown, skip = [], False
-    for line in lines:
-        if line.startswith(("# @package", "_target_:")):
-            continue
-        if line and not line.startswith((" ", "#", "-")):
-            skip = line.startswith(("defaults:", "hydra:"))
-        if not skip:
-            shown.append(line.removeprefix("# ") if line.startswith("# ") else f"  {line}".rstrip())
-    body = "\n".join(shown).strip("\n")
-    return f"usage: python -m kvbench {name} [key=value ...]\n\n{body}"
+            inner = node[part] if node else None
+            node, prefix = (inner if isinstance(inner, DictConfig) else None), f"{prefix}{part}."

@@ -61,13 +61,12 @@ def task_names(arguments: Sequence[str]) -> list[str]:
 def _small_index(names: Sequence[str]) -> Iterator[None]:
     """Let lm-eval's command line make task managers of the folders of these tasks alone."""
     import lm_eval.tasks
+    from lm_eval.tasks import TaskManager as Whole
 
     from kvbench.tasks.harness.find import manager_of
     from kvbench.tasks.lmeval import TASKS_FOLDER
 
-    whole = lm_eval.tasks.TaskManager
-
-    class TaskManager(whole):
+    class TaskManager(Whole):
         """lm-eval's manager over the folders that define the tasks."""
 
         def __init__(self, verbosity=None, include_path=None, include_defaults=True, metadata=None) -> None:  # noqa: ANN001
@@ -75,7 +74,7 @@ def _small_index(names: Sequence[str]) -> Iterator[None]:
                 super().__init__(include_path=include_path, include_defaults=False, metadata=metadata)
                 return
             more = [include_path] if isinstance(include_path, str) else list(include_path or ())
-            folders = manager_of(names, more, extra=[TASKS_FOLDER], kind=whole).include_path
+            folders = manager_of(names, more, extra=[TASKS_FOLDER], kind=Whole).include_path
             super().__init__(include_path=folders, include_defaults=False, metadata=metadata)
 
     if names:
@@ -83,4 +82,4 @@ def _small_index(names: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        lm_eval.tasks.TaskManager = whole
+        lm_eval.tasks.TaskManager = Whole

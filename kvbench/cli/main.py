@@ -1,8 +1,7 @@
 """The command line: `python -m kvbench [command] [key=value ...]`.
 
-The first bare word is the command, everything else is Hydra's. Whatever goes wrong by the user's doing is answered
-with one message that
-names what exists; a traceback means a fault of kvbench. Nothing heavy is imported before a run starts.
+The first bare word is the command, everything else is Hydra's. A mistake of the user's is answered with one message
+that names what exists; a traceback means a fault of kvbench. Nothing heavy is imported before a run starts.
 """
 
 import difflib
@@ -16,21 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvbench
-from kvbench.config import files as listing
-from kvbench.config.files import FULL, package_folder, sibling_folder
+from kvbench.cli import texts
+from kvbench.config import files
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from kvbench.runs.run import Finished
+    from kvbench.results.record import RunRecord
+    from kvbench.runs.parts import Parts
+    from kvbench.runs.run import Run
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
-
-# What the jobs of this process have done; Hydra has no way to hand it back from a sweep.
-_finished: "list[Finished]" = []
-_codes: list[int] = []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,21 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         wants_help = bool({"-h", "--help"} & set(arguments))
         command, rest = split_command([word for word in arguments if word not in ("-h", "--help")])
-        if command in listing.command_files():
+        if command in files.command_files():
+            if wants_help:
+                print(texts.command_help(command))
+                return 0
             from kvbench.cli import commands
 
-            if wants_help:
-                print(commands.help_text(command))
-                return 0
             return commands.run(command, rest)
-        if wants_help:
-            print(listing.help_text())
-            return 0
-        if command == "help":
-            print(listing.help_text())
+        if wants_help or command == "help":
+            print(texts.help_text())
             return 0
         if command == "list":
-            print(listing.list_text(rest, shutil.get_terminal_size((100, 24)).columns))
+            print(texts.list_text(rest, shutil.get_terminal_size((100, 24)).columns))
             return 0
         return run_command(rest)
     except KeyboardInterrupt:
@@ -97,10 +91,10 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
     if not arguments or "=" in arguments[0] or not arguments[0][:1].isalpha():
         return "run", arguments
     word = arguments[0]
-    known = listing.commands()
+    known = texts.commands()
     if word in known:
         return word, arguments[1:]
-    hints = [f"{group}={word}" for group in listing.GROUPS if word in listing.options(group)]
+    hints = [f"{group}={word}" for group in files.GROUPS if word in files.options(group)]
     hints = hints or difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     hint = f" Did you mean {hints[0]}?" if hints else ""
     raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")
@@ -131,7 +125,7 @@ def report(error: Exception) -> int:
     """
     from kvbench.results.writing import JournalError, is_full, write_error
 
-    if is_full(error):  # raised where a library writes, or where the output goes to a file
+    if isinstance(error, OSError) and is_full(error):  # raised where a library writes, or where the output is a file
         cause, error = error, write_error(error.filename or "a file or the output", error)
         error.__cause__ = cause
     is_fault = not isinstance(error, ValueError | OSError)
@@ -150,7 +144,7 @@ def report(error: Exception) -> int:
 def _is_ours(error: Exception) -> bool:
     """True when kvbench itself raised it, so that its message was written for the user."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    roots = {package_folder(), sibling_folder("methods"), sibling_folder("kernels")}
+    roots = {files.package_folder(), files.sibling_folder("methods"), files.sibling_folder("kernels")}
     return not last or bool(roots & set(Path(last[0].filename).resolve().parents))
 
 
@@ -173,13 +167,12 @@ def run_command(overrides: list[str]) -> int:
     from kvbench.config.compose import explain, with_swept_groups
     from kvbench.results.writing import is_full, write_error
 
-    _finished.clear()
-    _codes.clear()
+    jobs = Jobs()
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["kvbench", *flags_first(with_swept_groups(overrides))]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving
     try:
-        hydra.main(version_base="1.3", config_path=str(listing.conf_folder()), config_name="config")(_job)()
+        hydra.main(version_base="1.3", config_path=str(files.conf_folder()), config_name="config")(jobs.run)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides) from error
     except OSError as error:
@@ -190,9 +183,9 @@ def run_command(overrides: list[str]) -> int:
         sys.argv = before
         if full_error is None:
             del os.environ["HYDRA_FULL_ERROR"]
-    if len(_codes) > 1:
-        _show_sweep()
-    return max(_codes, default=0)
+    if len(jobs.codes) > 1:
+        jobs.show_sweep()
+    return max(jobs.codes, default=0)
 
 
 def _sweep_folder(overrides: list[str]) -> Path:
@@ -201,33 +194,61 @@ def _sweep_folder(overrides: list[str]) -> Path:
     return Path(["results", *given][-1]) / ".multirun"
 
 
-def _job(cfg: "DictConfig") -> None:
-    """One experiment of this command; called by Hydra."""
-    from hydra.core.hydra_config import HydraConfig
+class Jobs:
+    """The experiments of one command: what they share, and what became of them. Hydra has no way to hand it back from a
+    sweep."""
 
-    from kvbench.runs.run import run_experiment
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        """Exit code of every job that ran here."""
+        self._parts: Parts | None = None
+        self._records: dict[Path, list[RunRecord]] = {}  # folder of a task and model -> its runs and their references
 
-    settings = HydraConfig.get()
-    is_here = settings.launcher._target_.endswith("BasicLauncher")
-    is_sweep = settings.mode.name == "MULTIRUN" and is_here
-    try:
-        finished = run_experiment(cfg, method=settings.runtime.choices["method"])
-        _finished.append(finished)
-        _show(finished, with_table=not is_sweep)
-        _codes.append(EXIT_FAILED if finished.record.status == "failed" else 0)
-    except Exception as error:
-        if not is_here:  # on another machine the launcher must learn of it
-            raise
-        # A sweep goes on: the other experiments do not depend on this one.
-        if is_sweep:
-            print(f"in {' '.join(settings.overrides.task)}:", file=sys.stderr)
-        _codes.append(report(error))
+    def run(self, cfg: "DictConfig") -> None:
+        """One experiment; called by Hydra."""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        from kvbench.runs import parts
+        from kvbench.runs.run import run_experiment
+
+        settings = HydraConfig.get()
+        is_here = settings.launcher._target_.endswith("BasicLauncher")
+        is_sweep = settings.mode is RunMode.MULTIRUN and is_here
+        try:
+            self._parts = self._parts or parts.default_parts()
+            finished = run_experiment(cfg, method=settings.runtime.choices["method"], parts=self._parts)
+            self._records.setdefault(finished.folder.parent.parent, []).extend(_records(finished))
+            _show(finished, with_table=not is_sweep)
+            self.codes.append(EXIT_FAILED if finished.record.status == "failed" else 0)
+        except Exception as error:
+            if not is_here:  # on another machine the launcher must learn of it
+                raise
+            # A sweep goes on: the other experiments do not depend on this one.
+            if is_sweep:
+                print(f"in {' '.join(settings.overrides.task)}:", file=sys.stderr)
+            self.codes.append(report(error))
+
+    def show_sweep(self) -> None:
+        """The table of all experiments, and one picture for each task and model."""
+        from kvbench.show import figure, table
+
+        pictures = [
+            figure.draw(sorted(records, key=lambda record: record.method != files.FULL), folder / "sweep.png")
+            for folder, records in self._records.items()
+        ]
+        table.show([record for records in self._records.values() for record in records], pictures)
 
 
-def _show(finished: "Finished", with_table: bool) -> None:
+def _records(finished: "Run") -> "list[RunRecord]":
+    """The full-cache run, where there is one, and the run."""
+    return [item for item in (finished.reference, finished.record) if item is not None]
+
+
+def _show(finished: "Run", with_table: bool) -> None:
     from kvbench.show import figure, table
 
-    records = [item for item in (finished.reference, finished.record) if item is not None]
+    records = _records(finished)
     picture = figure.draw(records, finished.folder / "result.png")
     if with_table:
         table.show(records, [finished.folder / "run.json", finished.folder / "samples.jsonl", picture])
@@ -236,18 +257,3 @@ def _show(finished: "Finished", with_table: bool) -> None:
         print(f"{finished.record.method} on {finished.record.task}: {state}, {finished.folder}", file=sys.stderr)
     if finished.record.status == "failed":
         print(f"error: the run failed: {finished.record.message}", file=sys.stderr)
-
-
-def _show_sweep() -> None:
-    """The table of all experiments of a sweep, and one picture for each task and model."""
-    from kvbench.show import figure, table
-
-    groups: dict[Path, list] = {}
-    for finished in _finished:
-        rows = groups.setdefault(finished.folder.parent.parent, [])
-        rows += [item for item in (finished.reference, finished.record) if item is not None]
-    pictures = [
-        figure.draw(sorted(rows, key=lambda record: record.method != FULL), folder / "sweep.png")
-        for folder, rows in groups.items()
-    ]
-    table.show([record for rows in groups.values() for record in rows], pictures)

@@ -1,7 +1,12 @@
-"""Hashes of source code: which files count, and what of them."""
+"""What of source code an answer depends on: the files, what of them counts, and the libraries that they import."""
 
 import ast
 import hashlib
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json", ".txt"}
@@ -44,3 +49,67 @@ def hash_files(files: dict[str, Path]) -> str:
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+# Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read and show. What they
+# hand on (resolved settings, weights, prompts, references) has hashes of its own. Every library not named here counts.
+HANDS_ON = {"datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
+
+
+def libraries(files: Iterable[Path]) -> dict[str, str]:
+    """The libraries that source files import, and the versions that are installed; see `imports` and `versions`."""
+    return versions(imports(files))
+
+
+def imports(files: Iterable[Path]) -> frozenset[str]:
+    """The libraries that Python files import themselves: top-level names, without Python's own and `HANDS_ON`.
+
+    Args:
+        files: Source files; only those in Python are read, and imports for type checkers alone do not count.
+    """
+    names = {name for path in files if path.suffix == ".py" for name in _imported(path)}
+    return frozenset(names - {*sys.stdlib_module_names, *HANDS_ON, "kvbench"})
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """What is installed of some libraries.
+
+    Args:
+        names: As they are imported, for example `math_verify`.
+
+    Returns:
+        Distribution (`math-verify`) -> version, sorted; the name itself and an empty version where none has it.
+    """
+    return dict(sorted(_installed(name) for name in names))
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """First parts of the absolute names that a file imports anywhere, but not for type checkers alone."""
+    todo: list[ast.AST] = [ast.parse(path.read_bytes())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            todo += node.orelse
+        else:
+            todo += ast.iter_child_nodes(node)
+
+
+def _installed(name: str) -> tuple[str, str]:
+    """The distribution that a top-level name comes from, spelt as package indexes do, and its version."""
+    try:  # most are called like what is imported from them; the list of all takes a quarter of a second and more
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name not in _owners():
+            return name, ""
+        found = importlib.metadata.distribution(_owners()[name])
+    return re.sub(r"[-_.]+", "-", found.name).lower(), found.version
+
+
+@cache
+def _owners() -> dict[str, str]:
+    """Top-level name -> distribution, of everything that is installed."""
+    return {name: sorted(found)[0] for name, found in importlib.metadata.packages_distributions().items()}

@@ -1,21 +1,56 @@
-"""Says in plain words why a configuration could not be composed: what was asked, what exists, what is nearest."""
+"""Composes configurations from conf/, and says in plain words why one could not be composed: what was asked, what
+exists, what is nearest."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from hydra import compose, initialize_config_dir
+import hydra
+from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config import files as listing
+from kvbench.config import files
 from kvbench.errors import unknown_name
 
 
-def explain(error: Exception, arguments: list[str]) -> ValueError:
+def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:
+    """Compose a configuration without Hydra's command line.
+
+    Args:
+        overrides: Hydra's `key=value` words.
+        name: The file in conf/ to start from, without its suffix.
+        with_choices: Add `_choices_`, the name taken of every group, such as `method: diffkv`, where there are any.
+
+    Raises:
+        ValueError: A group, a choice or a setting does not exist, or a word cannot be read.
+    """
+    try:
+        composed = _compose(name, overrides, return_hydra_config=with_choices)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides) from error
+    if with_choices:
+        with open_dict(composed):
+            chosen = composed.pop("hydra").runtime.choices
+            if named := {group: chosen[group] for group in files.GROUPS if group in chosen}:
+                composed._choices_ = named
+    return composed
+
+
+def _compose(name: str, overrides: Sequence[str], *, return_hydra_config: bool = False) -> DictConfig:
+    """`compose` with the configuration library's own errors."""
+    GlobalHydra.instance().clear()  # Hydra refuses to start twice, and a run that failed leaves it started
+    try:
+        with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
+            return hydra.compose(name, list(overrides), return_hydra_config=return_hydra_config)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
     """Turn an error of the configuration library into one message for the user.
 
     Args:
@@ -28,8 +63,8 @@ def explain(error: Exception, arguments: list[str]) -> ValueError:
     parsed = list(_parse(arguments))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-        if group in listing.GROUPS:
-            return unknown_name(group, name, listing.options(group))
+        if group in files.GROUPS:
+            return unknown_name(group, name, files.options(group))
     if isinstance(error, OverrideParseException):
         return ValueError(
             f"{error.override} cannot be read as key=value; quote special characters for the shell and for Hydra, "
@@ -42,7 +77,7 @@ def explain(error: Exception, arguments: list[str]) -> ValueError:
     return ValueError(_first_lines(error))
 
 
-def with_swept_groups(arguments: list[str]) -> list[str]:
+def with_swept_groups(arguments: Sequence[str]) -> list[str]:
     """Make `-m method=snapkv,h2o method.budget=0.5` mean what it says.
 
     Hydra applies the settings that are not swept to the default method first, which may not have them. A sweep of
@@ -52,12 +87,14 @@ def with_swept_groups(arguments: list[str]) -> list[str]:
         arguments: The command line without the command.
     """
     parsed = {override.input_line: override for override in _parse(arguments)}
-    swept = {item.key_or_group for item in parsed.values() if item.is_sweep_override()} & set(listing.GROUPS)
+    swept = {item.key_or_group for item in parsed.values() if item.is_sweep_override()} & set(files.GROUPS)
     changed = []
     for argument in arguments:
         item = parsed.get(argument)
-        group, dot, _ = (item.key_or_group or "").partition(".") if item else ("", "", "")
-        inside = dot and group in swept and not item.is_sweep_override() and "=" in argument
+        inside = False
+        if item is not None and not item.is_sweep_override():
+            group, dot, _ = item.key_or_group.partition(".")
+            inside = bool(dot) and group in swept
         key, _, value = argument.partition("=")
         changed.append(f"{key}=choice({value})" if inside else argument)
     return changed
@@ -71,7 +108,7 @@ def _first_lines(error: Exception) -> str:
     return re.sub(r"\s*\n\s*", " ", text)
 
 
-def _parse(arguments: list[str]) -> Iterator[Override]:
+def _parse(arguments: Sequence[str]) -> Iterator[Override]:
     parser = OverridesParser.create()
     for argument in arguments:
         if not argument.startswith("-") and "=" in argument:
@@ -89,16 +126,15 @@ def _choices(parsed: list[Override], group: str) -> list[str]:
                 try:
                     return [str(item) for item in override.sweep_string_iterator()]
                 except (HydraException, AssertionError):  # a glob needs Hydra's own list of what there is
-                    return list(listing.options(group))
+                    return list(files.options(group))
             return [str(override.value())]
     return []
 
 
-def _composed(choices: dict[str, str]) -> DictConfig | None:
-    GlobalHydra.instance().clear()
+def _composed(choices: Mapping[str, str]) -> DictConfig | None:
+    """The configuration with these choices; None when there is none."""
     try:
-        with initialize_config_dir(str(listing.conf_folder()), version_base="1.3"):
-            return compose("config", [f"{group}={name}" for group, name in choices.items()])
+        return _compose("config", [f"{group}={name}" for group, name in choices.items()])
     except (HydraException, OmegaConfBaseException):
         return None
 
@@ -107,19 +143,20 @@ def _unknown_key(key: str, parsed: list[Override]) -> ValueError | None:
     """The error for a key that the chosen configuration does not have, with the keys it does have; None when it has
     it."""
     top = key.split(".")[0]
-    fixed = {group: names[0] for group in listing.GROUPS if group != top and (names := _choices(parsed, group))}
+    fixed = {group: names[0] for group in files.GROUPS if group != top and (names := _choices(parsed, group))}
     for name in _choices(parsed, top) or [""]:
-        cfg = _composed(fixed | ({top: name} if name and top in listing.GROUPS else {}))
+        cfg = _composed(fixed | ({top: name} if name and top in files.GROUPS else {}))
         if cfg is None:
             continue
-        node, where = cfg, []
+        node: DictConfig = cfg
+        where: list[str] = []
         for part in key.split("."):
-            if not OmegaConf.is_dict(node):
+            if not isinstance(node, DictConfig):
                 return ValueError(f"{'.'.join(where)} has no keys of its own, so {key} cannot be set")
             if part not in node:
                 known = [".".join([*where, str(item)]) for item in node if not str(item).startswith("_")]
                 if not where:
-                    known += [group for group in listing.GROUPS if group not in known]
+                    known += [group for group in files.GROUPS if group not in known]
                 error = unknown_name("key", ".".join([*where, part]), known)
                 chosen = f" ({top}={name})" if name and where else ""
                 return ValueError(f"{error}{chosen}")

@@ -111,7 +111,8 @@ def _question(run: StoredRun) -> str:
 def version(run: StoredRun) -> str:
     """The version of the code that computed the run, the method's own code apart, as text."""
     code = run.record.identity.get("code", {})
-    return f"{code.get('harness', '')[:8]} torch {code.get('torch')} transformers {code.get('transformers')}"
+    libraries = (f"{name} {found}" for name, found in code.items() if name not in ("harness", "method"))
+    return " ".join([code.get("harness", "")[:8], *libraries])
 
 
 def _sort(runs: Sequence[StoredRun], code: str) -> list[Group]:

@@ -6,13 +6,19 @@ every measurement of the grid, and the verdict on samples that took no part in t
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import files as listing
+from kvbench.config import files
 from kvbench.config.code import hash_files
+from kvbench.config.settings import copy_config
 from kvbench.errors import unknown_name
 from kvbench.results import provenance
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
+    from kvbench.policy import Policy
 
 SCHEMA_VERSION = 1
 KEY = "calibration"  # the setting method.calibration
@@ -25,17 +31,19 @@ class Calibration:
     """The content of a calibration file, and where it lies."""
 
     path: Path
-    content: dict
+    content: dict[str, Any]
+    """The file as it is: `settings`, `replaces` and `base` map settings of the method to values, `model` and `code` say
+    what it was made with."""
 
     @property
-    def settings(self) -> dict:
+    def settings(self) -> dict[str, Any]:
         """Setting of the method -> calibrated value."""
         return self.content["settings"]
 
 
 def shipped() -> dict[str, Path]:
     """The files that come with kvbench, by name."""
-    return {path.stem: path for path in sorted((listing.conf_folder() / FOLDER).glob("*.yaml"))}
+    return {path.stem: path for path in sorted((files.conf_folder() / FOLDER).glob("*.yaml"))}
 
 
 def load(where: str) -> Calibration:
@@ -55,10 +63,11 @@ def load(where: str) -> Calibration:
             )
         raise unknown_name("method.calibration", where, shipped())
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        found = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # whatever the YAML library makes of a file that is none
         raise ValueError(f"method.calibration={where} cannot be read as YAML: {error}") from error
-    missing = [key for key in NEEDED if key not in content] if isinstance(content, dict) else list(NEEDED)
+    content = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    missing = [key for key in NEEDED if key not in content]
     if missing:
         raise ValueError(
             f"method.calibration={where} is no calibration file: it lacks {', '.join(missing)}; "
@@ -91,7 +100,7 @@ def apply(method: DictConfig) -> tuple[DictConfig, Calibration | None]:
     found = load(str(where))
     if found.content["target"] != method._target_:
         raise ValueError(f"method.calibration={where} is for method={found.content['method']}; choose that method")
-    changed = OmegaConf.create(OmegaConf.to_container(method, resolve=True))
+    changed = copy_config(method)
     for name, value in found.settings.items():
         if name not in changed:
             raise ValueError(
@@ -106,7 +115,7 @@ def apply(method: DictConfig) -> tuple[DictConfig, Calibration | None]:
     return changed, found
 
 
-def notes(method: DictConfig, model: object, policy: object) -> list[str]:
+def notes(method: DictConfig, model: "LoadedModel", policy: "Policy") -> list[str]:
     """Compare what a calibration was made with and what it is used with.
 
     Args:
@@ -148,6 +157,6 @@ def notes(method: DictConfig, model: object, policy: object) -> list[str]:
     return remarks
 
 
-def method_hash(policy: object) -> str:
+def method_hash(policy: "Policy") -> str:
     """Hash of the source files of a policy."""
     return hash_files(provenance.method_files(type(policy)))

@@ -1,20 +1,28 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.config import files as listing
-from kvbench.config.code import hash_files
+from kvbench.config import code, files
 from kvbench.config.files import FULL
-from kvbench.errors import check_whole, unknown_name
+from kvbench.config.settings import as_dict, copy_config, read_config
+from kvbench.errors import check_keys, check_whole, unknown_name
 from kvbench.results import identity, provenance
 from kvbench.results.sample import Key
 from kvbench.runs import calibration
 from kvbench.runs.parts import Parts
+from kvbench.show.progress import note
+
+if TYPE_CHECKING:
+    from kvbench.engine.engine import Engine
+    from kvbench.models.load import LoadedModel
+    from kvbench.policy import Policy
+    from kvbench.tasks.taskset import TaskSet
 
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
@@ -29,11 +37,12 @@ class Experiment:
 
     cfg: DictConfig
     method: str
-    policy: object
-    engine: object
-    task: object
-    model: object
+    policy: "Policy"
+    engine: "Engine"
+    task: "TaskSet"
+    model: "LoadedModel"
     backend: str
+    """Name of the backend that runs; `auto` is resolved."""
     identity: dict
     hash: str
     folder: Path
@@ -51,9 +60,7 @@ def check_config(cfg: DictConfig) -> None:
         ValueError: Names the setting, its value, the rule and the remedy.
     """
     for prefix, known in KEYS.items():
-        for key in OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg:
-            if key not in known:
-                raise unknown_name("key", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+        check_keys(OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg, known, prefix=prefix)
     for key, minimum in (("batch_size", 1), ("seed", 0), ("fidelity.max_tokens", 0)):
         check_whole(key, OmegaConf.select(cfg, key), minimum)
     if cfg.limit is not None:
@@ -72,12 +79,10 @@ def reference_config(cfg: DictConfig) -> DictConfig:
     """The same experiment with the full cache.
 
     The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed one
-    would only
-    make it fail.
+    would only make it fail.
     """
-    full = OmegaConf.load(listing.conf_folder() / "method" / f"{FULL}.yaml")
-    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    changed.method = full
+    changed = copy_config(cfg)
+    changed.method = read_config(files.conf_folder() / "method" / f"{FULL}.yaml")
     changed.store.budget_bytes = None
     return changed
 
@@ -96,38 +101,12 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     cfg = _with_calibration(cfg)
     policy = parts.make_policy(cfg.method)  # first: a bad setting should not cost a model load
     model = parts.load_model(cfg.model)
-    for note in calibration.notes(cfg.method, model, policy):
-        print(note, file=sys.stderr, flush=True)
+    for remark in calibration.notes(cfg.method, model, policy):
+        note(remark)
     task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
     check_requests(task)
     engine = parts.make_engine(cfg, model, policy)
-    backend = getattr(engine, "backend", cfg.backend.name)
-    backend = getattr(backend, "name", backend)
-    ingredients = identity.canonical(
-        {
-            "model": {
-                "fingerprint": model.fingerprint,
-                "dtype": str(model.dtype),
-                "device": str(model.device).split(":")[0],
-                "chat_template": model.chat_template,
-                "max_tokens": model.max_tokens,
-            },
-            "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": cfg.limit},
-            "method": _method_settings(cfg.method, policy),
-            "generation": cfg.protocol,
-            "store": cfg.store,
-            "fidelity": cfg.fidelity,
-            "batch_size": cfg.batch_size,
-            "seed": cfg.seed,
-            "backend": str(backend),
-            "code": {
-                "harness": provenance.harness_hash(str(backend)),
-                "method": hash_files(provenance.method_files(type(policy))),
-                "torch": provenance.versions().torch,
-                "transformers": provenance.versions().transformers,
-            },
-        }
-    )
+    ingredients = _ingredients(cfg, policy, model, task, engine.backend.name)
     digest = identity.hash_identity(ingredients)
     return Experiment(
         cfg=cfg,
@@ -136,11 +115,47 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
         engine=engine,
         task=task,
         model=model,
-        backend=str(backend),
+        backend=engine.backend.name,
         identity=ingredients,
         hash=digest,
         folder=identity.run_folder(Path(cfg.results_dir), task.name, model.name, method, digest),
     )
+
+
+def _ingredients(
+    cfg: DictConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: str
+) -> dict[str, Any]:
+    """Everything that can change an answer, as JSON types."""
+    method_files = provenance.method_files(type(policy))
+    found = {
+        "model": {
+            "fingerprint": model.fingerprint,
+            "dtype": str(model.dtype),
+            "device": str(model.device).split(":")[0],
+            "chat_template": model.chat_template,
+            "max_tokens": model.max_tokens,
+        },
+        "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": cfg.limit},
+        "method": _method_settings(cfg.method, policy),
+        "generation": cfg.protocol,
+        "store": cfg.store,
+        "fidelity": cfg.fidelity,
+        "batch_size": cfg.batch_size,
+        "seed": cfg.seed,
+        "backend": backend,
+        "code": {
+            "harness": provenance.harness_hash(backend),
+            "method": code.hash_files(method_files),
+            **code.versions(_harness_imports(backend) | code.imports(method_files.values())),
+        },
+    }
+    return {name: identity.canonical(found[name]) for name in sorted(found)}
+
+
+@cache
+def _harness_imports(backend: str) -> frozenset[str]:
+    """The libraries that the code under every method imports, read once per process."""
+    return code.imports(provenance.code_files(backend).values())
 
 
 def _with_calibration(cfg: DictConfig) -> DictConfig:
@@ -148,21 +163,19 @@ def _with_calibration(cfg: DictConfig) -> DictConfig:
     method, found = calibration.apply(cfg.method)
     if found is None:
         return cfg
-    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    changed = copy_config(cfg)
     changed.method = method
     return changed
 
 
-def _method_settings(cfg: DictConfig, policy: object) -> dict:
+def _method_settings(cfg: DictConfig, policy: "Policy") -> dict[str, Any]:
     """What the YAML says plus the policy's own fields, so that a default that is only in the code counts too."""
-    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings = as_dict(cfg)
     settings.pop(calibration.KEY, None)  # where the numbers come from changes no answer
-    if dataclasses.is_dataclass(policy):
-        settings |= {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
-    return settings
+    return settings | {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
 
 
-def check_requests(task: object) -> None:
+def check_requests(task: "TaskSet") -> None:
     """Refuse a task that has nothing to run, or two samples of the same id.
 
     Raises:
@@ -171,7 +184,7 @@ def check_requests(task: object) -> None:
     if not task.requests:
         broken = f"; {len(task.quarantined)} rows could not be read" if task.quarantined else ""
         raise ValueError(f"task {task.name} has no samples{broken}; check its subsets, its length and its data")
-    seen = set()
+    seen: set[str] = set()
     for request in task.requests:
         if request.sample_id in seen:
             raise ValueError(f"task {task.name} has two samples with the id {request.sample_id}; ids must be unique")

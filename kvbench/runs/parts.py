@@ -1,35 +1,80 @@
-"""Where a run gets its model, task, policy and engine from; tests put small ones in their place."""
+"""Where a run gets its policy, model, task and engine from; tests put small ones in their place.
+
+Torch and transformers take seconds to import, so the functions import what needs them: a wrong setting is answered
+before.
+"""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.errors import unknown_name
+from kvbench.config.settings import as_dict
+from kvbench.errors import check_keys
+from kvbench.show.progress import note
 
 if TYPE_CHECKING:
+    from kvbench.engine.engine import Engine
     from kvbench.engine.prompt_cache import PromptCache
+    from kvbench.models.load import LoadedModel
+    from kvbench.policy import Policy
+    from kvbench.tasks.taskset import TaskSet
+
+Loaded = TypeVar("Loaded")
+
+
+class TaskLoader(Protocol):
+    """Loads a task for a model."""
+
+    def __call__(
+        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
+    ) -> "TaskSet":
+        """Load the task of a task group.
+
+        Args:
+            cfg: The task group.
+            model: Whose tokenizer and context length the prompts are for.
+            limit: Samples per subset; None for all.
+            seed: Decides generated data.
+            protocol: The protocol group.
+        """
+        ...
+
+
+class EngineMaker(Protocol):
+    """Makes an engine for a model and a method."""
+
+    def __call__(
+        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+    ) -> "Engine":
+        """Make the engine.
+
+        Args:
+            cfg: The whole configuration.
+            model: The loaded model.
+            policy: The method.
+            prompts: Prompts that were read, to be replayed; None leaves it to the maker.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The four things a run is made of, as functions of the configuration."""
 
-    make_policy: Callable[[DictConfig], object]
+    make_policy: "Callable[[DictConfig], Policy]"
     """Method group -> policy."""
-    load_model: Callable[[DictConfig], object]
-    """Model group -> `LoadedModel`."""
-    load_task: Callable[..., object]
-    """Task group, model, and `limit`, `seed`, `protocol` by name -> `TaskSet`."""
-    make_engine: Callable[[DictConfig, object, object], object]
-    """Whole configuration, model, policy -> `Engine`."""
+    load_model: "Callable[[DictConfig], LoadedModel]"
+    """Model group -> model."""
+    load_task: TaskLoader
+    """Task group and model -> task."""
+    make_engine: EngineMaker
+    """Whole configuration, model, policy -> engine."""
 
 
-def make_policy(cfg: DictConfig) -> object:
+def make_policy(cfg: DictConfig) -> "Policy":
     """Build the policy that `_target_` names.
 
     Args:
@@ -44,14 +89,12 @@ def make_policy(cfg: DictConfig) -> object:
     from kvbench.runs import calibration
 
     cfg, _ = calibration.apply(cfg)
-    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != calibration.KEY])
+    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != calibration.KEY])
     try:
         known = [item.name for item in fields(get_class(cfg._target_)) if item.init]
     except (ImportError, ValueError, TypeError) as error:
         raise ValueError(f"method._target_={cfg.get('_target_')} is no policy class: {error}") from error
-    for key in cfg:
-        if key not in known and not str(key).startswith("_"):
-            raise unknown_name("key", f"method.{key}", [f"method.{name}" for name in known])
+    check_keys([key for key in cfg if not str(key).startswith("_")], known, prefix="method.")
     try:
         return instantiate(cfg, _convert_="all")
     except InstantiationException as error:
@@ -63,13 +106,16 @@ def make_policy(cfg: DictConfig) -> object:
         raise ValueError(f"cannot build the method {cfg.get('_target_')}: {cause}") from error
 
 
-def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
+def make_engine(
+    cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+) -> "Engine":
     """Build the engine.
 
     Args:
         cfg: The whole configuration.
         model: The loaded model.
         policy: The method.
+        prompts: Prompts that were read, shared by engines of one model; None keeps none.
 
     Raises:
         ValueError: An unknown key, or a method that does not fit the model.
@@ -77,12 +123,9 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
     from kvbench.cache.layout import StoreOptions
     from kvbench.engine.engine import Engine
 
-    options = OmegaConf.to_container(cfg.store, resolve=True)
+    options = as_dict(cfg.store)
+    check_keys(options, [item.name for item in fields(StoreOptions)], prefix="store.")
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    known = [item.name for item in fields(StoreOptions)]
-    for key in options:
-        if key not in known:
-            raise unknown_name("key", f"store.{key}", [f"store.{name}" for name in known])
     engine = Engine(
         model,
         policy,
@@ -91,7 +134,7 @@ def make_engine(cfg: DictConfig, model: object, policy: object) -> object:
         seed=cfg.seed,
         backend=cfg.backend.name,
         fidelity_max_tokens=cfg.fidelity.max_tokens,
-        prompts=_prompts(read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))),
+        prompts=prompts,
     )
     policy.check_model(engine.shape.num_layers, engine.shape.num_kv_heads)  # here: before the first prompt is read
     return engine
@@ -120,61 +163,85 @@ def read_bytes(key: str, value: object) -> int:
     return int(found.value)
 
 
-@cache
-def _prompts(limit_bytes: int) -> "PromptCache":
-    """The prompts that all jobs of this process share."""
-    from kvbench.engine.prompt_cache import PromptCache
+class LastOne(Generic[Loaded]):
+    """Remembers the last thing that was loaded."""
 
-    return PromptCache(limit_bytes)
+    def __init__(self) -> None:
+        self._held: list[tuple[str, Loaded]] = []  # the settings and what they gave, once there is something
 
+    def get(self, key: object, load: Callable[[], Loaded]) -> Loaded:
+        """What these settings give: the thing at hand, or a new one in its place.
 
-class _LastOne:
-    """Remembers the last thing loaded: a method and its reference, and all jobs of a sweep, then share one model and
-    one task."""
-
-    def __init__(self, load: Callable[..., object]) -> None:
-        self._load = load
-        self._key: str | None = None
-        self._value: object = None
-
-    def __call__(self, key: object, *arguments: object, **named: object) -> object:
+        Args:
+            key: Everything that decides what is loaded, as JSON types.
+            load: Loads it.
+        """
         text = json.dumps(key, sort_keys=True, default=str)
-        if text != self._key:
-            self._key = self._value = None  # let go of the old one before the new one takes its memory
-            self._value = self._load(*arguments, **named)
-            self._key = text
-        return self._value
+        for held, value in self._held:
+            if held == text:
+                return value
+        self._held.clear()  # let go of the old one before the new one takes its memory
+        value = load()
+        self._held.append((text, value))
+        return value
 
 
-def _load_model(cfg: DictConfig) -> object:
-    name = cfg.get("path") or cfg.get("name") or cfg.get("preset") or cfg.get("kind")
-    print(f"loading model {name}", file=sys.stderr, flush=True)  # the imports alone take seconds
-    from kvbench.models.load import load_model
+class Loaders:
+    """kvbench's own loaders. A method and its reference, and all jobs of a sweep, share the last model, the last task
+    and the prompts that were read."""
 
-    return load_model(cfg)
+    def __init__(self) -> None:
+        self._model: LastOne[LoadedModel] = LastOne()
+        self._task: LastOne[TaskSet] = LastOne()
+        self._prompts: dict[int, PromptCache] = {}
 
+    def parts(self) -> Parts:
+        """The loaders, for a run."""
+        return Parts(
+            make_policy=make_policy, load_model=self.load_model, load_task=self.load_task, make_engine=self.make_engine
+        )
 
-def _load_task(cfg: DictConfig, model: object, **named: object) -> object:
-    from kvbench.tasks import load_task
+    def load_model(self, cfg: DictConfig) -> "LoadedModel":
+        """The model of a model group."""
 
-    return load_task(cfg, model, **named)
+        def load() -> "LoadedModel":
+            name = cfg.get("path") or cfg.get("name") or cfg.get("preset") or cfg.get("kind")
+            note(f"loading model {name}")  # the imports alone take seconds
+            from kvbench.models.load import load_model
 
+            return load_model(cfg)
 
-_models, _tasks = _LastOne(_load_model), _LastOne(_load_task)
+        return self._model.get(as_dict(cfg), load)
 
+    def load_task(
+        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
+    ) -> "TaskSet":
+        """The task of a task group."""
 
-def _plain(cfg: object) -> object:
-    return OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+        def load() -> "TaskSet":
+            from kvbench.tasks import load_task
+
+            return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
+
+        named = {"limit": limit, "seed": seed, "protocol": as_dict(protocol)}
+        return self._task.get([as_dict(cfg), model.fingerprint, named], load)
+
+    def make_engine(
+        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+    ) -> "Engine":
+        """The engine of a configuration, with the prompts that the others have read unless it is given some."""
+        return make_engine(cfg, model, policy, prompts=self.prompts(cfg) if prompts is None else prompts)
+
+    def prompts(self, cfg: DictConfig) -> "PromptCache":
+        """The prompts that all engines with one `prompt_cache_bytes` share."""
+        from kvbench.engine.prompt_cache import PromptCache
+
+        limit_bytes = read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))
+        if limit_bytes not in self._prompts:
+            self._prompts[limit_bytes] = PromptCache(limit_bytes)
+        return self._prompts[limit_bytes]
 
 
 def default_parts() -> Parts:
-    """kvbench's own model loader, tasks, policies and engine."""
-
-    def load_model(cfg: DictConfig) -> object:
-        return _models(_plain(cfg), cfg)
-
-    def load_task(cfg: DictConfig, model: object, **named: object) -> object:
-        key = [_plain(cfg), model.fingerprint, {name: _plain(value) for name, value in named.items()}]
-        return _tasks(key, cfg, model, **named)
-
-    return Parts(make_policy=make_policy, load_model=load_model, load_task=load_task, make_engine=make_engine)
+    """kvbench's own loaders. Runs that are given the same ones share a model, a task and the prompts that were read."""
+    return Loaders().parts()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,19 +24,25 @@ from kvbench.runs.experiment import Experiment, check_config, prepare, reference
 from kvbench.runs.parts import Parts, default_parts
 from kvbench.show.progress import Progress, note
 
+if TYPE_CHECKING:
+    from kvbench.engine.engine import Engine
+    from kvbench.tasks.taskset import TaskSet
+
 MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A run that ended, and the full-cache run it is compared with."""
+class Run:
+    """One run that ended, and the full-cache run it is compared with."""
 
     record: RunRecord
     """Content of `run.json`."""
+    samples: list[SampleRecord]
+    """Content of `samples.jsonl`, in request order."""
     folder: Path
     """Where it is."""
     reference: RunRecord | None = None
-    """The full-cache run; None when this is it, or when none was wanted."""
+    """The full-cache run on the same samples; None when this is it, when none was wanted, or when it failed."""
 
 
 def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Journal) -> list[Request]:
@@ -57,7 +64,7 @@ def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Jou
     return todo
 
 
-def score_outcome(task: object, request: Request, outcome: Outcome) -> dict[str, float]:
+def score_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> dict[str, float]:
     """The scores of one answer, by its text or by its choices' log-likelihoods; none for one that did not end well."""
     if outcome.status != "ok":
         return {}
@@ -90,30 +97,55 @@ def _session(record: RunRecord, folder: Path) -> Iterator[Session]:
     end()
 
 
+def record_answers(
+    engine: "Engine",
+    task: "TaskSet",
+    requests: Sequence[Request],
+    journal: Journal,
+    progress: Progress,
+    *,
+    with_timing: bool = True,
+) -> None:
+    """Run an engine and write down every answer that is not in the journal yet.
+
+    Args:
+        engine: Answers the requests.
+        task: Scores the answers; all its requests decide how large the page tables are.
+        requests: Which of the task's to answer.
+        journal: Where every finished answer goes.
+        progress: Counts them.
+        with_timing: False leaves the times out, which say nothing where prompts are replayed.
+    """
+    by_id = {request.sample_id: request for request in requests}
+
+    def on_outcome(outcome: Outcome) -> None:
+        if (outcome.sample_id, outcome.repeat) in journal:
+            return
+        request = by_id[outcome.sample_id]
+        record = journal_record(request, outcome, score_outcome(task, request, outcome), task.protocol)
+        if not with_timing:
+            del record["timing"]
+        journal.append(record)
+        progress.advance()
+
+    engine.run(requests, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests)
+
+
 def compute_missing(experiment: Experiment, journal: Journal, session: Session) -> None:
     """Run the engine over what is not in the journal yet.
 
     Args:
         experiment: What to run.
         journal: Where every finished answer goes.
-        session: Counts the answers of this stretch of work.
+        session: Is told how many answers this stretch of work finished.
     """
-    task = experiment.task
-    by_id = {request.sample_id: request for request in task.requests}
-    label = f"{experiment.method} on {task.name}"
-    with Progress(label, len(experiment.keys), len(journal.records)) as progress:
-
-        def on_outcome(outcome: Outcome) -> None:
-            if (outcome.sample_id, outcome.repeat) in journal:
-                return
-            request = by_id[outcome.sample_id]
-            scores = score_outcome(task, request, outcome)
-            journal.append(journal_record(request, outcome, scores, task.protocol))
-            session.num_done += 1
-            progress.advance()
-
-        todo = unfinished_groups(task.requests, experiment.cfg.batch_size, journal)
-        experiment.engine.run(todo, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests)
+    task, before = experiment.task, len(journal.records)
+    todo = unfinished_groups(task.requests, experiment.cfg.batch_size, journal)
+    with Progress(f"{experiment.method} on {task.name}", len(experiment.keys), before) as progress:
+        try:
+            record_answers(experiment.engine, task, todo, journal, progress)
+        finally:
+            session.num_done = len(journal.records) - before
 
 
 def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
@@ -125,8 +157,9 @@ def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
     if not ok:
         first = records[0]
         return f"no sample ended well; the first, {first['sample_id']}, ended as {first['status']}: {first['message']}"
-    check = getattr(experiment.policy, "check_outcome", None)
-    complaints = [] if check is None else [(r["sample_id"], text) for r in ok if (text := check(r))]
+    complaints = [
+        (record["sample_id"], text) for record in ok if (text := experiment.policy.check_outcome(dict(record)))
+    ]
     if complaints:
         sample_id, text = complaints[0]
         where = f"in {len(complaints)} of {len(ok)} samples: {text} (sample {sample_id})"
@@ -162,15 +195,6 @@ def _describe(experiment: Experiment, record: RunRecord) -> None:
     record.machine = provenance.machine(experiment.model.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run that ended: its record, its samples in request order, and its folder."""
-
-    record: RunRecord
-    records: list[SampleRecord]
-    folder: Path
-
-
 def execute(
     experiment: Experiment, *, resume: bool, wait: bool, say: Callable[[str], None], reference: Run | None
 ) -> Run:
@@ -181,7 +205,7 @@ def execute(
         resume: Keep the samples that are there; False starts again.
         wait: Wait while another process has the run.
         say: Takes one-line notes.
-        reference: The full cache on the same samples, for the comparison.
+        reference: The full cache on the same samples, for the comparison; None for none.
 
     Raises:
         RunLocked: Another process has it and `wait` is False.
@@ -214,24 +238,25 @@ def execute(
         if reference is not None and (primary := record.metrics.get(record.primary)):
             name = reference.folder.relative_to(Path(experiment.cfg.results_dir)).as_posix()
             record.comparison = summary.compare(
-                records, reference.records, record.primary, name, primary.higher_is_better
+                records, reference.samples, record.primary, name, primary.higher_is_better
             )
         record.message = verdict(experiment, records)
         record.status = "failed" if record.message else "complete"
         if dataclasses.asdict(record) != before:
             record.save(folder)
-        return Run(record=record, records=records, folder=folder)
+        against = reference.record if reference else None
+        return Run(record=record, samples=records, folder=folder, reference=against)
 
 
 def run_experiment(
     cfg: DictConfig, *, method: str, parts: Parts | None = None, say: Callable[[str], None] = note
-) -> Finished:
+) -> Run:
     """Run one experiment, and the full cache on the same samples when it is not there yet.
 
     Args:
         cfg: The composed configuration (`conf/config.yaml`).
         method: Name of the method's configuration; names the folder and the row of the table.
-        parts: Loaders to use instead of kvbench's own.
+        parts: The loaders; runs that get the same ones share what `default_parts` says. New ones by default.
         say: Takes one-line notes; stderr by default.
 
     Returns:
@@ -251,5 +276,4 @@ def run_experiment(
         if full.record.status != "complete":
             say(f"no comparison with the full cache, whose run failed: {full.record.message}")
             full = None
-    run = execute(experiment, resume=cfg.resume, wait=False, say=say, reference=full)
-    return Finished(record=run.record, folder=run.folder, reference=full.record if full else None)
+    return execute(experiment, resume=cfg.resume, wait=False, say=say, reference=full)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import check_keys, check_whole, unknown_name
 
 CHAT_TEMPLATE = ("auto", "always", "never")
 
@@ -74,9 +74,7 @@ class Protocol:
         """
         values = dict(settings or {})
         known = {field.name for field in fields(cls)}
-        for key in values:
-            if key not in known:
-                raise unknown_name("protocol key", key, known)
+        check_keys(values, known, what="protocol key")
         if isinstance(values.get("chat_template"), bool):
             values["chat_template"] = "always" if values["chat_template"] else "never"
         return cls(**values)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.errors import unknown_name
+from kvbench import errors
 
 
 def check_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -16,10 +16,7 @@ def check_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> None:
     Raises:
         ValueError: names the key, what exists and the nearest.
     """
-    known = ("name", *known)
-    for key in cfg:
-        if key not in known:
-            raise unknown_name("task key", key, known)
+    errors.check_keys(cfg, ("name", *known), what="task key")
 
 
 def name_list(
@@ -43,7 +40,7 @@ def name_list(
     names: dict[str, None] = {}
     for item in [value] if isinstance(value, str) else value:
         if item not in known and item not in groups:
-            raise unknown_name(key, item, (*known, *groups))
+            raise errors.unknown_name(key, item, (*known, *groups))
         names.update(dict.fromkeys(groups.get(item, (item,))))
     if not names:
         raise ValueError(f"{key}={list(value)} names nothing; known: {', '.join((*groups, *known))}")
@@ -62,5 +59,5 @@ def one_of(key: str, value: object, known: Sequence[str]) -> str:
         ValueError: Names the value, the choices and the nearest.
     """
     if value not in known:
-        raise unknown_name(key, value, known)
+        raise errors.unknown_name(key, value, known)
     return str(value)

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kvbench.config import files as listing
+from kvbench.config.compose import compose
 from kvbench.engine.requests import Outcome, Request
+from kvbench.policy import Policy
 from kvbench.runs.parts import Parts
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 
 @dataclass(kw_only=True)
-class Graded:
+class Graded(Policy):
     """Two thresholds and a setting that is not tuned; `None` for both is the full cache."""
 
     alpha_h: float = 1.0
@@ -50,7 +50,7 @@ class Bench:
                 name="tiny", fingerprint="ab" * 32, dtype="float32", device="cpu", chat_template=False, max_tokens=64
             ),
             load_task=self.load_task,
-            make_engine=lambda cfg, model, policy: Engine(self, cfg, policy),
+            make_engine=lambda cfg, model, policy, prompts=None: Engine(self, cfg, policy),
         )
 
     def load_task(self, cfg, model, *, limit, seed, protocol) -> TaskSet:
@@ -71,7 +71,7 @@ class Engine:
     """Answers each request with the loss that the settings have."""
 
     def __init__(self, bench: Bench, cfg, policy: Graded) -> None:
-        self.bench, self.policy, self.backend = bench, policy, "torch"
+        self.bench, self.policy, self.backend = bench, policy, SimpleNamespace(name="torch")
 
     def run(self, requests, *, on_outcome, on_step=None, sizing=None) -> None:
         """One outcome per request; Ctrl-C after as many as the test says."""
@@ -105,9 +105,7 @@ def _fields(cfg) -> dict:
 
 def make_cfg(folder: Path, **changes) -> OmegaConf:
     """The settings of the command, as the command line composes them, with the graded method."""
-    with initialize_config_dir(str(listing.conf_folder()), version_base="1.3"):
-        cfg = compose("command/calibrate")
-    plain = OmegaConf.to_container(cfg)
+    plain = OmegaConf.to_container(compose([], name="command/calibrate"))
     plain |= {"_choices_": {"method": "graded"}, "results_dir": str(folder), "task": {"name": "graded"}}
     plain["method"] = {"_target_": "graded.Graded", "alpha_h": 1.0, "alpha_l": 0.02, "window": 64, "calibration": None}
     del plain["_target_"]

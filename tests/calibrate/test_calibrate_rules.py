@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from kvbench.calibrate.choose import Measured, accepts, choose, evaluate, loss
 from kvbench.calibrate.command import main
-from kvbench.calibrate.measure import Point, Sweep
+from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Rule, read_plan, split
 from kvbench.config import files as listing
 from kvbench.engine.prompt_cache import PromptCache
@@ -141,7 +141,7 @@ def point_with(values, scores, task):
     ]
     from types import SimpleNamespace
 
-    return Point(settings={"a": 1}, experiment=SimpleNamespace(task=task, hash="x"), records=records)
+    return Trial(settings={"a": 1}, experiment=SimpleNamespace(task=task, hash="x"), records=records)
 
 
 def test_losses_against_a_plain_oracle(tmp_path):
@@ -206,7 +206,7 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     prompts = PromptCache(2**30)
     sweep = Sweep(cfg, "diffkv", parts, folder=tmp_path / "points", prompts=prompts, say=print)
     grid = [(0.0, 0.0), (1.0, 0.0), (1.0, 0.5), (2.0, 0.1)]
-    points = [sweep.point({"alpha_h": high, "alpha_l": low}, task) for high, low in grid]
+    points = [sweep.trial({"alpha_h": high, "alpha_l": low}, task) for high, low in grid]
     try:
         sweep.measure([*points, sweep.full(task)], "test")
         assert (prompts.num_read, prompts.num_reused) == (5, 20)

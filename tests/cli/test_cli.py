@@ -38,7 +38,7 @@ def fakes(tmp_path, monkeypatch):
     shutil.copy(ROOT / "conf" / "config.yaml", conf / "config.yaml")
     shutil.copytree(ROOT / "conf" / "backend", conf / "backend")
     monkeypatch.setattr(listing, "conf_folder", lambda: conf)
-    monkeypatch.setattr("kvbench.runs.run.default_parts", make_parts)
+    monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"
@@ -165,11 +165,11 @@ def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
 
         return parts
 
-    monkeypatch.setattr("kvbench.runs.run.default_parts", broken(KeyError("oops")))
+    monkeypatch.setattr("kvbench.runs.parts.default_parts", broken(KeyError("oops")))
     assert cli.main([]) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error and "fault of kvbench" in error
-    monkeypatch.setattr("kvbench.runs.run.default_parts", broken(ValueError("shape mismatch")))
+    monkeypatch.setattr("kvbench.runs.parts.default_parts", broken(ValueError("shape mismatch")))
     assert cli.main([]) == 2
     error = capsys.readouterr().err
     assert "error: shape mismatch" in error and "(ValueError from outside kvbench; KVBENCH_DEBUG=1" in error
@@ -178,7 +178,8 @@ def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
 def test_failed_run_exits_with_1(fakes, capsys, monkeypatch):
     """A run whose result must not be used ends with exit code 1 and says why."""
     monkeypatch.setattr(
-        "kvbench.runs.run.default_parts", lambda: make_parts(statuses={f"{'ab'[i % 2]}/{i}": "oom" for i in range(10)})
+        "kvbench.runs.parts.default_parts",
+        lambda: make_parts(statuses={f"{'ab'[i % 2]}/{i}": "oom" for i in range(10)}),
     )
     assert cli.main(["reference=none"]) == 1
     assert "the run failed: no sample ended well" in capsys.readouterr().err
@@ -190,7 +191,7 @@ def test_interrupt_says_how_to_go_on(fakes, capsys, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvbench.runs.run.default_parts", interrupted)
+    monkeypatch.setattr("kvbench.runs.parts.default_parts", interrupted)
     assert cli.main(["method=kivi", "task.kind=a b"]) == 130
     assert "To go on: python -m kvbench method=kivi 'task.kind=a b'" in capsys.readouterr().err
 
@@ -264,9 +265,9 @@ def test_ctrl_c_in_a_real_process(fakes):
     """SIGINT during a run: exit code 130, a one-line message, and the samples are there for the next start."""
     code = (  # started in the background, a shell's children ignore SIGINT unless they ask for it
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import sys; from fake_parts import make_parts; import kvbench.runs.run, kvbench.config.files as l; "
+        "import sys; from fake_parts import make_parts; import kvbench.runs.parts, kvbench.config.files as l; "
         "from pathlib import Path; import kvbench.cli.main as c; conf = Path(sys.argv[1]); "
-        "l.conf_folder = lambda: conf; kvbench.runs.run.default_parts = lambda: make_parts(count=500, pause_s=0.01); "
+        "l.conf_folder = lambda: conf; kvbench.runs.parts.default_parts = lambda: make_parts(count=500, pause_s=0.01); "
         "sys.exit(c.main(['reference=none']))"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

@@ -19,14 +19,16 @@ def sweep(results_dir: Path) -> None:
     from omegaconf import OmegaConf
     from test_run_real import compose
 
+    from kvbench.runs.parts import default_parts
     from kvbench.runs.run import run_experiment
 
+    parts = default_parts()
     changes = {"task.items": 3, "task.kinds": ["kv", "recall"], "reference": "auto"}
     for method in METHODS:
         cfg = compose(method, results_dir)
         for key, value in changes.items():
             OmegaConf.update(cfg, key, value)
-        run_experiment(cfg, method=method, say=lambda text: None)
+        run_experiment(cfg, method=method, parts=parts, say=lambda text: None)
 
 
 def run(results_dir: Path, seconds: float) -> str:

@@ -5,8 +5,8 @@ from fake_parts import FakePolicy, make_cfg, make_parts
 from omegaconf import OmegaConf
 from places import CONF
 
+from kvbench.config import code
 from kvbench.results import provenance
-from kvbench.runs import experiment
 from kvbench.runs.experiment import check_config, prepare
 from kvbench.runs.run import run_experiment
 
@@ -55,10 +55,10 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
         patch.setattr(provenance, "harness_hash", lambda backend: "other code")
         found.add(digest())
     with monkeypatch.context() as patch:
-        patch.setattr(experiment, "hash_files", lambda files: "other method")
+        patch.setattr(code, "hash_files", lambda files: "other method")
         found.add(digest())
     with monkeypatch.context() as patch:
-        patch.setattr(provenance, "_version", lambda name: "9.9")
+        patch.setattr(code, "versions", lambda names: dict.fromkeys(names, "9.9"))
         found.add(digest())
     with monkeypatch.context() as patch:
         patch.setattr(FakePolicy.__init__, "__kwdefaults__", {"ratio": 1.0, "hidden": 4, "does_nothing": False})
@@ -67,7 +67,7 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
 
     def cpu_engine(cfg, model, policy):
         engine = parts.make_engine(cfg, model, policy)
-        engine.backend = "cpu"
+        engine.backend.name = "cpu"
         return engine
 
     changed = type(parts)(**(vars(parts) | {"make_engine": cpu_engine}))

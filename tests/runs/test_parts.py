@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench.config import files as listing
-from kvbench.runs.parts import _LastOne, make_engine, make_policy, read_bytes
+from kvbench.runs.parts import LastOne, Loaders, make_engine, make_policy, read_bytes
 
 
 def test_every_shipped_method_builds():
@@ -40,10 +40,11 @@ def test_engine_from_configuration(tiny_model):
     policy = make_policy(OmegaConf.load(listing.conf_folder() / "method" / "full.yaml"))
     engine = make_engine(OmegaConf.create(settings), tiny_model(), policy)
     assert (engine.batch_size, engine.seed, engine.fidelity_max_tokens, engine.backend.name) == (3, 5, 7, "torch")
-    assert (engine.options.page_bytes, engine.options.track) == (4096, ("pos",))
+    assert (engine.runner.options.page_bytes, engine.runner.options.track) == (4096, ("pos",))
     store["page_bites"] = 1
     with pytest.raises(ValueError, match="key=store.page_bites does not exist. Did you mean store.page_bytes?"):
         make_engine(OmegaConf.create(settings), tiny_model(), policy)
+    tiny_model().model.set_attn_implementation("sdpa")  # other tests use the same model without an engine
 
 
 @pytest.mark.parametrize(("value", "count"), [(0, 0), (4096, 4096), ("512MiB", 2**29), ("1.5GiB", 3 * 2**29)])
@@ -69,11 +70,26 @@ def test_last_one_is_shared():
             raise ValueError("no")
         return [value]
 
-    last = _LastOne(load)
-    first = last({"a": 1}, 1)
-    assert last({"a": 1}, 1) is first
-    assert last({"a": 2}, 2) == [2]
+    last = LastOne()
+    first = last.get({"a": 1}, lambda: load(1))
+    assert last.get({"a": 1}, lambda: load(1)) is first
+    assert last.get({"a": 2}, lambda: load(2)) == [2]
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            last({"a": 3}, -1)
+            last.get({"a": 3}, lambda: load(-1))
     assert made == [1, 2, -1, -1]
+
+
+def test_loaders_share_model_task_and_prompts():
+    """The jobs of one sweep get the same model, task and prompts; other loaders have their own."""
+    model = OmegaConf.create({"kind": "random", "preset": "tiny", "num_layers": 1, "seed": 0, "device": "cpu"})
+    task = OmegaConf.create({"name": "longctx", "kinds": ["kv"], "length": 300, "items": 1})
+    one, other, rule = Loaders(), Loaders(), {"limit": None, "seed": 0, "protocol": OmegaConf.create({})}
+    loaded = one.load_model(model)
+    assert one.load_model(OmegaConf.merge(model)) is loaded
+    assert one.load_task(task, loaded, **rule) is one.load_task(OmegaConf.merge(task), loaded, **rule)
+    assert one.load_task(task, loaded, **rule) is not one.load_task(task, loaded, **(rule | {"limit": 1}))
+    kept = OmegaConf.create({"prompt_cache_bytes": "1MiB"})
+    assert one.prompts(kept) is one.prompts(OmegaConf.create({"prompt_cache_bytes": 2**20}))
+    assert one.prompts(kept) is not one.prompts(OmegaConf.create({})) and one.prompts(kept) is not other.prompts(kept)
+    assert other.load_model(model) is not loaded

@@ -9,7 +9,7 @@ from engine_helpers import open_settings
 from omegaconf import OmegaConf
 
 from kvbench.config import files as listing
-from kvbench.runs.parts import _prompts, default_parts
+from kvbench.runs.parts import Loaders, default_parts
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -35,12 +35,12 @@ class StopAfter:
     """The real loaders, with a task that is interrupted when its n-th answer is scored."""
 
     def __init__(self, count: int) -> None:
-        self.left = count
-        self.parts = replace(default_parts(), load_task=self.load_task)
+        self.left, self.own = count, default_parts()
+        self.parts = replace(self.own, load_task=self.load_task)
 
     def load_task(self, *arguments, **named):
         """The task with a scorer that counts down."""
-        task = default_parts().load_task(*arguments, **named)
+        task = self.own.load_task(*arguments, **named)
 
         def scorer(sample_id, text):
             self.left -= 1
@@ -76,15 +76,16 @@ def test_interrupted_run_equals_a_whole_one(tmp_path, method):
 
 def test_kept_prompts_change_no_answer(tmp_path):
     """Jobs that replay each other's prompts leave the records of fresh runs, but for the prefill time."""
+    loaders = Loaders()
     for budget in (0.5, 0.25):
         fresh, kept = compose("snapkv", tmp_path / "fresh"), compose("snapkv", tmp_path / "kept")
         kept.prompt_cache_bytes = "1GiB"
         for cfg in (fresh, kept):
             cfg.method.budget = budget
-        one = run_experiment(fresh, method="snapkv", **QUIET)
-        other = run_experiment(kept, method="snapkv", **QUIET)
+        one = run_experiment(fresh, method="snapkv", parts=loaders.parts(), **QUIET)
+        other = run_experiment(kept, method="snapkv", parts=loaders.parts(), **QUIET)
         assert one.record.hash == other.record.hash
         assert samples(one.folder) == samples(other.folder)
         assert one.record.timing.prefill_s > 0
         assert other.record.timing.prefill_s is None
-    assert _prompts(2**30).num_reused >= 6
+    assert loaders.prompts(kept).num_reused >= 6
