@@ -163,7 +163,7 @@ class Backend(ABC):
     def widen_bounds(
         self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
     ) -> None:
-        """Takes keys into the bounds of their pages; slot 0 begins a page anew.
+        """Widens the bounds of pages so that they include keys; slot 0 begins a page anew.
 
         Args:
             fmt: The pages' format, with bounds.

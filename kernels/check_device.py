@@ -1,4 +1,4 @@
-"""Checks the Triton backend against the reference on a device: `python -m kvbench.kernels.check_device`.
+"""Checks the GPU backend against the reference on a device: `python -m kvbench.kernels.check_device`.
 
 Needs torch and triton alone. Every operation runs on the device and, by the plain torch reference, in main memory, on
 the same random pages; page bytes must be identical, results within a bound. On a GPU, operations also run under torch's
@@ -55,7 +55,7 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """NaN is no pass."""
+        """Whether the difference is within the bound; NaN is not."""
         return self.difference <= self.bound
 
 
@@ -113,7 +113,7 @@ def _bytes(a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def _no_synchronisation(device: torch.device) -> Iterator[None]:
-    """On a GPU, an operation that waits for it raises."""
+    """While this is open, an operation that makes the host wait for the GPU raises an error."""
     if device.type != "cuda":
         yield
         return
@@ -153,7 +153,7 @@ def _to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
-    """Written bytes, read values, demoted and moved slots."""
+    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved."""
     make = torch.Generator().manual_seed(1)
     for head_dim, _, names in plan.kinds:
         for name in names:
@@ -200,7 +200,7 @@ def check_pages(plan: Plan) -> Iterator[Finding]:
 def _attend(
     plan: Plan, name: str, formats: list[PageFormat], ring: Ring | None, dtype: torch.dtype, group_size: int
 ) -> Iterator[Finding]:
-    """One call with scores returned, and one with scores added to the pages."""
+    """Checks one call that returns scores and one that adds them to the pages."""
     make, long = torch.Generator().manual_seed(3), plan.tokens
     counts = [torch.tensor([[1, long], [formats[0].tokens_per_page, long // 2 + 3]])]
     counts += [torch.tensor([[0, 5], [long // 3, 0]]), torch.tensor([[3, 0], [1, 17]])][: len(formats) - 1]
@@ -236,7 +236,7 @@ def _attend(
 
 
 def check_attention(plan: Plan) -> Iterator[Finding]:
-    """Every format and query dtype; three tiers; residual buffers."""
+    """Checks attention: every format and query dtype, three tiers, residual buffers."""
     for head_dim, dtype, names in plan.kinds:
         kind = f"dim {head_dim}, {str(dtype).split('.')[1]} queries"
         for index, name in enumerate(names):
@@ -254,7 +254,7 @@ def check_attention(plan: Plan) -> Iterator[Finding]:
 
 
 def check_prompts(plan: Plan) -> Iterator[Finding]:
-    """Attention with its log-sum-exp and column scores."""
+    """Checks a prompt's attention with its log-sum-exp, and its column scores."""
     make = torch.Generator().manual_seed(2)
     for head_dim, dtype, _ in plan.kinds:
         length = min(plan.tokens, 700)
@@ -290,7 +290,7 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
 
 
 def check_manager(plan: Plan) -> Iterator[Finding]:
-    """Random takes and returns of many lists, state compared after each; compaction of all of them."""
+    """Checks the page manager: random takes and returns of many lists, its state compared after each; compaction."""
     make = torch.Generator().manual_seed(4)
     fmt = _format("k4v2", 64)
     size, num = fmt.tokens_per_page, 32_768 if plan.device.type == "cuda" else 300
@@ -346,7 +346,7 @@ def _compaction(plan: Plan, fmt: PageFormat) -> Finding:
 
 
 def check_graph(plan: Plan) -> Iterator[Finding]:
-    """A decode step (reserve, write, attend, add scores) captured in a CUDA graph and replayed equals plain calls."""
+    """Checks that a decode step captured in a CUDA graph and replayed equals plain calls."""
     if plan.device.type != "cuda":
         return
     results = []

@@ -209,3 +209,16 @@ def test_every_published_method_runs(tiny_model):
                 assert outcome.status == "ok", (name, column, length, outcome.message)
                 assert policy.check_outcome(vars(outcome)) is None, (name, column, length)
     assert len(seen) > 30
+
+
+def test_the_lines_of_python_in_the_readme_run(embedded_model, monkeypatch, capsys):
+    """They print an answer, and that the cache holds about a quarter of the full one."""
+    monkeypatch.chdir(ROOT)
+    (lines,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+        if "import kvbench" in block
+    ]
+    exec(compile(lines, "README.md", "exec"), {})
+    held, full = map(int, re.search(r"(\d+) bytes held; (\d+) in", capsys.readouterr().out).groups())
+    assert 0.25 < held / full < 0.3

@@ -1,4 +1,4 @@
-"""Decode attention over pages of every format beside dense attention, alone and with scores.
+"""Times decode attention over pages of every format next to dense attention, with and without scores.
 
 Runs with torch (and triton on a GPU) alone: `python -m kvbench.kernels.bench.attention lengths=[4096]`.
 """
@@ -66,7 +66,7 @@ class Settings(Common):
 
 
 def cells(settings: Settings, device: str) -> list[dict]:
-    """What is measured apart from each other, in order."""
+    """The cells in order: each is a setting that is measured on its own."""
     threads = [n or machine.num_cpus() for n in settings.threads] if device == "cpu" else [0]
     return [
         {"shape": shape, "length": length, "batch": batch, "threads": count}
@@ -152,8 +152,8 @@ def _variants(cell: dict, settings: Settings, device: str, backend: Backend) -> 
 
 
 def _dense(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> list[Variant]:
-    """Two ways to ask torch for the same: the group as query heads, as models do, and as query tokens, which reads
-    every key once."""
+    """Two ways to ask torch for the same attention: the group as query heads, as models do, and as query tokens, which
+    reads every key once."""
     dtype = DTYPES[name]
     size = (k.numel() + v.numel()) * dtype.itemsize
     count = caches.num_buffers(size, settings.working_set_mb, settings.max_buffers)

@@ -22,7 +22,7 @@ def num_cpus() -> int:
 
 
 def load_average() -> float | None:
-    """Of the last minute; None where the system has none."""
+    """The load average of the last minute; None where the system has none."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -57,10 +57,10 @@ def _processor() -> str:
 
 
 def pick_device(name: str) -> str:
-    """`auto`, `cpu` or `cuda[:N]` to a device that is here.
+    """Turns `auto`, `cpu` or `cuda[:N]` into a device that this machine has.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It has no such device.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

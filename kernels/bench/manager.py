@@ -1,4 +1,4 @@
-"""Page management of many lists at once, beside the same done for one list after the other.
+"""Times page management of many lists at once next to the same work done list by list.
 
 Runs with torch alone: `python -m kvbench.kernels.bench.manager lists=[32768]`. The sequential manager is what serving
 systems keep on the host: a queue of free pages and a Python list of pages per sequence, layer and head.
@@ -140,7 +140,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
 
 
 class _State:
-    """The managers with the same lists; the GPU backend brings one that works on the device."""
+    """The managers under test, holding the same lists; the GPU backend brings one that works on the device."""
 
     def __init__(self, lists: int, settings: Settings, device: str, backend: Backend) -> None:
         generator = torch.Generator().manual_seed(settings.seed)
@@ -189,7 +189,7 @@ def _variants(
     on_device: Callable[["DevicePages"], None],
     plans_differ: Callable[[], float] = lambda: 0.0,
 ) -> list[Variant]:
-    """All ways, checked by doing each once and comparing every page of every list.
+    """The variants of one operation; each is checked by running it once and comparing every page of every list.
 
     Args:
         state: The managers.

@@ -1,4 +1,4 @@
-"""FlashAttention and FlashInfer as further variants, where they are installed. Neither is needed for anything.
+"""FlashAttention and FlashInfer as further variants, where they are installed. Neither is required.
 
 Both are called with 16-bit pages or tensors, as their users do. Written from their documentation; not yet run on a GPU.
 """
@@ -56,7 +56,8 @@ def variants(q: Tensor, k: Tensor, v: Tensor, scale: float, working_set_mb: int,
 
 
 def _error(call: Callable[[int], Tensor], buffer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
-    found, (q, k, v) = call(buffer), (x.half() for x in (q, k, v))
+    found = call(buffer)
+    q, k, v = q.half(), k.half(), v.half()
     exact = torch.stack([caches.exact_attention(a, b, c, scale)[0] for a, b, c in zip(q, k, v, strict=True)])
     return caches.relative_error(found, exact)
 

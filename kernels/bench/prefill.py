@@ -1,4 +1,4 @@
-"""The score pass over a prompt (last queries, or all) beside the prompt's attention alone.
+"""Times the score pass over a prompt (last queries, or all) next to the prompt's attention alone.
 
 Runs with torch (and triton on a GPU) alone: `python -m kvbench.kernels.bench.prefill lengths=[4096]`.
 """
@@ -160,12 +160,12 @@ def _variants(cell: dict, settings: Settings, device: str, backend: Backend, not
 
 
 def _on_all(call: Callable[[int], Found], length: int) -> Callable[[int], Found]:
-    """The same on the whole prompt, whatever the buffer: there is one."""
+    """The call on the whole prompt; there is one buffer, so its index does not matter."""
     return lambda _: call(length)
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention through the full matrix of probabilities, and its column sums; what returning attention weights costs.
+    """Attention through the full matrix of probabilities, and its column sums: what returning attention weights costs.
 
     Args:
         q: [Hq, N, D]; k, v: [H, N, D].

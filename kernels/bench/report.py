@@ -87,7 +87,7 @@ class Bench:
         self._progress(self._done, len(self.cells) * self.rounds, f"{self._label}: {text}")
 
     def add(self, found: dict) -> None:
-        """Takes the figures of a cell; what was refused is named at once."""
+        """Adds the figures of a cell, and a note for every variant that was refused."""
         self._found.append(found)
         for entry in found["refused"]:
             self.notes.append(f"{entry['name']} at {label_of(found['cell'])} {entry['reason']}")
@@ -119,14 +119,14 @@ class Bench:
 
 
 def begin(what: str, settings: Common, device: str, backend: Backend, cells: list[dict]) -> Bench:
-    """Notes the machine and the load before anything runs.
+    """Starts a document: notes the machine and its load before anything runs.
 
     Args:
         what: Name of the bench.
         settings: What to measure.
         device: Where the work runs.
         backend: The kernels' backend.
-        cells: What is measured apart from each other.
+        cells: Settings that are measured one after the other.
     """
     return Bench(what, settings, device, backend, cells)
 

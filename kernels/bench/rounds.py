@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -101,7 +100,7 @@ def choose_timer(clock: str, device: str, threads: int) -> Timer:
 
 
 def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
-    """Parts the variants whose output is right from those that must not be timed.
+    """Separates the variants whose output is right from those that must not be timed.
 
     Returns:
         The right ones, with `max_error` in their `extra`; and name and reason of each refused one.
@@ -221,7 +220,7 @@ def measure_cell(
     rows = []
     for variant in timed:
         span = spread(seconds[variant.name])
-        row: dict[str, Any] = {"name": variant.name, "seconds": seconds[variant.name], **span}  # as JSON takes it
+        row: dict[str, object] = {"name": variant.name, "seconds": seconds[variant.name], **span}
         row["bytes_per_call"], row["num_buffers"] = variant.bytes_per_call, variant.num_buffers
         if variant.bytes_per_call:
             row["bytes_per_s"] = variant.bytes_per_call / span["median"]

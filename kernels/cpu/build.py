@@ -91,6 +91,6 @@ def _compile(compiler: str, source: Path, target: Path, flags: tuple[str, ...]) 
 
 
 def _version(compiler: str) -> str:
-    """What the compiler says of itself."""
+    """The compiler's name and the version that it prints."""
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
     return f"{compiler} {done.stdout}"

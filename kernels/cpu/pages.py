@@ -37,7 +37,7 @@ def _write(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor
 
 
 def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-    """Encodes keys and writes them to their slots; as `torch_pages.write_keys`, byte for byte."""
+    """Encodes keys and writes them to their slots; the bytes are the reference's."""
     if not _covers(pages, fmt):
         torch_pages.write_keys(pages, fmt, page, slot, k)
         return
@@ -45,7 +45,7 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
 
 
 def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-    """Encodes values and writes them to their slots; as `torch_pages.write_values`, byte for byte."""
+    """Encodes values and writes them to their slots; the bytes are the reference's."""
     if not _covers(pages, fmt):
         torch_pages.write_values(pages, fmt, page, slot, v)
         return
@@ -53,7 +53,7 @@ def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: 
 
 
 def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantises single slots; as `torch_pages.read_slots`, bit for bit."""
+    """Dequantises single slots; the bits are the reference's."""
     if not _covers(pages, fmt):
         return torch_pages.read_slots(pages, fmt, page, slot)
     page, slot = page.long().contiguous(), slot.long().contiguous()
@@ -76,7 +76,7 @@ def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tu
 def move_slots(
     pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
 ) -> None:
-    """Copies the bytes of slots as they are; as `torch_pages.move_slots`.
+    """Copies the bytes of slots as they are.
 
     Raises:
         ValueError: The format's keys share scales over tokens, so that a slot cannot move alone.

@@ -24,8 +24,8 @@ def column_scores(
 ) -> Tensor:
     """How much attention each key of a prompt receives, summed over queries, in O(N) memory.
 
-    Arguments and result are those of `torch_attention.column_scores`. The sums of a head do not depend on the number of
-    threads (torch.get_num_threads() are used).
+    Arguments and result are those of `reference.attention.column_scores`. The sums of a head do not depend on the
+    number of threads (torch.get_num_threads() are used).
 
     Raises:
         MemoryError: No room for a block's sums.

@@ -67,9 +67,12 @@ class Gpu(Reference):
         power: int = 1,
         group: Reduce | None = None,
         accumulate: bool = False,
+        pages_per_part: int | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Backend.paged_decode`; `accumulate` adds the scores to what the pages track instead of returning them."""
-        return triton_decode.paged_decode(q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate)
+        """As `Backend.paged_decode`; `accumulate` and `pages_per_part` are explained at `gpu.decode.paged_decode`."""
+        return triton_decode.paged_decode(
+            q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
+        )
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
         triton_decode.add_scores(pages, tier, scores)

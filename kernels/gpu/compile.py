@@ -68,7 +68,7 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
     """Compiles every distinct kernel that a call launches.
 
     Args:
-        run: Calls operations of the Triton backend on tensors in main memory; nothing is computed.
+        run: Calls operations of the GPU backend on tensors in main memory; nothing is computed.
         target: A key of `TARGETS`.
 
     Raises:

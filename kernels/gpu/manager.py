@@ -36,7 +36,7 @@ def _sum_needs(
     lists, count, num_slots, sums, faults, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr,
     T: tl.constexpr, T_OTHER: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pages that a block of lists takes or returns, and whether one of them must not."""
+    """Sums the pages that a block of lists takes or returns, and notes whether one of the lists must not."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num
     which = tl.load(lists + row, mask=mask, other=0).to(tl.int64)

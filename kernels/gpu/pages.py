@@ -242,7 +242,7 @@ def _move_bytes(
 
 
 def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-    """Encodes keys [M, D] and writes them to their slots; the bytes of `torch_pages.write_keys`, to the last one.
+    """Encodes keys [M, D] and writes them to their slots; the bytes are the reference's, to the last one.
 
     Args:
         page: int64 or int32 [M] page ids; below 0 = nothing is written (with per-channel keys: by the first of a
@@ -338,7 +338,7 @@ def demote(
 def move_slots(
     pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
 ) -> None:
-    """Copies the bytes of slots as they are; sources and targets must not overlap. As `torch_pages.move_slots`.
+    """Copies the bytes of slots as they are; sources and targets must not overlap.
 
     Raises:
         ValueError: See `check_movable`.

@@ -140,7 +140,10 @@ def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
 
 @cache
 def side_constants(fmt: PageFormat, side: str, prefix: str = "", least: int = MIN_DOT) -> dict[str, object]:
-    """`side_layout` as a launch takes it: name -> value, with `prefix` before every name."""
+    """`side_layout` as a launch takes it: name -> value, with `prefix` before every name.
+
+    Every kernel that reads a side takes all of them, whether it needs each or not: a launch need not know which.
+    """
     layout = side_layout(fmt, side, least)
     return {prefix + each.name: getattr(layout, each.name) for each in fields(layout)}
 

@@ -92,7 +92,7 @@ def _write_metadata(pages: Tensor, fmt: PageFormat, kind: str, page: Tensor, slo
 
 
 def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
-    """Takes keys [M, D] into the bounds of their pages; slot 0 begins a page anew."""
+    """Widens the bounds of pages so that they include keys [M, D]; slot 0 begins a page anew."""
     k = k.to(fmt.slot.dtype)
     if distinct:
         ids, fresh, low, high = page, slot == 0, k, k

@@ -286,7 +286,7 @@ def settings_rows(group: Group) -> list[dict]:
     return rows
 
 
-def pictureitem_title(panel: Panel, axis: str) -> str:
+def picture_words(panel: Panel, axis: str) -> str:
     """Describe a picture in words, for readers who cannot see it."""
     places = standing(panel, axis)
     front = [point.label for point in panel.points if places.get(point.key) == "frontier"]
@@ -297,7 +297,7 @@ def pictureitem_title(panel: Panel, axis: str) -> str:
     )
 
 
-def referenceitem_title(group: Group, rows: Sequence[ComparedRun]) -> str:
+def reference_words(group: Group, rows: Sequence[ComparedRun]) -> str:
     """The sentence that stands before the changed answers."""
     if group.reference is None:
         return f"There is no run of method={FULL} here, so no answer can be called lost."

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-SKIPPED = shutil.ignore_patterns("__pycache__")
+SKIPPED = shutil.ignore_patterns("__pycache__", ".pytest_cache", "*.egg-info")
 
 
 @pytest.fixture(scope="module")

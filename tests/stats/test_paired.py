@@ -10,6 +10,7 @@ from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.power import TTestPower
 from statsmodels.stats.weightstats import ttost_paired
 
+from kvbench.stats import intervals
 from kvbench.stats import paired as stats
 
 
@@ -161,3 +162,14 @@ def test_same_thing_twice_covers_zero_for_yes_or_no():
         low, high = stats.bootstrap(differences, resamples=400, seed=trial)
         covered += low <= 0 <= high
     assert 930 <= covered <= 970
+
+
+def test_both_intervals_of_a_mean_rest_on_one_variance(strata):
+    """The t interval of `estimate` is that of `standard_error`, which the sum of the subsets' variances decides; the
+    interval of a mean of means reaches as far as its parts together."""
+    made = intervals.estimate({str(index): list(values) for index, values in enumerate(strata)})
+    error, freedom = stats.standard_error(strata)
+    assert (made.high - made.low) / 2 == pytest.approx(scipy.stats.t.ppf(0.975, freedom) * error)
+    below, above = intervals.mover([(0.5, 0.2, 0.9), (0.1, 0.1, 0.4)], 2)
+    assert (below, above) == pytest.approx((0.15, 0.25))
+    assert intervals.mover([], 4, 0.8) == pytest.approx((0.2, 0.2))

@@ -9,7 +9,7 @@ from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, random_queries
 
 from kvbench.kernels.backend import TierPages
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.dispatch import get_backend, gpu_backend
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.pages import region
@@ -20,7 +20,7 @@ SEQUENCES, HEADS, COLUMNS, STEPS, HEAVY = 2, 2, 3, 2, 3
 
 def on_device(formats: list, steps: list) -> tuple:
     """Appends, demotes the oldest token of the high tier once it is full, attends, adds scores: no host in between."""
-    backend = get_backend("triton", DEVICE)
+    backend = gpu_backend(DEVICE)
     lists = torch.arange(SEQUENCES * HEADS, device=DEVICE)
     size = tuple(fmt.tokens_per_page for fmt in formats)
     held = DevicePages(PAGE_BYTES, 24, size, len(lists), COLUMNS, DEVICE)
