@@ -9,7 +9,7 @@ from types import ModuleType
 
 from omegaconf import DictConfig
 
-from kvbench.config import files as listing
+from kvbench.config.files import conf_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.kernels.bench.settings import Common
@@ -70,7 +70,7 @@ def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, Common]:
     module = import_module(MODULES[name])
     values = _merged(cfg, name)
     if cfg.quick:
-        default = _merged(read_config(listing.conf_folder() / "command" / "bench.yaml"), name)
+        default = _merged(read_config(conf_folder() / "command" / "bench.yaml"), name)
         values |= {key: small for key, small in module.QUICK.items() if values[key] == default[key]}
     known = {item.name for item in dataclasses.fields(module.Settings)}
     settings: Common = module.Settings(**{key: value for key, value in values.items() if key in known})

@@ -10,10 +10,7 @@ import torch
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, check_whole, unknown_name
-from kvbench.models import embedded as model_embedded
-from kvbench.models import files as model_files
-from kvbench.models import gguf as model_gguf
-from kvbench.models import random_weights as model_random
+from kvbench.models import embedded, files, gguf, random_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,9 +95,9 @@ _Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase", str, str]
 
 def _load_embedded(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
     """Loads the embedded default model."""
-    folder = model_embedded.ensure_embedded()
+    folder = embedded.ensure_embedded()
     model, tokenizer = _read_folder(folder, dtype)
-    return model, tokenizer, model_embedded.NAME, model_embedded.embedded_fingerprint()
+    return model, tokenizer, embedded.NAME, embedded.embedded_fingerprint()
 
 
 def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
@@ -108,19 +105,19 @@ def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loade
     path = _path(settings)
     if path.lower().endswith(".gguf"):
         return _load_gguf(settings, dtype, device)
-    folder = model_files.find_model_folder(path, settings.get("revision"))
+    folder = files.find_model_folder(path, settings.get("revision"))
     model, tokenizer = _read_folder(folder, dtype)
     # A folder is known by its own name, a hub id by what stands after the owner.
-    return model, tokenizer, Path(path).expanduser().absolute().name, model_files.folder_fingerprint(folder)
+    return model, tokenizer, Path(path).expanduser().absolute().name, files.folder_fingerprint(folder)
 
 
 def _load_gguf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
     """Loads a GGUF file; every load de-quantises it anew."""
     path = Path(_path(settings)).expanduser()
-    model_gguf.check_gguf(path)
-    model, tokenizer = model_gguf.read_gguf(path, dtype)
-    parts = [model_files.weight_fingerprint(path), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""]
-    return model, tokenizer, path.stem, model_files.combine_fingerprints(parts)
+    gguf.check_gguf(path)
+    model, tokenizer = gguf.read_gguf(path, dtype)
+    parts = [files.weight_fingerprint(path), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""]
+    return model, tokenizer, path.stem, files.combine_fingerprints(parts)
 
 
 def _load_random(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
@@ -128,16 +125,16 @@ def _load_random(settings: dict, dtype: torch.dtype, device: torch.device) -> _L
     preset, seed, num_layers = str(settings.get("preset")), settings.get("seed", 0), settings.get("num_layers")
     check_whole("model.seed", seed, 0)
     overrides = settings.get("overrides") or {}
-    config = model_random.random_config(
+    config = random_weights.random_config(
         preset, num_layers=num_layers, max_tokens=settings.get("max_tokens"), overrides=overrides
     )
-    tokenizer = model_random.byte_tokenizer(config.vocab_size)
-    model = model_random.random_model(config, seed=seed, dtype=dtype, device=device)
+    tokenizer = random_weights.byte_tokenizer(config.vocab_size)
+    model = random_weights.random_model(config, seed=seed, dtype=dtype, device=device)
     # The generator differs between kinds of device, and the weights are drawn in their dtype.
     shape = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     parts = ["random", json.dumps(shape, sort_keys=True, default=str), str(seed), device.type, str(dtype)]
     name = f"random-{preset}" + (f"-{num_layers}layers" if num_layers else "") + ("-changed" if overrides else "")
-    return model, tokenizer, name, model_files.combine_fingerprints(parts)
+    return model, tokenizer, name, files.combine_fingerprints(parts)
 
 
 _Loader = Callable[[dict, torch.dtype, torch.device], _Loaded]
@@ -154,7 +151,7 @@ def _read_folder(folder: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "
     import transformers
 
     try:
-        with model_embedded.quiet_transformers():
+        with embedded.quiet_transformers():
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
             )

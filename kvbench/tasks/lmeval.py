@@ -1,7 +1,7 @@
 """The joint with lm-eval: where its tasks lie, and our own task YAMLs loaded through it."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -42,6 +42,23 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
     with quiet():
         manager = TaskManager(include_defaults=False, include_path=str(folder), metadata=dict(metadata))
         return {name: manager.load([name])["tasks"][name] for name in names}
+
+
+def scorer_of(scored: Mapping[str, tuple["Task", dict]]) -> Callable[[str, str], Mapping[str, float]]:
+    """What `TaskSet.scorer` is for documents of lm-eval.
+
+    Args:
+        scored: Sample id -> the task and the document that it was made of.
+
+    Returns:
+        (sample id, answer) -> scores, by the task's own `process_results`.
+    """
+
+    def score(sample_id: str, answer: str) -> Mapping[str, float]:
+        task, doc = scored[sample_id]
+        return task.process_results(doc, [answer])
+
+    return score
 
 
 @contextmanager

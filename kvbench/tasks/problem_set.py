@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.requests import Request
-from kvbench.tasks.lmeval import load_lmeval_tasks
+from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.sampling_stats import sampling_statistics
@@ -106,7 +106,7 @@ def load_problems(
         requests=requests,
         metrics=dict(metrics),
         primary=primary,
-        scorer=lambda key, text: scored[key][0].process_results(scored[key][1], [text]),
+        scorer=scorer_of(scored),
         quarantined=quarantined,
         group_by=group_by,
     )

@@ -140,6 +140,20 @@ def decode(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], **options: 
     return text
 
 
+def require_template(model: "LoadedModel") -> None:
+    """Raises ValueError for `protocol.chat_template=always` with a model that has no chat template."""
+    if not model.chat_template:
+        raise ValueError(
+            f"protocol.chat_template=always, but the tokenizer of model {model.name} has no chat template; use auto or "
+            "never, or an instruction-tuned model"
+        )
+
+
+def thinking_label(protocol: Protocol, chat: bool) -> str:
+    """What result rows say of thinking: `on`, `off`, `template` (as the template does by itself), `no chat`."""
+    return {None: "template", True: "on", False: "off"}[protocol.thinking] if chat else "no chat"
+
+
 class PromptBuilder:
     """Turns texts into requests for one model, one protocol and one set of rules.
 
@@ -241,10 +255,8 @@ class PromptBuilder:
 
     @property
     def thinking(self) -> str:
-        """The label of result rows: `on`, `off`, `template` (as the template does by itself), `no chat`."""
-        if not self.chat and not self.rendered:
-            return "no chat"
-        return {None: "template", True: "on", False: "off"}[self.protocol.thinking]
+        """See `thinking_label`."""
+        return thinking_label(self.protocol, self.chat or self.rendered)
 
     def opens_thoughts(self, request: Request) -> bool:
         """Whether the prompt ends inside thoughts: an answer without `</think>` then is all thoughts."""
@@ -254,11 +266,7 @@ class PromptBuilder:
         if self.rendered or self.protocol.chat_template == "never":
             return False
         if self.protocol.chat_template == "always":
-            if not self.model.chat_template:
-                raise ValueError(
-                    f"protocol.chat_template=always, but the tokenizer of model {self.model.name} has no chat "
-                    "template; use auto or never, or an instruction-tuned model"
-                )
+            require_template(self.model)
             return True
         return self.rules.chat_template and self.model.chat_template
 

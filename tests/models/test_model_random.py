@@ -76,6 +76,13 @@ def test_tiny_models_have_the_shape_asked_for(tiny_model, model_type, heads, hea
     assert torch.isfinite(loaded.model(torch.arange(1, 20)[None]).logits).all()
 
 
+@pytest.mark.parametrize("field", ["eos_token_id", "bos_token_id", "pad_token_id"])
+def test_tokens_of_the_byte_tokenizer_are_no_override(field):
+    """What begins, ends and pads a text follows from the tokenizer; asking for another token is an unknown field."""
+    with pytest.raises(ValueError, match=f"model.overrides={field} does not exist"):
+        model_random.random_config("tiny", overrides={field: 5})
+
+
 def test_byte_tokenizer_covers_every_byte():
     """Any text survives the round trip at one token per byte; ids beyond the bytes decode to nothing."""
     tokenizer = model_random.byte_tokenizer(1000)

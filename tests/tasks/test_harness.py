@@ -144,10 +144,10 @@ def test_missing_data_is_told_without_asking_the_hub(name, monkeypatch) -> None:
     from lm_eval.tasks import TaskManager
     from omegaconf import OmegaConf
 
-    from kvbench.config import files as listing
+    from kvbench.config.files import conf_folder
 
     file = name if name != "hellaswag" else "lm_eval"
-    cfg = OmegaConf.load(listing.conf_folder() / "task" / f"{file}.yaml")
+    cfg = OmegaConf.load(conf_folder() / "task" / f"{file}.yaml")
     cfg.name = cfg.name or name
     lm = lm_of()
     # Nobody said that this machine has no network; the hub just does not answer.

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from problem_rows import AIME, folder_of
 
-from kvbench.config import files as listing
+from kvbench.config.files import conf_folder
 from kvbench.runs.parts import default_parts
 from kvbench.runs.run import run_experiment
 
@@ -36,7 +36,7 @@ class Interrupted:
 
 def aime_config(folder: Path, results_dir: Path):
     """AIME with eight sampled answers per problem on a tiny random model."""
-    conf = listing.conf_folder()
+    conf = conf_folder()
     cfg = OmegaConf.load(conf / "config.yaml")
     del cfg["defaults"], cfg["hydra"]
     for group, name in {"method": "snapkv", "task": "aime24", "model": "random", "protocol": "default"}.items():

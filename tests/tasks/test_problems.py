@@ -8,7 +8,7 @@ from longbench_rows import write
 from omegaconf import OmegaConf
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
-from kvbench.config import files as listing
+from kvbench.config.files import conf_folder
 from kvbench.tasks import load_task
 from kvbench.tasks.code.extract import STOP_WORDS
 from kvbench.tasks.gsm8k.shots import COT8
@@ -44,7 +44,7 @@ def prompt_of(model, request) -> str:
 @pytest.mark.parametrize("name", FILES)
 def test_every_task_has_a_configuration_that_fits_it(name: str, model, tmp_path: Path, no_cage) -> None:
     """The shipped YAML loads with nothing but a data folder; limit, subset, metrics and metadata are as declared."""
-    cfg = OmegaConf.to_container(OmegaConf.load(listing.conf_folder() / "task" / f"{name}.yaml"))
+    cfg = OmegaConf.to_container(OmegaConf.load(conf_folder() / "task" / f"{name}.yaml"))
     cfg |= {"data_dir": str(folder_of(tmp_path, name))} | ({"subjects": "algebra"} if name == "math" else {})
     cfg |= {"allow_code_execution": True} if name in CODE_TASKS else {}
     task = load_task(cfg, model, limit=2, seed=0, protocol={"max_new_tokens": 64})
@@ -243,7 +243,7 @@ def test_settings_are_checked(model, make_model, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CODE_TASKS)
 def test_code_is_refused_without_consent(name: str, model, tmp_path: Path) -> None:
     """The default of the shipped configuration refuses before anything is generated, and only true is a yes."""
-    cfg = OmegaConf.to_container(OmegaConf.load(listing.conf_folder() / "task" / f"{name}.yaml"))
+    cfg = OmegaConf.to_container(OmegaConf.load(conf_folder() / "task" / f"{name}.yaml"))
     cfg["data_dir"] = str(folder_of(tmp_path, name))
     for changes in ({}, {"allow_code_execution": "true"}, {"allow_code_execution": 1}):
         with pytest.raises(ValueError, match="Set task.allow_code_execution=true"):

@@ -11,7 +11,7 @@ from problem_rows import AIME, GSM8K, MATH, folder_of
 from rich.console import Console
 from test_problem_runs import aime_config
 
-from kvbench.config import files as listing
+from kvbench.config.files import conf_folder
 from kvbench.runs.parts import default_parts
 from kvbench.runs.run import run_experiment
 from kvbench.show import table
@@ -23,7 +23,7 @@ QUIET = {"say": lambda text: None}
 def config(folder: Path, results_dir: Path, task: str, **changes: object):
     """A task with a tight SnapKV on a tiny random model."""
     cfg = aime_config(folder, results_dir)
-    cfg.task = OmegaConf.load(listing.conf_folder() / "task" / f"{task}.yaml")
+    cfg.task = OmegaConf.load(conf_folder() / "task" / f"{task}.yaml")
     plain = {"task.data_dir": str(folder), "protocol.temperature": 0.0, "protocol.num_samples": 1}
     for key, value in (plain | changes).items():
         OmegaConf.update(cfg, key, value)

@@ -22,7 +22,15 @@ from kvbench.errors import check_whole, unknown_name
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.harness.find import build_tasks
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
-from kvbench.tasks.prompts import PromptBuilder, TemplateSettings, generation_rules, render_chat, template_settings
+from kvbench.tasks.prompts import (
+    PromptBuilder,
+    TemplateSettings,
+    generation_rules,
+    render_chat,
+    require_template,
+    template_settings,
+    thinking_label,
+)
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys
 from kvbench.tasks.taskset import TaskSet, fingerprint
@@ -82,7 +90,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         "lm_eval_task": name,
         "num_fewshot": {leaf: task.get_config("num_fewshot") for leaf, task in tasks.items()},
         "chat_template": asker.rendered,
-        "thinking": asker.thinking,
+        "thinking": thinking_label(protocol, asker.rendered),
         "thoughts": "not graded",
         "truncation": "beginning" if choices else "middle",
     }
@@ -145,11 +153,8 @@ class _Asker:
     @classmethod
     def make(cls, model: "LoadedModel", protocol: Protocol) -> "_Asker":
         rendered = protocol.chat_template == "always"
-        if rendered and not model.chat_template:
-            raise ValueError(
-                f"protocol.chat_template=always, but the tokenizer of model {model.name} has no chat template; use "
-                "auto or never, or an instruction-tuned model"
-            )
+        if rendered:
+            require_template(model)
         if protocol.thinking is not None and not rendered:
             raise ValueError(
                 f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and lm-eval's tasks are asked as "
@@ -157,11 +162,6 @@ class _Asker:
             )
         settings = template_settings(model.tokenizer, protocol, model.name) if rendered else TemplateSettings()
         return cls(model, protocol, rendered, settings)
-
-    @property
-    def thinking(self) -> str:
-        """The label of result rows, as in `PromptBuilder.thinking`."""
-        return {None: "template", True: "on", False: "off"}[self.protocol.thinking] if self.rendered else "no chat"
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return render_chat(self.model.tokenizer, messages, self.settings, add_generation_prompt)

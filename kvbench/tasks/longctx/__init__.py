@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import check_whole
-from kvbench.tasks.lmeval import load_lmeval_tasks
+from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longctx.dataset import DEFAULT_ITEMS, DEFAULT_LENGTH
 from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
@@ -99,5 +99,5 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         requests=requests,
         metrics=METRICS,
         primary="score",
-        scorer=lambda key, text: scored[key][0].process_results(scored[key][1], [text]),
+        scorer=scorer_of(scored),
     )
