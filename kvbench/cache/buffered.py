@@ -160,7 +160,7 @@ class BufferedStep(PagedStep):
         return page, slot, buffer[row, head, ordinal % buffer.shape[2]], ordinal
 
     def _fuse(self) -> FusedStep | None:
-        rings, spec = self.holding.ring, self.holding.policy.score
+        rings = self.holding.ring
         before, after = (
             (keys.view(self.lists.shape), values.view(self.lists.shape)) for keys, values in (self._before, self._after)
         )
@@ -175,15 +175,4 @@ class BufferedStep(PagedStep):
             after=after,
             flush_first=self.flush_first,
         )
-        return self.pages.backend.open_step(
-            self.pages.pool.pages,
-            [tier],
-            num_q_heads=self.holding.shape.num_q_heads,
-            seen=self.tokens_seen,
-            ring=ring,
-            target=None,
-            power=spec.power,
-            group=spec.group_reduce,
-            update=None,
-            skip_near=spec.skip_near,
-        )
+        return self._open_layers([tier], ring=ring)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from kvbench.cache.reads import StepReads
 from kvbench.cache.rope import Rope
 from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
-from kvbench.kernels.backend import FusedStep, Ring, TierPages
+from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.policy import Policy
 
 
@@ -293,16 +292,28 @@ class PagedStep:
         tiers = [self.pages.tier(tier, self.lists) for tier in range(len(self.pages.formats))]
         if not self.holding.rope.turn_all_layers(tiers, self.view):
             return None
-        update: Literal["add", "replace"] | None = None
+        update: ScoreUpdate | None = None
         if spec.decode_update:
             update = "replace" if spec.decode_replace else "add"
+        return self._open_layers(tiers, target=(self.tier, self.page, self.slot), update=update)
+
+    def _open_layers(
+        self,
+        tiers: list[TierPages],
+        *,
+        ring: StepRing | None = None,
+        target: StepTarget | None = None,
+        update: ScoreUpdate | None = None,
+    ) -> FusedStep | None:
+        """Asks the backend for the step; `tiers` describe all layers, ids [S, L, H, m]."""
+        spec = self.holding.policy.score
         return self.pages.backend.open_step(
             self.pages.pool.pages,
             tiers,
             num_q_heads=self.holding.shape.num_q_heads,
             seen=self.tokens_seen,
-            ring=None,
-            target=(self.tier, self.page, self.slot),
+            ring=ring,
+            target=target,
             power=spec.power,
             group=spec.group_reduce,
             update=update,
