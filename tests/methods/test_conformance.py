@@ -182,12 +182,10 @@ def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     def check(running, step):
         steps[0] += 1
         store = running.store
-        for row, length in zip(running._open, lengths, strict=True):
+        for row, length in zip(running.runner.open_rows, lengths, strict=True):
             seen = int(store.counters.tokens_seen[row])
             assert seen == length + steps[0]
-            if isinstance(
-                store.holding, Buffered
-            ):  # tokens behind a buffer are immutable: a step only adds one to every list
+            if isinstance(store.holding, Buffered):  # tokens behind it are immutable: a step adds one to every list
                 counts = store.holding.ring.num_tokens[store.pages.lists_of(torch.tensor([row]))].tolist()
                 prompt = store.ledger.meters[row].prompt["prompt_slots"]
                 assert sum(counts) == prompt + steps[0] * len(counts) and max(counts) <= seen

@@ -39,7 +39,7 @@ def test_300_tokens_from_short_and_long_prompts(tiny_model, name):
     def check(running, step):
         seen.append(step)
         if len(seen) % 43 == 1:
-            check_ledger(running.store, running._open)
+            check_ledger(running.store, running.runner.open_rows)
 
     outcomes = answers(loaded, policy, requests, on_step=check)
     assert len(seen) == 300

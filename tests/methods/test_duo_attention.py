@@ -60,7 +60,7 @@ def test_steps_follow_plain_lists(length):
                 assert sorted(held_positions(store, row)[layer * 2 + head]) == held
         store.end_step()
     lists = store.pages.lists_of(torch.tensor([row]))
-    kept = {**store.ledger.meters[row].prompt_slots, "tokens_seen": length + 25}
+    kept = {**store.ledger.meters[row].prompt, "tokens_seen": length + 25}
     kept["slots_per_tier"] = [int(count.sum()) for count in store.holding.slots_per_tier(lists)]
     assert policy.check_outcome({"kept": kept}) is None
     kept["slots_per_tier"][0] += 1

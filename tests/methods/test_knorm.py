@@ -50,7 +50,7 @@ def test_skipped_layers_are_paid_by_the_others():
     policy = KeyNorm(budget=0.5, skip_layers=1)
     store, row = after_prompt(policy, norms)
     assert held_positions(store, row) == [list(range(8)), [6, 7], [6, 7], [6, 7]]
-    kept = {**store.ledger.meters[row].prompt_slots, "slots_per_tier": [14]}
+    kept = {**store.ledger.meters[row].prompt, "slots_per_tier": [14]}
     assert policy.check_outcome({"kept": kept}) is None
 
 

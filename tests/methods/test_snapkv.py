@@ -169,7 +169,7 @@ def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expe
     store.prefill_layer(row, 0, q, k, v, 1.0)
     counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
     assert counts.tolist() == [expected, expected]
-    assert policy.check_outcome({"kept": store.ledger.meters[row].prompt_slots}) is None
+    assert policy.check_outcome({"kept": store.ledger.meters[row].prompt}) is None
 
 
 @pytest.mark.parametrize("budget", [0.5, 40, "2KiB"])
@@ -185,7 +185,7 @@ def test_a_policy_that_keeps_everything_is_caught(budget):
     q, k, v = torch.randn(3, 2, 200, 8)
     row = store.open_row()
     store.prefill_layer(row, 0, q, k, v, 1.0)
-    message = policy.check_outcome({"kept": store.ledger.meters[row].prompt_slots})
+    message = policy.check_outcome({"kept": store.ledger.meters[row].prompt})
     assert message is not None and "kept 200 of 200 prompt tokens" in message
 
 

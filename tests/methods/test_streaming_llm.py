@@ -153,7 +153,7 @@ def test_budget_holds_after_every_step(budget, num_tokens, expected):
         step(store, row, position, raw_q, raw_k, v)
         counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
         assert counts.tolist() == [expected, expected]
-    kept = {**store.ledger.meters[row].prompt_slots, "slots_per_tier": [int(counts.sum())]}
+    kept = {**store.ledger.meters[row].prompt, "slots_per_tier": [int(counts.sum())]}
     assert policy.check_outcome({"kept": kept}) is None
 
 
@@ -171,7 +171,7 @@ def test_a_policy_that_never_overwrites_is_caught(budget):
     for position in range(80, 83):
         step(store, row, position, raw_q, raw_k, v)
     held = [int(store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0].sum())]
-    message = policy.check_outcome({"kept": {**store.ledger.meters[row].prompt_slots, "slots_per_tier": held}})
+    message = policy.check_outcome({"kept": {**store.ledger.meters[row].prompt, "slots_per_tier": held}})
     assert message is not None and "23 tokens per head held at the end" in message
 
 

@@ -21,7 +21,7 @@ from kvbench.methods.uniform import Uniform
 )
 def test_bytes_per_token(settings, slot_bytes):
     """A token of one KV head with 64 channels takes the bytes of the closed formula."""
-    assert make_store(Uniform(**settings), head_dim=64).formats[0].slot.slot_bytes == slot_bytes
+    assert make_store(Uniform(**settings), head_dim=64).pages.formats[0].slot.slot_bytes == slot_bytes
 
 
 @pytest.mark.parametrize(
