@@ -30,6 +30,10 @@ class Buffered(Paged):
         self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, slot.dtype, slot.group_tokens, shape.device)
 
     @property
+    def takes_chunks(self) -> bool:
+        return False  # a later segment comes token by token, through the rings
+
+    @property
     def allocated_bytes(self) -> int:
         return self.ring.allocated_bytes
 

@@ -80,6 +80,11 @@ class Paged:
         self.rope, self.scores = Rope(policy, shape), Scores(policy.score, pages)
 
     @property
+    def takes_chunks(self) -> bool:
+        """Whether `append` may be called: the policy leaves the tokens of a later segment where they are written."""
+        return not (self.policy.acts_in_decode or self.policy.compact_every)
+
+    @property
     def allocated_bytes(self) -> int:
         """What is held beside the pages."""
         return 0

@@ -95,8 +95,7 @@ class CompressedStore:
     @property
     def takes_chunks(self) -> bool:
         """Whether a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
-        moves = self.policy.acts_in_decode or self.policy.compact_every or self.policy.residual is not None
-        return not moves
+        return self.holding.takes_chunks
 
     def view(self, rows: Tensor) -> DecodeView:
         """What the policy may see of rows (int64 [S])."""
@@ -133,6 +132,17 @@ class CompressedStore:
         return row
 
     # Prompts.
+
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Exact causal attention of a whole prompt, which stores nothing.
+
+        Args:
+            q: [Hq, N, D]; k, v: [KV heads, N, D], the model's dtype.
+
+        Returns:
+            [Hq, N, D] in the same dtype.
+        """
+        return self.pages.backend.prefill_attention(q, k, v, scale)
 
     def prefill_layer(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         """Scores, plans and writes one layer of a prompt (for scope `model`, all layers once the last one arrives).

@@ -124,9 +124,9 @@ def attention(
     elif session.mode == "chunk":
         out = store.append_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
     elif session.mode == "dense":
-        out = store.pages.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
+        out = store.prompt_attention(query[0], key[0], value[0], scale)[None]
     else:
-        out = store.pages.backend.prefill_attention(query[0], key[0], value[0], scale)[None]
+        out = store.prompt_attention(query[0], key[0], value[0], scale)[None]
         kept = session.num_prompt_tokens
         store.prefill_layer(session.row, layer.index, query[0, :, :kept], key[0, :, :kept], value[0, :, :kept], scale)
     # One token's output is kept as it is; a prompt's would be too large.
