@@ -19,7 +19,7 @@ from kvbench.runs.parts import default_parts
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
-from kvbench.tasks.prompts import PromptBuilder, generation_rules, template_settings
+from kvbench.tasks.prompts import PromptBuilder, generation_rules, render_chat, template_settings
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
@@ -86,15 +86,8 @@ class KvbenchLM(LM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat for a task that is not kvbench's own."""
         self._rendered = True
-        text = self.model.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            **template_settings(self.model.tokenizer, self.protocol, self.model.name),
-        )
-        assert isinstance(text, str)  # tokens come only where they are asked for
-        return text
+        settings = template_settings(self.model, self.protocol)
+        return render_chat(self.model, chat_history, settings, add_generation_prompt)
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Answer each prompt; an answer that could not be computed is empty and logged, and thoughts are left out."""

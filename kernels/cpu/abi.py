@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.backend import Reduce, Ring, TierPages
-from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, build_library
+from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, load_library
 from kvbench.kernels.format import PageFormat
 
 SOURCES = ("paged.cpp", *sorted(header.name for header in SOURCE_DIR.glob("*.h")))
@@ -78,9 +78,9 @@ def best_isa() -> str:
     """The most demanding build that this CPU runs; a key of `ISA_FLAGS`.
 
     Raises:
-        BuildError: No compiler, or it failed.
+        BuildError: No compiler, it failed, or what it built cannot be loaded.
     """
-    library = ctypes.CDLL(str(build_library("isa", ("isa.cpp",))))
+    library = load_library(ctypes.CDLL, "isa", ("isa.cpp",))
     library.kvb_isa.restype = ctypes.c_char_p
     return library.kvb_isa().decode()
 
@@ -143,10 +143,10 @@ class Library(ctypes.CDLL):
 
 
 def load() -> Library:
-    """The compiled library, built when no build of the same source, flags and compiler is cached.
+    """The compiled library, built when no build of the same source and flags is cached.
 
     Raises:
-        BuildError: No compiler, or it failed; with the reason and a remedy.
+        BuildError: No compiler, it failed, or what it built cannot be loaded; with the reason and a remedy.
         ValueError: KVBENCH_CPU_ISA names no build that runs here.
     """
     return library_for(os.environ.get(ISA_VARIABLE))
@@ -156,7 +156,7 @@ def load() -> Library:
 def library_for(_: str | None) -> Library:
     """The library under a value of KVBENCH_CPU_ISA: one per value, so that the variable may change while we run."""
     isa = chosen_isa()
-    return Library(str(build_library(f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])))
+    return load_library(Library, f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])
 
 
 def check(status: int) -> None:

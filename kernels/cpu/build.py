@@ -1,12 +1,21 @@
-"""Compiles the C++ kernels with the system's compiler, once per source, flags, compiler and machine type."""
+"""Compiles the C++ kernels with the system's compiler, once per source, flags, CXX and machine type, and checks what
+was cached before it is loaded."""
 
+import contextlib
 import hashlib
+import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+Loaded = TypeVar("Loaded")
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -14,6 +23,9 @@ COMPILERS = ("c++", "g++", "clang++")
 # says so, and nowhere else, because the bytes of a page may not depend on it. No -march=native: which instructions are
 # used is chosen when the library is loaded (abi.py), so that a cache folder can be shared between machines.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
+
+COMPILE_LIMIT_S = 600.0
+VERSION_LIMIT_S = 60.0
 
 
 class BuildError(ValueError):
@@ -41,56 +53,189 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler found ({named}); install g++ or clang++, or set CXX, or choose backend=torch")
 
 
+def load_library(
+    kind: Callable[[str], Loaded], name: str, sources: tuple[str, ...], *, flags: tuple[str, ...] = ()
+) -> Loaded:
+    """Loads the shared library of these sources; one that this machine cannot load is built again, once.
+
+    Args:
+        kind: Loads the file of a path, as `ctypes.CDLL` does; it raises OSError where that fails.
+        name: See `build_library`.
+        sources: See `build_library`, in `SOURCE_DIR`.
+        flags: See `build_library`.
+
+    Raises:
+        BuildError: See `build_library`; or what was built here cannot be loaded here.
+    """
+    try:
+        return kind(str(build_library(name, sources, flags=flags)))
+    except OSError:  # built on a machine with newer libraries, for example
+        path = build_library(name, sources, flags=flags, again=True)
+    try:
+        return kind(str(path))
+    except OSError as error:
+        raise BuildError(
+            f"the compiled kernels cannot be loaded: {error}; set KVBENCH_CACHE to a folder on a disk that may hold "
+            "programs, or choose backend=torch"
+        ) from error
+
+
 def build_library(
-    name: str, sources: tuple[str, ...], source_dir: Path = SOURCE_DIR, *, flags: tuple[str, ...] = ()
+    name: str,
+    sources: tuple[str, ...],
+    source_dir: Path = SOURCE_DIR,
+    *,
+    flags: tuple[str, ...] = (),
+    again: bool = False,
 ) -> Path:
     """The shared library of these sources, compiled now unless an equal build is cached.
+
+    A library's record says which file it is, its digest, and which compiler made it. The compiler is no part of its
+    name, unless CXX chooses one: so a machine without a compiler can use what another has built.
 
     Args:
         name: What the file is called, before its hash.
         sources: File names in `source_dir`; the first one is compiled, the others are what it includes.
         source_dir: Where they are.
         flags: Compiler flags beside `FLAGS`.
+        again: True compiles although an equal build is cached.
 
     Returns:
-        The library's path.
+        The library's path; its content was checked against the digest in the record.
 
     Raises:
         BuildError: No compiler, it failed (with the end of its output), or the cache folder cannot be written.
     """
-    compiler = find_compiler()
-    parts = [(source_dir / source).read_text() for source in sources]
-    parts += [" ".join((*FLAGS, *flags)), _version(compiler), platform.machine()]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    target = cache_dir() / f"{name}-{digest}.so"
-    if target.exists():
-        return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            built = Path(scratch) / target.name
+        parts = [(source_dir / source).read_text() for source in sources]
+        parts += [" ".join((*FLAGS, *flags)), os.environ.get("CXX") or "", platform.machine()]
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        record = cache_dir() / f"{name}-{key}.json"
+        cached = None if again else _cached(record)
+        if cached is not None:
+            return cached
+        compiler = find_compiler()
+        _make_folder(record.parent)
+        _remove_left_overs(record.parent)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=record.parent) as scratch:
+            built = Path(scratch) / "library.so"
             _compile(compiler, source_dir / sources[0], built, flags)
-            os.replace(built, target)  # another process may have been as quick: both files are the same
-    except OSError as error:
+            return _store(built, record, compiler)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         raise BuildError(
             f"the compiled kernels cannot be stored: {error}; set KVBENCH_CACHE to a folder that can be written"
         ) from error
+
+
+def _cached(record: Path) -> Path | None:
+    """The library that a record names, when it is there and is the one that was built."""
+    try:
+        known = json.loads(record.read_bytes())
+        path = record.with_name(_library_name(record, known["sha256"]))
+        return path if hashlib.sha256(path.read_bytes()).hexdigest() == known["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _store(built: Path, record: Path, compiler: str) -> Path:
+    """Puts a library and its record into the cache, each whole or not at all, the library first.
+
+    The library is called by its content, so that processes that build at once, and machines that share the folder, do
+    not change what another one is about to load.
+    """
+    digest = hashlib.sha256(built.read_bytes()).hexdigest()
+    target = record.with_name(_library_name(record, digest))
+    written = built.with_suffix(".json")
+    written.write_text(json.dumps({"sha256": digest, "compiler": _version(compiler)}, indent=1))
+    for source, place in ((built, target), (written, record)):
+        _sync(source)
+        os.replace(source, place)
+        _sync(place.parent)
     return target
+
+
+def _remove_left_overs(folder: Path) -> None:
+    """Removes what killed builds left behind: what is older than a build may take."""
+    for scratch in folder.glob(".build-*"):
+        try:
+            if time.time() - scratch.stat().st_mtime > 4 * COMPILE_LIMIT_S:
+                shutil.rmtree(scratch, ignore_errors=True)
+        except FileNotFoundError:
+            pass  # its builder is done
+
+
+def _library_name(record: Path, digest: str) -> str:
+    return f"{record.stem}-{str(digest)[:12]}.so"
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, so that after a power cut they are still there."""
+    made = []
+    while not folder.is_dir():
+        made.append(folder)
+        folder = folder.parent
+    for each in reversed(made):
+        each.mkdir(exist_ok=True)
+        _sync(each.parent)
+
+
+def _sync(path: Path) -> None:
+    """Brings a file's content, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _compile(compiler: str, source: Path, target: Path, flags: tuple[str, ...]) -> None:
     """Compiles with OpenMP, or without where the compiler has none (one thread then)."""
     output = ""
     for extra in (["-fopenmp"], []):
-        command = [compiler, *FLAGS, *flags, *extra, str(source), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        if done.returncode == 0:
+        status, said = _run([compiler, *FLAGS, *flags, *extra, str(source), "-o", str(target)], COMPILE_LIMIT_S)
+        if status == 0 and target.is_file():
             return
-        output = output or done.stderr
-    raise BuildError(f"{compiler} cannot compile {source.name}: {output.strip()[-800:] or 'no message'}")
+        output = output or said
+    raise BuildError(
+        f"{compiler} cannot compile {source.name}: {output.strip()[-800:] or 'no message'}; set CXX to another "
+        "compiler, or choose backend=torch"
+    )
 
 
 def _version(compiler: str) -> str:
-    """The compiler's name and the version that it prints."""
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
-    return f"{compiler} {done.stdout}"
+    """The compiler's path and the first line that it prints of its version, for people who look at the cache."""
+    _, said = _run([compiler, "--version"], VERSION_LIMIT_S)
+    return " ".join([compiler, *said.splitlines()[:1]])
+
+
+def _run(command: list[str], limit_s: float) -> tuple[int, str]:
+    """The exit status of a command and what it said.
+
+    Raises:
+        BuildError: It cannot be started, or took longer than it may; then it was ended with all that it had started.
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be started: {error}; set CXX to another compiler") from error
+    with process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except BaseException as error:  # an interrupted compiler leaves nothing that goes on working either
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise BuildError(
+                f"{command[0]} did not finish within {limit_s:g} s; set CXX to another compiler, or choose "
+                "backend=torch"
+            ) from error
+    return process.returncode, said

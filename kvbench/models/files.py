@@ -11,21 +11,29 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvbench.errors import MissingWeightsError
+from kvbench.models import cache
 
 # What transformers looks for, best first; an index lists the shards that belong to it.
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-_FINGERPRINT_NAMES = (
-    *_TOKENIZER_NAMES,
+# What transformers reads beside configuration and weights; a tokenizer may have several of each.
+_FINGERPRINT_PATTERNS = (
+    "tokenizer*.json",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab.*",
     "merges.txt",
-    "tokenizer_config.json",
+    "added_tokens.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
 # Where transformers writes its own version or the place a file came from: no part of the model.
 _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "is_local", "local_files_only", "_from_model_config")
-_MIB = 1 << 20
+# The format allows no longer header.
+_MAX_HEADER_BYTES = 100_000_000
 
 
 def find_model_folder(path: str, revision: str | None = None) -> Path:
@@ -86,10 +94,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Hashes what decides a model's answers: configuration, tokenizer, chat template and weights.
-
-    Weights are hashed by name, size, and first and last MiB, so that a model of many gigabytes takes no time; a file
-    changed only in its middle is not noticed.
+    """Hashes what decides a model's answers: configuration, tokenizer, chat template and whole weights.
 
     Args:
         folder: A folder as returned by `find_model_folder`.
@@ -99,35 +104,81 @@ def folder_fingerprint(folder: Path) -> str:
     """
     config = json.loads((folder / "config.json").read_text())
     parts = [json.dumps({key: config[key] for key in sorted(config) if key not in _VOLATILE_CONFIG_KEYS})]
-    for name in _FINGERPRINT_NAMES:
-        file = folder / name
-        if not file.is_file():
-            continue
+    for file in _files_beside_weights(folder):
         content = file.read_bytes()
-        if name in ("tokenizer_config.json", "generation_config.json"):
+        if file.name in ("tokenizer_config.json", "generation_config.json"):
             settings = json.loads(content)
             content = json.dumps({k: settings[k] for k in sorted(settings) if k not in _VOLATILE_CONFIG_KEYS}).encode()
-        parts.append(f"{name}:{hashlib.sha256(content).hexdigest()}")
-    parts += [f"{file.name}:{weight_fingerprint(file)}" for file in weight_files(folder)]
+        parts.append(f"{file.relative_to(folder).as_posix()}:{hashlib.sha256(content).hexdigest()}")
+    parts += [f"{file.name}:{cache.file_digest(file)}" for file in weight_files(folder)]
     return combine_fingerprints(parts)
 
 
-def weight_fingerprint(file: Path) -> str:
-    """Hashes a large file by its size and its first and last MiB.
+def folder_state(folder: Path) -> list[cache.State]:
+    """What changes when a file that decides a model's answers does; to be compared before and after a load.
 
     Args:
-        file: An existing file.
-
-    Returns:
-        64 hex digits.
+        folder: A folder as returned by `find_model_folder`.
     """
-    size_bytes = file.stat().st_size
-    digest = hashlib.sha256(str(size_bytes).encode())
-    with file.open("rb") as stream:
-        digest.update(stream.read(_MIB))
-        stream.seek(max(0, size_bytes - _MIB))
-        digest.update(stream.read(_MIB))
-    return digest.hexdigest()
+    files = [folder / "config.json", *_files_beside_weights(folder), *weight_files(folder)]
+    return [cache.file_state(file) for file in files]
+
+
+def check_config(folder: Path) -> None:
+    """Checks what config.json says before transformers builds a model of it.
+
+    Args:
+        folder: A folder as returned by `find_model_folder`.
+
+    Raises:
+        ValueError: It is no JSON object, names other weights than `weight_files` lists, or has fewer than one layer or
+            more layers than there are tensors, which transformers would build one by one without an end.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON ({error}); fetch the folder again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds {type(config).__name__} and not settings; fetch the folder again")
+    if "transformers_weights" in config:
+        raise ValueError(
+            f"{file} names its weights itself (transformers_weights={config['transformers_weights']!r}), which kvbench "
+            "does not follow; load the model with transformers and save it with save_pretrained()"
+        )
+    num_layers, num_tensors = config.get("num_hidden_layers", 1), _count_tensors(folder)
+    too_many = num_tensors is not None and isinstance(num_layers, int) and num_layers > num_tensors
+    if not isinstance(num_layers, int) or num_layers < 1 or too_many:
+        raise ValueError(
+            f"{file} says num_hidden_layers={num_layers!r}, and the weights beside it have "
+            f"{'no count' if num_tensors is None else num_tensors} tensors; a model has at least one layer, and a "
+            "layer at least one tensor: fetch the folder again"
+        )
+
+
+def _files_beside_weights(folder: Path) -> list[Path]:
+    """The files of a tokenizer, its chat templates and the settings of generation, sorted."""
+    found = {file for pattern in _FINGERPRINT_PATTERNS for file in folder.glob(pattern) if file.is_file()}
+    return sorted(found)
+
+
+def _count_tensors(folder: Path) -> int | None:
+    """How many tensors the weights' headers list; None for weights without a header, and for damaged ones, which the
+    loader refuses in its own words."""
+    names = 0
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            return None
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            try:
+                header = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else None
+            except (ValueError, RecursionError):
+                return None
+        if not isinstance(header, dict):
+            return None
+        names += len(header.keys() - {"__metadata__"})
+    return names
 
 
 def combine_fingerprints(parts: Iterable[str]) -> str:
@@ -182,6 +233,11 @@ def _check_folder(folder: Path, what: str) -> None:
         missing.append("weights (" + " or ".join(_WEIGHT_NAMES) + ", or their index and shards)")
     if not any((folder / name).is_file() for name in _TOKENIZER_NAMES):
         missing.append("a tokenizer (" + " or ".join(_TOKENIZER_NAMES) + ")")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"The {what} holds an adapter (adapter_config.json), whose weights would come from elsewhere. Merge it "
+            "into its model and save that with save_pretrained(); if the weights there are merged, remove that file."
+        )
     if missing:
         held = sorted(os.listdir(folder))
         listing = ", ".join(held[:8]) + (", ..." if len(held) > 8 else "") if held else "nothing"

@@ -1,6 +1,7 @@
 """Reads a GGUF file into a transformers model and tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import torch
 from gguf import GGUFReader, ReaderField, TokenType
 
 from kvbench.errors import MissingWeightsError
+from kvbench.models.checkpoint import SAFELY, check_complete, is_fault, read_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,33 +50,44 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
         The model on the CPU and its tokenizer, with the chat template and the end token that the file names.
 
     Raises:
-        ValueError: transformers cannot read this file: damaged, or an architecture that it does not know.
+        ValueError: transformers cannot read this file: damaged, or an architecture that it does not know; or it lacks
+            tensors.
     """
     import transformers
 
-    folder = str(path.parent)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=path.name, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
-        )
+    with _reading(path):
+        model, found = read_weights(path.parent, dtype, path.name)
+    check_complete(found, f"model.path={path}")
+    with _reading(path):
         fields = GGUFReader(path).fields
         if "tokenizer.ggml.pre" in fields and fields["tokenizer.ggml.pre"].contents() == "smollm":
             tokenizer = _smollm_tokenizer(fields)
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **SAFELY)
             tokenizer.add_special_tokens(dict(_special_tokens(fields)))
-    except Exception as error:
+    if getattr(model.config, "quantization_config", None) is not None:
+        # Left behind by the loader; the weights are ordinary tensors now.
+        del model.config.quantization_config
+    return model, tokenizer
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns what readers raise over a file into a ValueError about it."""
+    import transformers
+
+    try:
+        yield
+    except BaseException as error:
         # A damaged file fails wherever the reader happens to be, with struct, index, memory-map and other errors.
+        if not is_fault(error):
+            raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"model.path={path}: transformers {transformers.__version__} cannot read this GGUF file ({reason}). Fetch "
             "it again if it is damaged; if its architecture is not supported, use the original weights: model=hf "
             "model.path=FOLDER."
         ) from error
-    if getattr(model.config, "quantization_config", None) is not None:
-        # Left behind by the loader; the weights are ordinary tensors now.
-        del model.config.quantization_config
-    return model, tokenizer
 
 
 def _special_tokens(fields: Mapping[str, ReaderField]) -> dict[str, str]:

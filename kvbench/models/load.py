@@ -10,7 +10,8 @@ import torch
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, check_whole, unknown_name
-from kvbench.models import embedded, files, gguf, random_weights
+from kvbench.models import cache, embedded, files, gguf, random_weights
+from kvbench.models.checkpoint import SAFELY, check_complete, is_fault, read_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,7 +82,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        name=(settings.get("name") or name).replace("/", "-"),
+        name=str(settings.get("name") or name).replace("/", "-"),
         fingerprint=fingerprint,
         max_tokens=_max_tokens(model, settings.get("max_tokens")),
         dtype=dtype,
@@ -97,6 +98,8 @@ def _load_embedded(settings: dict, dtype: torch.dtype, device: torch.device) -> 
     """Loads the embedded default model."""
     folder = embedded.ensure_embedded()
     model, tokenizer = _read_folder(folder, dtype)
+    if damage := embedded.find_damage(folder):
+        raise ValueError(f"in {folder} {damage}: it was changed while it was loaded; give the same command again")
     return model, tokenizer, embedded.NAME, embedded.embedded_fingerprint()
 
 
@@ -106,17 +109,25 @@ def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loade
     if path.lower().endswith(".gguf"):
         return _load_gguf(settings, dtype, device)
     folder = files.find_model_folder(path, settings.get("revision"))
+    before = files.folder_state(folder)
     model, tokenizer = _read_folder(folder, dtype)
+    fingerprint = files.folder_fingerprint(folder)
+    if files.folder_state(folder) != before:
+        raise ValueError(f"{folder} was changed while it was loaded; try again when nothing writes there")
     # A folder is known by its own name, a hub id by what stands after the owner.
-    return model, tokenizer, Path(path).expanduser().absolute().name, files.folder_fingerprint(folder)
+    return model, tokenizer, Path(path).expanduser().absolute().name, fingerprint
 
 
 def _load_gguf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
     """Loads a GGUF file; every load de-quantises it anew."""
     path = Path(_path(settings)).expanduser()
     gguf.check_gguf(path)
+    before = cache.file_state(path)
     model, tokenizer = gguf.read_gguf(path, dtype)
-    parts = [files.weight_fingerprint(path), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""]
+    digest = cache.file_digest(path)
+    if cache.file_state(path) != before:
+        raise ValueError(f"{path} was changed while it was loaded; try again when nothing writes there")
+    parts = [digest, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template or ""]
     return model, tokenizer, path.stem, files.combine_fingerprints(parts)
 
 
@@ -150,19 +161,26 @@ def _read_folder(folder: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "
     """Reads model and tokenizer from a checked folder, without any question to the hub."""
     import transformers
 
+    files.check_config(folder)
     try:
         with embedded.quiet_transformers():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-            )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
+            model, found = read_weights(folder, dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
+    except BaseException as error:
         # Many kinds of error come out of a broken or unknown model folder; all of them are about this folder.
+        if not is_fault(error):
+            raise
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"The model in {folder} needs Python code of its own (trust_remote_code), which kvbench does not run; "
+                "choose a model whose architecture transformers has."
+            ) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"transformers {transformers.__version__} cannot load the model in {folder} ({reason}). Fetch it again if "
-            "a file is damaged; models that need code of their own (trust_remote_code) are not supported."
+            "a file is damaged."
         ) from error
+    check_complete(found, str(folder))
     return model, tokenizer
 
 

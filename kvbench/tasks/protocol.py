@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from datetime import date as Date
 from typing import Any
 
 from kvbench.errors import check_keys, check_whole, unknown_name
 
 CHAT_TEMPLATE = ("auto", "always", "never")
+# The default of Llama 3.1's chat template.
+TEMPLATE_DATE = "2024-07-26"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,8 @@ class Protocol:
         max_new_tokens: Length limit of the answer; None takes the task's own.
         thinking: Sets the `enable_thinking` of the chat template; None leaves it to the template. Thoughts are never
             graded.
+        date: The day that a chat template is told when it asks for today's, as YYYY-MM-DD; fixed, so that a prompt is
+            the same on every day.
 
     Raises:
         ValueError: a value is out of range.
@@ -35,6 +40,7 @@ class Protocol:
     num_samples: int = 1
     max_new_tokens: int | None = None
     thinking: bool | None = None
+    date: str = TEMPLATE_DATE
 
     def __post_init__(self) -> None:
         if not isinstance(self.query_aware, bool):
@@ -60,6 +66,14 @@ class Protocol:
             )
         if self.max_new_tokens is not None:
             check_whole("protocol.max_new_tokens", self.max_new_tokens, 1)
+        try:
+            is_date = isinstance(self.date, str) and Date.fromisoformat(self.date).isoformat() == self.date
+        except ValueError:
+            is_date = False
+        if not is_date:
+            raise ValueError(
+                f"protocol.date={self.date!r} is no day; write it as YYYY-MM-DD, for example {TEMPLATE_DATE}"
+            )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> "Protocol":

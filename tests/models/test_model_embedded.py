@@ -1,16 +1,20 @@
 """The embedded default model: what it is, how it is fetched, converted, cached and checked."""
 
-import os
+import hashlib
+import json
 import shutil
 import socket
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvbench.errors import MissingWeightsError
+from kvbench.models import cache as model_cache
 from kvbench.models import embedded as model_embedded
+from kvbench.models import load as model_load
 from kvbench.models import random_weights as model_random
 from kvbench.models.load import load_model
 
@@ -63,6 +67,13 @@ def test_embedded_tokenizer_splits_digits_before_words(embedded_model):
 
 def test_second_load_of_the_embedded_model_only_reads_the_cache(embedded_model, monkeypatch):
     """What takes time at the first load happens once: no fetch, conversion, hash, process or connection follows."""
+    model_embedded.find_damage(model_embedded.embedded_folder())  # remembered now, however fresh the conversion is
+    read = model_cache._read_whole
+
+    def small_only(file):
+        return read(file) if file.stat().st_size < (1 << 20) else pytest.fail(f"{file} was hashed")
+
+    monkeypatch.setattr(model_cache, "_read_whole", small_only)
     for name in ("_obtain_gguf", "_convert", "_check_sha256", "read_gguf"):
         monkeypatch.setattr(model_embedded, name, lambda *given, name=name: pytest.fail(f"{name} was called"))
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **named: pytest.fail("a process was started"))
@@ -73,19 +84,94 @@ def test_second_load_of_the_embedded_model_only_reads_the_cache(embedded_model, 
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_damaged_cache_is_noticed(embedded_model, tmp_path, monkeypatch):
-    """A conversion with a file missing or cut short does not count as complete."""
-    complete = model_embedded.embedded_folder()
-    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
-    folder = model_embedded.embedded_folder()
-    assert folder.parent == tmp_path / "models" and folder.name == complete.name
-    assert not model_embedded._is_complete(folder)
-    shutil.copytree(complete, folder, copy_function=os.symlink)
-    assert model_embedded._is_complete(folder)
+WEIGHTS = bytes(range(256)) * 8192  # 2 MiB: more than what is hashed at every start
+
+
+@pytest.fixture
+def small_conversion(tmp_path, monkeypatch):
+    """Gives the cached folder of a conversion that writes two small files, and the list of conversions so far."""
+    conversions = []
+
+    def convert(gguf, folder):
+        conversions.append(folder)
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(WEIGHTS)
+        (folder / "config.json").write_text('{"rope_theta": 100000}')
+
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "some" / "cache"))
+    monkeypatch.setattr(model_embedded, "_obtain_gguf", lambda scratch: scratch / "gguf")
+    monkeypatch.setattr(model_embedded, "_convert", convert)
+    monkeypatch.setattr(model_cache, "_SETTLED_NS", -1)
+    folder = model_embedded.ensure_embedded()
+    assert model_embedded.ensure_embedded() == folder and len(conversions) == 1
+    return folder, conversions
+
+
+def zero_the_middle(folder):
+    """Overwrites the middle of the weights, as a power cut after a rename does."""
+    with (folder / "model.safetensors").open("r+b") as stream:
+        stream.seek(1 << 20)
+        stream.write(bytes(4096))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (zero_the_middle, "model.safetensors is not as it was converted"),
+        (lambda f: (f / "config.json").write_text('{"rope_theta": 200000}'), "config.json is not as it was converted"),
+        (lambda f: (f / "config.json").unlink(), "config.json is missing or does not belong there"),
+        (lambda f: (f / "adapter_config.json").write_text("{}"), "adapter_config.json is missing or does not belong"),
+        (lambda f: (f / "complete.json").unlink(), "complete.json, which has the digests"),
+        (lambda f: (f / "complete.json").write_text('{"sizes_bytes": {}}'), "missing, damaged or too old"),
+        (lambda f: (f / "complete.json").write_text('{"sha256": []}'), "missing, damaged or too old"),
+    ],
+)
+def test_a_damaged_copy_is_made_again_with_one_note(small_conversion, capfd, damage, message):
+    """Same-size edits, lost and added files, and a copy without digests: one note, one conversion, and a whole copy."""
+    folder, conversions = small_conversion
+    capfd.readouterr()
+    damage(folder)
+    assert message in model_embedded.find_damage(folder)
     assert model_embedded.ensure_embedded() == folder
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.json").write_text("{}")
-    assert not model_embedded._is_complete(folder)
+    said = capfd.readouterr().err
+    assert said.count("it is made again") == 1 and message in said
+    assert len(conversions) == 2 and not model_embedded.find_damage(folder)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert model_embedded.ensure_embedded() == folder and len(conversions) == 2
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
+
+
+def test_a_copy_that_changes_while_it_is_loaded_is_refused(small_conversion, monkeypatch):
+    """What was checked must be what was read."""
+    folder, _ = small_conversion
+
+    def read(folder, dtype):
+        zero_the_middle(folder)
+        return None, None
+
+    monkeypatch.setattr(model_load, "_read_folder", read)
+    with pytest.raises(ValueError, match=r"model.safetensors is not as it was converted: it was changed while"):
+        load_model({"kind": "embedded", "device": "cpu"})
+
+
+def test_a_conversion_is_on_the_disk_before_it_gets_its_name(tmp_path, small_conversion, monkeypatch):
+    """Files, then their folder, then the name, then the folder above; and the folders that were made at first."""
+    folder, _ = small_conversion
+    done, sync, rename = [], model_cache.sync, Path.rename
+    monkeypatch.setattr(model_cache, "sync", lambda path: (done.append(path.name), sync(path)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(f"-> {to.name}"), rename(path, to))[1])
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "new" / "cache"))
+    model_embedded.ensure_embedded()
+    files = ["complete.json", "config.json", "model.safetensors"]
+    assert done[:3] == [tmp_path.name, "new", "cache"]
+    assert sorted(done[3:6]) == files
+    assert done[6:] == ["converted", f"-> {folder.name}", "models"]
+
+
+def test_the_fingerprint_is_that_of_the_pinned_file(embedded_model):
+    """The hash under which results of earlier versions were stored: a verified copy is the same model."""
+    parts = [model_embedded.NAME, model_embedded.GGUF_SHA256, "2"]
+    assert embedded_model.fingerprint == hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def test_embedded_model_that_cannot_be_fetched_names_both_commands(tmp_path, monkeypatch):

@@ -160,11 +160,11 @@ class _Asker:
                 f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and lm-eval's tasks are asked as "
                 "plain text; set protocol.chat_template=always"
             )
-        settings = template_settings(model.tokenizer, protocol, model.name) if rendered else TemplateSettings()
+        settings = template_settings(model, protocol) if rendered else TemplateSettings()
         return cls(model, protocol, rendered, settings)
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return render_chat(self.model.tokenizer, messages, self.settings, add_generation_prompt)
+        return render_chat(self.model, messages, self.settings, add_generation_prompt)
 
     def ask(self, leaf: str, task: "Task", limit: int | None) -> "list[tuple[Request, Doc]]":
         """The requests of a task's first documents, each with what scores it."""

@@ -43,6 +43,6 @@ def load(
     if isinstance(tokenizer, str):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     docs = (make_doc(kind, index, tokenizer=tokenizer, length=length, seed=seed) for index in range(items))
     return {"test": Rows(docs, origin="generated")}

@@ -1,10 +1,5 @@
 """The C++ attention against the torch reference, and how it is compiled, cached and done without."""
 
-import os
-import stat
-import warnings
-from pathlib import Path
-
 import pytest
 import torch
 from page_helpers import PAGE_BYTES, Cache, tier_format
@@ -12,10 +7,8 @@ from page_helpers import PAGE_BYTES, Cache, tier_format
 from kvbench.kernels import dispatch
 from kvbench.kernels.backend import Ring, TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import backend as cpu_backend
-from kvbench.kernels.cpu import build
 from kvbench.kernels.cpu import decode as cpu_decode
-from kvbench.kernels.cpu.build import BuildError, build_library
+from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.pages import region
@@ -257,91 +250,6 @@ def test_a_build_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPat
         cpu_abi.chosen_isa()
     monkeypatch.setenv("KVBENCH_CPU_ISA", "auto")
     assert cpu_abi.chosen_isa() == "avx2"
-
-
-def fake_compiler(folder: Path, body: str) -> Path:
-    """A `c++` that runs a shell script."""
-    path = folder / "c++"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
-@pytest.fixture
-def small_source(tmp_path: Path) -> Path:
-    """A folder with a C++ file that compiles at once."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    (folder / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    return folder
-
-
-@needs_compiler
-def test_a_build_is_cached_until_its_source_changes(
-    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The second call compiles nothing; another source is another file; nothing but libraries stays behind."""
-    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
-    compiled = []
-    real = build._compile
-    monkeypatch.setattr(build, "_compile", lambda *a: (compiled.append(a), real(*a)))
-    first = build_library("tiny", ("tiny.cpp",), small_source)
-    assert build_library("tiny", ("tiny.cpp",), small_source) == first and len(compiled) == 1
-    (small_source / "tiny.cpp").write_text('extern "C" int answer() { return 43; }\n')
-    second = build_library("tiny", ("tiny.cpp",), small_source)
-    assert second != first and len(compiled) == 2
-    assert sorted(first.parent.iterdir()) == sorted([first, second])
-
-
-@needs_compiler
-def test_a_source_that_does_not_compile_says_why(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The error ends with the compiler's own words, and no half library is left."""
-    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
-    (small_source / "tiny.cpp").write_text("int main( {\n")
-    with pytest.raises(BuildError, match=r"cannot compile tiny\.cpp: .*error"):
-        build_library("tiny", ("tiny.cpp",), small_source)
-    assert not list((tmp_path / "cache" / "kernels").iterdir())
-
-
-def test_a_compiler_without_openmp_still_builds(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where -fopenmp is refused, the same source is compiled for one thread."""
-    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
-    refuse = 'case "$*" in *--version*) exit 0;; *-fopenmp*) echo no openmp >&2; exit 1;; esac'
-    script = refuse + '\nfor last; do :; done\necho ok > "$last"'
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, script)))
-    assert build_library("tiny", ("tiny.cpp",), small_source).read_text() == "ok\n"
-
-
-def test_without_a_compiler_auto_warns_once_and_takes_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One warning with the reason and the stand-in; asking for the backend by name is an error with a remedy."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    cpu_abi.library_for.cache_clear()
-    cpu_backend.warn_absent.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"no C\+\+ compiler found.*backend=torch, the plain reference") as caught:
-            assert dispatch.get_backend("auto").name == "torch"
-        assert len(caught) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert dispatch.get_backend("auto").name == "torch"
-        with pytest.raises(ValueError, match=r"no C\+\+ compiler found .*; install g\+\+ or clang\+\+"):
-            dispatch.get_backend("cpu")
-        monkeypatch.setenv("CXX", "nosuchcompiler")
-        with pytest.raises(ValueError, match="CXX=nosuchcompiler is not there"):
-            dispatch.get_backend("cpu")
-    finally:
-        cpu_abi.library_for.cache_clear()
-        cpu_backend.warn_absent.cache_clear()
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may be refused")
-def test_a_cache_that_cannot_be_written_is_named(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The error names the folder's setting."""
-    (tmp_path / "cache").mkdir(mode=0o500)
-    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(BuildError, match="set KVBENCH_CACHE"):
-        build_library("tiny", ("tiny.cpp",), small_source)
 
 
 @needs_compiler

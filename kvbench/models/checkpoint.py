@@ -1,0 +1,100 @@
+"""Reads a checkpoint with transformers: nothing in it runs, and what it lacks is not made up."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# For whatever reads a model's folder: no question to the hub, and no code of the folder.
+SAFELY = {"local_files_only": True, "trust_remote_code": False}
+
+
+def read_weights(
+    folder: Path, dtype: torch.dtype, gguf_file: str | None = None
+) -> tuple["PreTrainedModel", Mapping[str, Collection]]:
+    """Reads a model; pickled weights are read by torch's reader for tensors alone.
+
+    Args:
+        folder: Where configuration and weights are, or the GGUF file.
+        dtype: Floating-point dtype of the weights.
+        gguf_file: Name of a GGUF file in the folder; None reads the folder.
+
+    Returns:
+        The model on the CPU, and what `check_complete` takes. Until it was checked, tensors may be random.
+    """
+    import transformers
+
+    reader = cast(Any, transformers.AutoModelForCausalLM)  # its types do not know output_loading_info
+    with _without_load_report():
+        return reader.from_pretrained(
+            folder,
+            gguf_file=gguf_file,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            weights_only=True,
+            ignore_mismatched_sizes=True,  # check_complete refuses them by name
+            output_loading_info=True,
+            **SAFELY,
+        )
+
+
+def check_complete(found: Mapping[str, Collection], what: str) -> None:
+    """Refuses a checkpoint that lacks tensors of its model, or has others.
+
+    Tied tensors, which are stored once, and buffers that the configuration decides are not among those reported.
+
+    Args:
+        found: What `from_pretrained(..., output_loading_info=True)` reports: `missing_keys`, `unexpected_keys`,
+            `mismatched_keys` (name, shape in the file, shape in the model) and `error_msgs`.
+        what: Where the weights are, for the message.
+
+    Raises:
+        ValueError: Names the tensors.
+    """
+    shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]]
+    faults = {
+        "lack": sorted(found["missing_keys"]),
+        "have in another shape": sorted(shapes),
+        "have beyond the model": sorted(found["unexpected_keys"]),
+        "could not be read": sorted(found["error_msgs"]),
+    }
+    said = [f"{fault} {_first(names)}" for fault, names in faults.items() if names]
+    if said:
+        raise ValueError(
+            f"The weights of {what} do not fit its configuration: they {'; they '.join(said)}. Fetch or save the model "
+            "again, whole."
+        )
+
+
+def is_fault(error: BaseException) -> bool:
+    """True for what a reader of weights or tokenizers raises over a damaged file, and False for an interrupt.
+
+    The tokenizers library is written in Rust, whose panics are no `Exception`.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Hides the table in which transformers says what `check_complete` says in a sentence."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
+
+
+def _first(names: list[str], most: int = 4) -> str:
+    """The first names, and how many there are."""
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

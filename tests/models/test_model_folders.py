@@ -1,0 +1,255 @@
+"""Model folders are data: what is loaded is what is hashed, nothing in them runs, and nothing is made up."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from places import ROOT
+from safetensors.torch import load_file, save_file
+
+from kvbench.models import files as model_files
+from kvbench.models.checkpoint import check_complete
+from kvbench.models.load import load_model
+from kvbench.models.random_weights import byte_tokenizer, random_config, random_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Gives a folder with a tiny model whose embeddings are tied or not."""
+
+    def save(tied: bool):
+        folder = tmp_path_factory.mktemp("models") / "tied" if tied else tmp_path_factory.mktemp("models") / "plain"
+        config = random_config("tiny", overrides={"tie_word_embeddings": tied})
+        random_model(config, seed=0, dtype=torch.float32, device=torch.device("cpu")).save_pretrained(folder)
+        byte_tokenizer(config.vocab_size).save_pretrained(folder)
+        return folder
+
+    return {tied: save(tied) for tied in (False, True)}
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """Gives a copy of the folder whose embeddings are not tied."""
+    return shutil.copytree(saved[False], tmp_path / "mine")
+
+
+def load(path):
+    """Loads a folder on the CPU."""
+    return load_model({"kind": "hf", "path": str(path), "device": "cpu"})
+
+
+def edit_config(folder, **settings):
+    """Changes settings of config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def edit_weights(folder, edit):
+    """Changes the tensors of a folder by a function over the dictionary of them."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_two_models_that_differ_in_the_middle_are_two(folder, tmp_path):
+    """A fine-tune of inner layers, of the same size and with the same first and last MiB, is another model."""
+    file = folder / "model.safetensors"
+    edit_weights(folder, lambda tensors: tensors.update(padding=torch.zeros(1 << 20)))
+    content = bytearray(file.read_bytes())
+    other = shutil.copytree(folder, tmp_path / "other" / "mine")
+    assert len(content) > (3 << 20)
+    content[len(content) // 2] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    assert model_files.folder_fingerprint(other) != model_files.folder_fingerprint(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["added_tokens.json", "tokenizer.4.0.json", "vocab.txt", "additional_chat_templates/tool.jinja"]
+)
+def test_every_file_that_a_tokenizer_reads_counts(folder, name):
+    """A file that transformers would read beside the usual ones makes another model; a note does not."""
+    before = model_files.folder_fingerprint(folder)
+    (folder / "notes.md").write_text("mine")
+    assert model_files.folder_fingerprint(folder) == before
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    assert model_files.folder_fingerprint(folder) != before
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_checkpoint_loads(saved, tied):
+    """Tied embeddings, which are stored once, lack nothing."""
+    names = load_file(saved[tied] / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) is not tied
+    model = load(saved[tied]).model
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_rotary_buffers_of_old_checkpoints_are_no_tensors_of_a_model(folder):
+    """Llama 2's files hold the rotary frequencies, which the configuration decides; they load."""
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(folder, lambda tensors: tensors.update({name: torch.ones(4)}))
+    load(folder)
+
+
+def test_missing_tensors_are_named(folder, capfd):
+    """A folder without one of the projections is refused by name, in one sentence, instead of filled up."""
+
+    def drop(tensors):
+        for name in [name for name in tensors if "k_proj" in name]:
+            del tensors[name]
+
+    edit_weights(folder, drop)
+    with pytest.raises(ValueError, match=r"mine do not fit .* lack model.layers.0.self_attn.k_proj.weight, model.laye"):
+        load(folder)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_a_sharded_checkpoint_lacks_what_its_index_lacks(folder):
+    """A shard that is left out of index and folder alike is missed."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    kept = {name: x for name, x in tensors.items() if "layers.1.mlp" not in name}
+    save_file(kept, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(kept, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"lack model.layers.1.mlp.down_proj.weight"):
+        load(folder)
+
+
+def test_tensors_of_another_shape_and_beyond_the_model_are_named(folder):
+    """A tensor of another shape and one that no part of the model takes are refused by name."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(folder, lambda tensors: tensors.update({name: torch.zeros(3, 5), "model.extra.weight": torch.ones(2)}))
+    message = (
+        r"in another shape model.layers.0.mlp.up_proj.weight \[3, 5\] instead.*beyond the model model.extra.weight"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_many_names_are_counted():
+    """A message lists the first names and says how many there are."""
+    found = {
+        "missing_keys": {f"t{i}" for i in range(9)},
+        "unexpected_keys": (),
+        "mismatched_keys": (),
+        "error_msgs": (),
+    }
+    with pytest.raises(ValueError, match=r"weights of x do not .* lack t0, t1, t2, t3, ... \(9 in all\). Fetch"):
+        check_complete(found, "x")
+    check_complete(dict.fromkeys(found, ()), "x")
+
+
+def test_code_of_a_folder_is_neither_run_nor_asked_about(folder, tmp_path):
+    """A folder that needs its own Python is refused at once, although a yes waits on the standard input."""
+    mark = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    edit_config(folder, model_type="unheard-of", auto_map=auto_map)
+    script = (
+        "from kvbench.models.load import load_model\n"
+        f"try: load_model({{'kind': 'hf', 'path': {str(folder)!r}}})\n"
+        "except ValueError as error: print(error)\n"
+    )
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, input="y\n" * 9, capture_output=True, text=True
+    )
+    assert "needs Python code of its own (trust_remote_code), which kvbench does not run" in done.stdout
+    assert len(done.stdout.splitlines()) == 1 and "[y/N]" not in done.stdout + done.stderr
+    assert not mark.exists()
+
+
+def test_a_pickle_is_not_run(folder, tmp_path):
+    """A pytorch_model.bin that would run a program is refused; one with plain tensors loads."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Evil()}))
+    with pytest.raises(ValueError, match=r"cannot load the model in .*mine"):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert torch.equal(load(folder).model.lm_head.weight, tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("num_layers", [-1, 0, 10**9, "two", None])
+def test_layers_that_the_weights_cannot_have_are_refused(folder, num_layers):
+    """A number of layers that transformers would build without an end, or not at all, is named."""
+    edit_config(folder, num_hidden_layers=num_layers)
+    with pytest.raises(ValueError, match=rf"config.json says num_hidden_layers={num_layers!r}, and .* 21 tensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "config.json is no JSON"), ("[]", "config.json holds list and not settings")]
+)
+def test_a_config_that_is_no_object_is_named(folder, content, message):
+    """What cannot be read as settings is said of the file."""
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_weights_from_elsewhere_are_refused(folder):
+    """config.json may not name other weights than those that are hashed, and an adapter is no model."""
+    edit_config(folder, transformers_weights="other.safetensors")
+    with pytest.raises(ValueError, match=r"names its weights itself \(transformers_weights='other.safetensors'\)"):
+        load(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"mine holds an adapter \(adapter_config.json\)"):
+        load(folder)
+
+
+def test_a_folder_that_changes_while_it_is_loaded_is_refused(folder, monkeypatch):
+    """A fingerprint taken after the load must be of the files that were loaded."""
+    fingerprint = model_files.folder_fingerprint
+
+    def meddle(path):
+        edit_config(path, rms_norm_eps=0.25)
+        return fingerprint(path)
+
+    monkeypatch.setattr(model_files, "folder_fingerprint", meddle)
+    with pytest.raises(ValueError, match="mine was changed while it was loaded"):
+        load(folder)
+
+
+def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path):
+    """A GGUF file without one of the projections is refused by the tensor's name."""
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(260)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"<{i}>" for i in range(260)])
+    writer.add_token_types([1] * 260)
+    writer.add_token_merges(["<1> <2>"])
+    shapes = {"attn_q": (32, 32), "attn_v": (32, 32), "attn_output": (32, 32), "attn_norm": (32,), "ffn_norm": (32,)}
+    shapes |= {"ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}
+    tensors = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
+    tensors |= {"token_embd.weight": (260, 32), "output_norm.weight": (32,), "output.weight": (260, 32)}
+    for name, shape in tensors.items():
+        writer.add_tensor(name, torch.ones(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"model.path=.*small.gguf do not fit .* lack model.layers.0.self_attn.k_proj"):
+        load_model({"kind": "gguf", "path": str(path), "device": "cpu"})

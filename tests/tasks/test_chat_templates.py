@@ -1,0 +1,99 @@
+"""Chat templates are data of a model's maker: their date is the protocol's, their faults name model and template."""
+
+import datetime
+
+import pytest
+from test_task_prompts import AWARE, CHAT, build
+
+from kvbench.tasks.prompts import PromptBuilder, render_chat, template_settings
+from kvbench.tasks.protocol import Protocol
+
+USER = [{"role": "user", "content": "hello"}]
+# As Llama 3.2's template asks for the day, and as others do.
+STRFTIME = "Today: {{ strftime_now('%d %b %Y, %H:%M:%S') }}|{% for m in messages %}{{ m['content'] }}{% endfor %}"
+LLAMA = (
+    "{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{% endif %}"
+    "Today: {{ date_string }}|{{ messages[0]['content'] }}"
+)
+
+
+@pytest.fixture
+def with_template(model, monkeypatch):
+    """Gives a model whose chat template is the one that is handed over."""
+
+    def change(template: str):
+        monkeypatch.setattr(model.tokenizer, "chat_template", template)
+        return model
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("template", "date", "expected"),
+    [
+        (STRFTIME, "2024-07-26", "Today: 26 Jul 2024, 00:00:00|hello"),
+        (LLAMA, "2024-07-26", "Today: 26 Jul 2024|hello"),
+        (STRFTIME, "2031-03-05", "Today: 05 Mar 2031, 00:00:00|hello"),
+        (LLAMA, "2031-03-05", "Today: 05 Mar 2031|hello"),
+    ],
+)
+def test_templates_are_told_the_date_of_the_protocol(with_template, template, date, expected) -> None:
+    """Both ways in which templates ask for today give the setting, and the time is midnight."""
+    model = with_template(template)
+    assert render_chat(model, USER, template_settings(model, Protocol(date=date))) == expected
+
+
+def test_the_clock_changes_no_prompt(with_template, monkeypatch) -> None:
+    """A template that prints the date gives the same tokens on another day."""
+    from transformers.utils import chat_template_utils
+
+    model = with_template(STRFTIME)
+    today = build(model, AWARE, CHAT).segments
+
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2040, 1, 1)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    assert build(model, AWARE, CHAT).segments == today
+
+
+@pytest.mark.parametrize("date", ["26 Jul 2024", "20240726", "2024-7-26", "2024-02-30", "today", "", None, 5, True])
+def test_a_date_is_a_day(date) -> None:
+    """Anything but YYYY-MM-DD is refused with an example."""
+    with pytest.raises(ValueError, match=r"protocol.date=.* is no day; write it as YYYY-MM-DD, for example 2024-07-26"):
+        Protocol.from_mapping({"date": date})
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}", "TemplateSyntaxError: "),
+        ("{% include 'x' %}{{ messages[0]['content'] }}", "TypeError: "),
+        ("{{ raise_exception('no user role') }}", "TemplateError: no user role"),
+        ("{% for i in range(10**12) %}x{% endfor %}", "OverflowError: "),
+        ("{{ messages[0]['contents'].strip() }}", "UndefinedError: "),
+        ("{{ ''.__class__.__mro__ }}{{ messages[0]['content'] }}", "SecurityError: "),
+        ("{{ messages[0]['content'] + 5 }}", "TypeError: "),
+    ],
+)
+def test_faults_of_a_template_name_the_model(with_template, template, reason) -> None:
+    """Whatever a template raises becomes one sentence with the model, the reason and a remedy."""
+    message = rf"chat template of model stand-in cannot be rendered \({reason}.*set protocol.chat_template=never"
+    with pytest.raises(ValueError, match=message):
+        PromptBuilder(with_template(template), AWARE, CHAT)
+
+
+def test_a_template_that_drops_the_message_is_refused(with_template) -> None:
+    """With it all prompts would be the same, and a run of them would be complete."""
+    with pytest.raises(ValueError, match=r"template of model stand-in drops the message .* would be 'hello <s>'; set"):
+        PromptBuilder(with_template("hello <s>"), AWARE, CHAT)
+
+
+def test_far_more_text_than_was_given_is_refused(with_template) -> None:
+    """A template that repeats itself without need is named before its text is tokenised."""
+    template = "{% for i in range(99999) %}0123456789ab{% endfor %}{{ messages[0]['content'] }}"
+    with pytest.raises(ValueError, match="makes 1199989 characters of a conversation of 1; set"):
+        PromptBuilder(with_template(template), AWARE, CHAT)
