@@ -258,6 +258,12 @@ def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
 def _check_shape(config: "PretrainedConfig") -> None:
     """Raises ValueError when heads and sizes do not fit together."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"):
+        check_whole(f"model.overrides.{name}", getattr(config, name, 1), 1)
+    if (head_dim := getattr(config, "head_dim", None)) is not None:
+        check_whole("model.overrides.head_dim", head_dim, 2)
+        if head_dim % 2:
+            raise ValueError(f"model.overrides.head_dim={head_dim} is odd; rotary positions turn channels in pairs")
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; every KV head serves a "
