@@ -35,8 +35,9 @@ class Budget:
             "write a ratio in (0, 1] such as 0.25 or 1.0, a whole number of tokens from 1 to "
             f"{MAX_TOKENS}, or bytes such as 8MiB"
         )
-        known = isinstance(text, int | float | str) and not isinstance(text, bool)
-        number = _number(text) if known else None
+        number = None
+        if isinstance(text, int | float | str) and not isinstance(text, bool):
+            number = _number(text)
         if number is None:
             raise ValueError(f"{name}={shown(text)} is not a budget; {rule}")
         value, unit = number

@@ -7,7 +7,7 @@ A field says what it may be in its annotation: `window: Annotated[int, Whole(1, 
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache, wraps
+from functools import wraps
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvbench.rules.kinds import Choice, Flag, Number, Rule, Text, Whole
@@ -47,11 +47,15 @@ class Declared:
             raise ValueError(f"{error}, or null" if self.optional else str(error)) from None
 
 
-@cache
+_READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; every object asks
+
+
 def declared(kind: type) -> Mapping[str, Declared]:
     """The settings of a dataclass by name: the fields that its constructor takes."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {item.name: Declared(item.name, hints[item.name]) for item in fields(kind) if item.init}
+    if kind not in _READ:
+        hints = get_type_hints(kind, include_extras=True)
+        _READ[kind] = {item.name: Declared(item.name, hints[item.name]) for item in fields(kind) if item.init}
+    return _READ[kind]
 
 
 def check_settings(held: object, prefix: str = "") -> None:

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 MAX_TOKENS = 2**24  # no model reads more; a larger number is a slip
 MAX_BYTES = 2**50
@@ -65,8 +66,9 @@ class Whole(Rule):
     @property
     def text(self) -> str:
         what = "an odd whole number" if self.odd else "a whole number"
-        what = what if self.multiple_of == 1 else f"a multiple of {self.multiple_of}"
-        return what + (f" of {self.unit}" if self.unit else "") + _range(self.low, self.high) + _or(self.also)
+        of = "of " if self.multiple_of == 1 else ""
+        what = what if of else f"a multiple of {self.multiple_of}"
+        return what + (f" {of}{self.unit}" if self.unit else "") + _range(self.low, self.high) + _or(self.also)
 
     def fits(self, value: object) -> bool:
         if any(is_same(value, other) for other in self.also):
@@ -191,7 +193,7 @@ class TableOrPath(Rule):
     def fits(self, value: object) -> bool:
         if isinstance(value, str):
             return bool(value)
-        return _is_list(value) and all(_is_list(row) and all(Number().fits(item) for item in row) for row in value)
+        return all(_is_list(row) and all(map(Number().fits, row)) for row in value) if _is_list(value) else False
 
 
 def is_same(value: object, other: object) -> bool:
@@ -205,7 +207,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 

@@ -222,7 +222,7 @@ def read_bytes(key: str, value: object) -> int:
         found = -1
     if not 0 <= found <= MAX_BYTES:
         raise ValueError(
-            f"{key}={shown(value)} is no number of bytes from 0 to {MAX_BYTES}; write a whole number, or text such as "
+            f"{key}={shown(value)} is no number of bytes; write a whole number up to {MAX_BYTES}, or text such as "
             "512MiB or 8GiB"
         )
     return int(found)

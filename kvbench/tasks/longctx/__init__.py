@@ -53,7 +53,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     length = check_whole("task.length", cfg.get("length", DEFAULT_LENGTH), MIN_LENGTH)
     items = check_whole("task.items", cfg.get("items", DEFAULT_ITEMS), 1)
     names = {kind: f"kvbench_longctx_{kind}" for kind in kinds}
-    metadata = {"tokenizer": model.tokenizer, "length": length, "items": min(items, limit or items), "seed": seed}
+    items = min(items, limit or items)
+    metadata = {"tokenizer": model.tokenizer, "length": length, "items": items, "seed": seed}
     if length >= model.max_tokens:
         raise ValueError(
             f"task.length={length} does not fit model {model.name}, which holds {model.max_tokens} tokens; lower it"
@@ -61,7 +62,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     try:
         tasks = load_lmeval_tasks(_FOLDER, list(names.values()), metadata)
     except TooShort as error:
-        needed = max(tokens_needed(kind, metadata["items"], model.tokenizer, length, seed) for kind in kinds)
+        needed = max(tokens_needed(kind, items, model.tokenizer, length, seed) for kind in kinds)
         raise TooShort(length, needed) from error
     requests: list[Request] = []
     scored: dict[str, tuple[Task, dict]] = {}
