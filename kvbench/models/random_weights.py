@@ -187,7 +187,11 @@ def random_config(
             raise unknown_name("model.overrides", field, known)
     fields |= overrides | tokens
     del fields["model_type"]
-    config = CONFIG_MAPPING[model_type](**fields)
+    _check_sizes(fields)
+    try:
+        config = CONFIG_MAPPING[model_type](**fields)
+    except Exception as error:  # each version of transformers has errors of its own for values that make no model
+        raise ValueError(f"model.overrides={overrides} makes no model: {' '.join(str(error).split())}") from error
     _check_shape(config)
     return config
 
@@ -255,15 +259,20 @@ def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
     )
 
 
+def _check_sizes(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError when a size is no whole number above 0, or a head has an odd number of channels."""
+    for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"):
+        check_whole(f"model.overrides.{name}", fields[name], 1)
+    if fields.get("head_dim") is not None and check_whole("model.overrides.head_dim", fields["head_dim"], 2) % 2:
+        raise ValueError(
+            f"model.overrides.head_dim={fields['head_dim']} is odd, and rotary positions turn channels in pairs; "
+            "choose an even one"
+        )
+
+
 def _check_shape(config: "PretrainedConfig") -> None:
     """Raises ValueError when heads and sizes do not fit together."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"):
-        check_whole(f"model.overrides.{name}", getattr(config, name, 1), 1)
-    if (head_dim := getattr(config, "head_dim", None)) is not None:
-        check_whole("model.overrides.head_dim", head_dim, 2)
-        if head_dim % 2:
-            raise ValueError(f"model.overrides.head_dim={head_dim} is odd; rotary positions turn channels in pairs")
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; every KV head serves a "
