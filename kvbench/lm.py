@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from kvbench.config.compose import compose
 from kvbench.config.settings import copy_config
 from kvbench.engine.requests import Outcome, Request
-from kvbench.runs import calibration
+from kvbench.runs.experiment import load_method
 from kvbench.runs.parts import default_parts
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.choices import choice_request
@@ -66,10 +66,7 @@ class KvbenchLM(LM):
             wanted["model.device"] = device
         self.cfg = compose([f"{key}={_hydra(value)}" for key, value in (wanted | overrides).items()])
         self._parts = default_parts()
-        self.policy = self._parts.make_policy(self.cfg.method)
-        self.model = self._parts.load_model(self.cfg.model)
-        for note in calibration.notes(self.cfg.method, self.model, self.policy):
-            _log.warning(note)
+        _, self.policy, self.model = load_method(self.cfg, self._parts, _log.warning)
         self.protocol = Protocol.from_mapping(self.cfg.protocol)
         self._device = self.model.device
         self._rendered = False

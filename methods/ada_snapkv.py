@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
 
 import torch
 
 from kvbench.policy import (
     EVICT,
+    Number,
     PrefillPlan,
     PrefillView,
+    Whole,
     WindowRanked,
     largest_remainder,
     pyramid_budgets,
@@ -41,19 +44,15 @@ class AdaSnapKV(WindowRanked):
         one kept set per KV head with the group's mean.
     """
 
-    alpha: float = 0.2
+    alpha: Annotated[float, Number(0, 1)] = 0.2
     pyramid: bool = False
-    beta: int = 20
+    beta: Annotated[int, Whole(1, 1000)] = 20
     official_rounding: bool = False
     scope = "layer"
     budget_is_mean = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha} must be in [0, 1]")
-        if self.beta < 1:
-            raise ValueError(f"beta={self.beta} must be >= 1")
         self.spare_pages = int(self.official_rounding)
 
     def head_budgets(self, score: torch.Tensor, base: int) -> list[int]:

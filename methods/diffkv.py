@@ -1,7 +1,7 @@
 """DiffKV (LeanKV): per-token precision by significance, decided per head while decoding."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -11,11 +11,14 @@ from kvbench.policy import (
     EVICT,
     DecodePlan,
     DecodeView,
+    Number,
     Policy,
     PrefillPlan,
     PrefillView,
     ScoreSpec,
     Tier,
+    TierText,
+    Whole,
 )
 
 HIGH, LOW = 0, 1
@@ -51,12 +54,12 @@ class DiffKV(Policy):
         off by default, and slots keep their true position beside the count that the code packs into it.
     """
 
-    alpha_h: float = 1.0
-    alpha_l: float = 0.02
-    window: int = 64
-    high: str = "k8v4"
-    low: str = "k4v2"
-    queries: int = ALL_QUERIES
+    alpha_h: Annotated[float, Number(0, 1e9)] = 1.0
+    alpha_l: Annotated[float, Number(0, 1e9)] = 0.02
+    window: Annotated[int, Whole(1, unit="tokens")] = 64
+    high: TierText = "k8v4"
+    low: TierText = "k4v2"
+    queries: Annotated[int, Whole(1, unit="tokens", also=(ALL_QUERIES,))] = ALL_QUERIES
     threshold: Literal["N", "i"] = "N"
     decode_rule: Literal["algorithm1", "released"] = "algorithm1"
     cot: bool = False
@@ -64,16 +67,19 @@ class DiffKV(Policy):
     acts_in_decode = True
 
     def __post_init__(self) -> None:
-        if self.alpha_l < 0 or self.alpha_h < self.alpha_l:
+        if self.alpha_h < self.alpha_l:
             raise ValueError(f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} must satisfy 0 <= alpha_l <= alpha_h")
-        if self.window < 1:
-            raise ValueError(f"window={self.window} must be >= 1")
-        if self.queries < 1 and self.queries != ALL_QUERIES:
-            raise ValueError(f"queries={self.queries} must be >= 1, or -1 for all")
-        for name, rules in (("threshold", ("N", "i")), ("decode_rule", ("algorithm1", "released"))):
-            if getattr(self, name) not in rules:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {rules[0]!r} or {rules[1]!r}")
-        named = (Tier.parse(self.high), Tier.parse(self.low))
+        named = high, low = Tier.parse(self.high), Tier.parse(self.low)
+        if not high.native and (low.native or low.k_bits > high.k_bits or low.v_bits > high.v_bits):
+            raise ValueError(
+                f"low={self.low} must not hold more bits per key or value than high={self.high}; exchange them, or "
+                "choose a lower one"
+            )
+        if not high.native and high == low and self.alpha_h != self.alpha_l:
+            raise ValueError(
+                f"high={self.high} and low={self.low} are one precision, which alpha_h={self.alpha_h} and "
+                f"alpha_l={self.alpha_l} would part; set alpha_h equal to alpha_l, or choose a lower low"
+            )
         self.tiers = tuple(tier.split_by_bits({4: 2, 2: 4}) for tier in named) if self.cot else named
         self.score = ScoreSpec(
             prefill_queries=self.queries, group_reduce="max", decode_update=True, track=("score", "pos")

@@ -5,10 +5,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from kvbench.policy import EVICT, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, Tier, rank_descending
+from kvbench.policy import (
+    EVICT,
+    DecodePlan,
+    DecodeView,
+    Number,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    TableOrPath,
+    Tier,
+    TierText,
+    Whole,
+    rank_descending,
+)
 
 
 @dataclass(kw_only=True)
@@ -34,19 +48,15 @@ class DuoAttention(Policy):
         gates the later head streams (the original takes a quantile after adding noise).
     """
 
-    table: str | Sequence[Sequence[float]] | None = None
-    sparsity: float | None = 0.5
-    sinks: int = 64
-    recent: int = 256
-    tier: str = "fp16"
+    table: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
+    sparsity: Annotated[float | None, Number(0, 1)] = 0.5
+    sinks: Annotated[int, Whole(0, unit="tokens")] = 64
+    recent: Annotated[int, Whole(1, unit="tokens")] = 256
+    tier: TierText = "fp16"
     acts_in_decode = True
 
     def __post_init__(self) -> None:
         self.tiers = (Tier.parse(self.tier),)
-        if self.sparsity is not None and not 0 <= self.sparsity <= 1:
-            raise ValueError(f"sparsity={self.sparsity} must be in [0, 1], or null to part the gates at 0.5")
-        if self.sinks < 0 or self.recent < 1:
-            raise ValueError(f"sinks={self.sinks} must be >= 0 and recent={self.recent} >= 1")
         if self.table is None:
             return
         self.table = read_gates(self.table)  # the gates themselves, so that a run's identity does not hang on a path

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvbench.policy import Policy, Tier
+from kvbench.policy import Policy, Tier, TierText
 
 
 @dataclass(kw_only=True)
@@ -16,7 +16,7 @@ class Full(Policy):
     Differs: none.
     """
 
-    tier: str = "fp16"
+    tier: TierText = "fp16"
 
     def __post_init__(self) -> None:
         self.tiers = (Tier.parse(self.tier),)

@@ -1,7 +1,7 @@
 """H2O: heavy hitters by accumulated attention, and a recent window."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -9,14 +9,17 @@ from kvbench.policy import (
     ALL_QUERIES,
     EVICT,
     Budget,
+    BudgetText,
     DecodePlan,
     DecodeView,
+    Number,
     Policy,
     PrefillPlan,
     PrefillView,
     ScoreSpec,
     Tier,
-    check_granularity,
+    TierText,
+    Whole,
     rank_descending,
 )
 
@@ -44,21 +47,16 @@ class H2O(Policy):
     Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
     """
 
-    budget: float | int | str = 0.2
-    recent_share: float = 0.5
+    budget: BudgetText = 0.2
+    recent_share: Annotated[float, Number(0, 1)] = 0.5
     group: Literal["sum", "mean", "max"] = "sum"
     one_shot: bool = False
-    window: int = 0
-    tier: str = "fp16"
+    window: Annotated[int, Whole(0, unit="tokens")] = 0
+    tier: TierText = "fp16"
     granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        check_granularity(self.granularity)
-        if not 0 <= self.recent_share <= 1:
-            raise ValueError(f"recent_share={self.recent_share} must be in [0, 1]")
-        if self.window < 0:
-            raise ValueError(f"window={self.window} must be >= 0 tokens")
         self.acts_in_decode = not self.one_shot
         self.score = ScoreSpec(
             prefill_queries=ALL_QUERIES,

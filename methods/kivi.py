@@ -1,8 +1,9 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in 16 bits."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from kvbench.policy import Policy, Residual, Tier
+from kvbench.policy import Choice, Policy, Residual, Tier, Whole
 
 
 @dataclass(kw_only=True)
@@ -11,7 +12,7 @@ class Kivi(Policy):
     groups of channels.
 
     Args:
-        bits: 1, 2, 4 or 8 for keys and values; 16 stores them unquantised (for tests).
+        bits: 1, 2, 4 or 8 for keys and values.
         group: Tokens per key scale and channels per value scale.
         residual_tokens: Newest tokens kept in 16 bits, a multiple of `group`.
         native: Store the model's own dtype instead (lossless; for tests).
@@ -20,15 +21,13 @@ class Kivi(Policy):
     Differs: a constant group gets codes 0 (the original divides by zero); GQA heads are handled in every path.
     """
 
-    bits: int = 2
-    group: int = 32
-    residual_tokens: int = 128
+    bits: Annotated[int, Choice((1, 2, 4, 8), unit="bits")] = 2
+    group: Annotated[int, Whole(8, 1024, unit="tokens", multiple_of=8)] = 32
+    residual_tokens: Annotated[int, Whole(8, 2**16, unit="tokens", multiple_of=8)] = 128
     native: bool = False
 
     def __post_init__(self) -> None:
-        if self.group < 8 or self.group % 8:
-            raise ValueError(f"group={self.group} must be a multiple of 8 and >= 8; KIVI uses 32")
-        if self.residual_tokens < 1 or self.residual_tokens % self.group:
+        if self.residual_tokens % self.group:
             raise ValueError(
                 f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}"
             )

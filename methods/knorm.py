@@ -1,12 +1,15 @@
 """Key norms: keys with a small norm attract attention, so they stay."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from kvbench.policy import (
     EVICT,
+    MAX_TOKENS,
     Budget,
+    BudgetText,
     CompactPlan,
     DecodeView,
     Policy,
@@ -14,6 +17,8 @@ from kvbench.policy import (
     PrefillView,
     ScoreSpec,
     Tier,
+    TierText,
+    Whole,
     rank_descending,
     shrink_to_share,
 )
@@ -35,15 +40,13 @@ class KeyNorm(Policy):
         original keeps its ratio in them); no minimum length (`prune_after`); kept tokens stay in position order.
     """
 
-    budget: float | int | str = 0.25
-    skip_layers: int = 0
-    decode_every: int = 0
-    tier: str = "fp16"
+    budget: BudgetText = 0.25
+    skip_layers: Annotated[int, Whole(0, 1000, unit="layers")] = 0
+    decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 0
+    tier: TierText = "fp16"
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        if self.skip_layers < 0 or self.decode_every < 0:
-            raise ValueError(f"skip_layers={self.skip_layers} and decode_every={self.decode_every} must be >= 0")
         self.compact_every = self.decode_every
         self.score = ScoreSpec(statistic="key_norm", track=("score", "pos") if self.decode_every else ())
 

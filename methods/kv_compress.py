@@ -1,7 +1,7 @@
 """KV-Compress: whole blocks evicted by one ranking over all layers and heads."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -9,6 +9,8 @@ from kvbench.policy import (
     ALL_QUERIES,
     EVICT,
     Budget,
+    BudgetText,
+    Choice,
     CompactPlan,
     DecodeView,
     Policy,
@@ -16,6 +18,8 @@ from kvbench.policy import (
     PrefillView,
     ScoreSpec,
     Tier,
+    TierText,
+    Whole,
     choose_blocks,
     num_blocks,
 )
@@ -46,28 +50,20 @@ class KVCompress(Policy):
         to blocks (the released rate mode rounds down) and may lie below 128 tokens, which `floor_tokens` forbids.
     """
 
-    budget: float | int | str = 0.25
+    budget: BudgetText = 0.25
     variant: Literal["window", "full"] = "window"
-    power: int = 2
-    obs_window: int = 8
-    skip_near: int = 10
-    protected: int = 32
-    block: int = 16
+    power: Annotated[int, Choice((1, 2))] = 2
+    obs_window: Annotated[int, Whole(1, unit="tokens")] = 8
+    skip_near: Annotated[int, Whole(0, unit="tokens")] = 10
+    protected: Annotated[int, Whole(1, unit="tokens")] = 32
+    block: Annotated[int, Whole(1, 1024, unit="tokens")] = 16
     continual: bool = False
-    floor_tokens: int = 0
-    tier: str = "fp16"
+    floor_tokens: Annotated[int, Whole(0, unit="tokens")] = 0
+    tier: TierText = "fp16"
     scope = "model"
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        if self.variant not in ("window", "full"):
-            raise ValueError(f"variant={self.variant!r} must be 'window' or 'full'")
-        if self.floor_tokens < 0 or self.skip_near < 0:
-            raise ValueError(f"floor_tokens={self.floor_tokens} and skip_near={self.skip_near} must be >= 0")
-        if self.block < 1 or self.obs_window < 1 or self.protected < 1:
-            raise ValueError(
-                f"block={self.block}, obs_window={self.obs_window} and protected={self.protected} must be >= 1"
-            )
         self.compact_every = self.block if self.continual else 0
         both = ScoreSpec(power=self.power, group_reduce="sum", decode_update=self.continual, track=("score", "pos"))
         if self.variant == "window":

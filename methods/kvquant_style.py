@@ -1,8 +1,9 @@
 """Keys quantised per channel before the rotary embedding, as KVQuant does; values per token."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from kvbench.policy import Policy, Residual, Tier
+from kvbench.policy import Choice, Policy, Residual, Tier, Whole
 
 
 @dataclass(kw_only=True)
@@ -27,15 +28,13 @@ class KVQuantStyle(Policy):
         tokens while running, not from calibration data, which is why whole groups wait in 16 bits.
     """
 
-    bits: int = 4
-    group: int = 64
-    v_splits: int = 1
+    bits: Annotated[int, Choice((1, 2, 4, 8), unit="bits")] = 4
+    group: Annotated[int, Whole(8, 1024, unit="tokens", multiple_of=8)] = 64
+    v_splits: Annotated[int, Whole(1, 1024)] = 1
     pre_rope: bool = True
     native: bool = False
 
     def __post_init__(self) -> None:
-        if self.group < 8 or self.group % 8:
-            raise ValueError(f"group={self.group} must be a multiple of 8 and >= 8")
         quantised = Tier(
             k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_splits=self.v_splits
         )

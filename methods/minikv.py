@@ -1,7 +1,7 @@
 """MiniKV: heavy hitters chosen once, then quantised to 2 bits."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -9,13 +9,16 @@ from kvbench.policy import (
     ALL_QUERIES,
     EVICT,
     Budget,
+    BudgetText,
+    Choice,
+    Number,
     Policy,
     PrefillPlan,
     PrefillView,
     Residual,
     ScoreSpec,
     Tier,
-    check_granularity,
+    Whole,
     rank_descending,
     share_with_cap,
 )
@@ -47,31 +50,25 @@ class MiniKV(Policy):
         to the other layers.
     """
 
-    heavy: float = 0.25
-    recent: float = 0.25
-    budget: float | int | str | None = None
+    heavy: Annotated[float, Number(0, 1, above=True)] = 0.25
+    recent: Annotated[float, Number(0, 1, above=True)] = 0.25
+    budget: BudgetText | None = None
     allocation: Literal["uniform", "pyramid", "var_prop", "var_inv"] = "pyramid"
-    depth: int = 7
-    bits: int = 2
-    group: int = 16
-    residual_tokens: int = 128
+    depth: Annotated[int, Whole(1, 1000)] = 7
+    bits: Annotated[int, Choice((1, 2, 4, 8), unit="bits")] = 2
+    group: Annotated[int, Whole(8, 1024, unit="tokens", multiple_of=8)] = 16
+    residual_tokens: Annotated[int, Whole(8, 2**16, unit="tokens", multiple_of=8)] = 128
     native: bool = False
     granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def __post_init__(self) -> None:
-        check_granularity(self.granularity)
-        for name, value in (("heavy", self.heavy), ("recent", self.recent)):
-            if not 0 < value <= 1:
-                raise ValueError(f"{name}={value} must be in (0, 1], a share of the prompt")
-        if self.allocation not in ("uniform", "pyramid", "var_prop", "var_inv"):
-            raise ValueError(f"allocation={self.allocation!r} must be uniform, pyramid, var_prop or var_inv")
-        if self.depth < 1:
-            raise ValueError(f"depth={self.depth} must be >= 1")
-        if self.group < 8 or self.group % 8 or self.residual_tokens < 1 or self.residual_tokens % self.group:
+        if self.budget is None and self.heavy + self.recent > 1:
             raise ValueError(
-                f"group={self.group} must be a multiple of 8 and residual_tokens={self.residual_tokens} a multiple of "
-                "group"
+                f"heavy={self.heavy} and recent={self.recent} are shares of one prompt, and their sum is above 1; "
+                "lower one, or give method.budget, which they then divide"
             )
+        if self.residual_tokens % self.group:
+            raise ValueError(f"residual_tokens={self.residual_tokens} must be a multiple of group={self.group}")
         self._budget = Budget.parse(min(1.0, self.heavy + self.recent) if self.budget is None else self.budget)
         self.scope = "model" if self.allocation.startswith("var") else "head"
         coded = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)

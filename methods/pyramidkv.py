@@ -1,10 +1,11 @@
 """PyramidKV: SnapKV's selection with a budget that shrinks from the first layer to the last."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from kvbench.policy import EVICT, PrefillPlan, PrefillView, WindowRanked, pyramid_budgets, rank_descending
+from kvbench.policy import EVICT, PrefillPlan, PrefillView, Whole, WindowRanked, pyramid_budgets, rank_descending
 
 
 @dataclass(kw_only=True)
@@ -31,14 +32,12 @@ class PyramidKV(WindowRanked):
         prompt; one layer works.
     """
 
-    beta: int = 20
+    beta: Annotated[int, Whole(1, 1000)] = 20
     official_rounding: bool = False
     budget_is_mean = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta < 1:
-            raise ValueError(f"beta={self.beta} must be >= 1")
         self.spare_pages = int(self.official_rounding)
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:

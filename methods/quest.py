@@ -1,9 +1,9 @@
 """Quest: everything is kept, and each step reads only the pages that can hold large logits."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from kvbench.policy import Budget, Policy, ReadSpec, Tier
+from kvbench.policy import Budget, BudgetText, Policy, ReadSpec, Tier, TierText, Whole
 
 
 @dataclass(kw_only=True)
@@ -28,12 +28,12 @@ class Quest(Policy):
         KV heads); the prompt is read in full, as there.
     """
 
-    read_budget: float | int | str = 0.25
-    page_tokens: int = 16
-    min_pages: int = 3
-    dense_layers: int = 2
+    read_budget: BudgetText = 0.25
+    page_tokens: Annotated[int, Whole(8, 1024, unit="tokens", multiple_of=8)] = 16
+    min_pages: Annotated[int, Whole(1, 2**20, unit="pages")] = 3
+    dense_layers: Annotated[int, Whole(0, 1000, unit="layers")] = 2
     group: Literal["max", "mean"] = "max"
-    tier: str = "fp16"
+    tier: TierText = "fp16"
 
     def __post_init__(self) -> None:
         self.tiers = (Tier.parse(self.tier),)

@@ -1,12 +1,15 @@
 """The control: keeps tokens at random."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from kvbench.policy import (
     EVICT,
+    MAX_TOKENS,
     Budget,
+    BudgetText,
     CompactPlan,
     DecodeView,
     Policy,
@@ -14,6 +17,8 @@ from kvbench.policy import (
     PrefillView,
     ScoreSpec,
     Tier,
+    TierText,
+    Whole,
     rank_descending,
     shrink_to_share,
 )
@@ -38,19 +43,15 @@ class RandomControl(Policy):
     Differs: none.
     """
 
-    budget: float | int | str = 0.25
-    sinks: int = 4
-    window: int = 32
-    seed: int = 0
-    decode_every: int = 0
-    tier: str = "fp16"
+    budget: BudgetText = 0.25
+    sinks: Annotated[int, Whole(0, unit="tokens")] = 4
+    window: Annotated[int, Whole(0, unit="tokens")] = 32
+    seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
+    decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 0
+    tier: TierText = "fp16"
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        if self.sinks < 0 or self.window < 0:
-            raise ValueError(f"sinks={self.sinks} and window={self.window} must be >= 0")
-        if self.decode_every < 0:
-            raise ValueError(f"decode_every={self.decode_every} must be >= 0 steps; 0 = never")
         self.compact_every = self.decode_every
         self.score = ScoreSpec(track=("pos",) if self.decode_every else ())
 

@@ -1,6 +1,7 @@
 """Scissorhands: what recent queries hardly looked at is dropped, many tokens at a time."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -8,13 +9,17 @@ from torch import Tensor
 from kvbench.policy import (
     EVICT,
     Budget,
+    BudgetText,
     CompactPlan,
     DecodeView,
+    Number,
     Policy,
     PrefillPlan,
     PrefillView,
     ScoreSpec,
     Tier,
+    TierText,
+    Whole,
     rank_descending,
 )
 
@@ -44,21 +49,17 @@ class Scissorhands(Policy):
         paper gives later layers more by their measured persistence).
     """
 
-    budget: float | int | str = 0.25
-    history: int = 400
-    recent: int = 10
-    drop: float = 0.5
+    budget: BudgetText = 0.25
+    history: Annotated[int, Whole(1, unit="tokens")] = 400
+    recent: Annotated[int, Whole(0, unit="tokens")] = 10
+    drop: Annotated[float, Number(0, 1, above=True)] = 0.5
     normalize: bool = True
-    tier: str = "fp16"
+    tier: TierText = "fp16"
     acts_in_decode = True
     compact_every = 1  # whether it is time is asked before every step: see compact_due
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        if self.history < 1 or self.recent < 0:
-            raise ValueError(f"history={self.history} must be >= 1 query and recent={self.recent} >= 0 tokens")
-        if not 0 < self.drop <= 1:
-            raise ValueError(f"drop={self.drop} must be a share of the budget in (0, 1]")
         self.score = ScoreSpec(
             statistic="below_uniform",
             prefill_queries=self.history,

@@ -1,12 +1,24 @@
 """StreamingLLM: attention sinks and a recent window."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.policy import EVICT, Budget, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, Tier
+from kvbench.policy import (
+    EVICT,
+    Budget,
+    BudgetText,
+    DecodePlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    Tier,
+    TierText,
+    Whole,
+)
 
 
 @dataclass(kw_only=True)
@@ -24,22 +36,18 @@ class StreamingLLM(Policy):
     Differs: the prompt's own output is exact (the original evicts while it reads a prompt longer than the cache).
     """
 
-    sinks: int = 4
-    budget: float | int | str = 516
+    sinks: Annotated[int, Whole(0, unit="tokens")] = 4
+    budget: BudgetText = 516
     position_mode: Literal["cache_relative", "absolute"] = "cache_relative"
-    tier: str = "fp16"
+    tier: TierText = "fp16"
     acts_in_decode = True
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks} must be >= 0")
         if self._budget.unit == "tokens" and self._budget.value <= self.sinks:
             raise ValueError(
                 f"budget={self.budget} tokens leaves no recent token beside sinks={self.sinks}; raise the budget"
             )
-        if self.position_mode not in ("cache_relative", "absolute"):
-            raise ValueError(f"position_mode={self.position_mode!r} must be 'cache_relative' or 'absolute'")
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         recent = max(1, view.budget_tokens(self._budget) - self.sinks)

@@ -7,6 +7,7 @@ import torch
 from kvbench.policy import (
     EVICT,
     Budget,
+    BudgetText,
     DecodePlan,
     DecodeView,
     Policy,
@@ -14,6 +15,7 @@ from kvbench.policy import (
     PrefillView,
     ScoreSpec,
     Tier,
+    TierText,
     rank_descending,
 )
 
@@ -36,9 +38,9 @@ class TOVA(Policy):
         `per_head` is an addition.
     """
 
-    budget: float | int | str = 0.25
+    budget: BudgetText = 0.25
     per_head: bool = False
-    tier: str = "fp16"
+    tier: TierText = "fp16"
     scope = "layer"
     acts_in_decode = True
 

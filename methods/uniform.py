@@ -1,8 +1,9 @@
 """Uniform quantisation: every token in one precision, nothing evicted."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from kvbench.policy import Policy, Tier
+from kvbench.policy import Policy, Tier, TierText, Whole
 
 
 @dataclass(kw_only=True)
@@ -19,12 +20,16 @@ class Uniform(Policy):
     Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured.
     """
 
-    tier: str = "int8"
+    tier: TierText = "int8"
     symmetric: bool = False
-    splits: int = 1
+    splits: Annotated[int, Whole(1, 1024)] = 1
 
     def __post_init__(self) -> None:
         named = Tier.parse(self.tier)
+        if max(named.k_bits, named.v_bits) == 16 and not named.native:
+            raise ValueError(
+                f"tier={self.tier} leaves 16-bit elements, as method=full does; choose int8, int4, fp8 or k8v4"
+            )
         if self.symmetric and min(named.k_bits, named.v_bits) < 2:
             raise ValueError(
                 f"symmetric=true needs at least 2 bits, but tier={self.tier} has {min(named.k_bits, named.v_bits)}"

@@ -1,13 +1,15 @@
 """From a policy's tiers and a model's shape to page formats."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.policy import Policy, ReadSpec, Tier
+from kvbench.rules.declared import check_settings
+from kvbench.rules.kinds import MAX_BYTES, Names, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +22,14 @@ class StoreOptions:
         track: Further per-slot fields (`score`, `pos`) to keep and bill, for inspection.
     """
 
-    page_bytes: int | Literal["auto"] = "auto"
-    budget_bytes: int | None = None
-    track: tuple[str, ...] = ()
+    page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
+        "auto"
+    )
+    budget_bytes: Annotated[int | None, Whole(1, MAX_BYTES, unit="bytes")] = None
+    track: Annotated[tuple[str, ...], Names(("score", "pos"))] = ()
 
     def __post_init__(self) -> None:
-        if self.page_bytes != "auto" and (not isinstance(self.page_bytes, int) or self.page_bytes < 16):
-            raise ValueError(f"store.page_bytes={self.page_bytes!r} must be 'auto' or a multiple of 16 bytes")
-        if self.budget_bytes is not None and self.budget_bytes < 1:
-            raise ValueError(f"store.budget_bytes={self.budget_bytes} must be > 0 bytes, or null for no limit")
-        if unknown := set(self.track) - {"score", "pos"}:
-            raise ValueError(f"store.track={sorted(unknown)} is unknown; choose among score, pos")
+        check_settings(self, "store.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ samples."""
 import hashlib
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
@@ -13,6 +13,7 @@ from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole, unknown_name
 from kvbench.policy import Policy
 from kvbench.results.measures import LOSSES
+from kvbench.rules.declared import Declared, declared
 from kvbench.tasks.taskset import TaskSet
 
 PROOFS = ("interval", "mean")
@@ -96,7 +97,7 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy) -> Plan:
     """
     if method == FULL:
         raise ValueError("method=full is what the others are measured against; choose a method that compresses")
-    stages = _stages(cfg, method, {item.name: item.type for item in fields(policy) if item.init})
+    stages = _stages(cfg, method, declared(type(policy)))
     for name in ("tuning_samples", "held_out_samples", "resamples"):
         check_whole(f"calibrate.{name}", cfg[name], 2)
     if not isinstance(cfg.tie, int | float) or not 0 <= cfg.tie < 1:
@@ -124,8 +125,9 @@ def read_plan(cfg: DictConfig, method: str, policy: Policy) -> Plan:
     )
 
 
-def _stages(cfg: DictConfig, method: str, known: Mapping[str, object]) -> tuple[Stage, ...]:
-    """The settings to tune: those asked for, or those of the grid that the method has; `known` has their types."""
+def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared]) -> tuple[Stage, ...]:
+    """The settings to tune: those asked for, or those of the grid that the method has; `known` is what the method
+    declares of each."""
     grid = as_dict(cfg.grid)
     names = cfg.parameters
     if names is None:
@@ -148,7 +150,7 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, object]) -> tuple[
         if len(set(values)) < len(values):
             raise ValueError(f"calibrate.grid.{name}={values} holds a value twice")
         # 1 and 1.0 are two runs to the hash; a setting that is a float takes floats.
-        values = [float(item) if known[name] is float and isinstance(item, int) else item for item in values]
+        values = [float(item) if known[name].kinds == (float,) and isinstance(item, int) else item for item in values]
         stages.append(Stage(parameter=name, values=tuple(values)))
     if not stages or len({stage.parameter for stage in stages}) < len(stages):
         raise ValueError(f"calibrate.parameters={list(names)} must name at least one setting, and none twice")

@@ -3,6 +3,9 @@
 A command's YAML is its whole documentation: `python -m kvbench <command> --help` prints it.
 """
 
+from collections.abc import Callable
+from importlib import import_module
+
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
@@ -23,12 +26,25 @@ def run(name: str, arguments: list[str]) -> int:
     Raises:
         ValueError: A setting is unknown or out of range.
     """
-    from hydra.utils import get_method
-
     cfg = compose_command(name, arguments)
     settings = OmegaConf.create({key: value for key, value in cfg.items() if key != "_target_"})
     OmegaConf.set_struct(settings, True)
-    return get_method(cfg["_target_"])(settings)
+    return function_of(name)(settings)
+
+
+def function_of(name: str) -> Callable[[DictConfig], int]:
+    """The function that a command's own file names; what else is composed with it cannot name another.
+
+    Args:
+        name: File in conf/command/.
+    """
+    module, _, function = str(_own(name)["_target_"]).rpartition(".")
+    return getattr(import_module(module), function)
+
+
+def _own(name: str) -> DictConfig:
+    """A command's own file."""
+    return read_config(files.conf_folder() / "command" / f"{name}.yaml")
 
 
 def compose_command(name: str, arguments: list[str]) -> DictConfig:
@@ -59,7 +75,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
 
 def _check_keys(name: str, arguments: list[str]) -> None:
     """Name the first word whose key the command does not have; silent when all keys exist."""
-    own = read_config(files.conf_folder() / "command" / f"{name}.yaml")
+    own = _own(name)
     for word in arguments:
         node: DictConfig | None = own
         prefix = ""

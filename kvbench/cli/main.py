@@ -164,9 +164,10 @@ def run_command(overrides: list[str]) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from kvbench.config.compose import explain, with_swept_groups
+    from kvbench.config.compose import check_choices, explain, with_swept_groups
     from kvbench.results.writing import is_full, write_error
 
+    check_choices(overrides)
     jobs = Jobs()
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["kvbench", *flags_first(with_swept_groups(overrides))]

@@ -5,13 +5,14 @@ import re
 from pathlib import Path
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.config import files as listing
+from kvbench.config.settings import read_config
 from kvbench.kernels.format import PageFormat
 from kvbench.policy import ALL_QUERIES, Policy
+from kvbench.runs.parts import make_policy
 
 HEAD = """# Methods
 
@@ -150,7 +151,7 @@ def render() -> str:
     what, whence, details = [], [], []
     for name, summary in listing.options("method").items():
         path = listing.conf_folder() / "method" / f"{name}.yaml"
-        policy, link = instantiate(OmegaConf.load(path)), f"[{name}](#{name})"
+        policy, link = make_policy(read_config(path)), f"[{name}](#{name})"
         doc = inspect.getdoc(type(policy)) or ""
         precision = ", ".join(tier.name for tier in policy.tiers)
         what.append([link, summary, precision, policy.scope, acts(policy), scored(policy), memory(policy)])

@@ -28,6 +28,7 @@ def compose(overrides: Sequence[str], *, name: str = "config", with_choices: boo
     Raises:
         ValueError: A group, a choice or a setting does not exist, or a word cannot be read.
     """
+    check_choices(overrides)
     try:
         composed = _compose(name, overrides, return_hydra_config=with_choices)
     except (HydraException, OmegaConfBaseException) as error:
@@ -75,6 +76,29 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
         key = re.split(r"[=\s]", found.group(1).lstrip("+~"))[0]
         return _unknown_key(key, parsed) or ValueError(_first_lines(error))
     return ValueError(_first_lines(error))
+
+
+def check_choices(arguments: Sequence[str]) -> None:
+    """Refuse a choice of a group by another name than its own, and a group that is taken away.
+
+    Hydra takes `method=../method/full` for a file; its row, its folder and its reference would then not know that it
+    is `full`.
+
+    Args:
+        arguments: The command line without the command.
+
+    Raises:
+        ValueError: Names the group, what was asked for and what there is.
+    """
+    for override in _parse(arguments):
+        group = override.key_or_group
+        if group not in files.GROUPS:
+            continue
+        if override.is_delete():
+            raise ValueError(f"{override.input_line} takes away the group {group}, which every run needs; leave it out")
+        for name in _choices([override], group):
+            if name.startswith(("/", "~", ".")) or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+                raise unknown_name(group, name, files.options(group))
 
 
 def with_swept_groups(arguments: Sequence[str]) -> list[str]:

@@ -93,7 +93,7 @@ class Engine:
             return
         rows_of = [r.num_samples + bool(self._gold(r)) + len(r.choices) for r in everything]
         self.runner.reserve(
-            rows=max(rows_of) * self.batch_size,
+            rows=max(rows_of) * min(self.batch_size, len(everything)),
             prompt_tokens=max(r.num_prompt_tokens for r in everything),
             new_tokens=max(max(r.max_new_tokens, *map(len, (self._gold(r), *r.choices))) for r in everything),
         )

@@ -187,7 +187,11 @@ def random_config(
             raise unknown_name("model.overrides", field, known)
     fields |= overrides | tokens
     del fields["model_type"]
-    config = CONFIG_MAPPING[model_type](**fields)
+    _check_sizes(fields)
+    try:
+        config = CONFIG_MAPPING[model_type](**fields)
+    except Exception as error:  # each version of transformers has errors of its own for values that make no model
+        raise ValueError(f"model.overrides={overrides} makes no model: {' '.join(str(error).split())}") from error
     _check_shape(config)
     return config
 
@@ -253,6 +257,17 @@ def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
     )
+
+
+def _check_sizes(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError when a size is no whole number above 0, or a head has an odd number of channels."""
+    for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"):
+        check_whole(f"model.overrides.{name}", fields[name], 1)
+    if fields.get("head_dim") is not None and check_whole("model.overrides.head_dim", fields["head_dim"], 2) % 2:
+        raise ValueError(
+            f"model.overrides.head_dim={fields['head_dim']} is odd, and rotary positions turn channels in pairs; "
+            "choose an even one"
+        )
 
 
 def _check_shape(config: "PretrainedConfig") -> None:

@@ -33,7 +33,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier, check_granularity
+from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranking import (
     choose_blocks,
@@ -43,19 +43,25 @@ from kvbench.policy.ranking import (
     rank_descending,
     share_with_cap,
 )
+from kvbench.policy.settings import BudgetText, TierText, check_sizes
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked, shrink_to_share, window_score
+from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole
 
 __all__ = [
     "ALLOWED_BITS",
     "ALL_QUERIES",
     "APPEND",
     "EVICT",
+    "MAX_TOKENS",
     "Budget",
+    "BudgetText",
+    "Choice",
     "CompactPlan",
     "DecodePlan",
     "DecodeView",
     "Extreme",
+    "Number",
     "Policy",
     "PrefillPlan",
     "PrefillView",
@@ -63,9 +69,12 @@ __all__ = [
     "Residual",
     "ScoreSpec",
     "SlotArrays",
+    "TableOrPath",
     "Tier",
+    "TierText",
+    "Whole",
     "WindowRanked",
-    "check_granularity",
+    "check_sizes",
     "choose_blocks",
     "largest_remainder",
     "num_blocks",

@@ -1,7 +1,7 @@
 """The base class of all methods."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ReadSpec, Residual, ScoreSpec, Tier
 from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
 from kvbench.policy.views import DecodeView, PrefillView
+from kvbench.rules.declared import check_settings, checked_first
 
 
 class Declarations:
@@ -52,8 +53,17 @@ class Policy(Declarations):
     """A cache compression method: a dataclass whose fields are its settings, the keys of its YAML file.
 
     It declares what it needs (`Declarations`) and answers what becomes of the tokens (`plan_prefill`, `plan_decode`,
-    `plan_compact`).
+    `plan_compact`). Each field's annotation says what the setting may be (`kvbench.rules`); it is checked before the
+    method's own `__post_init__` runs, which is left with what concerns several settings together.
     """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if (own := cls.__dict__.get("__post_init__")) is not None:
+            setattr(cls, "__post_init__", checked_first(own))  # noqa: B010 - a method cannot forget what it does not call
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         """Refuses a model that the method's settings do not fit, before anything is read. Default: fits all.

@@ -4,40 +4,47 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from kvbench.rules.kinds import MAX_BYTES, MAX_TOKENS, shown
+
 
 @dataclass(frozen=True)
 class Budget:
     """How much of the cache a method may keep: a ratio, tokens per KV head, or bytes per sequence.
 
-    Written in a config as 0.25 (ratio in (0, 1]), 256 (tokens, an integer >= 2) or `8MiB` (bytes; B, KiB, MiB, GiB).
+    Written in a config as 0.25 or 1.0 (a ratio in (0, 1], always with a point), 256 (tokens; 1 is one token) or `8MiB`
+    (bytes; B, KiB, MiB, GiB).
     """
 
     value: float
     unit: Literal["ratio", "tokens", "bytes"]
 
     @staticmethod
-    def parse(text: "float | int | str | Budget") -> "Budget":
+    def parse(text: object, name: str = "budget") -> "Budget":
         """Reads a budget.
+
+        Args:
+            text: A number, text or a Budget.
+            name: The setting, for messages.
 
         Raises:
             ValueError: The text is none of the three forms, or out of range.
         """
         if isinstance(text, Budget):
             return text
-        rule = "write a ratio in (0, 1], a whole number of tokens >= 2, or bytes such as 8MiB"
-        match = re.fullmatch(r"\s*([0-9.]+)\s*(B|KiB|MiB|GiB)\s*", str(text))
-        if match:
-            scale = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]]
-            return Budget(float(match[1]) * scale, "bytes")
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(f"budget={text!r} is not a budget; {rule}") from None
-        if 0 < value <= 1:
-            return Budget(value, "ratio")
-        if value >= 2 and value == int(value):
-            return Budget(value, "tokens")
-        raise ValueError(f"budget={text} is out of range; {rule}")
+        rule = (
+            "write a ratio in (0, 1] such as 0.25 or 1.0, a whole number of tokens from 1 to "
+            f"{MAX_TOKENS}, or bytes such as 8MiB"
+        )
+        number = None
+        if isinstance(text, int | float | str) and not isinstance(text, bool):
+            number = _number(text)
+        if number is None:
+            raise ValueError(f"{name}={shown(text)} is not a budget; {rule}")
+        value, unit = number
+        lowest, highest = {"ratio": (0, 1), "tokens": (1, MAX_TOKENS), "bytes": (1, MAX_BYTES)}[unit]
+        if not lowest <= value <= highest or not value:
+            raise ValueError(f"{name}={shown(text)} is out of range; {rule}")
+        return Budget(float(value), unit)
 
     def tokens(self, num_tokens: int, lists: int, token_bytes: float) -> int:
         """Tokens per list, >= 1, that the budget allows a sequence with a prompt of `num_tokens`.
@@ -61,3 +68,21 @@ class Budget:
                 "raise it"
             )
         return tokens
+
+
+def read_size(text: str) -> float | None:
+    """Bytes of a text such as `8MiB`; None when it is none."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(B|KiB|MiB|GiB)\s*", text)
+    return float(match[1]) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]] if match else None
+
+
+def _number(text: float | int | str) -> tuple[float, Literal["ratio", "tokens", "bytes"]] | None:
+    """The number of a budget and its unit: a whole number is tokens, one with a point a ratio."""
+    if isinstance(text, str):
+        if (size := read_size(text)) is not None:
+            return size, "bytes"
+        try:
+            text = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", text) else float(text)
+        except ValueError:
+            return None
+    return text, "tokens" if isinstance(text, int) else "ratio"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvbench.policy.budget import Budget
+from kvbench.rules.kinds import shown
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 
@@ -75,8 +76,12 @@ class Tier:
         return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
     @staticmethod
-    def parse(text: "str | Tier") -> "Tier":
+    def parse(text: object, name: str = "tier") -> "Tier":
         """Reads a tier from a config string: `k8v4`, `fp16`, `int8`, `int4`, `fp8`, `native`.
+
+        Args:
+            text: The string, or a Tier.
+            name: The setting, for messages.
 
         Raises:
             ValueError: The text names no tier.
@@ -90,15 +95,19 @@ class Tier:
             "int4": Tier(k_bits=4, v_bits=4),
             "fp8": Tier(k_bits=8, v_bits=8, fp8=True),
         }
-        lowered = str(text).lower()
+        lowered = text.lower() if isinstance(text, str) else ""
         if lowered in known:
             return known[lowered]
-        match = re.fullmatch(r"k(\d+)v(\d+)", lowered)
+        match = re.fullmatch(r"k([0-9]{1,4})v([0-9]{1,4})", lowered)
         if match is None:
             raise ValueError(
-                f"tier={text!r} is not a tier; write k<bits>v<bits> (for example k8v4) or one of {', '.join(known)}"
+                f"{name}={shown(text)} is not a tier; write k<bits>v<bits> (for example k8v4) or one of "
+                f"{', '.join(known)}"
             )
-        return Tier(k_bits=int(match[1]), v_bits=int(match[2]))
+        try:
+            return Tier(k_bits=int(match[1]), v_bits=int(match[2]))
+        except ValueError as error:
+            raise ValueError(f"{name}={text} is not a tier: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,15 +234,3 @@ class ReadSpec:
             raise ValueError(f"min_pages={self.min_pages} must be >= 1 and dense_layers={self.dense_layers} >= 0")
         if self.group_reduce not in ("mean", "max"):
             raise ValueError(f"group_reduce={self.group_reduce!r} must be 'mean' or 'max'")
-
-
-def check_granularity(granularity: str) -> None:
-    """Refuses what is neither `kv_head` nor `q_head` (one kept set per query head, whose copies are stored and billed).
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if granularity not in ("kv_head", "q_head"):
-        raise ValueError(
-            f"granularity={granularity!r} must be 'kv_head', or 'q_head' as code that repeats KV heads has it"
-        )

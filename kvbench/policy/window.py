@@ -1,17 +1,19 @@
 """What the methods share that rank a prompt by an observation window, its last queries."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ScoreSpec, Tier, check_granularity
+from kvbench.policy.declare import ScoreSpec, Tier
 from kvbench.policy.plans import CompactPlan
 from kvbench.policy.ranking import rank_descending
+from kvbench.policy.settings import BudgetText, TierText
 from kvbench.policy.views import DecodeView
+from kvbench.rules.kinds import MAX_TOKENS, Whole
 
 
 @dataclass(kw_only=True)
@@ -33,21 +35,19 @@ class WindowRanked(Policy):
         granularity: `kv_head`: one kept set per KV head. `q_head`: one per query head, each stored and billed.
     """
 
-    budget: float | int | str = 0.25
-    window: int = 32
+    budget: BudgetText = 0.25
+    window: Annotated[int, Whole(1, unit="tokens")] = 32
     pool: Literal["max", "avg", "none"] = "max"
-    pool_kernel: int = 7
-    decode_every: int = 0
-    tier: str = "fp16"
+    pool_kernel: Annotated[int, Whole(1, 1023, unit="tokens", odd=True)] = 7
+    decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 0
+    tier: TierText = "fp16"
     granularity: Literal["kv_head", "q_head"] = "kv_head"
     budget_is_mean = False  # over heads or layers; otherwise every list keeps to the budget
     spare_pages = 0  # that a list may hold beyond the budget, for released code that rounds
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        self.score = window_score(
-            self._budget, self.window, self.pool, self.pool_kernel, self.decode_every, self.granularity
-        )
+        self.score = window_score(self._budget, self.window, self.pool, self.pool_kernel, self.decode_every)
         self.compact_every = self.decode_every
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
@@ -62,14 +62,9 @@ class WindowRanked(Policy):
 
 
 def window_score(
-    budget: Budget,
-    window: int,
-    pool: Literal["max", "avg", "none"],
-    pool_kernel: int,
-    decode_every: int,
-    granularity: str,
+    budget: Budget, window: int, pool: Literal["max", "avg", "none"], pool_kernel: int, decode_every: int
 ) -> ScoreSpec:
-    """The statistics of methods that rank a prompt by its observation window, after checking the settings they share.
+    """The statistics of methods that rank a prompt by its observation window.
 
     Args:
         budget: What stays; in tokens it must exceed the window, which always stays.
@@ -77,20 +72,14 @@ def window_score(
         pool: Over the prompt before the window.
         pool_kernel: Odd width of the pool.
         decode_every: Steps between evictions while decoding, which need scores and positions kept; 0 = never.
-        granularity: `kv_head` or `q_head`.
 
     Raises:
-        ValueError: A setting is out of range.
+        ValueError: The budget leaves no token beside the window.
     """
-    check_granularity(granularity)
-    if window < 1:
-        raise ValueError(f"window={window} must be >= 1: the window's queries are the score")
     if budget.unit == "tokens" and budget.value <= window:
         raise ValueError(
             f"budget={budget.value:g} tokens must exceed window={window}; raise the budget or shrink the window"
         )
-    if decode_every < 0:
-        raise ValueError(f"decode_every={decode_every} must be >= 0 steps; 0 = never")
     return ScoreSpec(
         prefill_queries=window,
         pool=pool,

@@ -4,6 +4,7 @@ The file holds the settings that were found, what they were found with (model, d
 every measurement of the grid, and the verdict on samples that took no part in the choice.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from kvbench.config.code import hash_files
 from kvbench.config.settings import copy_config
 from kvbench.errors import unknown_name
 from kvbench.results import provenance
+from kvbench.rules.declared import declared
+from kvbench.rules.kinds import shown
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
@@ -78,7 +81,43 @@ def load(where: str) -> Calibration:
             f"method.calibration={where} has schema version {content.get('schema_version')!r}, this kvbench reads "
             f"{SCHEMA_VERSION}; calibrate again"
         )
+    _check_content(where, content)
     return Calibration(path=path, content=content)
+
+
+def _check_content(where: str, content: Mapping[str, Any]) -> None:
+    """Refuse what is more than data: the file may come from anywhere.
+
+    Raises:
+        ValueError: A setting is no scalar and no list of scalars, its name begins with an underscore, or a part of the
+            file has not the form that `calibrate` writes.
+    """
+    for part in ("settings", "replaces", "base"):
+        values = content[part]
+        if not isinstance(values, dict):
+            raise ValueError(f"method.calibration={where}: {part}={shown(values)} is no list of settings")
+        for name, value in values.items():
+            depth = 1 if part == "settings" else 2  # what is only compared may be a table of gates
+            if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name == KEY:
+                raise ValueError(f"method.calibration={where}: {part} has {shown(name)}, which is no setting's name")
+            if not _is_data(value, depth):
+                raise ValueError(
+                    f"method.calibration={where}: {part}.{name}={shown(value)} is neither a number, text, true, false "
+                    "or null, nor a list of these; a calibration file holds nothing else"
+                )
+    for part, keys in (("model", ("name", "fingerprint", "dtype")), ("code", ("method",))):
+        held = content[part]
+        if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in keys):
+            raise ValueError(f"method.calibration={where}: {part} must give {', '.join(keys)} as text; calibrate again")
+
+
+def _is_data(value: object, depth: int) -> bool:
+    """A scalar without interpolation, or lists of these, at most so deep."""
+    if isinstance(value, list):
+        return depth > 0 and all(_is_data(item, depth - 1) for item in value)
+    if isinstance(value, str):
+        return "${" not in value
+    return value is None or isinstance(value, bool | int | float)
 
 
 def apply(method: DictConfig) -> tuple[DictConfig, Calibration | None]:
@@ -155,6 +194,24 @@ def notes(method: DictConfig, model: "LoadedModel", policy: "Policy") -> list[st
     if changed:
         remarks.append(f"{path} was calibrated with other settings beside it: now {', '.join(changed)}")
     return remarks
+
+
+def check_values(found: Calibration, policy: "Policy") -> None:
+    """Refuse a file one of whose values the method's setting may not have; nothing is built.
+
+    Args:
+        found: The file.
+        policy: The method, at any settings.
+
+    Raises:
+        ValueError: Names the file, the setting and its value.
+    """
+    known = declared(type(policy))
+    for name, value in found.settings.items():
+        try:
+            known[name].check(value)
+        except ValueError as error:
+            raise ValueError(f"{found.path}: {error}") from None
 
 
 def method_hash(policy: "Policy") -> str:

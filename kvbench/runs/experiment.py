@@ -1,6 +1,10 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,8 +18,9 @@ from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys, check_whole, unknown_name
 from kvbench.results import identity, provenance
 from kvbench.results.sample import Key
+from kvbench.rules.kinds import Flag, Whole, shown
 from kvbench.runs import calibration
-from kvbench.runs.parts import Parts
+from kvbench.runs.parts import Parts, read_bytes, store_options
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:
@@ -28,6 +33,12 @@ KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
     | {"reference", "fidelity", "store", "prompt_cache_bytes"},
     "fidelity.": {"max_tokens"},
+}
+RULES = {
+    "batch_size": Whole(1, 2**16, unit="samples"),
+    "seed": Whole(0, 2**63 - 1),
+    "fidelity.max_tokens": Whole(0, unit="tokens"),
+    "resume": Flag(),
 }
 
 
@@ -61,18 +72,41 @@ def check_config(cfg: DictConfig) -> None:
     """
     for prefix, known in KEYS.items():
         check_keys(OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg, known, prefix=prefix)
-    for key, minimum in (("batch_size", 1), ("seed", 0), ("fidelity.max_tokens", 0)):
-        check_whole(key, OmegaConf.select(cfg, key), minimum)
+    for key, rule in RULES.items():
+        rule.check(key, OmegaConf.select(cfg, key))
     if cfg.limit is not None:
         check_whole("limit", cfg.limit, 1, ", or null for all samples")
     if cfg.reference not in ("auto", "none"):
         raise unknown_name("reference", cfg.reference, ("auto", "none"))
-    if not isinstance(cfg.resume, bool):
-        raise ValueError(f"resume={cfg.resume} is neither true nor false")
     if not isinstance(cfg.results_dir, str) or not cfg.results_dir:
         raise ValueError(
             f"results_dir={cfg.results_dir!r} is not a folder; give a path, for example results_dir=results"
         )
+    check_results_folder(Path(cfg.results_dir))
+    read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))
+    store_options(cfg.store)
+
+
+def check_results_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to, without making it.
+
+    Raises:
+        ValueError: Names the folder and what stands in the way.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    reason = ""
+    try:
+        if not stat.S_ISDIR(os.stat(there).st_mode):
+            reason = f"{there} is no folder"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            reason = f"{there} cannot be written to"
+        elif there != folder.absolute():
+            with suppress(FileNotFoundError):
+                os.lstat(folder)  # a name that is too long is said to be so only here
+    except OSError as error:
+        reason = f"{shown(str(there))}: {error.strerror}"
+    if reason:
+        raise ValueError(f"results_dir={shown(str(folder))} cannot be used: {reason}; choose another folder")
 
 
 def reference_config(cfg: DictConfig) -> DictConfig:
@@ -98,11 +132,8 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     Raises:
         ValueError: A setting is out of range, or data or weights are missing.
     """
-    cfg = _with_calibration(cfg)
-    policy = parts.make_policy(cfg.method)  # first: a bad setting should not cost a model load
-    model = parts.load_model(cfg.model)
-    for remark in calibration.notes(cfg.method, model, policy):
-        note(remark)
+    method_cfg, policy, model = load_method(cfg, parts, note)
+    cfg = _with(cfg, method_cfg)
     task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
     check_requests(task)
     engine = parts.make_engine(cfg, model, policy)
@@ -158,10 +189,38 @@ def _harness_imports(backend: str) -> frozenset[str]:
     return code.imports(provenance.code_files(backend).values())
 
 
-def _with_calibration(cfg: DictConfig) -> DictConfig:
-    """The configuration with the settings of the calibration file that it names."""
-    method, found = calibration.apply(cfg.method)
+def load_method(cfg: DictConfig, parts: Parts, say: Callable[[str], None]) -> "tuple[DictConfig, Policy, LoadedModel]":
+    """Make the policy and load the model.
+
+    The user's own settings are checked first, because a bad one should not cost a model load. The values of a
+    calibration file are checked as data; a policy is made of them only after the file was found to be for this model.
+
+    Args:
+        cfg: The resolved configuration.
+        parts: The loaders.
+        say: Is told what a calibration was made with and is not used with.
+
+    Returns:
+        The method group with the file's settings, the policy and the model.
+
+    Raises:
+        ValueError: A setting is out of range, weights are missing, or the file is for another method or model.
+    """
+    changed, found = calibration.apply(cfg.method)
     if found is None:
+        return changed, parts.make_policy(cfg.method), parts.load_model(cfg.model)
+    given = {key: value for key, value in as_dict(cfg.method).items() if key != calibration.KEY}
+    policy = parts.make_policy(OmegaConf.create(given))
+    calibration.check_values(found, policy)
+    model = parts.load_model(cfg.model)
+    for remark in calibration.notes(cfg.method, model, policy):
+        say(remark)
+    return changed, parts.make_policy(changed), model
+
+
+def _with(cfg: DictConfig, method: DictConfig) -> DictConfig:
+    """The configuration with another method group."""
+    if method is cfg.method:
         return cfg
     changed = copy_config(cfg)
     changed.method = method

@@ -5,17 +5,20 @@ before.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import check_keys
+from kvbench.rules.kinds import MAX_BYTES, shown
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:
+    from kvbench.cache.layout import StoreOptions
     from kvbench.engine.engine import Engine
     from kvbench.engine.prompt_cache import PromptCache
     from kvbench.models.load import LoadedModel
@@ -75,35 +78,82 @@ class Parts:
 
 
 def make_policy(cfg: DictConfig) -> "Policy":
-    """Build the policy that `_target_` names.
+    """Build the policy that `_target_` names: its class, called with plain settings, and nothing else is called.
 
     Args:
         cfg: The method group: `_target_`, the policy's fields, and `calibration`, a file whose settings replace some.
+            The class is what the user's own YAML or command line names; a calibration file cannot change it.
 
     Raises:
         ValueError: The class does not exist, a field is unknown, a value is out of range, or the file does not fit.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import get_class, instantiate
-
     from kvbench.runs import calibration
 
-    cfg, _ = calibration.apply(cfg)
-    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != calibration.KEY])
+    changed, _ = calibration.apply(cfg)
+    settings = as_dict(changed)
+    settings.pop(calibration.KEY, None)
+    target = settings.pop("_target_", None)
+    for name, value in settings.items():
+        check_plain(f"method.{name}", name, value)
+    made_of = policy_class(target)
+    known = [item.name for item in fields(made_of) if item.init]
+    check_keys(settings, known, prefix="method.")
+    needed = [
+        item.name
+        for item in fields(made_of)
+        if item.init and item.default is MISSING and item.default_factory is MISSING and item.name not in settings
+    ]
+    if needed:
+        raise ValueError(f"method.{needed[0]} is missing; {made_of.__name__} has no default for it, so give a value")
+    return made_of(**settings)
+
+
+def policy_class(target: object) -> "type[Policy]":
+    """The class of a method.
+
+    Args:
+        target: Its module and name, `kvbench.methods.<module>.<Class>` or a module of the user's own.
+
+    Raises:
+        ValueError: There is no such class, or it is no method.
+    """
+    from kvbench.policy import Policy
+
+    parts = target.split(".") if isinstance(target, str) else []
+    if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
+        raise ValueError(f"method._target_={target} is no policy class: write MODULE.CLASS")
     try:
-        known = [item.name for item in fields(get_class(cfg._target_)) if item.init]
-    except (ImportError, ValueError, TypeError) as error:
-        raise ValueError(f"method._target_={cfg.get('_target_')} is no policy class: {error}") from error
-    check_keys([key for key in cfg if not str(key).startswith("_")], known, prefix="method.")
-    try:
-        return instantiate(cfg, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, ValueError) and not isinstance(cause, InstantiationException):
-            raise cause from None
-        if isinstance(cause, TypeError):
-            raise ValueError(f"the settings of {cfg._target_} do not fit: {cause}") from error
-        raise ValueError(f"cannot build the method {cfg.get('_target_')}: {cause}") from error
+        found = getattr(import_module(".".join(parts[:-1])), parts[-1])
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"method._target_={target} is no policy class: {error}") from error
+    if not isinstance(found, type) or not issubclass(found, Policy) or not is_dataclass(found):
+        raise ValueError(f"method._target_={target} is no policy class: it must be a dataclass derived from Policy")
+    return found
+
+
+def check_plain(key: str, name: str, value: object) -> None:
+    """Refuses a setting that is more than a scalar or lists of scalars.
+
+    Args:
+        key: The setting, as the user writes it.
+        name: Its own name.
+        value: What was given.
+
+    Raises:
+        ValueError: The value is or holds a mapping or anything else, or the name begins with an underscore.
+    """
+    if name.startswith("_"):
+        raise ValueError(f"{key} begins with an underscore, which no setting does; leave it out")
+    if not _is_plain(value):
+        raise ValueError(f"{key}={shown(value)} is no plain value; give a number, text, true, false, null or a list")
+
+
+def _is_plain(value: object) -> bool:
+    return (
+        value is None
+        or isinstance(value, bool | int | float | str)
+        or (isinstance(value, list) and all(map(_is_plain, value)))
+    )
 
 
 def make_engine(
@@ -120,16 +170,14 @@ def make_engine(
     Raises:
         ValueError: An unknown key, or a method that does not fit the model.
     """
-    from kvbench.cache.layout import StoreOptions
     from kvbench.engine.engine import Engine
+    from kvbench.policy import check_sizes
 
-    options = as_dict(cfg.store)
-    check_keys(options, [item.name for item in fields(StoreOptions)], prefix="store.")
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    check_sizes(policy, max_tokens=model.max_tokens, num_layers=model.model.config.num_hidden_layers)
     engine = Engine(
         model,
         policy,
-        store=StoreOptions(**options),
+        store=store_options(cfg.store),
         batch_size=cfg.batch_size,
         seed=cfg.seed,
         backend=cfg.backend.name,
@@ -138,6 +186,23 @@ def make_engine(
     )
     policy.check_model(engine.shape.num_layers, engine.shape.num_kv_heads)  # here: before the first prompt is read
     return engine
+
+
+def store_options(cfg: Mapping[str, Any]) -> "StoreOptions":
+    """The layout of memory that the `store` group asks for.
+
+    Raises:
+        ValueError: An unknown key, or a value out of range.
+    """
+    from kvbench.cache.layout import StoreOptions
+
+    options = as_dict(cfg)
+    check_keys(options, [item.name for item in fields(StoreOptions)], prefix="store.")
+    if isinstance(options.get("budget_bytes"), str):
+        options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])
+    if isinstance(options.get("track"), list):
+        options["track"] = tuple(options["track"])
+    return StoreOptions(**options)
 
 
 def read_bytes(key: str, value: object) -> int:
@@ -150,17 +215,17 @@ def read_bytes(key: str, value: object) -> int:
     Raises:
         ValueError: It is neither.
     """
-    from kvbench.policy import Budget
+    from kvbench.policy.budget import read_size
 
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    try:
-        found = Budget.parse(value) if isinstance(value, str) else None
-    except ValueError:
-        found = None
-    if found is None or found.unit != "bytes":
-        raise ValueError(f"{key}={value} is no number of bytes; write a whole number, or text such as 512MiB or 8GiB")
-    return int(found.value)
+    found = read_size(value) if isinstance(value, str) else value
+    if isinstance(found, bool) or not isinstance(found, int | float) or (found is value and isinstance(found, float)):
+        found = -1
+    if not 0 <= found <= MAX_BYTES:
+        raise ValueError(
+            f"{key}={shown(value)} is no number of bytes; write a whole number up to {MAX_BYTES}, or text such as "
+            "512MiB or 8GiB"
+        )
+    return int(found)
 
 
 class LastOne(Generic[Loaded]):

@@ -56,7 +56,10 @@ class Protocol:
             )
         if self.chat_template not in CHAT_TEMPLATE:
             raise unknown_name("protocol.chat_template", self.chat_template, CHAT_TEMPLATE)
-        _check_number("temperature", self.temperature, 0, float("inf"), "it must be >= 0; 0 is greedy")
+        if self.temperature != 0 or isinstance(self.temperature, bool):
+            _check_number(
+                "temperature", self.temperature, 1e-3, 100, "it must be 0, which is greedy, or in [0.001, 100]"
+            )
         _check_number("top_p", self.top_p, 1e-9, 1, "it must lie in (0, 1]; 1 keeps every token")
         check_whole("protocol.num_samples", self.num_samples, 1)
         if self.num_samples > 1 and self.temperature == 0:

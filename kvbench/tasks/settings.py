@@ -34,12 +34,19 @@ def name_list(
         The names in the order given, groups replaced by their members, each name once.
 
     Raises:
-        ValueError: the list is empty or a name is unknown.
+        ValueError: the list is empty, a name is unknown or is there twice.
     """
     groups = groups or {}
     names: dict[str, None] = {}
-    for item in [value] if isinstance(value, str) else value:
-        if item not in known and item not in groups:
+    if not isinstance(value, Sequence):
+        raise ValueError(
+            f"{key}={value!r} is neither a name nor a list of names; known: {', '.join((*groups, *known))}"
+        )
+    given = [value] if isinstance(value, str) else list(value)
+    for place, item in enumerate(given):
+        if item in given[:place]:
+            raise ValueError(f"{key}={given} names {item} twice; name it once")
+        if not isinstance(item, str) or item not in known and item not in groups:
             raise errors.unknown_name(key, item, (*known, *groups))
         names.update(dict.fromkeys(groups.get(item, (item,))))
     if not names:

@@ -249,10 +249,10 @@ def test_the_pool_keeps_to_its_budget():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_bytes": 8}, "store.page_bytes=8 must be 'auto' or a multiple of 16 bytes"),
-        ({"page_bytes": "big"}, "store.page_bytes='big' must be 'auto'"),
-        ({"budget_bytes": 0}, "store.budget_bytes=0 must be > 0 bytes, or null for no limit"),
-        ({"track": ("age",)}, r"store.track=\['age'\] is unknown; choose among score, pos"),
+        ({"page_bytes": 8}, "store.page_bytes=8 must be a multiple of 16 bytes from 16 to 16777216, or auto"),
+        ({"page_bytes": "big"}, "store.page_bytes='big' must be a multiple of 16 bytes"),
+        ({"budget_bytes": 0}, "store.budget_bytes=0 must be a whole number of bytes from 1 to .*, or null"),
+        ({"track": ("age",)}, r"store.track=\('age',\) must be a list of names, each once, among score, pos"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str):

@@ -95,5 +95,5 @@ def test_query_head_copies_are_billed_in_full(tiny_model, name):
     ]
     assert bytes_each[0]["prompt_slots"] * bytes_each[0]["slot_bytes"] <= 36 * 1024
     assert bytes_each[1]["prompt_slots"] <= bytes_each[0]["prompt_slots"] + bytes_each[0]["lists"]
-    with pytest.raises(ValueError, match="granularity='head' must be 'kv_head', or 'q_head'"):
+    with pytest.raises(ValueError, match="granularity='head' must be 'kv_head' or 'q_head'"):
         type(policy_of(name))(granularity="head")

@@ -123,12 +123,14 @@ def test_chain_of_thought_groups_follow_the_bits():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"alpha_l": -0.1}, r"alpha_l=-0.1 and alpha_h=1.0 must satisfy 0 <= alpha_l <= alpha_h"),
+        ({"alpha_l": -0.1}, r"alpha_l=-0.1 must be a number in \[0, 1e\+09\]"),
         ({"alpha_l": 0.5, "alpha_h": 0.4}, r"alpha_l=0.5 and alpha_h=0.4 must satisfy"),
-        ({"window": 0}, r"window=0 must be >= 1"),
-        ({"queries": 0}, r"queries=0 must be >= 1, or -1 for all"),
+        ({"window": 0}, r"window=0 must be a whole number of tokens from 1"),
+        ({"queries": 0}, r"queries=0 must be a whole number of tokens from 1 to 16777216, or -1"),
         ({"decode_rule": "paper"}, r"decode_rule='paper' must be 'algorithm1' or 'released'"),
         ({"threshold": "n"}, r"threshold='n' must be 'N' or 'i'"),
+        ({"high": "k2v8"}, r"low=k4v2 must not hold more bits per key or value than high=k2v8"),
+        ({"high": "k4v2"}, r"high=k4v2 and low=k4v2 are one precision"),
         ({"high": "k3v3"}, r"k_bits=3 is not one of"),
     ],
 )

@@ -115,9 +115,9 @@ def test_the_table_must_be_the_models():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 1.5}, r"sparsity=1.5 must be in \[0, 1\]"),
-        ({"sinks": -1}, "sinks=-1 must be >= 0"),
-        ({"recent": 0}, "recent=0 >= 1"),
+        ({"sparsity": 1.5}, r"sparsity=1.5 must be a number in \[0, 1\], or null"),
+        ({"sinks": -1}, "sinks=-1 must be a whole number of tokens from 0"),
+        ({"recent": 0}, "recent=0 must be a whole number of tokens from 1"),
     ],
 )
 def test_bad_settings(settings, message):

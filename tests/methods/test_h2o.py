@@ -99,7 +99,10 @@ def test_lossless_with_room():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"recent_share": 1.5}, "recent_share=1.5 must be in"), ({"window": -1}, "window=-1 must be >= 0")],
+    [
+        ({"recent_share": 1.5}, "recent_share=1.5 must be a number in"),
+        ({"window": -1}, "window=-1 must be a whole number of tokens from 0"),
+    ],
 )
 def test_bad_settings(settings, message):
     """A bad setting is named with its rule."""

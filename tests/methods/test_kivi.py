@@ -160,8 +160,9 @@ def test_a_policy_that_never_quantises_is_caught():
     ("settings", "message"),
     [
         ({"group": 12}, r"group=12 must be a multiple of 8"),
-        ({"residual_tokens": 100}, r"residual_tokens=100 must be a positive multiple of group=32"),
-        ({"bits": 3}, r"bits=3 is not one of"),
+        ({"residual_tokens": 100}, r"residual_tokens=100 must be a multiple of 8 tokens"),
+        ({"residual_tokens": 104}, r"residual_tokens=104 must be a positive multiple of group=32"),
+        ({"bits": 3}, r"bits=3 must be 1, 2, 4 or 8 bits"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

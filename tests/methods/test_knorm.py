@@ -108,5 +108,5 @@ def test_norms_go_with_no_query(wrong):
 
 def test_bad_settings():
     """A negative number of layers is named with its rule."""
-    with pytest.raises(ValueError, match="skip_layers=-1 and decode_every=0 must be >= 0"):
+    with pytest.raises(ValueError, match="skip_layers=-1 must be a whole number of layers from 0"):
         KeyNorm(skip_layers=-1)

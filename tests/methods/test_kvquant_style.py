@@ -148,7 +148,8 @@ def test_policies_that_lose_slots_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"group": 12}, "group=12 must be a multiple of 8"), ({"bits": 3}, "k_bits=3")]
+    ("settings", "message"),
+    [({"group": 12}, "group=12 must be a multiple of 8"), ({"bits": 3}, "bits=3 must be 1, 2, 4 or 8 bits")],
 )
 def test_bad_settings(settings, message):
     """A bad setting is named with its rule."""

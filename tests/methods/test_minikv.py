@@ -48,7 +48,7 @@ def test_golden_buffer_states():
     The golden case has groups of 4 and a buffer of 8; pages hold multiples of 8 slots, so all numbers are doubled here.
     """
     states = [tuple(2 * x for x in state) for state in golden("minikv_state")]
-    policy = MiniKV(heavy=1.0, recent=1.0, allocation="uniform", group=8, residual_tokens=16)
+    policy = MiniKV(heavy=0.5, recent=0.5, allocation="uniform", group=8, residual_tokens=16)
     store = make_store(policy)
     row = store.open_row()
     store.prefill_layer(row, 0, torch.randn(1, 20, 8), torch.randn(1, 20, 8), torch.randn(1, 20, 8), 1.0)
@@ -104,10 +104,11 @@ def test_capped_shares_go_to_the_others():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heavy": 0.0}, "heavy=0.0 must be in"),
+        ({"heavy": 0.0}, "heavy=0.0 must be a number in"),
         ({"allocation": "cone"}, "allocation='cone' must be"),
         ({"group": 12}, "group=12 must be a multiple of 8"),
-        ({"residual_tokens": 100}, "residual_tokens=100 a multiple of group"),
+        ({"residual_tokens": 104}, "residual_tokens=104 must be a multiple of group=16"),
+        ({"heavy": 0.9}, "heavy=0.9 and recent=0.25 are shares of one prompt"),
     ],
 )
 def test_bad_settings(settings, message):

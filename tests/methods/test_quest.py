@@ -194,8 +194,8 @@ def test_what_does_not_go_with_bounds_is_refused():
         compile_formats(Quest(), store.shape, StoreOptions(page_bytes=4096))
     with pytest.raises(ValueError, match="page_tokens=12 must be a multiple of 8"):
         Quest(page_tokens=12)
-    with pytest.raises(ValueError, match="min_pages=0 must be >= 1 and dense_layers=2 >= 0"):
+    with pytest.raises(ValueError, match="min_pages=0 must be a whole number of pages from 1"):
         Quest(min_pages=0)
-    with pytest.raises(ValueError, match="group_reduce='sum' must be 'mean' or 'max'"):
+    with pytest.raises(ValueError, match="group='sum' must be 'max' or 'mean'"):
         Quest(group="sum")
     assert Policy().reading is None and isinstance(Quest().reading, ReadSpec)

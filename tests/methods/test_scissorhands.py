@@ -169,10 +169,10 @@ def test_prompt_counts_are_those_of_the_whole_matrix(queries, skip_near):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"history": 0}, "history=0 must be >= 1"),
-        ({"recent": -1}, "recent=-1 >= 0"),
-        ({"drop": 0}, "drop=0 must be a share"),
-        ({"drop": 1.5}, "drop=1.5 must be a share"),
+        ({"history": 0}, "history=0 must be a whole number of tokens from 1"),
+        ({"recent": -1}, "recent=-1 must be a whole number of tokens from 0"),
+        ({"drop": 0}, "drop=0 must be a number in"),
+        ({"drop": 1.5}, "drop=1.5 must be a number in"),
     ],
 )
 def test_bad_settings(settings, message):

@@ -192,11 +192,11 @@ def test_a_policy_that_keeps_everything_is_caught(budget):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 0}, r"window=0 must be >= 1"),
+        ({"window": 0}, r"window=0 must be a whole number of tokens from 1"),
         ({"budget": 32, "window": 32}, r"budget=32 tokens must exceed window=32; raise the budget"),
         ({"budget": 1.5}, r"budget=1.5 is out of range; write a ratio in \(0, 1\]"),
         ({"budget": "lots"}, r"budget='lots' is not a budget; write a ratio"),
-        ({"pool_kernel": 4}, r"pool_kernel=4 must be odd"),
+        ({"pool_kernel": 4}, r"pool_kernel=4 must be an odd whole number"),
         ({"pool": "median"}, r"pool='median'"),
         ({"tier": "k2v2-channel"}, r"is not a tier"),
     ],

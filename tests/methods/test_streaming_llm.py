@@ -184,7 +184,7 @@ def test_keys_that_cannot_be_rotated_are_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sinks": -1}, r"sinks=-1 must be >= 0"),
+        ({"sinks": -1}, r"sinks=-1 must be a whole number of tokens from 0"),
         ({"sinks": 8, "budget": 8}, r"budget=8 tokens leaves no recent token beside sinks=8; raise the budget"),
         ({"position_mode": "relative"}, r"position_mode='relative' must be"),
         ({"budget": 0}, r"budget=0 is out of range"),

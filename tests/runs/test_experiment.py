@@ -79,14 +79,14 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("batch_size", 0, "batch_size=0 must be a whole number of at least 1"),
+        ("batch_size", 0, "batch_size=0 must be a whole number of samples from 1 to 65536"),
         ("batch_size", "four", "batch_size='four' must be a whole number"),
         ("limit", 0, "limit=0 must be a whole number of at least 1, or null for all samples"),
         ("limit", True, "limit=True must be a whole number"),
         ("seed", -1, "seed=-1"),
         ("fidelity__max_tokens", -1, "fidelity.max_tokens=-1"),
         ("reference", "atuo", "reference=atuo does not exist. Did you mean auto?"),
-        ("resume", "maybe", "resume=maybe is neither true nor false"),
+        ("resume", "maybe", "resume='maybe' must be true or false"),
         ("results_dir", None, "results_dir=None is not a folder"),
         ("method__ratio", 1.5, r"method.ratio=1.5 is outside \(0, 1\]"),
     ],

@@ -5,8 +5,9 @@ from random import Random
 
 import pytest
 
-from kvbench.tasks import load_task
+from kvbench.tasks import load_task, longctx
 from kvbench.tasks.longctx import generate, haystack, metrics
+from kvbench.tasks.protocol import Protocol
 
 KINDS = generate.KINDS
 
@@ -123,8 +124,22 @@ def test_longest_fit_against_counting_up(tokenizer) -> None:
 
 def test_a_prompt_that_cannot_fit_is_an_error(tokenizer) -> None:
     """Without any filler the prompt is already longer than asked."""
-    with pytest.raises(ValueError, match="too short: the prompt takes 12 tokens without any filler"):
+    with pytest.raises(ValueError, match="too short: a prompt takes 12 tokens without any filler"):
         generate.longest_fit(lambda n: "a " * 10 + "b " * n, tokenizer, 10, 5)
+
+
+def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
+    """With several kinds the message says what the neediest of them takes, so that one change is enough."""
+    loaded, needs = tiny_model("llama", "gqa3", 64), {}
+    kinds = ["kv", "passkey", "multikey"]
+    for chosen in ([kind] for kind in kinds):
+        settings = {"kinds": chosen, "length": 256, "items": 2}
+        with pytest.raises(generate.TooShort) as caught:
+            longctx.load(settings, loaded, limit=None, seed=0, protocol=Protocol())
+        needs[chosen[0]] = caught.value.needed
+    with pytest.raises(ValueError, match=f"task.length=256 is too short: a prompt takes {max(needs.values())} tokens"):
+        longctx.load(settings | {"kinds": kinds}, loaded, limit=None, seed=0, protocol=Protocol())
+    assert len(set(needs.values())) > 1
 
 
 @pytest.mark.parametrize(

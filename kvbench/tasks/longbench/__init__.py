@@ -75,7 +75,9 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         ValueError: unknown subset or key, missing data, or a subset whose rows are all broken.
     """
     check_keys(cfg, ("subsets", "data_dir", "max_prompt_tokens"))
-    subsets = name_list("task.subsets", cfg.get("subsets") or "en", (*ENGLISH, *LONGBENCH_E), GROUPS)
+    subsets = name_list(
+        "task.subsets", "en" if cfg.get("subsets") is None else cfg["subsets"], (*ENGLISH, *LONGBENCH_E), GROUPS
+    )
     cut = cfg.get("max_prompt_tokens")
     if cut is not None:
         check_whole("task.max_prompt_tokens", cut, 2, ", or null for the longest that the model takes")

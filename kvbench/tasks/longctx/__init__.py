@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import check_whole
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longctx.dataset import DEFAULT_ITEMS, DEFAULT_LENGTH
-from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH
+from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH, TooShort, tokens_needed
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys, name_list
@@ -49,16 +49,21 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         ValueError: a setting is out of range or does not fit the model.
     """
     check_keys(cfg, ("length", "items", "kinds"))
-    kinds = name_list("task.kinds", cfg.get("kinds") or KINDS, KINDS)
+    kinds = name_list("task.kinds", KINDS if cfg.get("kinds") is None else cfg["kinds"], KINDS)
     length = check_whole("task.length", cfg.get("length", DEFAULT_LENGTH), MIN_LENGTH)
     items = check_whole("task.items", cfg.get("items", DEFAULT_ITEMS), 1)
     names = {kind: f"kvbench_longctx_{kind}" for kind in kinds}
-    metadata = {"tokenizer": model.tokenizer, "length": length, "items": min(items, limit or items), "seed": seed}
+    items = min(items, limit or items)
+    metadata = {"tokenizer": model.tokenizer, "length": length, "items": items, "seed": seed}
     if length >= model.max_tokens:
         raise ValueError(
             f"task.length={length} does not fit model {model.name}, which holds {model.max_tokens} tokens; lower it"
         )
-    tasks = load_lmeval_tasks(_FOLDER, list(names.values()), metadata)
+    try:
+        tasks = load_lmeval_tasks(_FOLDER, list(names.values()), metadata)
+    except TooShort as error:
+        needed = max(tokens_needed(kind, items, model.tokenizer, length, seed) for kind in kinds)
+        raise TooShort(length, needed) from error
     requests: list[Request] = []
     scored: dict[str, tuple[Task, dict]] = {}
     for kind, name in names.items():

@@ -69,6 +69,33 @@ def make_doc(kind: str, index: int, *, tokenizer: "PreTrainedTokenizerBase", len
     return doc
 
 
+class TooShort(ValueError):
+    """A length that a prompt does not fit into even without filler.
+
+    Args:
+        length: What was asked for, in tokens.
+        needed: Tokens that the prompt takes.
+    """
+
+    def __init__(self, length: int, needed: int) -> None:
+        super().__init__(
+            f"task.length={length} is too short: a prompt takes {needed} tokens without any filler; raise it to at "
+            "least that"
+        )
+        self.needed = needed
+
+
+def tokens_needed(kind: str, items: int, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> int:
+    """Tokens that the longest prompt of a kind takes without filler, or 0 when all fit; as `make_doc` otherwise."""
+    needed = 0
+    for index in range(items):
+        try:
+            make_doc(kind, index, tokenizer=tokenizer, length=length, seed=seed)
+        except TooShort as error:
+            needed = max(needed, error.needed)
+    return needed
+
+
 def longest_fit(render: Callable[[int], str], tokenizer: "PreTrainedTokenizerBase", length: int, limit: int) -> int:
     """Find how many units of filler fill a prompt.
 
@@ -90,9 +117,7 @@ def longest_fit(render: Callable[[int], str], tokenizer: "PreTrainedTokenizerBas
 
     fits, fits_tokens = 0, count(0)
     if fits_tokens > length:
-        raise ValueError(
-            f"task.length={length} is too short: the prompt takes {fits_tokens} tokens without any filler; raise it"
-        )
+        raise TooShort(length, fits_tokens)
     over, over_tokens = limit + 1, None
     guess = (length - fits_tokens) // 2
     rounds = 0

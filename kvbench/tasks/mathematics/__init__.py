@@ -47,7 +47,9 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         yaml_names = [f"kvbench_math500{end}"]
     else:
         check_keys(cfg, ("data_dir", "subjects", "form"))
-        subjects = name_list("task.subjects", cfg.get("subjects") or "all", SUBJECTS, {"all": SUBJECTS})
+        subjects = name_list(
+            "task.subjects", "all" if cfg.get("subjects") is None else cfg["subjects"], SUBJECTS, {"all": SUBJECTS}
+        )
         yaml_names = [f"kvbench_math_{subject}{end}" for subject in subjects]
     return load_problems(
         name=name,

@@ -1,0 +1,83 @@
+"""Rules of the settings that many methods have, and what of them depends on the model."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvbench.policy.budget import Budget
+from kvbench.policy.declare import Tier
+from kvbench.rules.declared import declared
+from kvbench.rules.kinds import Rule
+
+if TYPE_CHECKING:
+    from kvbench.policy.base import Policy
+
+
+@dataclass(frozen=True)
+class BudgetRule(Rule):
+    """What `Budget.parse` reads."""
+
+    @property
+    def text(self) -> str:
+        return "a budget"
+
+    def fits(self, value: object) -> bool:
+        try:
+            self.check("budget", value)
+        except ValueError:
+            return False
+        return True
+
+    def check(self, name: str, value: object) -> None:
+        Budget.parse(value, name)
+
+
+@dataclass(frozen=True)
+class TierRule(Rule):
+    """What `Tier.parse` reads."""
+
+    @property
+    def text(self) -> str:
+        return "a tier"
+
+    def fits(self, value: object) -> bool:
+        try:
+            self.check("tier", value)
+        except ValueError:
+            return False
+        return True
+
+    def check(self, name: str, value: object) -> None:
+        Tier.parse(value, name)
+
+
+BudgetText = Annotated[float | int | str, BudgetRule()]
+"""A setting that says how much may be kept."""
+TierText = Annotated[str, TierRule()]
+"""A setting that names a precision."""
+
+
+def check_sizes(policy: "Policy", *, max_tokens: int, num_layers: int) -> None:
+    """Refuses settings that no prompt of a model can reach.
+
+    A window longer than some prompts is as it should be. One that is longer than the model's context would make every
+    run the full cache under another name.
+
+    Args:
+        policy: The method.
+        max_tokens: The model's context length.
+        num_layers: The model's layers.
+
+    Raises:
+        ValueError: Names the setting, its value and what the model has.
+    """
+    limits = {"tokens": (max_tokens, "context"), "layers": (num_layers, "number")}
+    for name, field in declared(type(policy)).items():
+        value, unit = getattr(policy, name), field.rule.unit if field.rule else ""
+        if isinstance(field.rule, BudgetRule) and value is not None:
+            budget = Budget.parse(value, name)
+            value, unit = int(budget.value), budget.unit
+        if unit in limits and isinstance(value, int) and value > limits[unit][0]:
+            limit, what = limits[unit]
+            raise ValueError(
+                f"method.{name}={value} is beyond the model, whose {what} of {unit} is {limit}; give at most that many"
+            )

@@ -1,0 +1,223 @@
+"""The kinds of values that settings have. A rule says what it takes, in words and in code."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+MAX_TOKENS = 2**24  # no model reads more; a larger number is a slip
+MAX_BYTES = 2**50
+
+
+class Rule(ABC):
+    """What one setting may be."""
+
+    unit: str = ""
+    """What a number counts: `tokens`, `layers`, `bits`, ...; empty where it counts nothing."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """What is allowed, as the end of `x must be ...`."""
+
+    @abstractmethod
+    def fits(self, value: object) -> bool:
+        """True for a value that is allowed."""
+
+    def check(self, name: str, value: object) -> None:
+        """Refuses a value that is not allowed.
+
+        Args:
+            name: The setting, as the user writes it.
+            value: What was given.
+
+        Raises:
+            ValueError: Names the setting, its value and what is allowed.
+        """
+        if not self.fits(value):
+            raise ValueError(f"{name}={shown(value)} must be {self.text}")
+
+
+@dataclass(frozen=True)
+class Whole(Rule):
+    """A whole number; True and 1.0 are none.
+
+    Args:
+        low: Smallest; None = no limit.
+        high: Largest; None = `MAX_TOKENS` for tokens, otherwise no limit.
+        unit: What it counts.
+        multiple_of: It is a multiple of this.
+        odd: It is odd.
+        also: Further values, for example -1 for all or `auto`.
+    """
+
+    low: int | None = None
+    high: int | None = None
+    unit: str = ""
+    multiple_of: int = 1
+    odd: bool = False
+    also: tuple[int | str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.high is None and self.unit == "tokens":
+            object.__setattr__(self, "high", MAX_TOKENS)
+
+    @property
+    def text(self) -> str:
+        what = "an odd whole number" if self.odd else "a whole number"
+        of = "of " if self.multiple_of == 1 else ""
+        what = what if of else f"a multiple of {self.multiple_of}"
+        return what + (f" {of}{self.unit}" if self.unit else "") + _range(self.low, self.high) + _or(self.also)
+
+    def fits(self, value: object) -> bool:
+        if any(is_same(value, other) for other in self.also):
+            return True
+        if isinstance(value, bool) or not isinstance(value, int):
+            return False
+        inside = (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        return inside and value % self.multiple_of == 0 and (not self.odd or value % 2 == 1)
+
+
+@dataclass(frozen=True)
+class Number(Rule):
+    """A finite number, whole or not; NaN and the infinities are none.
+
+    Args:
+        low: Smallest; None = no limit.
+        high: Largest; None = no limit.
+        unit: What it counts.
+        above: `low` itself is not allowed.
+        also: Further values, for example 0 for never.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    above: bool = False
+    also: tuple[float, ...] = ()
+
+    @property
+    def text(self) -> str:
+        if self.low is not None and self.high is not None:
+            limits = f" in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+        else:
+            limits = _range(self.low, self.high)
+        return "a number" + (f" of {self.unit}" if self.unit else "") + limits + _or(self.also)
+
+    def fits(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if value in self.also:
+            return True
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        if self.low is not None and (value < self.low or (self.above and value == self.low)):
+            return False
+        return self.high is None or value <= self.high
+
+
+@dataclass(frozen=True)
+class Flag(Rule):
+    """True or false; neither text nor 0 and 1."""
+
+    @property
+    def text(self) -> str:
+        return "true or false"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Choice(Rule):
+    """One of several values.
+
+    Args:
+        options: All there are.
+        unit: What they count.
+    """
+
+    options: tuple[object, ...]
+    unit: str = ""
+
+    @property
+    def text(self) -> str:
+        *first, last = map(repr, self.options)
+        return (f"{', '.join(first)} or {last}" if first else last) + (f" {self.unit}" if self.unit else "")
+
+    def fits(self, value: object) -> bool:
+        return any(is_same(value, option) for option in self.options)
+
+
+@dataclass(frozen=True)
+class Text(Rule):
+    """Text that is not empty."""
+
+    @property
+    def text(self) -> str:
+        return "text"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, str) and bool(value)
+
+
+@dataclass(frozen=True)
+class Names(Rule):
+    """A list of names, each at most once.
+
+    Args:
+        options: All there are.
+    """
+
+    options: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return f"a list of names, each once, among {', '.join(self.options)}"
+
+    def fits(self, value: object) -> bool:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            return False
+        return all(item in self.options for item in value) and len(set(value)) == len(value)
+
+
+@dataclass(frozen=True)
+class TableOrPath(Rule):
+    """A path, or rows of finite numbers."""
+
+    @property
+    def text(self) -> str:
+        return "the path of a file, or a list of lists of numbers"
+
+    def fits(self, value: object) -> bool:
+        if isinstance(value, str):
+            return bool(value)
+        return all(_is_list(row) and all(map(Number().fits, row)) for row in value) if _is_list(value) else False
+
+
+def is_same(value: object, other: object) -> bool:
+    """Equal and of one type: 1, 1.0 and True are three values."""
+    return type(value) is type(other) and value == other
+
+
+def shown(value: object) -> str:
+    """A value in a message; of a long one the beginning."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    if low is not None:
+        return f", at least {low}"
+    return "" if high is None else f", at most {high}"
+
+
+def _or(also: Sequence[object]) -> str:
+    return "".join(f", or {item}" for item in also)

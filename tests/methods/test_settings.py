@@ -1,0 +1,116 @@
+"""Every setting of every method has a type, a range and a unit, and what lies outside is refused by name: generated
+from what is declared, so that a new setting is covered without being named here."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from conformance_helpers import METHODS, settings_of
+from omegaconf import OmegaConf
+
+from kvbench.policy.settings import BudgetRule, TierRule, check_sizes
+from kvbench.rules.declared import declared
+from kvbench.rules.kinds import Choice, Flag, Number, TableOrPath, Text, Whole
+from kvbench.runs.parts import make_policy, policy_class
+
+FIELDS = [(name, field) for name in METHODS for field in declared(policy_class(settings_of(name)._target_))]
+
+
+def wrong(field) -> Iterator[object]:
+    """Values that a field must refuse, by an independent reading of what its rule says."""
+    rule = field.rule
+    yield from (math.nan, math.inf, -math.inf, {"a": 1}, {}, [], [{}])
+    if not field.optional:
+        yield None
+    if not isinstance(rule, TableOrPath):
+        yield from ("no such thing", "", "maybe", [1], ["max"])
+    if not isinstance(rule, Flag):
+        yield from (True, False)
+    if isinstance(rule, Flag | Choice | TierRule | TableOrPath):
+        yield from (10**30, -(10**30), 0.5, 1.0, 0, 2.0)
+    if isinstance(rule, Flag):
+        yield from ("true", 1)
+    if isinstance(rule, Whole):
+        yield from (rule.low - 1 if rule.low - 1 not in rule.also else rule.low - 2, rule.high + 1, 10**30, -(10**30))
+        yield from (float(rule.low), rule.low + 0.5, str(rule.low))
+        if rule.odd or rule.multiple_of > 1:
+            yield rule.low + 1
+    if isinstance(rule, Number):
+        yield from (rule.low - 1e-6, rule.high * (1 + 1e-6), 10**30, -(10**30), 1e300, str(rule.low))
+        if rule.above:
+            yield rule.low
+    if isinstance(rule, BudgetRule):
+        yield from (
+            0,
+            -1,
+            0.0,
+            -0.5,
+            1.5,
+            256.0,
+            "0",
+            "1e400",
+            "0B",
+            "1.2.3MiB",
+            "99999999999999999999GiB",
+            10**9,
+            10**30,
+        )
+    if isinstance(rule, TierRule):
+        yield from ("k3v3", "k8", "k99999v1", "fp32")
+
+
+@pytest.mark.parametrize(("name", "setting"), FIELDS)
+def test_a_wrong_value_is_refused_by_name(name, setting):
+    """Wrong types, NaN, and what lies below or above the range: one ValueError that names the setting, from a
+    configuration and from Python alike."""
+    kind = policy_class(settings_of(name)._target_)
+    field = declared(kind)[setting]
+    defaults = OmegaConf.to_container(settings_of(name)) | {"_target_": None}
+    del defaults["_target_"]
+    for value in wrong(field):
+        with pytest.raises(ValueError, match=rf"^(method\.)?{setting}\b"):
+            kind(**defaults | {setting: value})
+        with pytest.raises(ValueError, match=rf"^method\.{setting}\b|^{setting}\b"):
+            make_policy(OmegaConf.create({**settings_of(name), setting: value}))
+
+
+@pytest.mark.parametrize(("name", "setting"), FIELDS)
+def test_every_setting_says_what_it_may_be(name, setting):
+    """A number has both ends of its range, and a whole number that counts something its unit."""
+    rule = declared(policy_class(settings_of(name)._target_))[setting].rule
+    assert rule is not None and not isinstance(rule, Text)
+    if isinstance(rule, Whole | Number):
+        assert rule.low is not None and rule.high is not None
+
+
+@pytest.mark.parametrize(("name", "setting"), FIELDS)
+def test_both_ends_of_a_range_are_allowed(name, setting):
+    """What the rule calls the smallest and the largest passes the rule itself."""
+    rule = declared(policy_class(settings_of(name)._target_))[setting].rule
+    if isinstance(rule, Whole) and not (rule.odd or rule.multiple_of > 1):
+        assert rule.fits(rule.low) and rule.fits(rule.high) and all(rule.fits(value) for value in rule.also)
+    if isinstance(rule, Number):
+        assert rule.fits(rule.low) is not rule.above and rule.fits(rule.high)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_count_of_tokens_or_layers_is_beyond_the_model(name):
+    """Each whole number of tokens or layers, and a budget in tokens, may reach the model's size, and not one more."""
+    kind = policy_class(settings_of(name)._target_)
+    checked = 0
+    for setting, field in declared(kind).items():
+        policy = make_policy(settings_of(name))
+        check_sizes(policy, max_tokens=4096, num_layers=30)
+        limit = {"tokens": 4096, "layers": 30}.get(
+            field.rule.unit, 4096 if isinstance(field.rule, BudgetRule) else None
+        )
+        if limit is not None:
+            setattr(policy, setting, limit)
+            check_sizes(policy, max_tokens=4096, num_layers=30)
+            setattr(policy, setting, limit + 1)
+            with pytest.raises(
+                ValueError, match=f"method.{setting}={limit + 1} is beyond the model, whose .* is {limit}"
+            ):
+                check_sizes(policy, max_tokens=4096, num_layers=30)
+            checked += 1
+    assert checked or name in ("full", "int4", "int8", "fp8")

@@ -1,0 +1,49 @@
+"""What a budget may be written as, and that one, one point zero and true are three things."""
+
+import math
+
+import pytest
+
+from kvbench.policy import Budget
+from kvbench.policy.budget import read_size
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        (1, 1, "tokens"),
+        ("1", 1, "tokens"),
+        (1.0, 1, "ratio"),
+        ("1.0", 1, "ratio"),
+        (0.25, 0.25, "ratio"),
+        (256, 256, "tokens"),
+        (2**24, 2**24, "tokens"),
+        ("8MiB", 2**23, "bytes"),
+        (" 0.5 KiB ", 512, "bytes"),
+    ],
+)
+def test_a_whole_number_is_tokens_and_a_point_makes_a_ratio(text, value, unit):
+    """Ratios lie in (0, 1] and are written with a point; whole numbers are tokens; units make bytes."""
+    assert Budget.parse(text) == Budget(value, unit) and Budget.parse(Budget.parse(text)) == Budget(value, unit)
+
+
+@pytest.mark.parametrize(
+    "text", [0, -1, 1.5, 256.0, 2**24 + 1, 10**40, math.nan, math.inf, "1e400", "0B", "2097152GiB"]
+)
+def test_numbers_out_of_range_are_refused(text):
+    """Absurd budgets would evict nothing, without a word."""
+    with pytest.raises(ValueError, match=r"read_budget=.* is out of range; write a ratio in \(0, 1\]"):
+        Budget.parse(text, "read_budget")
+
+
+@pytest.mark.parametrize("text", [True, False, None, "lots", "", [1], {"a": 1}, "1.2.3MiB", "8 MB", "0x10"])
+def test_what_is_no_number_is_refused(text):
+    """Neither flags nor other text are budgets."""
+    with pytest.raises(ValueError, match="budget=.* is not a budget; write a ratio"):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1B", 1), ("1.5KiB", 1536), (".5GiB", 2**29), ("KiB", None), ("5", None)])
+def test_sizes(text, size):
+    """A number and one of four units, and nothing else."""
+    assert read_size(text) == size

@@ -1,0 +1,196 @@
+"""Data never executes: no calibration file, setting or composed file gets anything called that is not the method."""
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from kvbench.config.compose import compose
+from kvbench.evidence import report_content
+from kvbench.methods.diffkv import DiffKV
+from kvbench.runs import calibration, experiment
+from kvbench.runs.parts import make_policy, policy_class
+
+TARGET = "kvbench.methods.diffkv.DiffKV"
+
+
+def payloads(mark):
+    """Values of the shapes that ran programs: a call, one with a shell, one in a list, one that is partial."""
+    write = {"_target_": "pathlib.Path.write_text", "_args_": [{"_target_": "pathlib.Path", "_args_": [mark]}, "x"]}
+    shell = {"_target_": "subprocess.run", "args": ["/bin/sh", "-c", f"echo x > {mark}"]}
+    return [
+        write,
+        shell,
+        {"_target_": "os.system", "_args_": [f"touch {mark}"]},
+        [shell],
+        [[write]],
+        {"_target_": "functools.partial", "_args_": [shell], "_partial_": True},
+        {"a": {"b": write}},
+    ]
+
+
+NUM_PAYLOADS = len(payloads(""))
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """A file that is there only after a payload ran."""
+    path = tmp_path / "ran"
+    yield str(path)
+    assert not path.exists(), "the payload ran"
+
+
+def content(**changes):
+    """A calibration file's content, as `calibrate` writes it."""
+    whole = {
+        "schema_version": 1,
+        "method": "diffkv",
+        "target": TARGET,
+        "settings": {"alpha_h": 2.0},
+        "replaces": {"alpha_h": 1.0},
+        "base": {"window": 64},
+        "confirmed": True,
+        "model": {"name": "tiny", "fingerprint": "ab" * 32, "dtype": "torch.float32"},
+        "code": {"method": "0"},
+    }
+    return whole | changes
+
+
+def method_cfg(path):
+    """The group `method` of diffkv with a calibration file."""
+    return OmegaConf.create({"_target_": TARGET, "alpha_h": 1.0, "alpha_l": 0.0, "calibration": str(path)})
+
+
+@pytest.mark.parametrize("which", range(NUM_PAYLOADS))
+@pytest.mark.parametrize("part", ["settings", "replaces", "base"])
+def test_a_calibration_file_runs_nothing(tmp_path, mark, part, which):
+    """Wherever a payload stands in a calibration file, the file is refused and nothing was called."""
+    value = payloads(mark)[which]
+    path = tmp_path / "c.yaml"
+    held = {name: {"alpha_h": value} for name in {part, "settings"}}  # `replaces` disarmed the check of contradictions
+    path.write_text(yaml.safe_dump(content(**held)))
+    with pytest.raises(ValueError, match=r"alpha_h=.* is neither a number, text, true, false"):
+        make_policy(method_cfg(path))
+
+
+@pytest.mark.parametrize("name", ["_target_", "_args_", "_recursive_", "calibration", "a.b", "__class__"])
+def test_a_calibration_file_sets_only_settings(tmp_path, mark, name):
+    """It names no class, no other file and nothing with an underscore in front."""
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(content(settings={name: "pathlib.Path"})))
+    with pytest.raises(ValueError, match="which is no setting's name"):
+        make_policy(method_cfg(path))
+
+
+def test_a_calibration_file_reads_no_environment(tmp_path):
+    """An interpolation of the configuration library is no scalar."""
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(content(settings={"alpha_h": "${oc.env:HOME}"})))
+    with pytest.raises(ValueError, match="alpha_h='.*HOME.*' is neither a number"):
+        make_policy(method_cfg(path))
+
+
+def test_a_calibration_file_for_another_class_imports_nothing(tmp_path, monkeypatch):
+    """Its `target` is compared, never imported."""
+    module = tmp_path / "hostile_module.py"
+    module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(content(target="hostile_module.Class")))
+    with pytest.raises(ValueError, match="is for method=diffkv"):
+        make_policy(method_cfg(path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_another_models_file_is_refused_before_a_policy_is_made_of_it(tmp_path):
+    """The policy is made of the user's own settings, the model is compared, and only then the file's are used; a value
+    out of range does not even wait for the model."""
+    from types import SimpleNamespace
+
+    made = []
+
+    def note_policy(cfg):
+        made.append(dict(cfg))
+        return make_policy(cfg)
+
+    loaded = []
+
+    def load_model(cfg):
+        loaded.append(cfg)
+        return SimpleNamespace(name="other", fingerprint="cd" * 32, dtype="torch.float32")
+
+    parts = SimpleNamespace(make_policy=note_policy, load_model=load_model)
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(content()))
+    cfg = OmegaConf.create({"method": method_cfg(path), "model": {}})
+    with pytest.raises(ValueError, match="was calibrated on the model tiny"):
+        experiment.load_method(cfg, parts, print)
+    assert [item["alpha_h"] for item in made] == [1.0] and len(loaded) == 1
+    path.write_text(yaml.safe_dump(content(settings={"alpha_h": float("nan")})))
+    with pytest.raises(ValueError, match="alpha_h=nan must be a number"):
+        experiment.load_method(cfg, parts, print)
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("which", range(NUM_PAYLOADS))
+def test_a_setting_runs_nothing(mark, which):
+    """The same values as a setting, from whatever file or command line: refused as no plain value."""
+    cfg = OmegaConf.create({"_target_": TARGET, "alpha_h": payloads(mark)[which]})
+    with pytest.raises(ValueError, match="method.alpha_h=.* is no plain value"):
+        make_policy(cfg)
+
+
+@pytest.mark.parametrize("name", ["_args_", "_partial_", "_recursive_", "_convert_"])
+def test_no_setting_begins_with_an_underscore(name):
+    """The configuration library's own words are no settings."""
+    with pytest.raises(ValueError, match=f"method.{name} begins with an underscore"):
+        make_policy(OmegaConf.create({"_target_": TARGET, name: True}))
+
+
+def test_the_command_line_runs_nothing(mark):
+    """A payload in a word of the command line."""
+    word = f"method.alpha_h={{_target_:pathlib.Path,_args_:['{mark}']}}"
+    with pytest.raises(ValueError, match="is no plain value"):
+        make_policy(compose(["method=diffkv", word]).method)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("os.system", "pathlib.Path", "builtins.eval", "kvbench.methods.diffkv.ALL_QUERIES", "kvbench.policy.Tier"),
+        *("diffkv", "", None, 5, "kvbench..x", "a b.c", "kvbench.methods.diffkv.__class__", "kvbench.methods.diffkv.X"),
+        "kvbench.policy.base.Declarations",
+    ],
+)
+def test_only_a_policy_is_a_method(target):
+    """What a configuration names must be a dataclass derived from Policy; nothing else is called."""
+    with pytest.raises(ValueError, match="is no policy class"):
+        policy_class(target)
+
+
+def test_a_users_own_module_may_hold_a_method(tmp_path, monkeypatch):
+    """A module that the user's own YAML names, outside of kvbench, gives its policy with plain settings."""
+    (tmp_path / "my_methods.py").write_text(
+        "from dataclasses import dataclass\nfrom kvbench.policy import Policy\n\n\n"
+        "@dataclass(kw_only=True)\nclass Mine(Policy):\n    size: int\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_policy(OmegaConf.create({"_target_": "my_methods.Mine", "size": 3})).size == 3
+    with pytest.raises(ValueError, match="size=3.0 must be a whole number"):
+        make_policy(OmegaConf.create({"_target_": "my_methods.Mine", "size": 3.0}))
+    with pytest.raises(ValueError, match="method.size is missing; Mine has no default"):
+        make_policy(OmegaConf.create({"_target_": "my_methods.Mine"}))
+
+
+def test_shipped_calibrations_are_data():
+    """Every file that comes with kvbench passes the checks that hostile ones do not."""
+    for name in calibration.shipped():
+        calibration.check_values(calibration.load(name), DiffKV())
+
+
+def test_a_stored_run_names_no_class_to_load(mark):
+    """The report names tiers by the method's code only for methods of kvbench, and with plain settings."""
+    from types import SimpleNamespace
+
+    for settings in ({"_target_": "os.system", "command": f"touch {mark}"}, {"_target_": TARGET, "high": {"a": mark}}):
+        run = SimpleNamespace(record=SimpleNamespace(identity={"method": settings}))
+        assert report_content.tier_names(run, 2) == ["tier 0", "tier 1"]

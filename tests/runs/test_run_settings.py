@@ -1,0 +1,120 @@
+"""Settings of the run, the store and the choice of groups: a wrong one is refused before anything is loaded."""
+
+import math
+
+import pytest
+from fake_parts import make_cfg
+from omegaconf import OmegaConf
+
+from kvbench.cache.layout import StoreOptions
+from kvbench.config.compose import compose
+from kvbench.engine.engine import Engine
+from kvbench.models.random_weights import random_config
+from kvbench.runs.experiment import check_config, check_results_folder
+from kvbench.runs.parts import store_options
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import name_list
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("seed", value) for value in (-1, 1.0, True, "one", 2**63, 10**26, None)),
+        *(("batch_size", value) for value in (0, 1.0, True, 2**16 + 1, math.nan)),
+        *(("fidelity.max_tokens", value) for value in (-1, 0.5, False, 2**24 + 1)),
+        *(("resume", value) for value in (1, "true", None)),
+        *(("store.page_bytes", value) for value in (8, 24, 2**40, True, "big", 4096.0, math.nan, None)),
+        *(("store.budget_bytes", value) for value in (0, -1, "8 MB", math.nan, 2**51, True)),
+        *(("store.track", value) for value in (None, ["age"], "pos", ["pos", "pos"], 3)),
+        *(("prompt_cache_bytes", value) for value in (-1, 1.5, "8 MB", None, True)),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(tmp_path, key, value):
+    """Wrong types, NaN, and what lies out of range name the setting."""
+    cfg = make_cfg(tmp_path / "results")
+    check_config(cfg)
+    OmegaConf.update(cfg, key, value, force_add=True)
+    with pytest.raises(ValueError, match=f"^{key}="):
+        check_config(cfg)
+
+
+def test_a_byte_limit_of_the_store_is_written_as_every_other():
+    """`8MiB` and its number are one layout."""
+    options = {"page_bytes": "auto", "budget_bytes": "8MiB", "track": ["pos"]}
+    assert store_options(options) == StoreOptions(budget_bytes=2**23, track=("pos",))
+
+
+@pytest.mark.parametrize("value", [1e-300, 1e-4, 101, math.inf, math.nan, -1, True, "hot", None])
+def test_a_temperature_is_zero_or_has_a_range(value):
+    """Logits divided by nearly nothing, or by infinity, are no distribution."""
+    with pytest.raises(ValueError, match="protocol.temperature="):
+        Protocol(temperature=value)
+    assert Protocol(temperature=0).temperature == 0 and Protocol(temperature=0.001).temperature == 0.001
+
+
+def test_an_unusable_results_folder_is_found_first(tmp_path):
+    """A file, what lies under one, a loop and a name that is too long are refused; a folder that is not there yet is
+    not made."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("file", "file/below", "loop", "loop/below", "dangling", "x" * 300):
+        with pytest.raises(ValueError, match="^results_dir=.* cannot be used: .*; choose another folder"):
+            check_results_folder(tmp_path / name)
+    check_results_folder(tmp_path / "new" / "newer")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "word", ["method=../method/full", "method=./full", "method=a//b", "-m method=full,../method/full"]
+)
+def test_a_choice_goes_by_its_own_name(word):
+    """Another way to the same file would give the run another name, and `full` would not be the reference."""
+    with pytest.raises(ValueError, match=r"^method=.* does not exist"):
+        compose([word.removeprefix("-m ")])
+
+
+def test_a_group_cannot_be_taken_away():
+    """Every run needs its groups."""
+    with pytest.raises(ValueError, match="~method=diffkv takes away the group method"):
+        compose(["~method=diffkv"])
+
+
+def test_overrides_of_a_random_model_are_written_as_documented():
+    """The example of conf/model/random.yaml composes, and what makes no model is refused by name."""
+    cfg = compose(["model=random", "model.overrides={num_key_value_heads:1}"])
+    assert random_config("tiny", overrides=cfg.model.overrides).num_key_value_heads == 1
+    for field, value in (
+        ("num_key_value_heads", 0),
+        ("head_dim", 33),
+        ("num_attention_heads", -4),
+        ("hidden_size", 1.5),
+    ):
+        with pytest.raises(ValueError, match=f"{field}={value}"):
+            random_config("tiny", overrides={field: value})
+
+
+@pytest.mark.parametrize("value", [[], ["kv", "kv"], 5, {"kv": 1}, [["kv"]], ["vk"], ""])
+def test_a_list_of_names_says_which(value):
+    """Nothing, a name twice, and what is no name are refused."""
+    with pytest.raises(ValueError, match="^task.kinds="):
+        name_list("task.kinds", value, ("kv", "passkey"))
+    assert name_list("task.kinds", ["passkey", "kv"], ("kv", "passkey")) == ["passkey", "kv"]
+
+
+def test_rows_are_never_more_than_the_requests_need(monkeypatch):
+    """A batch size far above the samples makes no larger tables."""
+    from types import SimpleNamespace
+
+    seen = []
+    runner = SimpleNamespace(reserve=lambda **sizes: seen.append(sizes["rows"]))
+    engine = Engine.__new__(Engine)
+    engine.runner, engine.batch_size, engine.fidelity_max_tokens = runner, 1_000_000, 0
+    engine.loaded = SimpleNamespace(max_tokens=100)
+    monkeypatch.setattr(engine, "_run_group", lambda group: None)
+    request = SimpleNamespace(
+        sample_id="a", num_prompt_tokens=5, segments=((1,),), num_samples=2, gold=(), choices=(), max_new_tokens=3
+    )
+    engine.run([request], on_outcome=print)
+    engine.run([request], on_outcome=print, sizing=[request] * 7)
+    assert seen == [2, 14]
