@@ -1,12 +1,12 @@
 """The picture of a bench: ratios with their quartiles, one panel for each setting that must not be mixed."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.results.writing import write_atomic
 from kvbench.show.palette import COLOURS, MARKERS
+from kvbench.show.picture import picture_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -32,9 +32,7 @@ def draw(document: dict, path: Path) -> Path | None:
     _DRAW[document["what"]](figure, cells)
     where = document["environment"]
     figure.suptitle(f"{document['what']} on {where['device_name']} (backend {where['backend']})", fontsize=11)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, picture_bytes(figure, "png"))
     return path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -78,7 +78,7 @@ def publish(document: dict, path: Path) -> None:
         report.write(document, path)
     rendered = render(document)
     text = io.StringIO()
-    Console(file=text, width=WIDTH).print(rendered)
+    terminal.console(WIDTH, file=text).print(rendered)
     write_atomic(path.with_suffix(".txt"), text.getvalue().encode())
     console = terminal.console(WIDTH)
     console.print(rendered)

@@ -1,7 +1,6 @@
 """The picture of a calibration, after the paper's figure 10: quality and memory against each threshold, with intervals,
 the chosen point, and what it did on the held-out samples."""
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,8 @@ from kvbench.calibrate.write import Result, StageResult
 from kvbench.results.measures import LOSSES, RESIDENT
 from kvbench.results.writing import write_atomic
 from kvbench.show.palette import BLUE, GREEN, VERMILION
+from kvbench.show.picture import picture_bytes
+from kvbench.show.text import safe
 from kvbench.stats.intervals import Estimate
 
 if TYPE_CHECKING:
@@ -46,15 +47,15 @@ def draw(result: Result) -> list[Path]:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     run = result.default
     num = result.stages[0].points[0].num_samples
-    figure.suptitle(f"{result.method} on {run.task.name} with {run.model.name}: {num} tuning samples", fontsize=11)
+    figure.suptitle(
+        f"{result.method} on {safe(run.task.name)} with {safe(run.model.name)}: {num} tuning samples", fontsize=11
+    )
     files = []
     for suffix in ("png", "svg"):
-        buffer = io.BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "kvbench", "svg.fonttype": "none"}):
-            metadata = {"Software": None} if suffix == "png" else {"Date": None}
-            figure.savefig(buffer, format=suffix, metadata=metadata)
+            content = picture_bytes(figure, suffix)
         files.append(result.folder / f"calibration.{suffix}")
-        write_atomic(files[-1], buffer.getvalue())
+        write_atomic(files[-1], content)
     return files
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from kvbench.errors import check_whole
-from kvbench.results.writing import write_atomic
+from kvbench.results.writing import write_file
 from kvbench.runs.parts import default_parts
 from kvbench.show.progress import Progress
 
@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> int:
     with Progress(f"gates of {model.name} on {task.name}", len(requests), 0) as progress:
         gates = measure(model.model, requests, own.sinks, own.recent, progress.advance)
     text = "".join("\t".join(f"{gate:.4f}" for gate in row) + "\n" for row in gates.tolist())
-    write_atomic(Path(own.out), text.encode("ascii"))
+    write_file(Path(own.out), text.encode("ascii"))
     far = gates.flatten().sort(descending=True).values
     print(
         f"{own.out}: {gates.shape[0]} layers x {gates.shape[1]} KV heads from {len(requests)} prompts; "

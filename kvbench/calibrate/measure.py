@@ -19,6 +19,7 @@ from kvbench.engine.requests import Request
 from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
 from kvbench.results.sample import SampleRecord
+from kvbench.results.writing import make_folder
 from kvbench.runs.experiment import Experiment, prepare, reference_config
 from kvbench.runs.parts import Parts
 from kvbench.runs.run import record_answers, unfinished_groups
@@ -105,8 +106,9 @@ class Sweep:
                 trial.records = [journal.records[key] for key in trial.experiment.keys]
 
     def _journal(self, trial: Trial) -> Journal:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        journal = Journal(self.folder / f"{trial.experiment.hash[:HASH_DIGITS]}.jsonl", warn=self.say)
+        make_folder(self.folder)
+        run = trial.experiment.hash
+        journal = Journal(self.folder / f"{run[:HASH_DIGITS]}.jsonl", run=run, warn=self.say)
         if not self.cfg.resume and trial.experiment.hash not in self._begun:
             journal.clear()
         self._begun.add(trial.experiment.hash)

@@ -11,7 +11,7 @@ from kvbench.config.code import hash_files
 from kvbench.config.files import package_folder
 from kvbench.results import provenance
 from kvbench.results.record import now
-from kvbench.results.writing import plain, write_atomic
+from kvbench.results.writing import plain, write_atomic, write_file
 from kvbench.runs.calibration import SCHEMA_VERSION, method_hash
 from kvbench.runs.experiment import Experiment
 from kvbench.stats.intervals import Estimate
@@ -101,8 +101,7 @@ def write(result: Result, *, out: str | None = None) -> list[Path]:
     if result.choice is None:
         return files
     for path in (result.folder / "calibration.yaml", *([Path(out).expanduser()] if out else [])):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, as_yaml(result, result.choice, path).encode("ascii"))
+        write_file(path, as_yaml(result, result.choice, path).encode("ascii"))
         files.insert(0, path)
     return files
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import kvbench
 from kvbench.cli import texts
 from kvbench.config import files
+from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -132,12 +133,12 @@ def report(error: Exception) -> int:
     if is_fault or os.environ.get("KVBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exception(error)
     if is_fault:
-        print("this is a fault of kvbench; please report it with the lines above", file=sys.stderr)
+        note("this is a fault of kvbench; please report it with the lines above")
         return EXIT_FAILED
-    print(f"error: {error}", file=sys.stderr)
+    note(f"error: {error}")
     if not _is_ours(error):
         kind = type(error).__name__
-        print(f"({kind} from outside kvbench; KVBENCH_DEBUG=1 shows where)", file=sys.stderr)
+        note(f"({kind} from outside kvbench; KVBENCH_DEBUG=1 shows where)")
     return EXIT_FAILED if isinstance(error, JournalError) else EXIT_USAGE
 
 
@@ -165,7 +166,7 @@ def run_command(overrides: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from kvbench.config.compose import check_choices, explain, with_swept_groups
-    from kvbench.results.writing import is_full, write_error
+    from kvbench.results.writing import check_writable, is_full, write_error
 
     check_choices(overrides)
     jobs = Jobs()
@@ -178,6 +179,7 @@ def run_command(overrides: list[str]) -> int:
         raise explain(error, overrides) from error
     except OSError as error:
         if not is_full(error):
+            check_writable(_sweep_folder(overrides).parent, "results_dir")  # names the setting, where that is the cause
             raise
         raise write_error(_sweep_folder(overrides) / "multirun.yaml", error) from error  # Hydra's own file of a sweep
     finally:
@@ -227,7 +229,7 @@ class Jobs:
                 raise
             # A sweep goes on: the other experiments do not depend on this one.
             if is_sweep:
-                print(f"in {' '.join(settings.overrides.task)}:", file=sys.stderr)
+                note(f"in {' '.join(settings.overrides.task)}:")
             self.codes.append(report(error))
 
     def show_sweep(self) -> None:
@@ -255,6 +257,6 @@ def _show(finished: "Run", with_table: bool) -> None:
         table.show(records, [finished.folder / "run.json", finished.folder / "samples.jsonl", picture])
     else:
         state = finished.record.status
-        print(f"{finished.record.method} on {finished.record.task}: {state}, {finished.folder}", file=sys.stderr)
+        note(f"{finished.record.method} on {finished.record.task}: {state}, {finished.folder}")
     if finished.record.status == "failed":
-        print(f"error: the run failed: {finished.record.message}", file=sys.stderr)
+        note(f"error: the run failed: {finished.record.message}")

@@ -1,7 +1,5 @@
 """What `kvbench compare` prints and writes."""
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,7 +13,9 @@ from kvbench.evidence.pairing import Change
 from kvbench.evidence.runs import Group
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.terminal import number, p_text, shortened
+from kvbench.show.csv_file import Cell, csv_bytes
+from kvbench.show.terminal import number, p_text
+from kvbench.show.text import safe
 
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 Tables = Sequence[tuple[Group, list[ComparedRun], list[str]]]
@@ -64,12 +64,12 @@ def _table(title: str, rows: Sequence[ComparedRun], margin: float) -> Table:
 
 def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[str]:
     """A lost or gained answer as lines of text; `names` are those of the other run and of the run."""
-    head = f"{'lost' if change.lost else 'gained'} {change.sample} ({change.subset}): "
+    head = f"{'lost' if change.lost else 'gained'} {safe(change.sample)} ({safe(change.subset)}): "
     head += f"{number(change.theirs, scale)} -> {number(change.mine, scale)}"
-    lines = [head + (f", expected: {shortened(change.expected, TEXT_LENGTH)}" if change.expected else "")]
+    lines = [head + (f", expected: {safe(change.expected, TEXT_LENGTH)}" if change.expected else "")]
     width = max(map(len, names)) + 1
     for name, text in zip(names, (change.other_text, change.text), strict=True):
-        lines.append(f"    {name + ':':<{width}} {shortened(text, TEXT_LENGTH)}")
+        lines.append(f"    {name + ':':<{width}} {safe(text, TEXT_LENGTH)}")
     return lines
 
 
@@ -132,16 +132,15 @@ def write_csv(tables: Tables, path: str) -> None:
     Raises:
         ValueError: The folder does not exist or cannot be written.
     """
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(
+    headings = (
         "group,run,hash,against,metric,n,of,difference,low,high,interval,lost,gained,test,p,p_holm,p_equal,"
         "detectable,needed,verdict".split(",")
     )
+    cells: list[list[Cell]] = []
     for group, rows, _ in tables:
         for row in rows:
             low, high = row.interval or (None, None)
-            writer.writerow(
+            cells.append(
                 [
                     group.title,
                     row.run.label,
@@ -165,4 +164,4 @@ def write_csv(tables: Tables, path: str) -> None:
                     row.verdict,
                 ]
             )
-    write_file(Path(path), buffer.getvalue().encode())
+    write_file(Path(path), csv_bytes(headings, cells))

@@ -72,12 +72,15 @@ def family(runs: Sequence[StoredRun]) -> str:
     evicts = quantises = False
     for run in runs:
         for record in run.samples.values():
-            if record["status"] != "ok" or not (record.get("kept") or {}).get("slot_ratio"):
+            share, payload, fp16 = (
+                record["kept"].get("slot_ratio"),
+                *(record["ledger"].get(name) for name in ("payload_bytes", "fp16_bytes")),
+            )
+            if record["status"] != "ok" or not share or payload is None or fp16 is None:
                 continue
-            share = record["kept"]["slot_ratio"]
             evicts |= share < 0.999
             # Without a residual the payload of 16-bit slots is exactly their share of the fp16 bytes.
-            quantises |= record["ledger"]["payload_bytes"] < 0.97 * share * record["ledger"]["fp16_bytes"]
+            quantises |= payload < 0.97 * share * fp16
     if evicts and quantises:
         return "quantises and evicts"
     return "evicts" if evicts else "quantises" if quantises else "16 bits, keeps all"

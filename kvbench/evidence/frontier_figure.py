@@ -2,7 +2,6 @@
 the lines' ends.
 """
 
-import io
 import math
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from kvbench.evidence.frontier import Panel, Point
 from kvbench.evidence.frontier_layout import Drawing, spread, ticks
 from kvbench.results.measures import RESIDENT
 from kvbench.show.palette import PANEL_COLOURS, PANEL_MARKERS, SKY, STYLES
+from kvbench.show.picture import picture_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -320,7 +320,4 @@ def render(panel: Panel, axis: str, kind: str, dpi: int = 220) -> bytes | None:
         if made is None:
             return None
         FigureCanvasAgg(made)
-        buffer = io.BytesIO()
-        nothing = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
-        made.savefig(buffer, format=kind, dpi=dpi, metadata=nothing)
-        return buffer.getvalue()
+        return picture_bytes(made, kind, dpi=dpi)

@@ -15,6 +15,7 @@ from kvbench.evidence.runs import CONDITIONS, Group, StoredRun
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
 from kvbench.show.labels import differing
+from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
 
 
 def patterns(value: object) -> list[str] | None:
@@ -67,15 +68,19 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
             continue
         try:
             record = RunRecord.load(path.parent)
-            samples, damaged = read_samples(path.parent / "samples.jsonl")
+            if record is None:  # somebody removes the folder right now
+                continue
+            samples, damaged = read_samples(path.parent / "samples.jsonl", record.hash)
         except (ValueError, OSError) as error:
             unreadable.append(f"{name} is left out: {error}")
             continue
-        if record is None:  # somebody removes the folder right now
-            continue
+        for part in ("task", "model", "method", "message"):  # from here on they are text to be shown
+            setattr(record, part, safe(getattr(record, part), MESSAGE_LENGTH if part == "message" else NAME_LENGTH))
         run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
         if damaged and record.status != "running":
-            unreadable.append(f"{name}: {damaged} lines of samples.jsonl are no whole record and do not count")
+            unreadable.append(
+                f"{name}: {damaged} lines of samples.jsonl are no whole record of this run and do not count"
+            )
         if record.method in (FULL, *also) or fits_settings(run.settings, wanted_settings):
             runs.append(run)
     groups = _sort(runs, str(cfg.code))
@@ -197,7 +202,9 @@ def _tell_apart(groups: Sequence[Group]) -> None:
     for group in groups:
         if group.title in several and group.runs:
             identity = group.runs[0].record.identity
-            group.title += f" data {identity['task'].get('fingerprint', '')[:6]} code {version(group.runs[0])[:8]}"
+            data = identity.get("task", {}).get("fingerprint", "")[:6]
+            group.title += f" data {data} code {version(group.runs[0])[:8]}"
+        group.title = safe(group.title, LINE_LENGTH)
 
 
 def _name(group: Group) -> None:
@@ -212,4 +219,8 @@ def _name(group: Group) -> None:
             for name, value, common in zip(CONDITIONS, run.conditions, usual, strict=True)
             if value != common
         ]
-        run.label = " ".join([run.method, *words])
+        run.label = safe(" ".join([run.method, *words]), LINE_LENGTH)
+    labels = Counter(run.label for run in group.runs)
+    for run in group.runs:
+        if labels[run.label] > 1:  # what was cut out told them apart
+            run.label += f" {run.record.hash[:6]}"

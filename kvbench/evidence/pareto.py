@@ -1,7 +1,5 @@
 """`kvbench pareto`: quality against bytes or time, with intervals, as pictures, a table and a CSV."""
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from kvbench.results.identity import folder_name
 from kvbench.results.measures import COSTS, SCORE
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
+from kvbench.show.csv_file import Cell, csv_bytes
 from kvbench.show.terminal import number
 
 KINDS = ("png", "svg")
@@ -106,21 +105,18 @@ def render(panel: Panel, axis: str, console: Console) -> None:
 
 def csv_of(panels: Sequence[Panel]) -> bytes:
     """Every point of every panel with all its costs, unrounded: ratios, seconds, and the metric's own unit."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
+    rows: list[list[Cell]] = []
     costs = [f"{name}{end}" for name in COSTS for end in ("", "_low", "_high", "_standing")]
-    writer.writerow(
-        ["group", "run", "method", "family", "metric", "n", "score", "quality", "quality_low", "quality_high", *costs]
-    )
+    headings = "group,run,method,family,metric,n,score,quality,quality_low,quality_high".split(",") + costs
     for panel in panels:
         places = {name: standing(panel, name) for name in COSTS}
         for point in panel.points:
-            cells: list[str | float | None] = []
+            cells: list[Cell] = []
             for name in COSTS:
                 cost = point.costs.get(name)
                 cells += [cost.value, *cost.interval, places[name][point.key]] if cost else [None] * 4
             low, high = point.interval or (None, None)
-            writer.writerow(
+            rows.append(
                 [
                     panel.title,
                     point.label,
@@ -135,7 +131,7 @@ def csv_of(panels: Sequence[Panel]) -> bytes:
                     *cells,
                 ]
             )
-    return buffer.getvalue().encode()
+    return csv_bytes(headings, rows)
 
 
 def file_stem(panel: Panel) -> str:

@@ -18,6 +18,7 @@ from kvbench.errors import unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
+from kvbench.show.csv_file import csv_bytes
 
 COLUMNS = "paper locator model method variant task metric value unit memory_pct memory_kind".split()
 # Names of the papers that are not ours with other punctuation.
@@ -181,9 +182,6 @@ def main(cfg: DictConfig) -> int:
         raise ValueError(f"no printed number has all of {chosen}; leave one out")
     _show(found, len(found) if cfg.limit is None else int(cfg.limit), terminal.console(150))
     if cfg.out is not None:
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow([*COLUMNS, "conditions"])
-        writer.writerows([getattr(row, name) for name in (*COLUMNS, "conditions")] for row in found)
-        write_file(Path(str(cfg.out)), buffer.getvalue().encode())
+        names = [*COLUMNS, "conditions"]
+        write_file(Path(str(cfg.out)), csv_bytes(names, ([getattr(row, name) for name in names] for row in found)))
     return 0

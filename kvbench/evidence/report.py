@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import check_whole
@@ -20,6 +19,7 @@ from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
 from kvbench.results.measures import COSTS
 from kvbench.results.writing import write_file
+from kvbench.show import terminal
 from kvbench.show.progress import format_bytes
 
 MAX_BYTES = 2_000_000
@@ -184,7 +184,7 @@ def _render(found: list[dict], means: list[dict], data: list[dict], cut: str, cf
         means=means,
         data=Markup(text),
     )
-    return made.encode()
+    return made.encode(errors="replace")  # half a character, as JSON can hold it, has no bytes
 
 
 def main(cfg: DictConfig) -> int:
@@ -208,7 +208,7 @@ def main(cfg: DictConfig) -> int:
     made, cut = page(found, means, cfg)
     out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "report.html"
     write_file(out, made)
-    console = Console()
+    console = terminal.console()
     for item in found:
         console.print(Text(f"{item['title']}: {len(item['settings'])} runs"), soft_wrap=True)
         for note in item["notes"]:

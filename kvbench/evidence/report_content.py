@@ -15,9 +15,11 @@ from kvbench.policy import Policy
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
 from kvbench.show.progress import format_bytes
-from kvbench.show.terminal import number, p_text, shortened
+from kvbench.show.terminal import number, p_text
+from kvbench.show.text import safe
 
 NUM_STYLES = 8
+SETTING_LENGTH = 10_000  # characters of a setting; a table of numbers is a long one
 
 
 def bytes_of(run: StoredRun) -> dict[str, float]:
@@ -128,7 +130,7 @@ def tier_names(run: StoredRun, count: int) -> list[str]:
         try:
             kind = getattr(importlib.import_module(module), name)
             policy = kind(**settings) if issubclass(kind, Policy) else None
-        except (ImportError, AttributeError, TypeError, ValueError):
+        except Exception:  # of settings that are not ours a method may make anything
             policy = None
         if policy is not None:
             names = [tier.name for tier in policy.tiers] + (["16-bit buffer"] if policy.residual else [])
@@ -140,9 +142,10 @@ def tier_shares(run: StoredRun) -> dict[str, float]:
     slots: list[float] = []
     tokens = 0.0
     for record in run.samples.values():
-        kept = record.get("kept") or {}
-        per_tier, ratio = kept.get("slots_per_tier"), kept.get("slot_ratio")
-        if record["status"] != "ok" or not per_tier or not ratio:
+        per_tier, ratio = record["kept"].get("slots_per_tier"), record["kept"].get("slot_ratio")
+        if record["status"] != "ok" or not per_tier or not ratio or None in per_tier:
+            continue
+        if slots and len(slots) != len(per_tier):  # a method has the same tiers in all its samples
             continue
         slots = [a + b for a, b in zip(slots or [0.0] * len(per_tier), per_tier, strict=True)]
         tokens += sum(per_tier) / ratio
@@ -230,7 +233,7 @@ def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dic
     used = [row for row in rows if row.changes]
     for who, row in enumerate(used):
         for item in sorted(row.changes, key=lambda item: -abs(item.mine - item.theirs))[:limit]:
-            sample = samples.setdefault((item.sample, shortened(item.expected, length)), len(samples))
+            sample = samples.setdefault((item.sample, safe(item.expected, length)), len(samples))
             subset = subsets.setdefault(item.subset, len(subsets))
             scores = [number(value, row.what.scale) for value in (item.theirs, item.mine)]
             changes.append([who, int(item.lost), subset, sample, place(item.other_text), place(item.text), *scores])
@@ -277,7 +280,7 @@ def settings_rows(group: Group) -> list[dict]:
     rows = []
     for run in group.runs:
         mine = {key: value for key, value in run.record.identity.get("method", {}).items() if key != "_target_"}
-        words = ", ".join(f"{key}={value}" for key, value in mine.items())
+        words = ", ".join(safe(f"{key}={value}", SETTING_LENGTH) for key, value in mine.items())
         state = "complete" if run.complete else f"incomplete, {run.progress}"
         odd = [f"{count} {name}" for name in ("oom", "nan") if (count := getattr(run.record.counts, name))]
         rows.append(

@@ -2,20 +2,25 @@
 them.
 
 A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave
-behind: a torn last line is cut off and its sample redone; a record that is there twice counts once. Nothing else ever
-changes a line that has been written.
+behind: a torn last line is cut off and its sample redone; a record that is there twice counts once. Each line is sealed
+with the hash of its run: a line that was edited, or of another run, is dropped too. Nothing else ever changes a line
+that has been written.
 """
 
 import contextlib
 import fcntl
-import json
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvbench.results.sample import Key, SampleRecord, key_of, read_lines
-from kvbench.results.writing import dump_line, fsync_folder, write_atomic, write_error
+from kvbench.results.sample import Key, SampleRecord, key_of, parse, read_lines, write_line
+from kvbench.results.writing import fsync_folder, make_folder, read_regular, remove_litter, write_atomic, write_error
+
+MAX_NAMED = 5  # dropped lines that are named one by one
+HOLDER = re.compile(rb"[\0\s]*([0-9]{0,20})[\0\s]*")  # what a lock file holds: a process's number, or nothing yet
 
 
 class RunLocked(ValueError):
@@ -30,34 +35,39 @@ class Journal:
 
     Args:
         path: The `samples.jsonl` of the run; made when absent.
-        warn: Called with one sentence for every line that had to be dropped.
+        run: Hash of the run, which seals the lines.
+        warn: Called with one sentence for every line that had to be dropped, the first few by name.
+
+    Raises:
+        JournalError: It is no regular file, or cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda text: None) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, run: str, warn: Callable[[str], None] = lambda text: None) -> None:
+        self.path, self.run = path, run
         self.damaged = 0
         self._records: dict[Key, SampleRecord] = {}
-        self._read(warn)
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._read(warn)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             fsync_folder(path.parent)
         except OSError as error:
             raise write_error(path, error) from error
 
     def _read(self, warn: Callable[[str], None]) -> None:
-        if not self.path.exists():
+        if not os.path.lexists(self.path):
             return
-        content = self.path.read_bytes()
-        last = content.count(b"\n")
+        content = read_regular(self.path)
         whole = bytearray()
-        for number, (line, record) in enumerate(read_lines(content), start=1):
-            if record is None:
+        for number, line in enumerate(read_lines(content, self.run), start=1):
+            if line.record is None:
                 self.damaged += 1
-                what = "torn" if number >= last else "unreadable"
-                warn(f"{self.path}:{number}: {what} line dropped; its sample is done again")
-            elif key_of(record) not in self._records:
-                self._records[key_of(record)] = record
-                whole += line + b"\n"
+                if self.damaged <= MAX_NAMED:
+                    warn(f"{self.path}:{number}: {line.fault} dropped; its sample is done again")
+            elif key_of(line.record) not in self._records:
+                self._records[key_of(line.record)] = line.record
+                whole += line.content + b"\n"
+        if self.damaged > MAX_NAMED:
+            warn(f"{self.path}: {self.damaged - MAX_NAMED} more lines dropped; their samples are done again")
         if bytes(whole) != content:
             write_atomic(self.path, bytes(whole))
 
@@ -83,7 +93,7 @@ class Journal:
         """
         if key_of(record) in self._records:
             return False
-        line = dump_line(record)
+        line = write_line(record, self.run)
         size = os.fstat(self._descriptor).st_size
         try:
             view = memoryview(line)
@@ -94,7 +104,9 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, size)
             raise write_error(self.path, error) from error
-        self._records[key_of(record)] = json.loads(line)
+        written = parse(line[:-1], self.run).record
+        assert written is not None
+        self._records[key_of(record)] = written
         return True
 
     def clear(self) -> None:
@@ -117,11 +129,11 @@ class Journal:
             odd = set(order) ^ set(self._records)
             raise ValueError(f"{self.path}: {len(odd)} samples missing or unknown, for example {sorted(odd)[0]}")
         self._records = {key: self._records[key] for key in order}
-        data = b"".join(dump_line(record) for record in self._records.values())
+        data = b"".join(write_line(record, self.run) for record in self._records.values())
         if data != self.path.read_bytes():
             write_atomic(self.path, data)
             os.close(self._descriptor)
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Release the file; every record is already on disk."""
@@ -134,6 +146,8 @@ class Journal:
 def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """Hold a run's folder for this process; the kernel lets go when the process dies, however it dies.
 
+    What killed processes left half written in the folder is removed.
+
     Args:
         folder: The run's folder; made when absent.
         wait: Wait for the other process instead of refusing; for the full-cache reference, which several runs share.
@@ -141,25 +155,23 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
 
     Raises:
         RunLocked: Another process holds it and `wait` is False.
+        ValueError: Something that is no lock lies under its name.
     """
     path = folder / ".lock"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Locks of this kind belong to the open file, so the file is never removed: a second process would lock
-        # another file of the same name.
-        # Unbuffered: what a full disk refuses must not be tried again when the file is closed.
-        file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        make_folder(folder)
+        descriptor = _open_lock(path)
     except OSError as error:
         raise write_error(path, error) from error
-    with file:
+    # Unbuffered: what a full disk refuses must not be tried again when the file is closed.
+    with open(descriptor, "r+b", buffering=0) as file:
         said = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                file.seek(0)
-                holder = file.read().decode().strip() or "unknown"
+                holder = _holder(file.fileno()) or "unknown"
                 if not wait:
                     rule = "wait for it or end it, then give the same command again"
                     raise RunLocked(f"{folder} is being worked on by process {holder}; {rule}") from None
@@ -167,9 +179,35 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
                     say(f"waiting for process {holder}, which is computing {folder}")
                     said = True
                 time.sleep(0.5)
+        if _holder(descriptor) is None:
+            raise ValueError(f"{path} is no lock of kvbench: it holds something else; remove it")
         try:
-            file.truncate(0)
-            file.write(str(os.getpid()).encode())
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         except OSError as error:
             raise write_error(path, error) from error
+        remove_litter(folder)
         yield
+
+
+def _open_lock(path: Path) -> int:
+    """The lock file, never what a link names, and nothing but a regular file; it is not changed here.
+
+    Locks of this kind belong to the open file, so the file is never removed: a second process would lock another file
+    of the same name.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    refused = ValueError(f"{path} is no regular file, and a lock must be one; remove it")
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):  # to open a device may do something
+        raise refused
+    descriptor = os.open(path, flags, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise refused
+    return descriptor
+
+
+def _holder(descriptor: int) -> str | None:
+    """The process that a lock file names, empty where none does; None where the file is no lock."""
+    found = HOLDER.fullmatch(os.pread(descriptor, 64, 0))
+    return None if found is None else found[1].decode("ascii")

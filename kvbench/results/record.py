@@ -9,17 +9,38 @@ results/<task>/<model>/<method>/<hash>/
 
 import dataclasses
 import json
-import types
 import typing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbench.results.provenance import Git, Machine, Versions
-from kvbench.results.writing import plain, write_atomic
+from kvbench.results.typed import Misfit, fit, read_json
+from kvbench.results.writing import plain, read_regular, write_atomic
 from kvbench.stats.intervals import Estimate
 
 SCHEMA_VERSION = 1
+
+
+class TaskIdentity(typing.TypedDict, total=False):
+    """What `RunRecord.identity` says of the task."""
+
+    name: str
+    """Name of the task."""
+    fingerprint: str
+    """Hash of what is asked and how it is scored."""
+    protocol: dict
+    """As `RunRecord.protocol`."""
+    limit: int | None
+    """Samples per subset; None for all."""
+
+
+# The parts of an identity that readers look into; of the others nothing is asked.
+IDENTITY: dict[str, typing.Any] = {
+    "task": TaskIdentity,
+    "code": dict[str, str],
+    **dict.fromkeys(("model", "method", "generation", "store", "fidelity"), dict),
+}
 
 
 @dataclass(kw_only=True)
@@ -73,7 +94,8 @@ class Counts:
     quarantined: int = 0
     """Rows of the data that could not be read and were set aside."""
     damaged: int = 0
-    """Journal lines that a crash had torn; their samples were done again."""
+    """Journal lines that a crash had torn, that were edited, or that another run wrote; their samples were done
+    again."""
 
 
 @dataclass(kw_only=True)
@@ -110,7 +132,7 @@ class RunRecord:
 
     schema_version: int = SCHEMA_VERSION
     """Rises when a field changes its meaning."""
-    status: str = "running"
+    status: typing.Literal["running", "complete", "failed"] = "running"
     """`running` (also after a kill), `complete`, or `failed`."""
     message: str = ""
     """Why it failed."""
@@ -179,13 +201,15 @@ class RunRecord:
             None when the folder has none yet.
 
         Raises:
-            ValueError: It is not JSON, or of another schema version.
+            ValueError: It is not JSON, of another schema version, or a field has another type than here.
         """
         path = folder / "run.json"
         try:
-            content = json.loads(path.read_text(encoding="ascii"))
+            content = read_json(read_regular(path))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}; use another results_dir") from error
         except ValueError as error:
             raise ValueError(
                 f"{path} is not readable as JSON ({error}); remove it, the samples beside it are kept"
@@ -196,28 +220,14 @@ class RunRecord:
                 f"{path} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; use another results_dir"
             )
         try:
-            return _build(cls, content)
-        except (KeyError, TypeError, AttributeError) as error:
+            record = fit(content, cls)
+            for part, inner in record.identity.items():
+                fit(inner, IDENTITY.get(part, typing.Any), f"identity.{part}")
+        except Misfit as error:
             raise ValueError(
                 f"{path} has fields this kvbench does not know ({error}); use another results_dir"
             ) from error
-
-
-def _build(kind: typing.Any, value: typing.Any) -> typing.Any:
-    """Build dataclasses from plain JSON, following the type hints; an unknown key is a KeyError."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if value is None:
-        return None
-    if origin in (typing.Union, types.UnionType):
-        return _build(next(item for item in arguments if item is not type(None)), value)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{key: _build(hints[key], item) for key, item in value.items()})
-    if origin is dict:
-        return {key: _build(arguments[1], item) for key, item in value.items()}
-    if origin is list:
-        return [_build(arguments[0], item) for item in value]
-    return value
+        return record
 
 
 def now() -> str:

@@ -1,16 +1,45 @@
 """The record of one sample: a line of `samples.jsonl`, how it is made, and how it is read.
 
+A line is bound to its run by a seal, a digest over the run's hash and the rest of the line. It finds accidents and
+mix-ups: a line that was edited, or that another run wrote. It is no signature: who wants to forge a line can.
+
 `kvbench.results.journal` decides when a line is written; nothing else knows what is on it.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from kvbench.engine.requests import Outcome, Request
+from kvbench.results.typed import Misfit, fit, read_json
+from kvbench.results.writing import encode_line, plain, read_regular
 
 Key = tuple[str, int]  # which sample, which of its answers
+SEAL_DIGITS = 16
+LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
+
+
+class Kept(TypedDict, total=False):
+    """What a method did with the tokens of one sample; methods may say more than this."""
+
+    tokens_seen: int
+    slots_per_tier: list[float]
+    """Slots over layers and KV heads."""
+    slot_ratio: float
+    """Share of the tokens that is held."""
+    prompt_tokens: int
+    prompt_slots: float
+    prompt_slots_min: float
+    prompt_slots_max: float
+    lists: int
+    page_tokens: int
+    slot_bytes: float
+    read_ratio: float
+    """Bytes read in decode steps, as a share of reading everything; where the method chooses what to read."""
 
 
 class SampleRecord(TypedDict):
@@ -25,7 +54,7 @@ class SampleRecord(TypedDict):
     """Group that scores are averaged over."""
     repeat: int
     """Which of the answers to this prompt, from 0."""
-    status: str
+    status: Literal["ok", "nan", "oom"]
     """`ok`; `nan`: logits or scores were not finite; `oom`: it did not fit in memory or in the page budget."""
     text: str
     """The answer, cut at the stop rule; empty when the status is not ok."""
@@ -50,11 +79,8 @@ class SampleRecord(TypedDict):
     decode steps), `average_ratio` (mean of each step's share of its FP16 cache), `peak_bytes`, `staging_peak_bytes`
     (uncompressed prompt held while it was compressed). Shares of the FP16 cache: `ratio`, `payload_ratio`. And the
     size of a page, `page_bytes`. Empty when the status is not ok."""
-    kept: dict[str, Any]
-    """What the method did: `tokens_seen`, `slots_per_tier` (list, over layers and KV heads), `slot_ratio` (share of the
-    tokens that is held), `prompt_tokens`, `prompt_slots`, `prompt_slots_min`, `prompt_slots_max`, `lists`,
-    `page_tokens`, `slot_bytes`; `read_ratio` (bytes read in decode steps, as a share of reading everything) where the
-    method chooses what to read. Empty when the status is not ok."""
+    kept: Kept
+    """What the method did. Empty when the status is not ok."""
     num_prompt_tokens: int
     """Length of the prompt as run, in tokens."""
     num_prompt_tokens_untruncated: int
@@ -72,6 +98,8 @@ class SampleRecord(TypedDict):
     timing: NotRequired[dict[str, float]]
     """`prefill_s`, `decode_s` (of the whole batch), `decode_share_s` (this sample's share of it), `decode_tokens`,
     `batch_rows`. Absent from the points of a calibration, whose prompts are replayed."""
+    seal: NotRequired[str]
+    """Digest of the run's hash and the rest of the line. It is on the line only: readers check it and take it off."""
 
 
 def journal_record(
@@ -92,7 +120,7 @@ def journal_record(
         "sample_id": outcome.sample_id,
         "subset": request.subset,
         "repeat": outcome.repeat,
-        "status": outcome.status,
+        "status": cast(Literal["ok", "nan", "oom"], outcome.status),
         "text": outcome.text,
         "token_ids": list(outcome.token_ids),
         "finish": outcome.finish,
@@ -100,7 +128,7 @@ def journal_record(
         "fidelity": outcome.fidelity,
         "choices": outcome.choices,
         "ledger": outcome.ledger,
-        "kept": outcome.kept,
+        "kept": cast(Kept, outcome.kept),
         "num_prompt_tokens": outcome.num_prompt_tokens,
         "num_prompt_tokens_untruncated": request.num_prompt_tokens_untruncated,
         "truncated": request.truncated,
@@ -115,54 +143,131 @@ def journal_record(
     return record
 
 
+def seal_of(record: Mapping[str, Any], run: str) -> str:
+    """The seal of a record, whatever the order of its keys.
+
+    Args:
+        record: JSON types, without a seal.
+        run: Hash of the run that it belongs to.
+    """
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(f"{run}\n{text}".encode("ascii")).hexdigest()[:SEAL_DIGITS]
+
+
+def write_line(record: SampleRecord, run: str) -> bytes:
+    """One record as a sealed line of ASCII JSON, newline included.
+
+    Args:
+        record: The record, without a seal.
+        run: Hash of the run that it belongs to.
+
+    Raises:
+        TypeError: It is no whole record, or its line would be too long: a reader would drop it.
+    """
+    content = cast(dict[str, Any], plain(record))
+    try:
+        _check(content)
+    except Misfit as error:
+        raise TypeError(f"the record of sample {record.get('sample_id')!r} cannot be written: {error}") from error
+    line = encode_line(content | {"seal": seal_of(content, run)})
+    if len(line) > LONGEST_LINE:
+        raise TypeError(f"the record of sample {record['sample_id']!r} has {len(line)} bytes")
+    return line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a journal, as it was read."""
+
+    content: bytes
+    """Without its newline."""
+    record: SampleRecord | None
+    """Without its seal; None where the line does not count."""
+    fault: str = ""
+    """Why it does not count: `torn line`, ..."""
+
+
+def parse(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
+    """Read one line.
+
+    Args:
+        line: Without its newline.
+        run: Hash of the run that it must belong to.
+        is_sealed: False takes a line without a seal: before there were seals, no line had one.
+    """
+    if len(line) >= LONGEST_LINE:
+        return Line(content=line, record=None, fault=f"line of {len(line)} bytes, too long for a record,")
+    try:
+        record = read_json(line)
+        _check(record)
+        found = record.pop("seal", None)
+        if (found is not None or is_sealed) and found != seal_of(record, run):
+            return Line(content=line, record=None, fault="edited line, or line of another run,")
+    except (Misfit, RecursionError) as error:
+        return Line(content=line, record=None, fault=f"line that is no record ({_short(error)})")
+    except ValueError:
+        return Line(content=line, record=None, fault="unreadable line")
+    return Line(content=line, record=record)
+
+
+def _short(error: BaseException) -> str:
+    text = str(error)
+    return ascii(text[:80])[1:-1]
+
+
+def _check(record: Any) -> None:
+    """Raise Misfit for what is no whole record."""
+    fit(record, SampleRecord)
+    if record["repeat"] < 0:
+        raise Misfit("repeat is negative")
+    for name, count in record["ledger"].items():
+        if count is not None and count < 0:
+            raise Misfit(f"ledger.{name} is negative")
+
+
 def key_of(record: SampleRecord) -> Key:
     """The identity of a record inside its run: which sample, which of its answers."""
     return record["sample_id"], record["repeat"]
 
 
-def parse(line: bytes) -> SampleRecord | None:
-    """The record on a line, or None when the line is not a whole record."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if isinstance(record, dict) and isinstance(record.get("sample_id"), str) and isinstance(record.get("repeat"), int):
-        return record  # type: ignore[return-value] # of the other keys nothing is asked: older versions may lack one
-    return None
-
-
-def read_lines(content: bytes) -> Iterator[tuple[bytes, SampleRecord | None]]:
+def read_lines(content: bytes, run: str, *, is_sealed: bool = True) -> Iterator[Line]:
     """Go through the content of a journal, line by line.
 
     Args:
         content: What is in the file, in whatever state a crash left it.
-
-    Returns:
-        Each line without its newline, and its record; None for a line that is not a whole record.
+        run: Hash of the run that the lines must belong to.
+        is_sealed: False takes lines without a seal.
     """
     *lines, rest = content.split(b"\n")
     for line in lines:
-        yield line, parse(line)
+        yield parse(line, run, is_sealed=is_sealed)
     # A line without its newline may look complete and yet lack its end (a number cut short parses), so it never counts.
     if rest:
-        yield rest, None
+        yield Line(content=rest, record=None, fault="torn line")
 
 
-def read_samples(path: Path) -> tuple[dict[Key, SampleRecord], int]:
+def read_samples(path: Path, run: str) -> tuple[dict[Key, SampleRecord], int]:
     """Read a journal without changing it, also while a run is writing.
+
+    A journal that has no seal at all was written before there were seals; its lines count as they are.
 
     Args:
         path: `samples.jsonl`; a missing one is an empty one.
+        run: Hash of the run.
 
     Returns:
-        Records by sample and repeat, without their token ids, and the number of lines that are no whole record.
+        Records by sample and repeat, without their token ids, and the number of lines that do not count.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read.
     """
     found: dict[Key, SampleRecord] = {}
     damaged = 0
-    for _, record in read_lines(path.read_bytes() if path.exists() else b""):
-        if record is None:
+    content = read_regular(path) if os.path.lexists(path) else b""
+    for line in read_lines(content, run, is_sealed=b'"seal":' in content):
+        if line.record is None:
             damaged += 1
         else:
-            record.pop("token_ids", None)
-            found.setdefault(key_of(record), record)
+            line.record.pop("token_ids", None)
+            found.setdefault(key_of(line.record), line.record)
     return found, damaged

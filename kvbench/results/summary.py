@@ -156,6 +156,20 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return result
 
 
+def for_task(records: Iterable[SampleRecord]) -> list[dict[str, Any]]:
+    """The records as a task's own aggregate may read them: every score of an answer that ended well is a number.
+
+    An answer with a score that was not finite did not end well; its status here is `nan`.
+    """
+    result = []
+    for record in records:
+        found: dict[str, Any] = dict(record)
+        if any(value is None for value in record["scores"].values()):
+            found |= {"status": "nan", "scores": {}}
+        result.append(found)
+    return result
+
+
 def means(dicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Mean of every number over the dicts; a number that some dict lacks counts as 0 there, as an item of a ledger
     does."""

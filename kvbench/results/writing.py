@@ -2,10 +2,13 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +49,9 @@ def plain(value: Any) -> Json:
     )
 
 
-def dump_line(record: Mapping[str, Any]) -> bytes:
-    """One record as one line of ASCII JSON with its keys in the order given, newline included."""
-    return json.dumps(plain(record), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+def encode_line(content: Json) -> bytes:
+    """What `plain` made of a record as one line of ASCII JSON with its keys in the order given, newline included."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def fsync_folder(folder: Path) -> None:
@@ -60,23 +63,145 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader, or a crash, sees the old content or the new one and never a mixture.
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each of them durable: a file is lost with the name of its folder.
 
     Args:
-        path: File to write; its folder must exist.
+        folder: May be there already.
+
+    Raises:
+        OSError: A part of the path is no folder, or cannot be made.
+    """
+    missing = []
+    place = folder
+    while not place.exists():
+        missing.append(place)
+        place = place.parent
+    for place in reversed(missing):
+        place.mkdir(exist_ok=True)
+        fsync_folder(place.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+
+
+def check_writable(folder: Path, setting: str) -> None:
+    """Refuse a folder that nothing can be written to, before anything is computed; makes nothing.
+
+    Args:
+        folder: Need not be there yet.
+        setting: Name of the setting, for the message.
+
+    Raises:
+        ValueError: Names the folder and the reason.
+    """
+    why, place = "", folder
+    while not why:
+        try:
+            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+        except FileNotFoundError:
+            if os.path.islink(place):
+                why = f"{place} is a link to nothing"
+            place = place.parent
+            continue
+        except (OSError, ValueError) as error:
+            why = f"{getattr(error, 'strerror', None) or error}"
+            break
+        if not is_folder:
+            why = f"{place} is no folder"
+        elif not os.access(place, os.W_OK | os.X_OK):
+            why = f"{place} is not writable"
+        break
+    if why:
+        raise ValueError(f"{setting}={folder} cannot be written: {why}; give another folder")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file; a pipe or a device under its name, on which a reader would wait for ever, is refused.
+
+    Args:
+        path: File to read.
+
+    Raises:
+        OSError: It is not there, no regular file, or cannot be read.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read()
+
+
+# A temporary file is `.NAME.PID-TOKEN.tmp`, and locked as long as its writer lives.
+LITTER = re.compile(r"\.(?P<name>.+)\.[0-9]+-[0-9a-f]{8}\.tmp")
+NAME_LENGTH = 100  # characters of a file's own name in its temporary one, which must not grow too long
+
+
+def remove_litter(folder: Path, name: str | None = None) -> None:
+    """Remove the temporary files of writers that were killed; those of living ones stay.
+
+    Args:
+        folder: Where to look.
+        name: File that was to be written; None for all.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            found = LITTER.fullmatch(entry.name)
+            if found and name in (None, found["name"]) and entry.is_file(follow_symlinks=False):
+                _remove_if_dead(Path(entry.path))
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Remove a temporary file that nobody holds; the kernel lets go of a lock when the process dies."""
+    with contextlib.suppress(OSError):  # held, gone, or a file system without locks: leave it
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _open_temporary(path: Path, mode: int | None) -> tuple[int, Path]:
+    """A new, empty, locked file beside `path`: nobody else's, whatever lies there."""
+    while True:
+        temporary = path.with_name(f".{path.name[:NAME_LENGTH]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(temporary, flags, 0o666 if mode is None else 0o600)
+        except FileExistsError:
+            continue
+        with contextlib.suppress(OSError):  # without locks, nobody removes it either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, temporary
+        os.close(descriptor)  # taken for litter in the moment before it was locked
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int | None = None) -> None:
+    """Replace a file so that a reader, or a crash, sees the old content or the new one and never a mixture.
+
+    What a killed writer of the same file left behind is removed.
+
+    Args:
+        path: File to write; its folder must exist. A link is replaced, not followed: see `write_file`.
         data: The whole new content.
+        mode: Permissions of the file; None leaves them to the process's own mask.
 
     Raises:
         JournalError: The disk is full or the folder cannot be written; the old file is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    remove_litter(path.parent, path.name[:NAME_LENGTH])
     try:
-        with open(temporary, "wb") as file:
+        descriptor, temporary = _open_temporary(path, mode)
+    except OSError as error:
+        raise write_error(path, error) from error
+    try:
+        with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)  # while it is open: its lock says that its writer lives
         fsync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -85,20 +210,27 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file in one atomic step and make its folder first.
+    """Write a file that the user named, in one atomic step.
+
+    A link is followed to the file that it names. A file that is there keeps its permissions.
 
     Args:
-        path: File to write.
+        path: File to write; its folder is made when absent.
         data: The whole new content.
 
     Raises:
-        ValueError: The folder cannot be made or written.
+        ValueError: It is a pipe, a device or a folder, or its folder cannot be made or written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target = Path(os.path.realpath(path))
+        make_folder(target.parent)
+        found = os.stat(target) if os.path.lexists(target) else None
     except OSError as error:
-        raise ValueError(f"cannot make the folder of {path}: {error.strerror}; give another path") from error
-    write_atomic(path, data)
+        raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from error
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        raise ValueError(f"cannot write {path}: it is {kind}; give another path")
+    write_atomic(target, data, mode=None if found is None else stat.S_IMODE(found.st_mode))
 
 
 def write_error(path: Path | str, error: OSError) -> JournalError:

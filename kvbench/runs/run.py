@@ -19,7 +19,7 @@ from kvbench.results import provenance, summary
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import SampleRecord, journal_record
-from kvbench.results.writing import JournalError, write_atomic
+from kvbench.results.writing import JournalError, check_writable, write_atomic
 from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
 from kvbench.runs.parts import Parts, default_parts
 from kvbench.show.progress import Progress, note
@@ -171,7 +171,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     """Fill the numbers of `run.json` from the journal."""
     task, records = experiment.task, list(journal.records.values())
     record.metrics = summary.metrics(records, task.metrics, task.primary)
-    record.task_aggregate = task.aggregate([dict(item) for item in records])
+    record.task_aggregate = task.aggregate(summary.for_task(records))
     record.fidelity = summary.fidelity(records)
     record.ledger = summary.ledger(records)
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
@@ -212,7 +212,8 @@ def execute(
         JournalError: The disk is full.
     """
     folder = experiment.folder
-    with run_lock(folder, wait=wait, say=say), closing(Journal(folder / "samples.jsonl", warn=say)) as journal:
+    path = folder / "samples.jsonl"
+    with run_lock(folder, wait=wait, say=say), closing(Journal(path, run=experiment.hash, warn=say)) as journal:
         record = RunRecord.load(folder) or RunRecord()
         if record.hash and record.hash != experiment.hash:
             raise ValueError(f"{folder} holds another run whose hash begins alike; use another results_dir")
@@ -266,6 +267,7 @@ def run_experiment(
         ValueError: A bad setting, missing data or weights, or another process at work on the same run.
     """
     check_config(cfg)
+    check_writable(Path(cfg.results_dir), "results_dir")
     parts = parts or default_parts()
     experiment = prepare(cfg, method, parts)
     for row in experiment.task.quarantined[:5]:

@@ -1,6 +1,5 @@
 """The one picture of a run: quality against bytes, and what the bytes are."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,9 @@ from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.show.labels import label_runs
 from kvbench.show.palette import COLOURS, HATCHES, MARKERS, STYLES
+from kvbench.show.picture import picture_bytes
 from kvbench.show.progress import format_bytes
+from kvbench.show.text import safe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
         # From the ninth method on colours come again: the lines tell those apart.
         style |= {"linestyle": STYLES[index // len(COLOURS) % len(STYLES)], "linewidth": 1.2}
         counts = f"{min(count)}" if min(count) == max(count) else f"{min(count)}-{max(count)}"
-        axes.errorbar(ratio, value, yerr=span, capsize=4, markersize=7, label=f"{method} (n={counts})", **style)
+        axes.errorbar(ratio, value, yerr=span, capsize=4, markersize=7, label=f"{safe(method)} (n={counts})", **style)
     axes.set_xlim(left=0, right=max(110, 1.1 * axes.get_xlim()[1]))
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(-2, bottom - 2), min(102, top + 2))
@@ -105,8 +106,6 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
     left, right = figure.subplots(1, 2)
     _quality(left, records)
     _bytes(right, records)
-    figure.suptitle(f"{last.task} with {last.model}", fontsize=12)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    write_atomic(path, buffer.getvalue())
+    figure.suptitle(f"{safe(last.task)} with {safe(last.model)}", fontsize=12)
+    write_atomic(path, picture_bytes(figure, "png"))
     return path

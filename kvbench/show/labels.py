@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvbench.show.text import safe
+
 if TYPE_CHECKING:
     from kvbench.results.record import RunRecord
 
@@ -27,7 +29,7 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
         words = differing(record.identity.get("method", {}), [item.get("method", {}) for item in same.values()])
         words += differing({key: record.identity.get(key) for key in APART}, list(same.values()))
         words = [_cut(word) for word in words]
-        labels.append(separator.join([record.method, *([" ".join(words)] if words else [])]))
+        labels.append(separator.join([safe(record.method), *([" ".join(words)] if words else [])]))
     names: dict[str, set[str]] = {}
     for label, record in zip(labels, records, strict=True):
         names.setdefault(label, set()).add(record.hash)
@@ -51,4 +53,4 @@ def differing(settings: Mapping[str, object], others: Iterable[Mapping[str, obje
 
 def _cut(word: str) -> str:
     key, _, value = word.partition("=")
-    return word if len(value) <= LONGEST else f"{key}={value[: LONGEST - 2]}.."
+    return safe(word if len(value) <= LONGEST else f"{key}={value[: LONGEST - 2]}..")

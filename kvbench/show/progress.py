@@ -6,6 +6,8 @@ import time
 from types import TracebackType
 from typing import Self, TextIO
 
+from kvbench.show.text import visible
+
 PLAIN_EVERY_S = 10.0  # a log of an hour then has at most 360 lines
 
 
@@ -35,7 +37,7 @@ def format_seconds(seconds: float | None) -> str:
 
 def note(text: str) -> None:
     """Say one line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 class LiveBar:
@@ -50,12 +52,13 @@ class LiveBar:
     """
 
     def __init__(self, stream: TextIO, label: str, total: int | None, done: int = 0, state: str = "") -> None:
-        from rich.console import Console  # slow to import, and needed on a terminal only
-        from rich.progress import BarColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn  # slow to import, and needed on a terminal only
         from rich.progress import Progress as Bars
 
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
-        self._bars = Bars(*columns, console=Console(file=stream), transient=True)
+        from kvbench.show.terminal import console
+
+        texts = [TextColumn(form, markup=False) for form in ("{task.description}", "{task.fields[state]}")]
+        self._bars = Bars(texts[0], BarColumn(bar_width=24), texts[1], console=console(file=stream), transient=True)
         self._task = self._bars.add_task(label, total=total, completed=done, state=state)
         self._bars.start()
 
@@ -134,4 +137,4 @@ class Progress:
             self._write(f"{self.label}: {self.state()}")
 
     def _write(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(visible(text), file=self._stream, flush=True)

@@ -13,6 +13,7 @@ from kvbench.results.record import RunRecord
 from kvbench.show import terminal
 from kvbench.show.labels import label_runs
 from kvbench.show.progress import format_bytes
+from kvbench.show.text import MESSAGE_LENGTH, safe
 from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
@@ -199,14 +200,14 @@ def render(records: Sequence[RunRecord]) -> Group:
         (f"{RATE.short} {RATE.unit}", _value(RATE, ".3g")),
         ("backend", lambda record: record.backend),
     )
-    name = f"{last.task} with {last.model}"
+    name = f"{safe(last.task)} with {safe(last.model)}"
     return Group(
         _table(f"Quality: {name}", records, quality),
         Text(),
         _table("Cost: cache bytes per sample, and time", records, cost),
         Text(),
         *(part for table in _answers(records) for part in (table, Text())),
-        *(Text(note, style="dim") for note in _notes(records)),
+        *(Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)),
     )
 
 

@@ -1,21 +1,51 @@
 """What the commands share when they print: the console, tables without lines, numbers and texts in narrow columns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.show.text import visible
 
-def console(width: int) -> Console:
+
+class PlainConsole(Console):
+    """A console on which no text is an instruction, neither rich's markup nor a terminal's escape: names in tables,
+    titles, notes and bars may come from anywhere.
+
+    Args:
+        file: Where it prints; stdout by default.
+        width: Columns; those of the terminal by default.
+    """
+
+    def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
+        super().__init__(file=file, width=width, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """As `Console.render_str`, made visible before its width is measured."""
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As `Console.render`; what was no string is made visible here."""
+        for segment in super().render(renderable, options):
+            if segment.control or (shown := visible(segment.text)) == segment.text:
+                yield segment
+            else:
+                yield Segment(shown, segment.style)
+
+
+def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
     """Where a command prints: the terminal as wide as it is, anything else as wide as the command wants.
 
     Args:
-        width: Columns when stdout is not a terminal.
+        width: Columns when it is not a terminal; None for rich's own choice.
+        file: Where it prints; stdout by default.
     """
-    found = Console()
-    return found if found.is_terminal else Console(width=width)
+    found = PlainConsole(file=file)
+    return found if found.is_terminal or width is None else PlainConsole(file=file, width=width)
 
 
 def plain_table(title: str | None = None, *, title_style: str | None = "bold") -> Table:
@@ -56,12 +86,3 @@ def number(value: float | None, scale: float, signed: bool = False) -> str:
     if scale == 100.0:
         return format(0.0 if abs(shown) < 0.05 else shown, f"{sign}.1f")
     return format(shown, f"{sign}.3g")
-
-
-def shortened(text: str, length: int) -> str:
-    """A text on one line, cut in the middle when it is long; control characters are shown as escapes."""
-    flat = "".join(char if char.isprintable() else {"\n": "\\n", "\t": "\\t"}.get(char, "?") for char in text)
-    if len(flat) <= length:
-        return flat
-    half = (length - 5) // 2
-    return f"{flat[:half]} ... {flat[-half:]}"

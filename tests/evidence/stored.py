@@ -8,8 +8,8 @@ from kvbench.results import summary
 from kvbench.results.identity import hash_identity, run_folder
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.record import RunRecord, Session
+from kvbench.results.sample import write_line
 from kvbench.results.summary import metrics
-from kvbench.results.writing import dump_line
 
 VERSIONS = Versions(python="3.11.7", kvbench="0.1.0", torch="2.13.0", transformers="5.23.0", lm_eval="0.4.13")
 MACHINE = Machine(device="cpu (X)", host="Linux x86_64", num_cpus=2, num_threads=2, omp_wait_policy="PASSIVE")
@@ -51,6 +51,10 @@ def sample(
         },
         "kept": {"tokens_seen": 100, "lists": 1, "slots_per_tier": list(tiers), "slot_ratio": sum(tiers) / 100},
         "num_prompt_tokens": 90,
+        "num_prompt_tokens_untruncated": 90,
+        "truncated": False,
+        "nan_layer": None,
+        "protocol": {},
         "meta": {"answer": "42"},
         "message": "",
         "timing": {"prefill_s": 1.0, "decode_share_s": seconds, "decode_tokens": 5},
@@ -102,7 +106,7 @@ def store(root, method, scores, *, settings=None, status="complete", total=None,
     digest = hash_identity(identity)
     folder = run_folder(Path(root), known["task"], known["model"], method, digest)
     folder.mkdir(parents=True)
-    (folder / "samples.jsonl").write_bytes(b"".join(map(dump_line, records)))
+    (folder / "samples.jsonl").write_bytes(b"".join(write_line(item, digest) for item in records))
     record = RunRecord(status=status, message=message, task=known["task"], model=known["model"], method=method)
     record.hash, record.identity, record.backend, record.seed = digest, identity, known["backend"], known["seed"]
     record.versions, record.machine, record.git = VERSIONS, MACHINE, Git(commit="c" * 40, dirty=False)

@@ -12,6 +12,7 @@ from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import compare, comparison, pairing
 from kvbench.evidence.load import load_groups
+from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
 
 SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
@@ -119,7 +120,7 @@ def test_incomplete_run_is_compared_on_what_is_there(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "3 of 12" in shown and "is incomplete: 3 of 12 answers" in shown
     assert (folder / "samples.jsonl").read_bytes() == before
-    assert read_samples(folder / "samples.jsonl")[1] == 1
+    assert read_samples(folder / "samples.jsonl", RunRecord.load(folder).hash)[1] == 1
 
 
 def test_sets_that_do_not_meet_are_refused(tmp_path, capsys):

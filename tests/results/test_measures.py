@@ -14,7 +14,7 @@ ALL = [value for value in vars(measures).values() if isinstance(value, measures.
 def finished(tmp_path):
     """A run of fakes, and its samples."""
     run = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(count=3), say=lambda text: None)
-    return run.record, list(read_samples(run.folder / "samples.jsonl")[0].values())
+    return run.record, list(read_samples(run.folder / "samples.jsonl", run.record.hash)[0].values())
 
 
 def test_names_and_words_are_unambiguous():

@@ -7,9 +7,9 @@ import pytest
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.journal import Journal
-from kvbench.results.sample import SampleRecord, journal_record, key_of, read_lines, read_samples
-from kvbench.results.writing import dump_line
+from kvbench.results.sample import SampleRecord, journal_record, key_of, read_lines, read_samples, write_line
 
+RUN = "5" * 64
 REQUEST = Request(sample_id="a/0", subset="a", segments=((1, 2, 3),), num_prompt_tokens_untruncated=5)
 OUTCOME = Outcome(sample_id="a/0", repeat=1, text="x", token_ids=[7], finish="eos", timing={"prefill_s": 1.0})
 
@@ -18,7 +18,7 @@ def test_a_record_has_every_documented_key():
     """The keys and their order are those of the class; `choices` is there only where the task asked about some."""
     plain = journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {"seed": 0})
     asked = Request(sample_id="a/0", subset="a", segments=((1, 2, 3),), choices=((4,), (5,)))
-    documented = list(get_type_hints(SampleRecord))
+    documented = [name for name in get_type_hints(SampleRecord) if name != "seal"]  # which is on the line only
     assert list(journal_record(asked, OUTCOME, {}, {})) == documented
     assert list(plain) == [name for name in documented if name != "choices"]
     assert plain["truncated"] and plain["scores"] == {"exact": 1.0} and key_of(plain) == ("a/0", 1)
@@ -28,37 +28,37 @@ def test_both_readers_count_the_same_lines(tmp_path):
     """What the journal keeps when it is opened is what a reader sees that changes nothing."""
     first, second = (journal_record(REQUEST, OUTCOME, {"exact": score}, {}) for score in (1.0, 0.0))
     second["sample_id"] = "a/1"
-    whole = dump_line(first)
+    whole = write_line(first, RUN)
     broken = [b"\n", b"[1]\n", b'{"sample_id":3,"repeat":0}\n', b'{"sample_id":"a/2","repeat":"0"}\n', b"\xff\n"]
     path = tmp_path / "samples.jsonl"
-    path.write_bytes(whole + b"".join(broken) + whole + dump_line(second) + whole[:-1])
+    path.write_bytes(whole + b"".join(broken) + whole + write_line(second, RUN) + whole[:-1])
     content = path.read_bytes()
-    found, damaged = read_samples(path)
+    found, damaged = read_samples(path, RUN)
     assert path.read_bytes() == content
     assert list(found) == [("a/0", 1), ("a/1", 1)] and damaged == len(broken) + 1
     assert all("token_ids" not in record for record in found.values())
-    journal = Journal(path)
+    journal = Journal(path, run=RUN)
     journal.close()
     assert list(journal.records) == list(found) and journal.damaged == damaged
-    assert path.read_bytes() == whole + dump_line(second)
+    assert path.read_bytes() == whole + write_line(second, RUN)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"x", b"{}\nx"])
 def test_every_line_is_seen_once(content):
     """Put together again, the lines are the content; none of these is a record."""
-    lines = list(read_lines(content))
-    assert b"\n".join(line for line, _ in lines) == content.removesuffix(b"\n")
-    assert all(record is None for _, record in lines)
+    lines = list(read_lines(content, RUN))
+    assert b"\n".join(line.content for line in lines) == content.removesuffix(b"\n")
+    assert all(line.record is None and line.fault for line in lines)
 
 
 def test_a_missing_file_is_an_empty_journal(tmp_path):
     """A run that has only begun has no samples yet."""
-    assert read_samples(tmp_path / "samples.jsonl") == ({}, 0)
+    assert read_samples(tmp_path / "samples.jsonl", RUN) == ({}, 0)
 
 
 def test_a_line_is_strict_json():
     """What is not finite is null, and the keys keep their order."""
     record = journal_record(REQUEST, OUTCOME, {"exact": float("nan")}, {})
-    line = dump_line(record)
+    line = write_line(record, RUN)
     assert line.endswith(b"\n") and json.loads(line)["scores"] == {"exact": None}
-    assert list(json.loads(line)) == list(record)
+    assert list(json.loads(line)) == [*record, "seal"]

@@ -7,15 +7,19 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from fake_parts import FakePolicy, make_cfg, make_parts, make_requests
 from omegaconf import OmegaConf
 from places import ROOT, TESTS
 
+from kvbench.engine.requests import Outcome
 from kvbench.results.journal import Journal, RunLocked, run_lock
 from kvbench.results.record import RunRecord
+from kvbench.results.sample import journal_record, write_line
 from kvbench.results.writing import JournalError
 from kvbench.runs.experiment import prepare
 from kvbench.runs.run import run_experiment, unfinished_groups
@@ -24,9 +28,10 @@ QUIET = {"say": lambda text: None}
 
 
 def samples(folder: Path) -> list[dict]:
-    """The records of a run without their timing."""
+    """The records of a run without their timing and their seal, which covers it."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert all(row.pop("timing") for row in rows if row["status"] == "ok")
+    assert all(row.pop("seal") for row in rows)
     return rows
 
 
@@ -100,15 +105,20 @@ def test_reference_is_run_once_and_paired(tmp_path):
 def test_groups_stay_fixed(tmp_path):
     """A resumed run gives the engine whole original groups, and only those with something missing."""
     requests = make_requests(10, repeats=2)
-    journal = Journal(tmp_path / "samples.jsonl")
+    journal = Journal(tmp_path / "samples.jsonl", run="5" * 64)
+
+    def finish(request, repeat):
+        outcome = Outcome(sample_id=request.sample_id, repeat=repeat, text="x", token_ids=[1], finish="eos")
+        journal.append(journal_record(request, outcome, {}, {}))
+
     for request in requests[:5]:
         for repeat in range(2):
-            journal.append({"sample_id": request.sample_id, "repeat": repeat})
+            finish(request, repeat)
     for repeat in range(2):
-        journal.append({"sample_id": requests[9].sample_id, "repeat": repeat})
-    journal.append({"sample_id": requests[8].sample_id, "repeat": 1})
+        finish(requests[9], repeat)
+    finish(requests[8], 1)
     assert unfinished_groups(requests, 4, journal) == requests[4:10]
-    journal.append({"sample_id": requests[8].sample_id, "repeat": 0})
+    finish(requests[8], 0)
     assert unfinished_groups(requests, 4, journal) == requests[4:8]
     assert unfinished_groups(requests, 3, journal) == requests[3:9]
 
@@ -255,3 +265,56 @@ def test_nan_and_oom_are_outcomes(tmp_path):
     failed = run_experiment(make_cfg(tmp_path, seed=3), method="half", parts=none, **QUIET)
     assert failed.record.status == "failed"
     assert "no sample ended well; the first, a/0, ended as oom: too big" in failed.record.message
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_leaves_the_run_readable(tmp_path, score):
+    """A metric that once gives no number counts as not finite; the run ends, and ends again when it is repeated."""
+
+    def load(*args, **kwargs):
+        task = make_parts().load_task(*args, **kwargs)
+        first, scorer = task.requests[0].sample_id, task.score
+        task.score = lambda request, text: {"exact": score} if request.sample_id == first else scorer(request, text)
+        task.aggregate = lambda records: {"mean": fmean(r["scores"]["exact"] for r in records if r["status"] == "ok")}
+        return task
+
+    parts = replace(make_parts(), load_task=load)
+    records = [run_experiment(make_cfg(tmp_path), method="half", parts=parts, **QUIET).record for _ in range(2)]
+    assert records[0] == records[1] and records[0].status == "complete"
+    assert records[0].metrics["exact"].num_nonfinite == 1 and records[0].metrics["exact"].num_samples == 9
+
+
+@pytest.mark.parametrize("damage", ["edited", "foreign", "incomplete", "deep"])
+def test_a_damaged_line_is_done_again(tmp_path, damage):
+    """Edited, of another method's run, no record, or nested without end: a finished run finds it and redoes the
+    sample."""
+    parts, told = make_parts(), []
+    whole = run_experiment(make_cfg(tmp_path / "whole"), method="half", parts=parts, **QUIET)
+    cut = run_experiment(make_cfg(tmp_path / "cut"), method="half", parts=parts, **QUIET)
+    lines = (cut.folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    record = json.loads(lines[3])
+    del record["seal"]
+    lines[3] = {
+        "edited": lines[3].replace(b'"text":"', b'"text":"not '),
+        "foreign": write_line(record, "0" * 64),
+        "incomplete": b'{"sample_id":"%b","repeat":0}\n' % record["sample_id"].encode(),
+        "deep": b"[" * 200_000 + b"\n",
+    }[damage]
+    (cut.folder / "samples.jsonl").write_bytes(b"".join(lines))
+    again = run_experiment(make_cfg(tmp_path / "cut"), method="half", parts=parts, say=told.append)
+    assert samples(again.folder) == samples(whole.folder)
+    assert again.record.counts.damaged == 1 and again.record.metrics == whole.record.metrics
+    assert sum("samples.jsonl:4: " in text and "its sample is done again" in text for text in told) == 1
+
+
+def test_a_results_folder_that_cannot_be_written_comes_first(tmp_path):
+    """It is found before policy, model and task are loaded, and nothing is made."""
+    (tmp_path / "file").write_text("x")
+
+    def fail(*args, **kwargs):
+        raise AssertionError("loaded too early")
+
+    parts = replace(make_parts(), make_policy=fail, load_model=fail, load_task=fail)
+    with pytest.raises(ValueError, match=r"^results_dir=.*file/results cannot be written: Not a directory; give ano"):
+        run_experiment(make_cfg(tmp_path / "file" / "results"), method="half", parts=parts, **QUIET)
+    assert [item.name for item in tmp_path.iterdir()] == ["file"]

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from kvbench.show import palette, terminal
 from kvbench.show.progress import LiveBar
+from kvbench.show.text import safe
 
 
 def test_width_off_a_terminal_is_the_commands(monkeypatch):
@@ -37,8 +38,8 @@ def test_numbers(value, scale, signed, text):
 def test_p_values_and_texts():
     """Small p values are not spelt out; long texts lose their middle, and control characters are seen."""
     assert [terminal.p_text(p) for p in (None, 0.0004, 0.0421, 0.5)] == ["-", "<0.001", "0.042", "0.50"]
-    assert terminal.shortened("a\n\tb\x00", 20) == "a\\n\\tb?"
-    assert terminal.shortened("0123456789" * 3, 15) == "01234 ... 56789"
+    assert safe("a\n\tb\x00", 20) == "a\\n\\tb?"
+    assert safe("0123456789" * 3, 15) == "01234 ... 56789"
 
 
 def test_a_plain_table_has_no_lines():

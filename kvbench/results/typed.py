@@ -1,0 +1,163 @@
+"""Does JSON have the types that a dataclass or a TypedDict declares? What lies on a disk may be anybody's."""
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from typing import Any
+
+DEEPEST = 50  # nested lists and objects; what kvbench writes has less than 10
+
+
+class Misfit(ValueError):
+    """A value is not what its place is declared to hold."""
+
+
+def read_json(content: bytes) -> Any:
+    """Read strict JSON.
+
+    Args:
+        content: ASCII or UTF-8.
+
+    Raises:
+        ValueError: It is no JSON, says NaN or infinity, or is nested too deeply.
+    """
+    try:
+        return json.loads(content, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def fit(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False) -> Any:
+    """Check a JSON value against a type hint, and build the dataclasses that the hint names.
+
+    Args:
+        value: JSON types.
+        kind: A scalar type, Any, Literal, a union, `dict[str, X]`, `list[X]`, a dataclass or a TypedDict. A number in a
+            TypedDict may be None: strict JSON has no word for one that is not finite.
+        where: Name of the place, for the message.
+        null_numbers: None is a float.
+
+    Returns:
+        The value, with dataclasses in place of the objects that stand for them.
+
+    Raises:
+        Misfit: Names the place and what is wrong with it.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        _check_depth(value, where)
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _any_of(value, arguments, where, null_numbers)
+    if origin in (typing.Required, typing.NotRequired):
+        return fit(value, arguments[0], where, null_numbers=null_numbers)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise Misfit(f"{where} is none of {', '.join(map(str, arguments))}")
+        return value
+    if kind is dict or origin is dict:
+        inner = arguments[1] if arguments else Any
+        found = _expect(value, dict, where)
+        return {key: fit(item, inner, f"{where}.{key}", null_numbers=null_numbers) for key, item in found.items()}
+    if kind is list or origin is list:
+        inner = arguments[0] if arguments else Any
+        items = _expect(value, list, where)
+        if inner in (int, str) and all(type(item) is inner for item in items):  # thousands of token ids
+            return items
+        return [fit(item, inner, f"{where}[{place}]", null_numbers=null_numbers) for place, item in enumerate(items)]
+    if typing.is_typeddict(kind):
+        return _fit_typed_dict(value, kind, where)
+    if dataclasses.is_dataclass(kind):
+        return _fit_dataclass(value, kind, where)
+    return _fit_scalar(value, kind, where, null_numbers)
+
+
+def _any_of(value: Any, kinds: tuple, where: str, null_numbers: bool) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    error = Misfit(f"{where} is empty")
+    for kind in kinds:
+        if kind is type(None):
+            continue
+        try:
+            return fit(value, kind, where, null_numbers=null_numbers)
+        except Misfit as found:
+            error = found
+    raise error
+
+
+def _fit_scalar(value: Any, kind: type, where: str, null_numbers: bool) -> Any:
+    if kind is float:
+        if value is None and null_numbers:
+            return value
+        # A score may be a truth value; a run has numbers only.
+        if isinstance(value, int | float) and (null_numbers or not isinstance(value, bool)) and _is_finite(value):
+            return value
+    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise Misfit(f"{where} is no {kind.__name__}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def _expect(value: Any, kind: type, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise Misfit(f"{where} is no {kind.__name__}")
+    return value
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _fit_typed_dict(value: Any, kind: Any, where: str) -> Any:
+    found = _expect(value, dict, where or "the line")
+    missing = sorted(kind.__required_keys__ - found.keys())
+    if missing:
+        raise Misfit(f"{missing[0]} is missing")
+    hints = _hints(kind)
+    for key, item in found.items():
+        fit(item, hints.get(key, Any), f"{where}.{key}" if where else key, null_numbers=True)
+    return found
+
+
+def _fit_dataclass(value: Any, kind: Any, where: str) -> Any:
+    found, hints, prefix = _expect(value, dict, where or "the file"), _hints(kind), f"{where}." if where else ""
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    for key in found:
+        if key not in fields:
+            raise Misfit(f"{prefix}{key} is new")
+    for name, item in fields.items():
+        is_needed = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if is_needed and name not in found:
+            raise Misfit(f"{prefix}{name} is missing")
+    return kind(**{key: fit(item, hints[key], f"{prefix}{key}") for key, item in found.items()})
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Refuse what is nested so deeply that printing or comparing it might fail."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise Misfit(f"{where} is nested too deeply")

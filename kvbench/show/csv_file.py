@@ -1,0 +1,39 @@
+"""The one writer of CSV: numbers stay numbers, and no text becomes a formula where a spreadsheet opens the file."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+
+from kvbench.show.text import LINE_LENGTH, safe
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that a spreadsheet computes
+
+Cell = str | int | float | None
+
+
+def csv_bytes(headings: Sequence[str], rows: Iterable[Sequence[Cell]]) -> bytes:
+    """A table as CSV.
+
+    Args:
+        headings: Our own names of the columns.
+        rows: Numbers are written unrounded, None as nothing. A text is one visible line; one that would be a formula
+            has an apostrophe before it, as spreadsheets ask.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(headings)
+    writer.writerows([_text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    return buffer.getvalue().encode()
+
+
+def _text(cell: str) -> str:
+    guarded = f"'{cell}" if cell.lstrip(" ").startswith(FORMULA) and not _is_harmless(cell) else cell
+    return safe(guarded, LINE_LENGTH)
+
+
+def _is_harmless(cell: str) -> bool:
+    """A sign by itself, or a number."""
+    try:
+        return cell in ("+", "-") or isinstance(float(cell), float)
+    except ValueError:
+        return False

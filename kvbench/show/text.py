@@ -1,0 +1,37 @@
+"""Names from outside as plain text: what a model, a task or a stored run is called may hold anything."""
+
+NAME_LENGTH = 100  # characters of one name
+LINE_LENGTH = 400  # characters of a label or a title, which hold several names
+MESSAGE_LENGTH = 2000  # characters of a sentence, which may list names
+ESCAPES = {"\n": "\\n", "\t": "\\t"}
+
+
+def visible(text: str) -> str:
+    """A text of several lines without anything that a terminal obeys: control characters, escapes, what turns the
+    direction of writing, halves of characters."""
+    if text.isprintable():
+        return text
+    return "\n".join(line if line.isprintable() else _flat(line) for line in text.split("\n"))
+
+
+def safe(text: object, length: int = NAME_LENGTH) -> str:
+    """A name or an answer as one line of visible text.
+
+    Args:
+        text: Anything; what is no text is shown as Python prints it.
+        length: Most characters; a longer text loses its middle.
+    """
+    flat = str(text)
+    if len(flat) > length:  # far more than is shown need not be looked at
+        flat = f"{flat[:length]}{flat[-length:]}" if len(flat) > 2 * length else flat
+    flat = _flat(flat)
+    if len(flat) <= length:
+        return flat
+    half = (length - 5) // 2
+    return f"{flat[:half]} ... {flat[-half:]}"
+
+
+def _flat(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ESCAPES.get(char, "?") for char in text)

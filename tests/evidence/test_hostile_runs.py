@@ -1,0 +1,159 @@
+"""One damaged or hostile run folder never stops the reading of the others: it is named, with its reason, and left
+out."""
+
+import copy
+import json
+import os
+import shutil
+
+import pytest
+from stored import store
+
+from kvbench.cli.main import main
+
+SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
+WORDS = ["resamples=200"]
+VALUES = (None, "x", 5, -1.5, True, [1], {"a": "b"}, [[[]]], 10**400)
+NAMES = ("[/red]", "a$x^{$", "\x1b[31mred\x1b]0;t\x07", "=cmd|' /C calc'!A0", "m" * 100_000, "\ud800", "<script>")
+
+
+def places(value, path=()):
+    """Where something lies in a JSON value, first of each list."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def changed(value, path, new):
+    """A copy with another value at a place."""
+    made = copy.deepcopy(value)
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = new
+    return made
+
+
+def deep(levels):
+    """Lists in lists."""
+    made = []
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A results folder with two good runs."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "half", SCORES)
+    return tmp_path
+
+
+def read_all(root, capsys, *, pictures=True):
+    """What the reading commands print; each must end well and show the good runs."""
+    shown = {}
+    for command in ("compare", "pareto", "report") if pictures else ("compare",):
+        extra = (
+            [f"out={root / 'out.csv'}"]
+            if command == "compare"
+            else ["axes=resident", *(["kinds=[png]"] if command == "pareto" else [])]
+        )
+        assert main([command, f"results_dir={root}", *WORDS, *extra]) == 0, command
+        captured = capsys.readouterr()
+        shown[command] = captured.out
+        assert "Traceback" not in captured.err, captured.err[-2000:]
+        assert all(char.isprintable() or char == "\n" for char in captured.out)
+    assert "half" in shown["compare"]
+    return shown
+
+
+def test_every_field_of_a_record_may_be_damaged(root, capsys):
+    """Whatever stands in the place of a field of `run.json`, the others are compared."""
+    folder = store(root, "odd", SCORES, settings={"budget": 0.25})
+    good = json.loads((folder / "run.json").read_text())
+    number = 0
+    for place, path in enumerate(list(places(good))[1:]):
+        for value in (VALUES * 2)[place % len(VALUES) :][:3]:
+            number += 1
+            copied = folder.with_name(f"{number:012d}")
+            copied.mkdir()
+            (copied / "run.json").write_text(json.dumps(changed(good, path, value)))
+            os.link(folder / "samples.jsonl", copied / "samples.jsonl")
+    assert number > 200
+    shown = read_all(root, capsys, pictures=False)
+    assert shown["compare"].count("has fields this kvbench does not know") > 80
+
+
+def test_damaged_files_are_named(root, capsys):
+    """Cut, emptied, deep, no JSON, no file: each is left out with its reason, in every command."""
+    folder = store(root, "odd", SCORES, settings={"budget": 0.25})
+    good = (folder / "run.json").read_text()
+    contents = {
+        "cut": good[:300],
+        "empty": "",
+        "list": "[]",
+        "deep": "[" * 200_000,
+        "deep inside": json.dumps(json.loads(good) | {"identity": {"method": deep(80)}}),
+        "NaN": good.replace('"seed": 0', '"seed": NaN'),
+        "Latin": "\xff",
+        "null": json.dumps(json.loads(good) | {"metrics": None, "identity": None}),
+        "status": json.dumps(json.loads(good) | {"status": "great"}),
+    }
+    for name, content in contents.items():
+        copied = folder.with_name(name)
+        shutil.copytree(folder, copied)
+        (copied / "run.json").write_text(content, encoding="latin-1")
+    os.mkfifo((folder.with_name("pipe")).mkdir() or folder.with_name("pipe") / "run.json")
+    shutil.copytree(folder, folder.with_name("pipe in samples"))
+    (folder.with_name("pipe in samples") / "samples.jsonl").unlink()
+    os.mkfifo(folder.with_name("pipe in samples") / "samples.jsonl")
+    for text in read_all(root, capsys).values():
+        flat = text.replace("\n", "")
+        for name in (*contents, "pipe", "pipe in samples"):
+            assert f"toy/tiny/odd/{name} is left out: " in flat, name
+
+
+def test_every_field_of_a_line_may_be_damaged(root, capsys):
+    """Whatever stands in the place of a field of a line, the line is counted or read, and the others are compared."""
+    folder = store(root, "odd", SCORES, settings={"budget": 0.25})
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    first = {key: value for key, value in lines[0].items() if key != "seal"}  # as a version without seals wrote it
+    whole = [json.dumps(changed(first, path, value)) for path in list(places(first))[1:] for value in VALUES]
+    whole = [text.replace('"a/0"', f'"a/{100 + number}"') for number, text in enumerate(whole)]
+    for line in lines:
+        del line["seal"]
+    (folder / "samples.jsonl").write_text("\n".join([*map(json.dumps, lines), *whole, "[" * 100_000]) + "\n")
+    shown = read_all(root, capsys)
+    assert "lines of samples.jsonl are no whole record of this run and do not count" in shown["compare"]
+
+
+def test_lines_of_another_run_do_not_count(root, capsys):
+    """An edited answer is not believed, nor the samples of another method under this one's name."""
+    folder = store(root, "odd", SCORES, settings={"budget": 0.25})
+    path, other = folder / "samples.jsonl", next(root.glob("toy/tiny/half/*/samples.jsonl"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[0] = lines[0].replace(b'"exact":1.0', b'"exact":0.0')
+    lines[1] = other.read_bytes().splitlines(keepends=True)[1]
+    path.write_bytes(b"".join(lines))
+    shown = read_all(root, capsys, pictures=False)["compare"]
+    assert "2 lines of samples.jsonl are no whole record of this run and do not count" in shown
+    assert "10 of 12" in shown
+
+
+def test_hostile_names_are_text(root, capsys):
+    """Markup, formulas, escapes, halves of characters and endless names are shown, and stop nothing."""
+    for number, name in enumerate(NAMES):
+        folder = store(root, f"odd{number}", SCORES)
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(record | {"method": name, "message": name}))
+    for number, name in enumerate((NAMES[1], NAMES[4])):
+        folder = store(root, f"group{number}", SCORES)
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(record | {"task": name, "model": name}))
+    read_all(root, capsys)
+    written = (root / "out.csv").read_text()
+    assert "\n=cmd" not in written and ",=cmd" not in written and "'=cmd" in written
+    page = (root / "report.html").read_text()
+    assert "<script>," not in page and "&lt;script&gt;" in page and len(page) < 2_000_000

@@ -1,0 +1,124 @@
+"""Each line of a journal is bound to its run: what was edited, or belongs elsewhere, does not count."""
+
+import json
+
+import pytest
+
+from kvbench.engine.requests import Outcome, Request
+from kvbench.results.journal import Journal
+from kvbench.results.sample import LONGEST_LINE, journal_record, parse, read_samples, seal_of, write_line
+from kvbench.results.writing import encode_line
+
+RUN, OTHER = "5" * 64, "6" * 64
+
+
+def record(number: int, **changes) -> dict:
+    """A whole record of sample `number`."""
+    request = Request(sample_id=f"a/{number}", subset="a", segments=((1, 2, 3),))
+    outcome = Outcome(sample_id=f"a/{number}", repeat=0, text="yes", token_ids=[7], finish="eos")
+    return journal_record(request, outcome, {"exact": 1.0}, {}) | changes
+
+
+def sealed(content: dict) -> bytes:
+    """A line whose seal is right, whatever it holds."""
+    return json.dumps(content | {"seal": seal_of(content, RUN)}).encode()
+
+
+def without(content: dict, key: str) -> dict:
+    """A record that lacks a key."""
+    return {name: value for name, value in content.items() if name != key}
+
+
+GOOD = write_line(record(0), RUN)[:-1]
+EDITED = GOOD.replace(b'"exact":1.0', b'"exact":0.0')
+FOREIGN = write_line(record(0), OTHER)[:-1]
+DEEP = b"[" * 200_000
+BROKEN = {
+    "edited": EDITED,
+    "of another run": FOREIGN,
+    "without a seal": encode_line(record(0))[:-1],
+    "two keys": b'{"sample_id":"a/0","repeat":0}',
+    "negative repeat": sealed(record(0, repeat=-1)),
+    "true as repeat": sealed(record(0, repeat=True)),
+    "text as score": sealed(record(0, scores={"exact": "high"})),
+    "no scores": sealed(record(0, scores=None)),
+    "unknown status": sealed(record(0, status="great")),
+    "list as status": sealed(record(0, status=["ok"])),
+    "negative bytes": sealed(record(0, ledger={"resident_bytes": -1.0})),
+    "number as text": sealed(record(0, text=3)),
+    "bytes beyond every float": sealed(record(0, ledger={"resident_bytes": 10**400})),
+    "tiers in words": sealed(record(0, kept={"slots_per_tier": ["a"]})),
+    "missing ledger": sealed(without(record(0), "ledger")),
+    "deep": DEEP,
+    "deep inside": GOOD.replace(b'"meta":{}', b'"meta":{"a":' + b"[" * 90 + b"]" * 90 + b"}"),
+    "NaN": GOOD.replace(b'"exact":1.0', b'"exact":NaN'),
+    "not ASCII": b"\xff\xfe",
+    "huge number": b'{"sample_id":' + b"9" * 5000 + b"}",
+}
+
+
+def test_the_seal_is_of_run_and_content():
+    """Another run, another value or no seal gives no record; another order of the keys is the same record."""
+    found = parse(GOOD, RUN)
+    assert found.record == record(0) and not found.fault
+    turned = json.dumps(dict(reversed(json.loads(GOOD).items()))).encode()
+    assert parse(turned, RUN).record == record(0)
+    assert parse(FOREIGN, OTHER).record == record(0)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_line_is_dropped_and_done_again(tmp_path, name):
+    """Whatever is wrong with a line, even in front of the true one, it is named in one line and its sample redone."""
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(BROKEN[name] + b"\n" + write_line(record(1), RUN))
+    told = []
+    journal = Journal(path, run=RUN, warn=told.append)
+    assert list(journal.records) == [("a/1", 0)] and journal.damaged == len(told) == 1
+    assert told[0].startswith(f"{path}:1: ") and told[0].endswith("dropped; its sample is done again")
+    assert "\n" not in told[0] and len(told[0]) < len(str(path)) + 200
+    assert journal.append(record(0))
+    journal.finish([("a/0", 0), ("a/1", 0)])
+    journal.close()
+    assert path.read_bytes() == write_line(record(0), RUN) + write_line(record(1), RUN)
+    path.write_bytes(BROKEN[name] + b"\n" + GOOD + b"\n")
+    assert read_samples(path, RUN) == ({("a/0", 0): without(record(0), "token_ids")}, 1)
+
+
+def test_many_broken_lines_are_counted(tmp_path):
+    """The first five are named, the others are a number."""
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes((FOREIGN + b"\n") * 30)
+    told = []
+    assert Journal(path, run=RUN, warn=told.append).damaged == 30
+    assert len(told) == 6 and "25 more lines dropped" in told[-1]
+
+
+def test_a_huge_line_is_damage(monkeypatch):
+    """A line longer than every record is not parsed; one that would be so long is not written."""
+    assert LONGEST_LINE > 10_000_000
+    monkeypatch.setattr("kvbench.results.sample.LONGEST_LINE", 1000)
+    assert parse(b"[" + b"1," * 600 + b"1]", RUN).fault.startswith("line of 1203 bytes")
+    with pytest.raises(TypeError, match=r"sample 'a/0' has \d+ bytes"):
+        write_line(record(0, text="x" * 2000), RUN)
+
+
+def test_a_record_that_cannot_be_read_is_not_written():
+    """The writer refuses what its reader would drop, so a run never redoes a sample for ever."""
+    with pytest.raises(TypeError, match="status is none of ok, nan, oom"):
+        write_line(record(0, status="great"), RUN)
+
+
+def test_a_journal_from_before_seals_is_read(tmp_path):
+    """Without any seal in the file its lines count where runs are compared; a run does not go on with them."""
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(encode_line(record(0)) + b'{"sample_id":"a/9","repeat":0}\n')
+    assert read_samples(path, RUN) == ({("a/0", 0): without(record(0), "token_ids")}, 1)
+    journal = Journal(path, run=RUN)
+    assert not journal.records and journal.damaged == 2
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None])
+def test_a_score_that_is_not_finite_is_null_and_readable(score):
+    """What strict JSON has no word for is null on the line, and the line is a record."""
+    line = write_line(record(0, scores={"exact": score}), RUN)
+    assert parse(line[:-1], RUN).record["scores"] == {"exact": None}
