@@ -74,6 +74,7 @@ class Call:
         self.dice, self.make = dice, torch.Generator().manual_seed(dice.randrange(2**31))
         self.dim = dice.choice((8, 16, 24, 32, 64, 64, 80, 128, 256))
         self.args: dict[str, Any] = {}
+        self.positions = torch.randperm(1 << 15, generator=self.make)  # of tokens, each of them once
         self.build()
 
     def build(self) -> None:
@@ -129,7 +130,8 @@ class Call:
         for write in (torch_pages.write_keys, torch_pages.write_values):
             write(self.pages, fmt, page, slot, torch.randn(len(page), self.dim, generator=self.make))
         if fmt.slot.track:
-            score, pos = torch.rand(len(page), generator=self.make), self.below(200, len(page))
+            score, pos = torch.rand(len(page), generator=self.make), self.positions[: len(page)]
+            self.positions = self.positions[len(page) :]
             torch_pages.write_tracked(self.pages, fmt, page, slot, score, pos)
 
     def tiers(self, lead: tuple[int, ...], track: tuple[str, ...], *, num: int, plain: bool, most: int) -> list:
@@ -185,7 +187,9 @@ class Call:
         other = torch.float32 if not x.dtype.is_floating_point else torch.int64
         found.append(Wrong(f"{name} as {other}", self.change(owner, name, lambda t: t.to(other)), late))
         found.append(Wrong(f"{name} elsewhere", self.change(owner, name, lambda t: t.to("meta")), late))
-        found.append(Wrong(f"{name} flat", self.change(owner, name, lambda t: t.flatten()[None, None, None, None]), late))
+        found.append(
+            Wrong(f"{name} flat", self.change(owner, name, lambda t: t.flatten()[None, None, None, None]), late)
+        )
         return found
 
     def poked(self, owner: Any, name: str, end: int, *, late: bool = False, where: Tensor | None = None) -> list[Wrong]:
@@ -235,7 +239,9 @@ class _Slots(Call):
     names: tuple[str, ...] = ("page", "slot")
 
     def build(self) -> None:
-        slot = random_slot(self.dice, self.dim, self.dice.choice(((), ("score",), ("pos",), ("score", "pos"))), plain=self.plain)
+        slot = random_slot(
+            self.dice, self.dim, self.dice.choice(((), ("score",), ("pos",), ("score", "pos"))), plain=self.plain
+        )
         fmt = random_format(self.dice, slot, bounds=not self.plain and self.dice.random() < 0.1)
         self.pool(fmt, self.dice.randint(1, 5))
         self.fill(fmt)
@@ -319,13 +325,20 @@ class Search(Call):
     def build(self) -> None:
         lists = self.dice.randint(1, 6)
         (tier,) = self.tiers((lists,), ("score", "pos"), num=1, plain=True, most=200)
-        seen = self.below(300, lists)
-        self.args = {"ids": tier.ids, "held": tier.num_k, "seen": seen, "by": self.dice.choice(("mean", "score", "pos"))}
+        seen = self.below(1 << 15, lists)
+        self.args = {
+            "ids": tier.ids,
+            "held": tier.num_k,
+            "seen": seen,
+            "by": self.dice.choice(("mean", "score", "pos")),
+        }
         for name in ("floor", "before", "exact"):
-            self.args[name] = self.below(220, lists) if self.dice.random() < 0.3 else None
+            self.args[name] = self.below(1 << 15, lists) if self.dice.random() < 0.3 else None
         if self.args["exact"] is not None:
             self.args["before"] = None
-        self.args["first"] = 0 if self.args["exact"] is not None else self.dice.choice((0, 0, 30))
+            some = torch_pages.region(self.pages, self.fmt, "pos")[tier.ids[:, 0], 0] if tier.ids.shape[1] else seen
+            self.args["exact"] = torch.where(self.below(2, lists) == 1, some.long(), self.args["exact"])
+        self.args["first"] = 0 if self.args["exact"] is not None else self.dice.choice((0, 0, 1 << 13))
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         named = {name: x for name, x in self.args.items() if name not in ("ids", "held")}
@@ -379,7 +392,9 @@ class AddScores(Call):
         lists = self.dice.randint(1, 3), self.dice.randint(1, 3)
         track = self.dice.choice((("score",), ("score", "pos")))
         (self.tier,) = self.tiers(lists, track, num=1, plain=False, most=150)
-        self.args = {"scores": torch.rand(*lists, self.tier.ids.shape[-1] * self.fmt.tokens_per_page, generator=self.make)}
+        self.args = {
+            "scores": torch.rand(*lists, self.tier.ids.shape[-1] * self.fmt.tokens_per_page, generator=self.make)
+        }
 
     def run(self) -> None:
         cpu_decode.add_scores(self.pages, self.tier, self.args["scores"])
@@ -415,7 +430,9 @@ def attend(q: Tensor, dense: tuple, scale: float) -> tuple[Tensor, Tensor, Tenso
             held = live[s, head // group]
             v = values[s, head // group, held]
             size = max(size, float(v.abs().max()) if v.numel() else 0.0)
-            out[s, head], lse[s, head], p = slow_attention.attend_one(q[s, head], keys[s, head // group, held], v, scale)
+            out[s, head], lse[s, head], p = slow_attention.attend_one(
+                q[s, head], keys[s, head // group, held], v, scale
+            )
             chances[s, head, held] = p
             if not held.any():
                 out[s, head] = float("nan")
@@ -505,7 +522,11 @@ class Decode(Call):
         found.append(Wrong("four tiers", self.change(self, "list", lambda x: (x * 4)[:4])))
         if self.ring is not None:
             ring = self.ring
-            found += self.bent(ring, "k", (0, 1, 3)) + self.bent(ring, "v", (0, 1, 3)) + self.bent(ring, "num_tokens", (0, 1))
+            found += (
+                self.bent(ring, "k", (0, 1, 3))
+                + self.bent(ring, "v", (0, 1, 3))
+                + self.bent(ring, "num_tokens", (0, 1))
+            )
             most = int(self.list[0].num_k.max()) + ring.k.shape[2]
             found += self.poked(ring, "num_tokens", most + 1)
             found.append(Wrong("an empty ring", self.change(ring, "k", lambda x: x[:, :, :0])))
@@ -522,20 +543,31 @@ class Step(Call):
         buffered = dice.random() < 0.4
         track = () if buffered else dice.choice(((), ("score", "pos")))
         self.list = self.tiers(
-            self.lists, track, num=1 if buffered else dice.choice((1, 2, 3)), plain=not buffered, most=dice.choice((30, 150))
+            self.lists,
+            track,
+            num=1 if buffered else dice.choice((1, 2, 3)),
+            plain=not buffered,
+            most=dice.choice((30, 150)),
         )
         heads = self.lists[2]
-        self.args = {"seen": 200 + self.below(50, self.lists[0]), "power": dice.choice((1, 2)), "group": dice.choice(RULES)}
+        self.args = {
+            "seen": self.below(1 << 15, self.lists[0]),
+            "power": dice.choice((1, 2)),
+            "group": dice.choice(RULES),
+        }
         self.args |= {"update": dice.choice((None, "add", "replace")) if track else None, "skip_near": 0, "ring": None}
         self.args |= {"num_q_heads": heads * self.group_size}
         if self.args["update"]:
-            self.args["skip_near"] = dice.choice((0, 0, 40))
+            self.args["skip_near"] = dice.choice((0, 0, 1 << 14))
         if buffered:
             self.add_ring()
         else:
             self.add_target()
         self.tokens = [
-            {name: self.randn(self.lists[0], n, self.dim) for name, n in (("q", heads * self.group_size), ("k", heads), ("v", heads))}
+            {
+                name: self.randn(self.lists[0], n, self.dim)
+                for name, n in (("q", heads * self.group_size), ("k", heads), ("v", heads))
+            }
             for _ in range(self.lists[1])
         ]
 
@@ -590,7 +622,9 @@ class Step(Call):
             if ring is None:
                 at, page, slot = self.args["target"]
                 for write, new in ((torch_pages.write_keys, x["k"]), (torch_pages.write_values, x["v"])):
-                    write(want, self.list[at].fmt, page[:, layer].flatten(), slot[:, layer].flatten(), new.flatten(0, 1))
+                    write(
+                        want, self.list[at].fmt, page[:, layer].flatten(), slot[:, layer].flatten(), new.flatten(0, 1)
+                    )
             else:
                 view = self.append(layer, buffers, x)
                 if ring.flush_first:
@@ -602,7 +636,9 @@ class Step(Call):
                 self.flush(want, layer, buffers)
             if self.args["update"]:
                 self.update(want, tiers, chances)
-        fields = [torch_pages.region(p, t.fmt, "score") for t in self.list if t.fmt.slot.track for p in (self.pages, want)]
+        fields = [
+            torch_pages.region(p, t.fmt, "score") for t in self.list if t.fmt.slot.track for p in (self.pages, want)
+        ]
         if fields and self.args["update"]:
             used = [(t.fmt, t.ids[self.used(t, t.num_k)]) for t in self.list]
             for fmt, ids in used:
@@ -620,7 +656,9 @@ class Step(Call):
         ring = self.args["ring"]
         heads = torch.arange(self.lists[2])
         for buffer, new in zip(buffers, (x["k"], x["v"]), strict=True):
-            buffer[ring.rows[:, None], layer, heads, (ring.num_tokens[:, layer] - 1) % buffer.shape[3]] = new.to(buffer.dtype)
+            buffer[ring.rows[:, None], layer, heads, (ring.num_tokens[:, layer] - 1) % buffer.shape[3]] = new.to(
+                buffer.dtype
+            )
         return Ring(*(buffer[ring.rows, layer] for buffer in buffers), ring.num_tokens[:, layer])
 
     def flush(self, want: Tensor, layer: int, buffers: tuple[Tensor, Tensor]) -> None:
@@ -631,7 +669,10 @@ class Step(Call):
             for s in range(self.lists[0]):
                 for h in range(self.lists[2]):
                     token = torch.arange(int(old[s, layer, h]), int(new[s, layer, h]))
-                    page, slot = tier.ids[s, layer, h, token // tier.fmt.tokens_per_page], token % tier.fmt.tokens_per_page
+                    page, slot = (
+                        tier.ids[s, layer, h, token // tier.fmt.tokens_per_page],
+                        token % tier.fmt.tokens_per_page,
+                    )
                     if len(token):
                         write(want, tier.fmt, page, slot, buffer[ring.rows[s], layer, h, token % buffer.shape[3]])
 
@@ -642,7 +683,9 @@ class Step(Call):
             width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
             if not width:
                 continue
-            part = group_scores(chances[..., begin : begin + width], self.lists[2], self.args["power"], self.args["group"])
+            part = group_scores(
+                chances[..., begin : begin + width], self.lists[2], self.args["power"], self.args["group"]
+            )
             begin += width
             score, pos = (torch_pages.region(want, tier.fmt, name) for name in ("score", "pos"))
             where = pos[tier.ids].flatten(-2)
@@ -673,9 +716,16 @@ class Step(Call):
             target = dict(zip(("tier", "page", "slot"), self.args["target"], strict=True))
             tokens = self.list[target["tier"]].fmt.tokens_per_page
             aimed = self.bent(target, "page", (0, 1, 2)) + self.bent(target, "slot", (0, 1, 2))
-            aimed += self.poked(target, "page", len(self.pages), late=True) + self.poked(target, "slot", tokens, late=True)
-            aimed += [Wrong("no such tier", self.change(target, "tier", lambda _, t=t: t)) for t in (3, -1, len(self.list))]
-            found += [Wrong(w.name, lambda w=w: (w.make(), self.args.update(target=list(target.values())))[1], w.late) for w in aimed]
+            aimed += self.poked(target, "page", len(self.pages), late=True) + self.poked(
+                target, "slot", tokens, late=True
+            )
+            aimed += [
+                Wrong("no such tier", self.change(target, "tier", lambda _, t=t: t)) for t in (3, -1, len(self.list))
+            ]
+            found += [
+                Wrong(w.name, lambda w=w: (w.make(), self.args.update(target=list(target.values())))[1], w.late)
+                for w in aimed
+            ]
             found.append(Wrong("no target", self.change(self.args, "target", lambda _: None)))
             return found
         found += self.bent(ring, "k", (1, 2, 4)) + self.bent(ring, "v", (1, 2, 4)) + self.bent(ring, "rows", (0,))

@@ -1,14 +1,16 @@
 """Random calls of the CPU kernels, in and out of contract, for `make fuzz` and for test_cpu_fuzz.py.
 
-    python tests/kernels/cpu/kernel_fuzz.py cases=300 seed=0 [first=N] [library=FILE] [log=FILE]
+    python tests/kernels/cpu/kernel_fuzz.py [cases=300] [seed=0] [first=0] [sanitize=portable]
 
 Case n of a seed is always the same call: `first=n cases=1` repeats it. In contract, the result equals the reference's
 bytes or a float64 oracle's numbers. Out of contract, one thing of such a call is made wrong, and the call must raise
-and leave the pool as it was. `library` is the C++ built with sanitizers, whose findings end the process; `log` names
-the case that it was at.
+and leave the pool as it was. `sanitize` names the build (KVBENCH_CPU_ISA's words) that is compiled anew with the
+sanitizers of GCC, in build/fuzz; a finding of theirs ends the process, and build/fuzz/last_case says where.
 """
 
+import os
 import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,10 +19,14 @@ from pathlib import Path
 
 import torch
 from fuzz_calls import CALLS, Wrong
-from torch import Tensor
 
 from kvbench.kernels.cpu import abi as cpu_abi
+from kvbench.kernels.cpu import build
 
+SCRATCH = Path(__file__).parents[3] / "build" / "fuzz"
+# Undefined behaviour is looked for in the portable build: what it adds to the templates of the wider ones takes a
+# compiler the better part of an hour.
+SANITIZERS = {"portable": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")}
 REFUSALS = (AssertionError, ValueError, KeyError, IndexError, AttributeError, TypeError)
 
 
@@ -86,22 +92,45 @@ def run(cases: int, seed: int, first: int = 0, note: Callable[[int], None] = lam
     return tally
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bytes."""
-    return torch.equal(a, b)
+def sanitized(isa: str) -> Path:
+    """The C++ of a build with sanitizers, compiled where its sources are newer."""
+    target, sources = SCRATCH / f"{isa}.so", sorted(build.SOURCE_DIR.iterdir())
+    if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        SCRATCH.mkdir(parents=True, exist_ok=True)
+        flags = [flag for flag in build.FLAGS if not flag.startswith("-O")] + ["-O1", "-g1", "-fopenmp"]
+        flags += [*cpu_abi.ISA_FLAGS[isa], *SANITIZERS.get(isa, ("-fsanitize=address",)), "-fno-omit-frame-pointer"]
+        command = [build.find_compiler(), *flags, str(build.SOURCE_DIR / "paged.cpp"), "-o", str(target) + ".new"]
+        subprocess.run(command, check=True)
+        os.replace(str(target) + ".new", target)
+    return target
+
+
+def with_sanitizers(words: list[str], isa: str) -> None:
+    """Begins this program anew with the sanitizers' library in front of all others, as it must be."""
+    target = sanitized(isa)
+    found = [[build.find_compiler(), f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
+    ahead = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() for command in found]
+    os.environ |= {"LD_PRELOAD": " ".join(ahead), "ASAN_OPTIONS": "detect_leaks=0"}  # Python frees nothing at its end
+    os.execv(sys.executable, [sys.executable, __file__, *words, f"library={target}"])
 
 
 def main(words: list[str]) -> int:
     """Runs the command line's cases; 1 when something was found."""
-    settings = {"cases": "300", "seed": "0", "first": "0", "library": "", "log": ""}
+    settings = {"cases": "300", "seed": "0", "first": "0", "library": "", "sanitize": ""}
     settings |= dict(word.split("=", 1) for word in words)
+    if settings["sanitize"] and not settings["library"]:
+        with_sanitizers(words, settings["sanitize"])
     if settings["library"]:
         library = cpu_abi.Library(settings["library"])
-        cpu_abi.library_for = lambda _: library
-    log = Path(settings["log"]) if settings["log"] else None
+        cpu_abi.library_for = lambda _: library  # type: ignore[assignment]
     cases, seed, first = (int(settings[name]) for name in ("cases", "seed", "first"))
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+
+    def note(number: int) -> None:
+        (SCRATCH / "last_case").write_text(f"first={number} cases=1 seed={seed}\n")
+
     print(f"{cpu_abi.load().kvb_path().decode()}: cases {first} to {first + cases - 1} of seed {seed}", flush=True)
-    tally = run(cases, seed, first, lambda n: None if log is None else log.write_text(f"first={n} seed={seed}\n") and None)
+    tally = run(cases, seed, first, note)
     inside = sum(n for (_, kind), n in tally.calls.items() if kind == "in contract")
     print(f"{inside} in contract, {cases - inside} out of it, {len(tally.calls)} kinds, {len(tally.findings)} findings")
     for finding in tally.findings:
