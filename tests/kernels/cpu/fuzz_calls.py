@@ -551,7 +551,7 @@ class Step(Call):
         )
         heads = self.lists[2]
         self.args = {
-            "seen": self.below(1 << 15, self.lists[0]),
+            "seen": (1 << 15) + self.below(1 << 10, self.lists[0]),
             "power": dice.choice((1, 2)),
             "group": dice.choice(RULES),
         }
