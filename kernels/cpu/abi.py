@@ -50,7 +50,8 @@ TierStruct = _struct(
     "l k_codes v_codes k_scale k_zero v_scale v_zero score pos p ids num_k num_v scores cos sin",
 )
 RingStruct = _struct(
-    "Ring", "p k v num_tokens rows l k_row_stride k_head_stride v_row_stride v_head_stride i k_length v_length kind"
+    "Ring",
+    "p k v num_tokens rows l k_row_stride k_head_stride v_row_stride v_head_stride i k_length v_length kind num_rows",
 )
 _CALL_FIELDS = (
     "p q pages tiers ring out lse seen l page_bytes num_pages seq_stride "
@@ -159,12 +160,22 @@ def library_for(_: str | None) -> Library:
     return load_library(Library, f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])
 
 
+# What csrc/plan.h's Status says beside "done" and "no memory".
+_REFUSED = {
+    2: "a page table names a page that the pool does not have",
+    3: "an address names a slot beyond a page, or keys that share scales are not written in whole groups",
+    4: "a list holds fewer than no tokens, or more than its table and its residual buffer have room for",
+    5: "a sequence names a row that the residual buffers do not have",
+    6: "the step has no such layer",
+}
+
+
 def check(status: int) -> None:
     """Turns the status of a C++ call into an exception."""
     if status == 1:
         raise MemoryError("no memory for the partial results of attention")
     if status:
-        raise AssertionError("a page table names a page that the pool does not have, or a slot beyond a page")
+        raise AssertionError(_REFUSED[status])
 
 
 @cache
@@ -195,6 +206,11 @@ def format_struct(fmt: PageFormat) -> ctypes.Structure:
 
 def _tables(tier: TierPages) -> tuple[Tensor, Tensor, Tensor]:
     return tier.ids, tier.num_k, tier.num_v
+
+
+def plain(x: Tensor) -> Tensor:
+    """A tensor as fp32 in one plain array; the same one where it is."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
 def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, keep: list[Tensor]) -> None:
@@ -232,6 +248,7 @@ def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
         k_length=k.shape[2],
         v_length=v.shape[2],
         kind=ELEMENT_KINDS[k.dtype],
+        num_rows=k.shape[0],
     )
 
 
@@ -242,6 +259,7 @@ __all__ = [
     "BuildError",
     "CallStruct",
     "ColumnsStruct",
+    "Library",
     "SearchStruct",
     "StepStruct",
     "TierStruct",
@@ -251,5 +269,6 @@ __all__ = [
     "fill_tier",
     "format_struct",
     "load",
+    "plain",
     "ring_struct",
 ]

@@ -5,27 +5,28 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.backend import Reduce, Ring, TierPages
 from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
     REDUCE_KINDS,
     CallStruct,
+    Library,
     TierStruct,
     check,
     fill_tier,
     load,
+    plain,
     ring_struct,
 )
 from kvbench.kernels.reference import attention as torch_attention
 
 
-def _takes(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
+def _takes(library: Library, q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
     """Whether the C++ code covers a call; the reference takes the others."""
-    if q.device.type != "cpu" or q.shape[-1] > load().max_channels:
+    if q.device.type != "cpu" or q.shape[-1] > library.max_channels:
         return False
-    if ring is not None and (len(tiers) > 1 or tiers[0].rotation is not None):
-        return False
-    return ring is None or ring.k.dtype in ELEMENT_KINDS
+    return ring is None or (tiers[0].rotation is None and ring.k.dtype in ELEMENT_KINDS)
 
 
 def paged_decode(
@@ -48,11 +49,13 @@ def paged_decode(
 
     Source: kvbench's own; folding the scales into the products as in KIVI's and DiffKV's kernels.
     """
-    if not _takes(q, tiers, ring):
+    checks.decode(q, pages, tiers, ring, power, group)
+    library = load()
+    if not _takes(library, q, tiers, ring):
         return torch_attention.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
     num_seq, num_q_heads, head_dim = q.shape
     heads = tiers[0].ids.shape[1]
-    q = q.float().contiguous()
+    q = plain(q)
     pages = pages.contiguous()
     out = torch.empty_like(q)
     lse = torch.empty(num_seq, num_q_heads)
@@ -87,18 +90,19 @@ def paged_decode(
     if ring is not None:
         buffers = ring_struct(ring, keep)
         call.ring = ctypes.addressof(buffers)
-    check(load().kvb_paged_decode(ctypes.addressof(call)))
+    check(library.kvb_paged_decode(ctypes.addressof(call)))
     return out, lse, scores
 
 
 def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
     """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots, in place."""
+    checks.scores(pages, tier, scores)
     if not pages.is_contiguous():  # a copy would take the sums and be thrown away
         torch_attention.add_scores(pages, tier, scores)
         return
     keep: list[Tensor] = []
     entry = TierStruct()
-    fill_tier(entry, tier, scores.float().contiguous(), keep)
+    fill_tier(entry, tier, plain(scores), keep)
     check(
         load().kvb_add_scores(
             pages.data_ptr(),

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.backend import ExtremeOf
 from kvbench.kernels.cpu.abi import SearchStruct, TierStruct, check, format_struct, load
 from kvbench.kernels.format import PageFormat
@@ -38,6 +39,7 @@ def _write(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor
 
 def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
     """Encodes keys and writes them to their slots; the bytes are the reference's."""
+    checks.write(pages, fmt, page, slot, k, keys=True)
     if not _covers(pages, fmt):
         torch_pages.write_keys(pages, fmt, page, slot, k)
         return
@@ -46,6 +48,7 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
 
 def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
     """Encodes values and writes them to their slots; the bytes are the reference's."""
+    checks.write(pages, fmt, page, slot, v, keys=False)
     if not _covers(pages, fmt):
         torch_pages.write_values(pages, fmt, page, slot, v)
         return
@@ -54,6 +57,7 @@ def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: 
 
 def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     """Dequantises single slots; the bits are the reference's."""
+    checks.slots(pages, fmt, page, slot)
     if not _covers(pages, fmt):
         return torch_pages.read_slots(pages, fmt, page, slot)
     page, slot = page.long().contiguous(), slot.long().contiguous()
@@ -79,9 +83,10 @@ def move_slots(
     """Copies the bytes of slots as they are.
 
     Raises:
-        ValueError: The format's keys share scales over tokens, so that a slot cannot move alone.
+        ValueError: See `checks.movable`.
     """
-    if not _covers(pages, fmt) or fmt.slot.channel_keys:
+    checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+    if not _covers(pages, fmt):
         torch_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
         return
     where = [x.long().contiguous() for x in (src_page, src_slot, dst_page, dst_slot)]
@@ -105,6 +110,8 @@ def slot_extreme(
     first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The slot of every list with the smallest value; arguments and results as `Backend.slot_extreme`."""
+    per_list = {"seen": seen, "floor": floor, "before": before, "exact": exact}
+    checks.search(pages, fmt, ids, held, by, per_list, first)
     value = torch.empty(len(held))
     slot, pos = torch.empty(len(held), dtype=torch.int64), torch.empty(len(held), dtype=torch.int64)
     keep = [None if x is None else x.long().contiguous() for x in (ids, held, seen, floor, before, exact)]

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.cpu.abi import ColumnsStruct, check, load
 from kvbench.kernels.reference import attention as torch_attention
 
@@ -30,6 +31,7 @@ def column_scores(
     Raises:
         MemoryError: No room for a block's sums.
     """
+    checks.columns(q, k, queries, skip_near, power)
     if q.device.type != "cpu":
         return torch_attention.column_scores(
             q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.backend import FusedStep, Reduce, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
@@ -16,6 +17,7 @@ from kvbench.kernels.cpu.abi import (
     check,
     fill_tier,
     load,
+    plain,
 )
 
 _UPDATE: dict[ScoreUpdate | None, int] = {None: 0, "add": 1, "replace": 2}
@@ -32,10 +34,17 @@ class CompiledStep(FusedStep):
 
     def __init__(self, struct: StepStruct, keep: Kept) -> None:
         self._struct, self._keep = struct, keep
+        call = struct.call
+        self._lists, self._heads, self._dim = (
+            (call.num_seq, call.num_heads),
+            call.num_heads * call.group_size,
+            call.head_dim,
+        )
         self._address, self._call = ctypes.addressof(struct), load().kvb_step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = (x.float().contiguous() for x in (q, k, v))
+        checks.layer(q, k, v, self._lists, self._heads, self._dim)
+        q, k, v = plain(q), plain(k), plain(v)
         out = torch.empty_like(q)
         check(self._call(self._address, layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), scale))
         return out
@@ -59,11 +68,23 @@ def open_step(
     Returns:
         The prepared step, or None where the C++ code does not cover it.
     """
+    checks.step(
+        pages,
+        tiers,
+        num_q_heads=num_q_heads,
+        seen=seen,
+        target=target,
+        ring=ring,
+        power=power,
+        group=group,
+        update=update,
+        skip_near=skip_near,
+    )
     num_seq, num_layers, num_heads, _ = tiers[0].ids.shape
     head_dim = tiers[0].fmt.slot.head_dim
     if pages.device.type != "cpu" or not pages.is_contiguous() or head_dim > load().max_channels:
         return None
-    if ring is not None and (len(tiers) > 1 or ring.k.dtype not in ELEMENT_KINDS):
+    if ring is not None and not (ring.k.dtype in ELEMENT_KINDS and ring.k.is_contiguous() and ring.v.is_contiguous()):
         return None
     tensors = [pages]
     table = (TierStruct * len(tiers))()
@@ -97,7 +118,7 @@ def open_step(
     if ring is not None:
         _add_ring(struct, ring, keep)
     else:
-        assert target is not None, "without a ring the new token goes to a page"
+        assert target is not None, "checks.step wants one of them"
         struct.tier, *places = target
         where = [x.long().contiguous() for x in places]
         struct.page, struct.slot = (x.data_ptr() for x in where)
@@ -124,6 +145,7 @@ def _add_ring(struct: StepStruct, ring: StepRing, keep: Kept) -> None:
         k_length=ring.k.shape[3],
         v_length=ring.v.shape[3],
         kind=ELEMENT_KINDS[ring.k.dtype],
+        num_rows=ring.k.shape[0],
     )
     struct.call.ring = ctypes.addressof(entry)
     keep += [*counts, rows, num_tokens, entry, ring.k, ring.v]

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.backend import Reduce, Ring, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.parts import (
@@ -265,6 +266,7 @@ def paged_decode(
     Source: kvbench's own; split over the sequence with an exact merge as in FlashDecoding, scales folded into the
         products as in KIVI's and DiffKV's kernels.
     """
+    checks.decode(q, pages, tiers, ring, power, group)
     if any(tier.rotation is not None for tier in tiers):
         out, lse, scores = torch_attention.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
         for tier, score in zip(tiers, scores if accumulate else [], strict=False):
@@ -327,6 +329,7 @@ def paged_decode(
 
 def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
     """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots, in place; capture-safe."""
+    checks.scores(pages, tier, scores)
     lists, columns, slots = tier.num_k.numel(), tier.ids.shape[-1], tier.fmt.tokens_per_page
     launch(
         _add_scores, (lists, columns), pages, tier.ids.contiguous(), tier.num_k.contiguous(),

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.pages import SLOT_REGIONS, byte_map, check_movable
+from kvbench.kernels.gpu.pages import SLOT_REGIONS, byte_map
 from kvbench.kernels.gpu.parts import launch, power_of_two
 from kvbench.kernels.pool import PoolExhausted
 
@@ -290,11 +291,11 @@ class DevicePages:
             The new slot counts, int64 [M].
 
         Raises:
-            ValueError: See `gpu.pages.check_movable`.
+            ValueError: See `checks.movable`.
 
         Source: KV-Compress kvcompress_eviction_kernels.cu (the same moves), DiffKV (all lists in one launch).
         """
-        check_movable(fmt)
+        checks.movable(fmt)
         sources, targets, counts = self.plan_compaction(lists, tier, keep)
         width, places = keep.shape[1], byte_map(fmt, SLOT_REGIONS, self.pages.device)
         moves = min(32, power_of_two(width))

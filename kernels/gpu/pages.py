@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.parts import (
     code_values,
@@ -250,6 +251,7 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
         slot: [M] slots within the page.
         k: [M, D], any float dtype.
     """
+    checks.write(pages, fmt, page, slot, k, keys=True)
     if not fmt.slot.channel_keys:
         _write("k", pages, fmt, page, slot, k)
         return
@@ -266,6 +268,7 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
 
 def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
     """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
+    checks.write(pages, fmt, page, slot, v, keys=False)
     _write("v", pages, fmt, page, slot, v)
 
 
@@ -290,6 +293,7 @@ def _write(
 
 def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     """Dequantises single slots: pages and slots [M] to keys and values fp32 [M, D]; 0 where the page is below 0."""
+    checks.slots(pages, fmt, page, slot)
     count, head_dim = page.numel(), fmt.slot.head_dim
     out = [torch.empty(count, head_dim, device=pages.device) for _ in range(2)]
     padded = power_of_two(head_dim)
@@ -328,6 +332,8 @@ def demote(
         raise ValueError(
             f"the tiers track {source.slot.track} and {target.slot.track}; demotion needs the same fields in both"
         )
+    checks.slots(pages, source, src_page, src_slot)
+    checks.slots(pages, target, dst_page, dst_slot)
     for side in "kv":
         _write(side, pages, target, dst_page, dst_slot, None, (source, src_page, src_slot))
     if source.slot.track:
@@ -341,26 +347,11 @@ def move_slots(
     """Copies the bytes of slots as they are; sources and targets must not overlap.
 
     Raises:
-        ValueError: See `check_movable`.
+        ValueError: See `checks.movable`.
     """
-    check_movable(fmt)
+    checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
     table = byte_map(fmt, SLOT_REGIONS, pages.device)
     _move(pages, src_page, src_slot, dst_page, dst_slot, table, table)
-
-
-def check_movable(fmt: PageFormat) -> None:
-    """Refuses formats whose slots do not stand alone.
-
-    Raises:
-        ValueError: Keys share scales over tokens, or pages carry bounds of their keys.
-    """
-    if fmt.slot.channel_keys:
-        raise ValueError(
-            f"slots with per-channel keys (group {fmt.slot.k_channel_group}) cannot move one by one; "
-            "evict before quantising, or store the tokens in a tier with k_axis=token"
-        )
-    if fmt.bounds:
-        raise ValueError("slots of pages that carry bounds of their keys cannot move: the bounds would no longer hold")
 
 
 def _move(

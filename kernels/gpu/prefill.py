@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
 
 
@@ -135,6 +136,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
 
     Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
     """
+    checks.prompt(q, k, v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tops, sums = _statistics(_rows(q), _rows(k), scale, 0, (_rows(v), out))
     return out, (tops + sums.log2()) / LOG2_E
@@ -145,6 +147,7 @@ def column_scores(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near
 
     Memory beyond the result: two fp32 numbers per counted query and head.
     """
+    checks.columns(q, k, queries, skip_near, power)
     heads, length, head_dim = q.shape
     q, k, first = _rows(q), _rows(k), _first(length, queries)
     tops, sums = _statistics(q, k, scale, first)

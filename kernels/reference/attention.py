@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.backend import Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
 from kvbench.kernels.reference.pages import read_pages, region
 
@@ -50,6 +51,7 @@ def paged_decode(
     group: Reduce | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Attention of one query token per sequence over all tiers and the residual buffer, computed in fp32."""
+    checks.decode(q, pages, tiers, ring, power, group)
     num_seq, _, head_dim = q.shape
     num_heads = tiers[0].ids.shape[1]
     q = q.float().view(num_seq, num_heads, -1, head_dim)
@@ -105,6 +107,7 @@ def choose_pages(q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width
 
     Source: mit-han-lab/Quest evaluation/quest_attention.py and quest/utils/controller.py.
     """
+    checks.choose(q, pages, tier, count, width, group)
     num_seq, num_heads, num_columns = tier.ids.shape
     tokens = tier.fmt.tokens_per_page
     q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
@@ -122,6 +125,7 @@ def choose_pages(q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width
 
 def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
     """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots."""
+    checks.scores(pages, tier, scores)
     tokens = tier.fmt.tokens_per_page
     page_index, slot = (
         torch.arange(tier.ids.shape[-1], device=scores.device),
@@ -136,6 +140,7 @@ def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
 
 def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
     """Dequantises everything a layer holds, padded; with a ring, in token order."""
+    checks.dense(pages, tiers, ring)
     keys, values, live = [], [], []
     for tier in tiers:
         k, v = read_pages(pages, tier.fmt, tier.ids.flatten())
@@ -163,11 +168,13 @@ def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tu
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of a whole prompt on uncompressed keys and values."""
+    checks.prompt(q, k, v)
     return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
     """Attention of a chunk of tokens over a dequantised history and over itself, causally."""
+    checks.chunk(q, k, v, history)
     past_k, past_v, live = history
     heads, chunk, _ = k.shape
     keys, values = torch.cat([past_k, k.float()], 1), torch.cat([past_v, v.float()], 1)
@@ -211,6 +218,7 @@ def column_scores(
     Returns:
         fp32 [Hq, N].
     """
+    checks.columns(q, k, queries, skip_near, power)
     num_q_heads, length, head_dim = q.shape
     heads = k.shape[0]
     out = torch.zeros(heads, num_q_heads // heads, length, device=q.device)
@@ -314,6 +322,7 @@ def reduce_scores(
     group: Reduce,
 ) -> Tensor:
     """Pools and group-reduces column sums fp32 [Hq, N] to [H, N]."""
+    checks.reduction(pool, pool_kernel, pool_stage, pool_region, group)
     columns = columns.view(heads, -1, columns.shape[-1])
 
     def pooled(x: Tensor) -> Tensor:

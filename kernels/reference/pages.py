@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference import quant
 
@@ -54,6 +55,8 @@ def _encode(x: Tensor, bits: int, groups: int, fmt: PageFormat) -> _Side:
 
 def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
     """Encodes keys [M, D] and writes them to their slots."""
+    checks.write(pages, fmt, page, slot, k, keys=True)
+    checks.within(fmt, len(pages), page, slot)
     form = fmt.slot
     codes = region(pages, fmt, "k_codes")
     if not form.channel_keys:
@@ -76,6 +79,8 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
 
 def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
     """Encodes values [M, D] and writes them to their slots."""
+    checks.write(pages, fmt, page, slot, v, keys=False)
+    checks.within(fmt, len(pages), page, slot)
     side = _encode(v, fmt.slot.v_bits, fmt.slot.v_groups, fmt)
     region(pages, fmt, "v_codes")[page, slot] = side.codes
     _write_metadata(pages, fmt, "v", page, slot, side)
@@ -93,6 +98,7 @@ def _write_metadata(pages: Tensor, fmt: PageFormat, kind: str, page: Tensor, slo
 
 def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
     """Widens the bounds of pages so that they include keys [M, D]; slot 0 begins a page anew."""
+    checks.widen_bounds(pages, fmt, page, slot, k)
     k = k.to(fmt.slot.dtype)
     if distinct:
         ids, fresh, low, high = page, slot == 0, k, k
@@ -111,11 +117,12 @@ def write_tracked(
     pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float | None, pos: Tensor | None
 ) -> None:
     """Writes the tracked fields of slots; those that the format does not track are ignored."""
+    checks.write_tracked(pages, fmt, page, slot, score, pos)
     if "score" in fmt.slot.track:
-        assert score is not None, "the format tracks scores: the caller has one"
+        assert score is not None, "checks.write_tracked wants one"
         region(pages, fmt, "score")[page, slot] = score
     if "pos" in fmt.slot.track:
-        assert pos is not None, "the format tracks positions: the caller has one"
+        assert pos is not None, "checks.write_tracked wants them"
         region(pages, fmt, "pos")[page, slot] = pos.to(torch.int32)
 
 
@@ -174,6 +181,8 @@ def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Ten
 
 def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     """Dequantises single slots: int64 [M] pages and slots to keys and values, fp32 [M, D]."""
+    checks.slots(pages, fmt, page, slot)
+    checks.within(fmt, len(pages), page, slot)
     if fmt.slot.channel_keys:  # scales belong to groups, so the whole page is the unit of reading
         keys, values = read_pages(pages, fmt, page)
         row = torch.arange(len(page), device=page.device)
@@ -191,6 +200,8 @@ def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tu
 
 def read_tracked(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Score fp32 and position int64 of single slots; None for a field that is not tracked."""
+    checks.slots(pages, fmt, page, slot)
+    checks.within(fmt, len(pages), page, slot)
     score = region(pages, fmt, "score")[page, slot] if "score" in fmt.slot.track else None
     pos = region(pages, fmt, "pos")[page, slot].long() if "pos" in fmt.slot.track else None
     return score, pos
@@ -202,13 +213,11 @@ def move_slots(
     """Copies the bytes of slots as they are (no requantisation); sources and targets must not overlap.
 
     Raises:
-        ValueError: The format's keys share scales over tokens, so that a slot cannot move alone.
+        ValueError: See `checks.movable`.
     """
-    if fmt.slot.channel_keys:
-        raise ValueError(
-            f"slots with per-channel keys (group {fmt.slot.k_channel_group}) cannot move one by one; "
-            "evict before quantising, or store the tokens in a tier with k_axis=token"
-        )
+    checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+    for page, slot in ((src_page, src_slot), (dst_page, dst_slot)):
+        checks.within(fmt, len(pages), page, slot)
     for name, (_, length) in fmt.regions.items():
         if not length:
             continue

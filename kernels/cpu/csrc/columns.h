@@ -77,7 +77,7 @@ static void add_row(const Columns& c, const float* x, long n, float factor, floa
 }
 
 // One query head. The block's sums are made apart and added once, so that a long prompt is not summed one by one in fp32.
-static bool sum_columns(const Columns& c, long head) {
+static void sum_columns(const Columns& c, long head) {
   static thread_local std::vector<float> block;
   block.assign(c.width, 0.0f);
   for (long i = 0; i < c.num_queries; i++) {
@@ -88,7 +88,6 @@ static bool sum_columns(const Columns& c, long head) {
   }
   float* to = c.sums + head * c.sum_stride;
   for (long j = 0; j < c.width; j++) to[j] += block[j];
-  return true;
 }
 
 }  // namespace kvb

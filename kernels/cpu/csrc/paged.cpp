@@ -1,4 +1,4 @@
-// The C functions that kernels/cpu*.py call. Those that return a number return 0 when done, 1 without memory, 2 on a page id out of range.
+// The C functions that kernels/cpu/*.py call. Those that return a number return a Status (plan.h).
 #include <atomic>
 #include <memory>
 #include <new>
@@ -6,21 +6,22 @@
 
 #include "attend.h"
 #include "columns.h"
+#include "limits.h"
 #include "reduce.h"
 #include "step.h"
 #include "write.h"
 
 namespace kvb {
 
-// Runs f(i) for 0 <= i < n, on several threads when there is enough to do; f returns false on a page id out of range.
+// Runs f(i) for 0 <= i < n, on several threads when there is enough to do; f returns a Status.
 template <class F> static int for_all(long n, int num_threads, F f) {
-  std::atomic<int> status{0};
+  std::atomic<int> status{kDone};
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
   for (long i = 0; i < n; i++) {
     try {
-      if (!f(i)) status = 2;
+      if (const int found = f(i)) status = found;
     } catch (const std::bad_alloc&) {
-      status = 1;
+      status = kNoMemory;
     }
   }
   return status;
@@ -36,8 +37,8 @@ static int threads_for(const Call& call) {
   return int(std::min<double>(call.num_threads, std::max(1.0, slots * call.group_size * call.head_dim / work_per_thread)));
 }
 
-// Attention of a call; before(list) and after(list) run for every list, before its first chunk and after its merge. Threads take chunks as
-// they come, and whoever ends a list's last one merges it: nobody waits for all others in between.
+// Attention of a call whose counts and rows were checked; before(list) and after(list) run for every list, before its first chunk and after
+// its merge. Threads take chunks as they come, and whoever ends a list's last one merges it: nobody waits for all others in between.
 template <class Before, class After> static int attend(const Call& call, Before before, After after) {
   static thread_local Plan plan_of_thread;
   Plan& plan = plan_of_thread;
@@ -48,27 +49,27 @@ template <class Before, class After> static int attend(const Call& call, Before 
     ready.reset(new std::atomic<long>[plan.num_lists]);
     left.reset(new std::atomic<long>[plan.num_lists]);
   } catch (const std::bad_alloc&) {
-    return 1;
+    return kNoMemory;
   }
   const long chunks = std::max(1L, plan.chunks_per_list), work = plan.num_lists * chunks;
   for (long list = 0; list < plan.num_lists; list++) ready[list] = 0, left[list] = chunks;
-  std::atomic<int> status{0};
+  std::atomic<int> status{kDone};
   std::atomic<long> next{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     static thread_local Scratch scratch;
     auto guarded = [&](auto f) {
       try {
-        if (!f()) status = 2;
+        if (!f()) status = kNoPage;
       } catch (const std::bad_alloc&) {
-        status = 1;
+        status = kNoMemory;
       }
     };
     for (long i; (i = next.fetch_add(1)) < work;) {
       const long list = i / chunks, chunk = i % chunks;
       long untouched = 0;
       if (ready[list].compare_exchange_strong(untouched, 1)) {
-        guarded([&] { return before(list); });
+        guarded([&] { return before(list), true; });
         ready[list] = 2;
       }
       while (ready[list] != 2) std::this_thread::yield();
@@ -81,14 +82,12 @@ template <class Before, class After> static int attend(const Call& call, Before 
         guarded([&] {
           if (status) return true;  // a page id of this list may be out of range
           merge_list(call, plan, list, scratch);
-          return after(list);
+          return after(list), true;
         });
     }
   }
   return status;
 }
-
-static bool in_pool(int64_t id, long num_pages) { return id >= 0 && id < num_pages; }
 
 }  // namespace kvb
 
@@ -102,13 +101,16 @@ void kvb_set_work_per_thread(double work) { kvb::work_per_thread = work; }
 int kvb_max_channels() { return kvb::kMaxChannels; }
 
 int kvb_paged_decode(const kvb::Call* call) {
-  auto nothing = [](long) { return true; };
+  for (long list = 0; list < (long)call->num_seq * call->num_heads; list++)
+    if (const int status = kvb::check_list(*call, list)) return status;
+  auto nothing = [](long) {};
   return kvb::attend(*call, nothing, nothing);
 }
 
 // One layer of a step: q [S, H * G, D], k and v [S, H, D], out as q.
 int kvb_step(const kvb::Step* step, int layer, float* q, const float* k, const float* v, float* out, float scale) {
   using namespace kvb;
+  if (!in_range(layer, step->num_layers)) return kNoLayer;
   Call call = step->call;
   Tier tiers[3];
   const long offset = (long)layer * call.num_heads;
@@ -130,25 +132,34 @@ int kvb_step(const kvb::Step* step, int layer, float* q, const float* k, const f
   call.q = q;
   call.out = out;
   call.scale = scale;
+  for (long list = 0; list < (long)call.num_seq * call.num_heads; list++) {
+    if (const int status = check_list(call, list)) return status;
+    if (const int status = check_new(*step, call, list, offset)) return status;
+  }
   static thread_local Encoder encoder;
   return attend(
-      call, [&](long list) { return write_new(*step, call, list, offset, k, v, encoder); },
-      [&](long list) { return step->page || step->flush_first || flush_list(*step, call, list, offset, encoder); });
+      call, [&](long list) { write_new(*step, call, list, offset, k, v, encoder); },
+      [&](long list) {
+        if (!step->page && !step->flush_first) flush_list(*step, call, list, offset, encoder);
+      });
 }
 
 // Adds each tier's scores to the fp32 scores that its pages track.
 int kvb_add_scores(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, long num_lists, int num_threads) {
+  using namespace kvb;
+  for (long list = 0; list < num_lists; list++) {
+    if (const int status = check_count(*tier, tier->num_k[list])) return status;
+    if (const int status = check_pages(*tier, num_pages, list, tier->num_k[list])) return status;
+  }
   const long T = tier->slots_per_page, width = tier->num_columns * T;
-  return kvb::for_all(num_lists, num_threads, [&](long list) {
+  return for_all(num_lists, num_threads, [&](long list) {
     for (long begin = 0; begin < tier->num_k[list]; begin += T) {
-      const int64_t id = begin < width ? tier->ids[list * tier->num_columns + begin / T] : -1;
-      if (!kvb::in_pool(id, num_pages)) return false;
-      float* to = (float*)(pages + id * page_bytes + tier->score);
+      float* to = (float*)(pages + tier->ids[list * tier->num_columns + begin / T] * page_bytes + tier->score);
       const float* from = tier->scores + list * width + begin;
       const long n = std::min<long>(T, tier->num_k[list] - begin);
       for (long t = 0; t < n; t++) to[t] += from[t];
     }
-    return true;
+    return kDone;
   });
 }
 
@@ -157,10 +168,10 @@ int kvb_write(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* 
               const int64_t* slot, const float* x, long D, int num_threads) {
   using namespace kvb;
   const long group = key && tier->k_channel_group ? tier->k_channel_group : 1;
+  if (const int status = check_slots(*tier, num_pages, n, group, page, slot)) return status;
   return for_all(n / group, num_threads, [&](long i) {
     static thread_local Encoder encoder;
     const long at = i * group;
-    if (!in_pool(page[at], num_pages) || slot[at] < 0 || slot[at] + group > tier->slots_per_page) return false;
     uint8_t* to = pages + page[at] * page_bytes;
     if (group > 1) {
       std::vector<const float*> rows(group);
@@ -171,7 +182,7 @@ int kvb_write(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* 
     } else {
       write_value(*tier, to, slot[at], x + at * D, D, encoder);
     }
-    return true;
+    return kDone;
   });
 }
 
@@ -179,11 +190,11 @@ int kvb_write(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* 
 int kvb_read(const uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, long n, const int64_t* page,
              const int64_t* slot, float* k, float* v, long D, int num_threads) {
   using namespace kvb;
+  if (const int status = check_slots(*tier, num_pages, n, 1, page, slot)) return status;
   return for_all(n, num_threads, [&](long i) {
-    if (!in_pool(page[i], num_pages) || slot[i] < 0 || slot[i] >= tier->slots_per_page) return false;
     read_side(*tier, pages + page[i] * page_bytes, slot[i], true, D, k + i * D);
     read_side(*tier, pages + page[i] * page_bytes, slot[i], false, D, v + i * D);
-    return true;
+    return kDone;
   });
 }
 
@@ -191,23 +202,30 @@ int kvb_read(const uint8_t* pages, long page_bytes, long num_pages, const kvb::T
 int kvb_move(uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, long n, const int64_t* src_page,
              const int64_t* src_slot, const int64_t* dst_page, const int64_t* dst_slot, long D, int num_threads) {
   using namespace kvb;
-  const long T = tier->slots_per_page;
+  if (const int status = check_slots(*tier, num_pages, n, 1, src_page, src_slot)) return status;
+  if (const int status = check_slots(*tier, num_pages, n, 1, dst_page, dst_slot)) return status;
   return for_all(n, num_threads, [&](long i) {
-    if (!in_pool(src_page[i], num_pages) || !in_pool(dst_page[i], num_pages)) return false;
-    if (src_slot[i] < 0 || src_slot[i] >= T || dst_slot[i] < 0 || dst_slot[i] >= T) return false;
     move_slot(*tier, pages + src_page[i] * page_bytes, src_slot[i], pages + dst_page[i] * page_bytes, dst_slot[i], D);
-    return true;
+    return kDone;
   });
 }
 
 // The smallest slot of every list.
 int kvb_search(const uint8_t* pages, long page_bytes, long num_pages, const kvb::Tier* tier, const kvb::Search* search, long num_lists) {
-  return kvb::for_all(num_lists, search->num_threads,
-                      [&](long list) { return kvb::search_list(pages, page_bytes, num_pages, *tier, *search, list); });
+  using namespace kvb;
+  return for_all(num_lists, search->num_threads, [&](long list) {
+    int status = check_count(*tier, tier->num_k[list]);
+    if (!status) status = check_pages(*tier, num_pages, list, tier->num_k[list]);
+    if (!status) search_list(pages, page_bytes, *tier, *search, list);
+    return status;
+  });
 }
 
 // Column sums of a block of prompt queries.
 int kvb_column_sums(const kvb::Columns* columns) {
-  return kvb::for_all(columns->num_heads, columns->num_threads, [&](long head) { return kvb::sum_columns(*columns, head); });
+  return kvb::for_all(columns->num_heads, columns->num_threads, [&](long head) {
+    kvb::sum_columns(*columns, head);
+    return kvb::kDone;
+  });
 }
 }

@@ -24,7 +24,7 @@ struct Ring {
   uint8_t *k, *v;
   const int64_t *num_tokens, *rows;                                        // [list]; [S] rows of the buffers, or null: 0, 1, ..
   int64_t k_row_stride, k_head_stride, v_row_stride, v_head_stride;         // bytes
-  int32_t k_length, v_length, kind;
+  int32_t k_length, v_length, kind, num_rows;                               // rows there are in the buffers
 };
 
 struct Call {
@@ -40,6 +40,9 @@ struct Call {
 };
 
 enum Reduce { kNone, kSum, kMean, kMax };
+// What a call returns, and then what is wrong with its numbers (kernels/cpu/abi.py has the sentences).
+enum Status { kDone, kNoMemory, kNoPage, kNoSlot, kNoCount, kNoRow, kNoLayer };
+
 enum Update { kReturn, kAdd, kReplace };  // what becomes of scores: handed back, added to those in the pages, or put in their place
 
 struct TierPlan {

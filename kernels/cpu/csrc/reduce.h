@@ -55,13 +55,10 @@ static void slot_values(const Search& s, const float* scores, const int32_t* pos
     for (long t = 0; t < n; t++) values[t] = positions[t] >= low && positions[t] < high ? values[t] : INFINITY;
 }
 
-// Returns false on a page id out of range.
-static bool search_list(const uint8_t* pages, int64_t page_bytes, int64_t num_pages, const Tier& tier, const Search& s, long list) {
+// One list, whose count and pages were checked.
+static void search_list(const uint8_t* pages, int64_t page_bytes, const Tier& tier, const Search& s, long list) {
   const long T = tier.slots_per_page, held = tier.num_k[list], count = (held + T - 1) / T;
-  if (count > tier.num_columns) return false;
   const int64_t* ids = tier.ids + list * tier.num_columns;
-  for (long i = 0; i < count; i++)
-    if (ids[i] < 0 || ids[i] >= num_pages) return false;
   const int64_t first = s.exact ? s.exact[list] : s.first, last = s.exact ? first + 1 : s.before ? s.before[list] : INT32_MAX;
   const int32_t low = int32_t(std::max<int64_t>(first, 0)), high = int32_t(std::min<int64_t>(last, INT32_MAX));
   const int32_t floor = int32_t(s.floor ? std::max<int64_t>(s.floor[list], INT32_MIN) : INT32_MIN), seen = int32_t(s.seen[list]);
@@ -104,7 +101,6 @@ static bool search_list(const uint8_t* pages, int64_t page_bytes, int64_t num_pa
   s.value[list] = best;
   s.slot[list] = best_slot;
   s.pos[list] = best_slot < 0 ? -1 : best_pos;
-  return true;
 }
 
 }  // namespace kvb

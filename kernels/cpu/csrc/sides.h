@@ -25,7 +25,7 @@ constexpr long kNextPages = 2;  // a page may be done before a byte asked for at
 // asked for into the second cache: the first one takes no more requests than the loads of the page at hand leave it.
 struct Ahead {
   const uint8_t *at = nullptr, *end = nullptr, *more = nullptr, *more_end = nullptr;
-  __attribute__((always_inline)) long lines() const { return (end - at + more_end - more) / 64 + 2; }
+  __attribute__((always_inline)) long lines() const { return ((end - at) + (more_end - more)) / 64 + 2; }
   __attribute__((always_inline)) void some(long count) {
     for (; count > 0 && at < end; count--, at += 64) __builtin_prefetch(at, 0, 2);
     for (; count > 0 && more < more_end; count--, more += 64) __builtin_prefetch(more, 0, 2);

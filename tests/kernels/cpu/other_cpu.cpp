@@ -1,7 +1,7 @@
 // Writes pages and attends to them with made-up numbers, and prints what came of it: the same on every kind of CPU (`make test-arm`).
 #include <cstdio>
 
-#include "../../kernels/csrc/paged.cpp"
+#include "../../../kernels/cpu/csrc/paged.cpp"
 
 static uint32_t state = 1;
 

@@ -142,8 +142,10 @@ def test_slots_and_pages_that_do_not_exist_are_refused():
     """No write goes beyond a page or the pool."""
     fmt = page_format("k4v2", 64)
     pages, x = torch.zeros(2, fmt.page_bytes, dtype=torch.uint8), torch.randn(1, 64)
-    for page, slot in ((2, 0), (-1, 0), (0, fmt.tokens_per_page), (0, -1)):
-        with pytest.raises(AssertionError, match="a slot beyond a page"):
+    no_page, no_slot = "a page that the pool does not have", "a slot beyond a page"
+    wrong = ((2, 0, no_page), (-1, 0, no_page), (0, fmt.tokens_per_page, no_slot), (0, -1, no_slot))
+    for page, slot, said in wrong:
+        with pytest.raises(AssertionError, match=said):
             cpu_pages.write_values(pages, fmt, torch.tensor([page]), torch.tensor([slot]), x)
     assert not pages.any()
     with pytest.raises(ValueError, match="cannot move one by one"):
