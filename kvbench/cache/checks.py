@@ -207,7 +207,9 @@ class CheckedPlans:
 
     def _check_untouched(self, before: list[int], tensors: Iterable[Tensor | None], call: str, when: Moment) -> None:
         if _versions(tensors) != before:
-            raise self._error(call, when, "it changed a tensor of its view in place, but others read it; clone it first")
+            raise self._error(
+                call, when, "it changed a tensor of its view in place, which others read; clone it first"
+            )
 
     def _check_tensor(self, value: object, name: str, shape: tuple[int, ...], call: str, when: Moment) -> None:
         if not isinstance(value, Tensor):
@@ -236,9 +238,7 @@ class CheckedPlans:
         last = self._num_tiers - 1
         return f"EVICT (-1) or tier 0{f' to {last}' if last else ''}, the tiers of the method"
 
-    def _judge(
-        self, broken: Tensor, error: Callable[[], ValueError], unless_spoilt: Tensor | None = None
-    ) -> None:
+    def _judge(self, broken: Tensor, error: Callable[[], ValueError], unless_spoilt: Tensor | None = None) -> None:
         """Raises where an entry of `broken` is True, now or in `look`; never where `unless_spoilt` is not finite."""
         flag = broken.any()
         if not self._late:

@@ -170,7 +170,7 @@ def without_head_1(tier_of):
         (scored(1.0, dtype=torch.int64), "score is int64, but it must be float32"),
         (scored(float("nan")), "score must be finite"),
         (scored(float("inf")), "score must be finite"),
-        (changed, "it changed a tensor of its view in place, but others read it; clone it first"),
+        (changed, "it changed a tensor of its view in place, which others read; clone it first"),
     ],
 )
 def test_a_wrong_plan_for_a_prompt_is_refused(plan: Callable, rule: str, backend: str):

@@ -32,7 +32,7 @@ WORDS = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "4000 bytes. Error code 12 (Cannot allocate memory)"
 )
-POINTS = 40  # per method, spread over all of a run's operations
+POINTS = 16  # per method, spread over all of a run's operations
 
 
 class Scarce(TorchDispatchMode):
@@ -62,23 +62,40 @@ def asked() -> list:
 
 
 def run(loaded, policy, failing: int = -1) -> tuple[dict, int]:
-    """Outcomes by sample and repeat, checked for leaks by the helper, and how many operations there were."""
-    with Scarce(failing) as scarce:
-        got = answers(loaded, policy, asked(), batch_size=2, backend="torch")
+    """Outcomes by sample and repeat, after a check that nothing leaked, and how many operations there were."""
+    requests, got = asked(), {}
+
+    def keep(outcome):
+        assert (outcome.sample_id, outcome.repeat) not in got
+        got[outcome.sample_id, outcome.repeat] = outcome
+
+    with engine(loaded, policy, batch_size=2, backend="torch") as running:
+        with Scarce(failing) as scarce:
+            running.run(requests, on_outcome=keep)
+        pages, store = running.store.pages, running.store
+    assert pages.pool.num_used == 0 and len(pages.table.used_page_ids()) == 0
+    assert sorted(pages.pool.free_ids().tolist()) == list(range(pages.pool.num_pages))
+    assert sorted(store._free_rows) == list(range(pages.table.shape[0])) and not store._prompts._waiting
+    assert set(got) == {(r.sample_id, i) for r in requests for i in range(r.num_samples)}
     return got, scarce.count
 
 
 @pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 def test_an_allocation_that_fails_anywhere_loses_nothing(loaded, policy):
-    """One failing allocation halves the batch at most: the tokens and bytes are those of an undisturbed run."""
+    """One failing allocation costs at most the sample that ran alone then: all other tokens and bytes are as ever."""
     want, total = run(loaded, policy)
     assert total > 1000 and {outcome.status for outcome in want.values()} == {"ok"}
     wanted = {key: (outcome.token_ids, outcome.ledger["resident_bytes"]) for key, outcome in want.items()}
+    unharmed = 0
     for failing in range(1, total, total // POINTS):
         got, _ = run(loaded, policy, failing)
+        lost = {key[0] for key, outcome in got.items() if outcome.status == "oom"}
+        assert len(lost) <= 1, failing
+        unharmed += not lost
         for key, outcome in got.items():
-            assert outcome.status == "ok", (failing, outcome.message)
-            assert (outcome.token_ids, outcome.ledger["resident_bytes"]) == wanted[key], failing
+            if key[0] not in lost:
+                assert (outcome.token_ids, outcome.ledger["resident_bytes"]) == wanted[key], failing
+    assert unharmed > POINTS // 2
     again, _ = run(loaded, policy)
     assert {key: comparable(outcome) for key, outcome in again.items()} == {k: comparable(v) for k, v in want.items()}
 
@@ -154,7 +171,7 @@ def test_the_pass_that_failed_is_forgotten_before_the_halves_run(loaded, monkeyp
 
 
 def test_a_cache_that_does_not_fit_is_made_for_fewer(loaded, monkeypatch):
-    """Without memory for the tables of the whole batch its half is tried; when one alone does not fit, all are named."""
+    """Without memory for the tables of the batch its half is tried; when one alone does not fit, all are named."""
     for limit, status in ((7, "ok"), (1, "oom")):
         rows = []
         with engine(loaded, Full(), batch_size=4) as running:
@@ -285,6 +302,6 @@ assert engine.store.pages.pool.num_used == 0
 """
     if sys.platform != "linux" or not hasattr(resource, "RLIMIT_AS"):
         pytest.skip("needs Linux's limit on address space")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split("\n")[:-1] == ["short ok", "long oom"]
