@@ -207,9 +207,7 @@ class CheckedPlans:
 
     def _check_untouched(self, before: list[int], tensors: Iterable[Tensor | None], call: str, when: Moment) -> None:
         if _versions(tensors) != before:
-            raise self._error(
-                call, when, "it changed a tensor of its view in place, which others read; clone it first"
-            )
+            raise self._error(call, when, "it changed a tensor of its view in place, which others read; clone it first")
 
     def _check_tensor(self, value: object, name: str, shape: tuple[int, ...], call: str, when: Moment) -> None:
         if not isinstance(value, Tensor):
