@@ -1,6 +1,7 @@
-"""Memory for pages: large arrays that are read at random places."""
+"""Memory for pages: large arrays that are read at random places; and the errors that say there is none."""
 
 import ctypes
+import errno
 import mmap
 import sys
 from collections.abc import Callable
@@ -28,6 +29,30 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
         begin = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         advise(begin, made.data_ptr() + made.nbytes - begin, mmap.MADV_HUGEPAGE)  # refused: ordinary pages, as before
     return made
+
+
+# torch has a class of its own for a GPU alone. Its allocator for CPUs, libraries below it, and older versions raise a
+# RuntimeError that differs from others only by these words.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # torch's allocator for CPUs on Linux
+    "not enough memory",  # the same elsewhere
+    "out of memory",  # CUDA and HIP
+    "ALLOC_FAILED",  # cuBLAS, cuDNN and cuSPARSE
+    "bad_alloc",  # the standard library of C++
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory, on whatever device and from whatever library.
+
+    Args:
+        error: What was raised.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 @cache

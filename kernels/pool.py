@@ -6,7 +6,7 @@ from torch import Tensor
 from kvbench.kernels.memory import empty
 
 
-class PoolExhausted(RuntimeError):
+class PoolExhausted(MemoryError):
     """More pages were asked for than the pool has free; nothing was changed."""
 
 
@@ -78,6 +78,11 @@ class PagePool:
         self.num_free -= total
         return ids, offsets
 
+    def undo_allocate(self, count: int) -> None:
+        """Undoes the last `allocate`, of `count` pages; needs no memory."""
+        self.start -= count
+        self.num_free += count
+
     def release(self, ids: Tensor) -> None:
         """Takes pages back; `ids` int64 [M], each of them in use and listed once."""
         count = ids.numel()
@@ -88,6 +93,11 @@ class PagePool:
         self.free_list[first], self.free_list[second] = ids[:until].to(torch.int32), ids[until:].to(torch.int32)
         self.end += count
         self.num_free += count
+
+    def undo_release(self, count: int) -> None:
+        """Undoes the last `release`, of `count` pages; needs no memory."""
+        self.end -= count
+        self.num_free -= count
 
     def free_ids(self) -> Tensor:
         """The free pages in the order they will be handed out; int64 [num_free]. For checks."""
@@ -107,8 +117,9 @@ class PagePool:
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
         pages = empty(old + extra, self.page_bytes, dtype=torch.uint8, device=self.pages.device)
         pages[:old] = self.pages
-        self.pages = pages
-        self.free_list = torch.zeros(old + extra, dtype=torch.int32, device=pages.device)
-        self.free_list[: free.numel()] = free.to(torch.int32)
+        free_list = torch.zeros(old + extra, dtype=torch.int32, device=pages.device)
+        free_list[: free.numel()] = free.to(torch.int32)
+        # Only now, when nothing can fail any more: pages and free list never disagree.
+        self.pages, self.free_list = pages, free_list
         self.num_free += extra
         self.start, self.end = 0, self.num_free

@@ -80,11 +80,15 @@ class PageTable:
         self._check_room(lists, tier, pages_after)
         need = pages_after - pages_before
         ids, offsets = self.pool.allocate(need)
-        if ids.numel():
-            owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), need)
-            index = torch.arange(ids.numel(), device=lists.device) - offsets[owner] + pages_before[owner]
-            self._table(tier).view(-1)[self._entry(lists, owner, tier, index)] = ids.to(torch.int32)
-        self.num_slots[tier, lists] = (before + count).to(torch.int32)
+        try:
+            if ids.numel():
+                owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), need)
+                index = torch.arange(ids.numel(), device=lists.device) - offsets[owner] + pages_before[owner]
+                self._table(tier).view(-1)[self._entry(lists, owner, tier, index)] = ids.to(torch.int32)
+            self.num_slots[tier, lists] = (before + count).to(torch.int32)
+        except BaseException:  # pages that no table names would be lost for good
+            self.pool.undo_allocate(ids.numel())
+            raise
         return before
 
     def truncate(self, lists: Tensor, tier: int, count: Tensor) -> None:
@@ -99,7 +103,11 @@ class PageTable:
         offsets = surplus.cumsum(0) - surplus
         index = torch.arange(owner.numel(), device=lists.device) - offsets[owner] + pages_after[owner]
         self.pool.release(self._table(tier).view(-1)[self._entry(lists, owner, tier, index)])
-        self.num_slots[tier, lists] = count.to(torch.int32)
+        try:
+            self.num_slots[tier, lists] = count.to(torch.int32)
+        except BaseException:  # a page that a table names must not be free
+            self.pool.undo_release(owner.numel())
+            raise
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.pages import Pages
-from kvbench.kernels.pool import PoolExhausted
 from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan
 
 
@@ -77,7 +76,7 @@ def _reserve(pages: Pages, tier: int, fresh: Tensor, displaced: _Displaced) -> T
             new = ((displaced.demote_to == other) & (displaced.target == APPEND)).nonzero()[:, 0]
             if new.numel():
                 displaced.target[new] = take(displaced.lists[new], other)
-    except (PoolExhausted, ValueError):
+    except BaseException:
         for lists, which, before in reversed(done):
             pages.table.truncate(lists, which, before)
         raise

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache import moves
+from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
@@ -78,6 +79,7 @@ class Paged:
     def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
         self.rope, self.scores = Rope(policy, shape), Scores(policy.score, pages)
+        self.plans = CheckedPlans(policy, pages)
 
     @property
     def takes_chunks(self) -> bool:
@@ -117,7 +119,7 @@ class Paged:
 
     def view(self, rows: Tensor) -> PagesView:
         """What the policy may see of rows."""
-        return PagesView(self.pages, self.counters, rows, self.policy.score.prefill_queries)
+        return PagesView(self.pages, self.counters, rows, self.policy.score.prefill_queries, self.plans.find)
 
     # Rows.
 
@@ -129,7 +131,7 @@ class Paged:
         """Copies a row into an empty one.
 
         Raises:
-            PoolExhausted: Not enough pages; the target is empty.
+            PoolExhausted: Not enough pages; the caller clears the target.
         """
         rows = torch.tensor([source, target], device=self.shape.device)
         self.pages.copy(*(self.pages.lists_of(row[None]) for row in rows))
@@ -144,7 +146,6 @@ class Paged:
             tier_of: int8 [H, N], the plan.
             score: fp32 [H, N] what the slots' scores begin with, or None for 0.
         """
-        self.rope.check_plan(tier_of)
         paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
         lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
         prompt = PromptLayer(row, layer, lists, k, v, paged_k, score)
@@ -191,6 +192,7 @@ class Paged:
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
                 taken place.
+            ValueError: The plan breaks a rule; the same holds.
         """
         self._compact(rows)
         return PagedStep(self, rows)
@@ -199,10 +201,10 @@ class Paged:
         """Bulk eviction for the rows whose turn it is."""
         if not self.policy.compact_every:
             return
-        due = rows[self.policy.compact_due(self.view(rows))]
+        due = rows[self.plans.due(self.view(rows))]
         if not due.numel():
             return
-        lists, plan = self.pages.lists_of(due), self.policy.plan_compact(self.view(due))
+        lists, plan = self.pages.lists_of(due), self.plans.compact(self.view(due))
         moves.evict(self.pages, lists, plan)
         if plan.restart_scores:
             self.scores.restart(lists)
@@ -227,7 +229,7 @@ class PagedStep:
     def _plan(self) -> None:
         policy, pages, lists = self.holding.policy, self.pages, self.lists.flatten()
         self.view = self.holding.view(self.rows)
-        plan = policy.plan_decode(self.view)
+        plan = self.holding.plans.decode(self.view)
         self.tier = plan.tier
         page, slot = moves.make_room(pages, lists, plan)
         if pages.formats[self.tier].slot.track:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.kernels.backend import Backend, TierPages
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.pool import PagePool, PoolExhausted
+from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
 
 FIRST_PAGES = 64  # what a pool without a limit begins with
@@ -166,14 +166,10 @@ class Pages:
         """Copies lists (int64 [M]) page by page into empty ones.
 
         Raises:
-            PoolExhausted: Not enough pages; the new lists are empty.
+            PoolExhausted: Not enough pages; the caller clears the new lists.
         """
-        try:
-            for tier in range(len(self.formats)):
-                self.table.reserve(new, tier, self.held(tier, old))
-        except PoolExhausted:
-            self.clear(new)
-            raise
+        for tier in range(len(self.formats)):
+            self.table.reserve(new, tier, self.held(tier, old))
         for tier in range(len(self.formats)):
             used = self.table.num_pages(tier)[old]
             width = int(used.max())

@@ -55,7 +55,7 @@ class Prompts:
     def _place(self, row: int, first: int, layers: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
         """Plans layers together, from layer `first` on, and writes each."""
         given = [score for _, _, score in layers if score is not None]
-        score = torch.stack(given) if given else None
+        score = torch.stack(given) if given else None  # a copy: what a prompt cache replays never leaves its hands
         plan = self._plan(first, len(layers), score, layers[0][0])
         begins_with = plan.score if plan.score is not None else score
         for index, (k, v, _) in enumerate(layers):
@@ -73,16 +73,11 @@ class Prompts:
             score=score,
             token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
         )
-        plan = self._policy.plan_prefill(view)
-        expected = (num_layers, heads, num_tokens)
-        if tuple(plan.tier_of.shape) != expected:
-            raise AssertionError(
-                f"{type(self._policy).__name__}.plan_prefill returned {tuple(plan.tier_of.shape)}, not {expected}"
-            )
-        return plan
+        return self._holding.plans.prefill(view, score)
 
     def _finish(self, row: int, num_tokens: int) -> None:
         """Counts a prompt whose last layer was written."""
+        self._holding.plans.look()
         counters = self._counters
         counters.tokens_seen[row] = counters.prompt_tokens[row] = num_tokens
         lists = self._holding.pages.lists_of(torch.tensor([row], device=self._shape.device))

@@ -44,11 +44,6 @@ class Rope:
             return k
         return rotate(k.float(), -position[..., None].float() * self._inv_freq)
 
-    def check_plan(self, tier_of: Tensor) -> None:
-        """Refuses a plan that drops tokens whose places are their positions."""
-        if self.mode == "pre_rope" and bool((tier_of != 0).any()):
-            raise AssertionError("position_mode='pre_rope' keeps every token")
-
     def turn(self, tiers: list[TierPages], view: DecodeView | None) -> None:
         """Attaches the angles that give the stored keys of one layer their positions.
 

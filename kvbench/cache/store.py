@@ -105,30 +105,35 @@ class CompressedStore:
 
     def open_row(self) -> int:
         """Takes an empty row."""
-        row = self._free_rows.pop(0)
+        row = self._free_rows[0]
         self.counters.tokens_seen[row] = self.counters.prompt_tokens[row] = 0
         self.ledger.open(row)
-        return row
+        return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
 
     def close_row(self, row: int) -> None:
-        """Returns all pages of a row and the row itself."""
+        """Returns all pages of a row and the row itself, and ends a step that is under way.
+
+        When it fails for want of memory it may be called again: what was returned already is not returned twice.
+        """
+        self._prompts.forget(row)  # first, since this needs no memory and gives some back
+        self._step = self._layers = None
+        self.holding.plans.forget()
         self.holding.clear(self._lists(row))
-        self._prompts.forget(row)
         self._free_rows.append(row)
 
     def fork_row(self, source: int) -> int:
-        """Copies a row, page by page, into a new row."""
+        """Copies a row, page by page, into a new row; whatever goes wrong, no new row is open afterwards."""
         row = self.open_row()
         try:
             self.holding.copy(source, row)
-        except PoolExhausted:
+            for counter in (self.counters.tokens_seen, self.counters.prompt_tokens):
+                counter[row] = counter[source]
+            if self.counters.prompt_slots.numel():
+                self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
+            self.ledger.fork(source, row)
+        except BaseException:
             self.close_row(row)
             raise
-        for counter in (self.counters.tokens_seen, self.counters.prompt_tokens):
-            counter[row] = counter[source]
-        if self.counters.prompt_slots.numel():
-            self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
-        self.ledger.fork(source, row)
         return row
 
     # Prompts.
@@ -189,7 +194,9 @@ class CompressedStore:
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
                 taken place.
+            ValueError: The policy's plan breaks a rule; the same holds.
         """
+        self._step = self._layers = None
         self._step = self.holding.open(rows)
         self._layers = self._step.fused() or self._step
 
@@ -206,12 +213,17 @@ class CompressedStore:
         return self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
 
     def end_step(self) -> None:
-        """Counts the new token and the bytes held."""
+        """Counts the new token and the bytes held.
+
+        Raises:
+            ValueError: On a device that the host does not wait for, the step's plan broke a rule.
+        """
         step = self._step
         assert step is not None, "begin_step comes first"
         step.end()
         self.counters.tokens_seen[step.rows] += 1
         self.ledger.step(step.rows, step.reads.totals() if step.reads is not None else None)
+        self.holding.plans.look()
         self._step = self._layers = None
 
     def _lists(self, row: int) -> Tensor:

@@ -1,5 +1,6 @@
 """What a policy sees before a decode step: reductions over the tracked fields that lie in the pages."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -21,10 +22,18 @@ class PagesView(DecodeView):
         counters: What the rows have seen.
         rows: int64 [S] live rows.
         window: Prompt queries that count in a score (`ScoreSpec.prefill_queries`).
+        check_find: Refuses positions that `find` must not be asked for.
     """
 
-    def __init__(self, pages: Pages, counters: Counters, rows: Tensor, window: int) -> None:
-        self._pages, self._window = pages, window
+    def __init__(
+        self,
+        pages: Pages,
+        counters: Counters,
+        rows: Tensor,
+        window: int,
+        check_find: Callable[[Tensor, DecodeView], None],
+    ) -> None:
+        self._pages, self._window, self._check_find = pages, window, check_find
         self._arrays: dict[int, SlotArrays] = {}
         self.shape = (len(rows), *pages.shape[1:])
         self.tokens_seen = counters.tokens_seen[rows]
@@ -97,6 +106,7 @@ class PagesView(DecodeView):
 
     def find(self, tier: int, position: Tensor) -> Extreme:
         self._require(tier, "pos")
+        self._check_find(position, self)
         if self._pages.backend.searches_slots:
             return self._search(tier, "mean", exact=position)
         arrays = self.slots(tier)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
-from kvbench.cache.store import CompressedStore, PoolExhausted
+from kvbench.cache.store import CompressedStore
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
 from kvbench.engine.runner import NotFinite, Runner
 from kvbench.engine.sampling import Answer, row_generator
+from kvbench.kernels.memory import is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 
@@ -91,31 +92,59 @@ class Engine:
                 )
         if not everything:
             return
-        rows_of = [r.num_samples + bool(self._gold(r)) + len(r.choices) for r in everything]
-        self.runner.reserve(
-            rows=max(rows_of) * min(self.batch_size, len(everything)),
-            prompt_tokens=max(r.num_prompt_tokens for r in everything),
-            new_tokens=max(max(r.max_new_tokens, *map(len, (self._gold(r), *r.choices))) for r in everything),
-        )
         self._on_outcome, self._on_step = on_outcome, on_step
-        for begin in range(0, len(requests), self.batch_size):
-            self._run_group(list(requests[begin : begin + self.batch_size]))
+        self._callers: BaseException | None = None  # what `on_outcome` raised
+        size, reason = self._reserve(everything)
+        if reason is not None:
+            for request in requests:
+                self._fail(request, "oom", reason, None)
+            return
+        for begin in range(0, len(requests), size):
+            self._run_group(list(requests[begin : begin + size]))
+
+    def _reserve(self, requests: list[Request]) -> tuple[int, str | None]:
+        """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them.
+
+        Returns:
+            Requests per group, and why not even one fits (None: it does).
+        """
+        rows_of = [r.num_samples + bool(self._gold(r)) + len(r.choices) for r in requests]
+        prompt_tokens = max(r.num_prompt_tokens for r in requests)
+        new_tokens = max(max(r.max_new_tokens, *map(len, (self._gold(r), *r.choices))) for r in requests)
+        size = min(self.batch_size, len(requests))  # never more rows than there is to answer
+        while True:
+            try:
+                self.runner.reserve(rows=max(rows_of) * size, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+                return size, None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1:
+                    return size, _reason(error)
+            size //= 2
 
     def _run_group(self, group: list[Request]) -> None:
         """Runs a group; when memory runs out, its unfinished requests run again in halves, and a single one is recorded
-        as `oom`."""
+        as `oom`. Whatever is raised, no row stays open."""
         finished: set[str] = set()
         try:
             self._decode(self._prefill_group(group, finished), finished)
-        except (PoolExhausted, MemoryError, torch.OutOfMemoryError) as error:
-            self.runner.close_all()
-            left = [r for r in group if r.sample_id not in finished]
-            if len(left) == 1:
-                self._fail(left[0], "oom", str(error) or type(error).__name__, None)
-                return
-            half = len(left) // 2
-            self._run_group(left[:half])
-            self._run_group(left[half:])
+            return
+        except BaseException as error:
+            if error is self._callers or not is_out_of_memory(error):
+                self.runner.close_all()
+                raise
+            reason = _reason(error)
+        # Here, not in the handler: until that ends, the error holds every tensor of the pass that failed.
+        self.runner.close_all()
+        left = [r for r in group if r.sample_id not in finished]
+        if len(left) == 1:
+            self._fail(left[0], "oom", reason, None)
+            return
+        half = len(left) // 2
+        for part in (left[:half], left[half:]):
+            if part:
+                self._run_group(part)
 
     def _prefill_group(self, group: list[Request], finished: set[str]) -> list[tuple[Row, Sample]]:
         """Prefills every request of a group on its own and opens its rows."""
@@ -238,7 +267,7 @@ class Engine:
             for outcome in sample.outcomes.values():
                 outcome.fidelity = sample.fidelity
                 outcome.choices = [sample.choices[index] for index in sorted(sample.choices)]
-                self._on_outcome(outcome)
+                self._hand_out(outcome)
 
     def _gold(self, request: Request) -> tuple[int, ...]:
         """The gold tokens that are forced; never beyond the model's context."""
@@ -248,8 +277,21 @@ class Engine:
         """Tokens that fit behind the prompt; the last one is only predicted, never read."""
         return self.loaded.max_tokens - request.num_prompt_tokens + 1
 
+    def _hand_out(self, outcome: Outcome) -> None:
+        try:
+            self._on_outcome(outcome)
+        except BaseException as error:
+            self._callers = error  # a sample that the caller could not keep must not pass for one that did not fit
+            raise
+
     def _fail(self, request: Request, status: str, message: str, layer: int | None) -> None:
         for repeat in range(request.num_samples):
             failed = Outcome(sample_id=request.sample_id, repeat=repeat, status=status, message=message)
             failed.nan_layer, failed.num_prompt_tokens = layer, request.num_prompt_tokens
-            self._on_outcome(failed)
+            self._hand_out(failed)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error says; torch's go on with the stack of its own code."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.hf import Session
+from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import ScoreSpec
 
 Layer = tuple[Tensor, Tensor, Tensor | None]  # keys, values, column scores
@@ -34,10 +35,15 @@ class Recording:
         """Copies one layer: keys and values [H, N, D], scores [H, N] or None."""
         self.num_bytes += sum(x.nbytes for x in (k, v, score) if x is not None)
         self.overflow = self.overflow or self.num_bytes > self.limit_bytes
+        try:
+            if not self.overflow:
+                self.layers.append((k.clone(), v.clone(), None if score is None else score.clone()))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.overflow = True  # the prompt itself may still fit
         if self.overflow:
             self.layers.clear()
-        else:
-            self.layers.append((k.clone(), v.clone(), None if score is None else score.clone()))
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Runner:
             prompt_tokens: Longest prompt.
             new_tokens: Most tokens added after a prompt.
         """
-        self.open_rows = []
+        self.open_rows, self._store = [], None  # the old cache goes before the new one comes
         self._store = CompressedStore(
             self.policy,
             self.shape,
@@ -114,7 +114,7 @@ class Runner:
         session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt))
         try:
             return row, self._read(session, [*prompt, *ahead], num_logits=len(ahead) + 1)
-        except Exception:
+        except BaseException:
             self.close(row)
             raise
 

@@ -1,4 +1,7 @@
-"""What a policy answers with, as tensors over lists. Methods import these from `kvbench.policy`."""
+"""What a policy answers with, as tensors over lists. Methods import these from `kvbench.policy`.
+
+The cache holds every plan to the rules below, in every run; a plan that breaks one ends the run with a ValueError.
+"""
 
 from dataclasses import dataclass
 
@@ -13,8 +16,8 @@ class PrefillPlan:
     """Where each prompt token goes.
 
     Args:
-        tier_of: int8 [V, H, N]: the tier of each token, or `EVICT`.
-        score: fp32 [V, H, N] to store with the slots instead of `view.score`, or None.
+        tier_of: int8 (or wider integers) [V, H, N]: the tier of each token, or `EVICT`. Every head keeps at least one.
+        score: fp32 [V, H, N], finite, to store with the slots instead of `view.score`, or None.
     """
 
     tier_of: Tensor
@@ -47,13 +50,13 @@ class SlotArrays:
 
 @dataclass(kw_only=True)
 class DecodePlan:
-    """What happens in one decode step; every field is int64 [S, L, H] (or None for its default everywhere).
+    """What happens in one decode step; every field is int64 [S, L, H], or None for its default everywhere.
 
     Args:
-        slot: Slot of tier `tier` that the incoming token takes, or `APPEND`. A token already there makes room: it is
-            evicted, or demoted.
+        slot: Slot of tier `tier` that the incoming token takes, one that its list holds, or `APPEND`. The token there
+            makes room: it is evicted, or demoted. Only where `acts_in_decode` is set.
         demote_to: Tier that the displaced token is re-quantised to, or `EVICT`.
-        demote_slot: Slot of that tier which the demoted token takes (its holder is evicted), or `APPEND`.
+        demote_slot: Slot of that tier which the demoted token takes (one that is held; its holder goes), or `APPEND`.
         tier: The incoming token's tier, the same for all lists.
     """
 
@@ -69,6 +72,7 @@ class CompactPlan:
 
     Args:
         keep: Per tier, bool [S, L, H, n] over the slots of `DecodeView.slots(tier)`, or None to keep all of a tier.
+            Every list keeps at least one token.
         restart_scores: The scores of what stays begin again at 0.
     """
 

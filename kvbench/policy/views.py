@@ -1,4 +1,4 @@
-"""What a policy sees when it plans. Methods import these from `kvbench.policy`."""
+"""What a policy sees when it plans, and must not change. Methods import these from `kvbench.policy`."""
 
 from abc import ABC, abstractmethod
 from typing import Literal
@@ -113,7 +113,7 @@ class DecodeView(ABC):
 
     @abstractmethod
     def find(self, tier: int, position: Tensor) -> Extreme:
-        """The slot that holds a position (int64 [S]); its `value` is the mean score."""
+        """The slot that holds a position (int64 [S], at most `tokens_seen`); its `value` is the mean score."""
 
     @abstractmethod
     def slots(self, tier: int) -> SlotArrays:

@@ -215,7 +215,8 @@ def test_a_plan_of_the_wrong_shape_is_noticed():
         def plan_prefill(self, view: PrefillView) -> PrefillPlan:
             return PrefillPlan(tier_of=view.filled(0)[:, :1])
 
-    with pytest.raises(AssertionError, match=r"Crooked.plan_prefill returned \(1, 1, 5\), not \(1, 2, 5\)"):
+    message = r"Crooked.plan_prefill, prompt of 5 tokens, layer 0: tier_of has the shape \(1, 1, 5\), but it must have"
+    with pytest.raises(ValueError, match=message):
         prefill(store_of(Crooked()), tokens(64, 5), 5)
 
 

@@ -1,0 +1,296 @@
+"""Holds every plan of a policy to the rules, in every run, where the plan is carried out.
+
+A slot past the end of its list belongs to another sequence; a tier that does not exist loses a token without a word.
+Neither may reach the pages. What breaks a rule is a ValueError of one sentence: which class, when, and which rule.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.pages import Pages
+from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView
+
+Plan = TypeVar("Plan", PrefillPlan, DecodePlan, CompactPlan)
+Moment = Callable[[], str]  # says when; asked only for a message, since the host would wait for the numbers in it
+
+
+class CheckedPlans:
+    """Asks a policy for its plans and refuses those that break a rule.
+
+    On a CPU the values of a plan are looked at before it is carried out, so that a refusal has changed nothing. On
+    another device the host does not wait for them: slots that may not be written are made new ones on the device, and
+    `look` raises at the end of the step, when the answer has come with what is read there anyway.
+
+    Args:
+        policy: Decides.
+        pages: What the plans are about.
+        late: Look only in `look`; None = where the pages are not on a CPU.
+    """
+
+    def __init__(self, policy: Policy, pages: Pages, late: bool | None = None) -> None:
+        self._policy, self._pages = policy, pages
+        self._device = pages.table.num_slots.device
+        self._late = self._device.type != "cpu" if late is None else late
+        self._noted: list[tuple[Tensor, Callable[[], ValueError]]] = []
+        self._arrived: torch.cuda.Event | None = None
+
+    # Plans.
+
+    def prefill(self, view: PrefillView, score: Tensor | None) -> PrefillPlan:
+        """The plan for a prompt.
+
+        Args:
+            view: What the policy sees.
+            score: fp32 [V, H, N] the view's statistics, or None.
+
+        Raises:
+            ValueError: It breaks a rule; where that shows only later, `look` says so.
+        """
+        tensors = (view.layers, score)
+        before = _versions(tensors)
+        plan = self._policy.plan_prefill(view)
+        when = _prompt(view)
+        self._check_kind(plan, PrefillPlan, "plan_prefill", when)
+        self._check_untouched(before, tensors, "plan_prefill", when)
+        shape = (len(view.layers), view.num_kv_heads, view.num_tokens)
+        tier_of, num_tiers = self._whole(plan.tier_of, "tier_of", shape, "plan_prefill", when), self._num_tiers
+        most = tier_of.amax(-1)
+
+        def judge(broken: Tensor, rule: str) -> None:
+            # Statistics that are not finite come from the model, whose logits will show it; no plan can follow them.
+            self._judge(broken, self._later("plan_prefill", when, rule), unless_spoilt=score)
+
+        judge((tier_of.amin() < EVICT) | (most.amax() >= num_tiers), f"tier_of must hold {self._tiers_in_words}")
+        judge(most < 0, "tier_of must keep at least one token of every head")
+        if self._policy.position_mode == "pre_rope":
+            judge(tier_of != 0, "position_mode='pre_rope' must keep every token in tier 0")
+        if plan.score is not None:
+            self._check_tensor(plan.score, "score", shape, "plan_prefill", when)
+            if not plan.score.is_floating_point():
+                raise self._error("plan_prefill", when, f"score is {_dtype(plan.score)}, but it must be float32")
+            judge(~torch.isfinite(plan.score), "score must be finite")
+        return plan
+
+    def decode(self, view: DecodeView) -> DecodePlan:
+        """The plan for a decode step.
+
+        Raises:
+            ValueError: It breaks a rule; where that shows only later, `look` says so.
+        """
+        tensors = (view.tokens_seen, view.prompt_tokens)
+        before = _versions(tensors)
+        plan = self._policy.plan_decode(view)
+        when = _step(view)
+        self._check_kind(plan, DecodePlan, "plan_decode", when)
+        self._check_untouched(before, tensors, "plan_decode", when)
+        if type(plan.tier) is not int or not 0 <= plan.tier < self._num_tiers:
+            last = self._num_tiers - 1
+            raise self._error("plan_decode", when, f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
+        return self._check_slots(plan, view, when) if plan.slot is not None else plan
+
+    def due(self, view: DecodeView) -> Tensor:
+        """bool [S]: the sequences whose bulk eviction is due.
+
+        Raises:
+            ValueError: The policy answers with something else.
+        """
+        due = self._policy.compact_due(view)
+        self._check_tensor(due, "the answer", (view.shape[0],), "compact_due", _step(view))
+        if due.dtype != torch.bool:
+            raise self._error("compact_due", _step(view), f"the answer is {_dtype(due)}, but it must be bool")
+        return due
+
+    def compact(self, view: DecodeView) -> CompactPlan:
+        """The plan for a bulk eviction.
+
+        Raises:
+            ValueError: It breaks a rule.
+        """
+        tensors = (view.tokens_seen, view.prompt_tokens, view.prompt_slots)
+        before = _versions(tensors)
+        plan, call, when = self._policy.plan_compact(view), "plan_compact", _compaction(view)
+        self._check_kind(plan, CompactPlan, call, when)
+        self._check_untouched(before, tensors, call, when)
+        if not isinstance(plan.keep, list | tuple) or len(plan.keep) != self._num_tiers:
+            found = f"{len(plan.keep)} entries" if isinstance(plan.keep, list | tuple) else _kind(plan.keep)
+            raise self._error(call, when, f"keep is {found}, but it must be a list of one per tier ({self._num_tiers})")
+        left: Tensor | None = None
+        for tier, keep in enumerate(plan.keep):
+            if keep is None:
+                stays = view.num_slots(tier) > 0
+            else:
+                valid = view.slots(tier).valid
+                self._check_tensor(keep, f"keep[{tier}]", tuple(valid.shape), call, when)
+                if keep.dtype != torch.bool:
+                    raise self._error(call, when, f"keep[{tier}] is {_dtype(keep)}, but it must be bool")
+                stays = (keep & valid).any(-1)
+            left = stays if left is None else left | stays
+        if left is not None:
+            self._judge(~left, self._later(call, when, "keep must leave at least one token in every list"))
+        return plan
+
+    def find(self, position: Tensor, view: DecodeView) -> None:
+        """Refuses to look for a position (int64 [S]) that no token has yet.
+
+        Raises:
+            ValueError: Names the rule.
+        """
+        rule = "find looks for a position behind the incoming token's, which no slot can hold"
+        self._judge(position > view.tokens_seen, self._later("plan_decode", _step(view), rule))
+
+    def look(self) -> None:
+        """Looks at what was noted since the last call.
+
+        Raises:
+            ValueError: A plan broke a rule.
+        """
+        if not self._noted:
+            return
+        if self._arrived is not None:
+            self._arrived.synchronize()  # long past: the caller has read other numbers of this step since
+        noted, self._noted, self._arrived = self._noted, [], None
+        for broken, error in noted:
+            if bool(broken):
+                raise error()
+
+    def forget(self) -> None:
+        """Drops what was noted, since what it was about is gone."""
+        self._noted, self._arrived = [], None
+
+    # Rules.
+
+    def _check_slots(self, plan: DecodePlan, view: DecodeView, when: Moment) -> DecodePlan:
+        """Holds the slots of a step to its lists; the plan to carry out."""
+        call = "plan_decode"
+        slot = self._whole(plan.slot, "slot", view.shape, call, when)
+        held = view.num_slots(plan.tier)
+        rules: list[tuple[Tensor, Moment]] = []
+        if self._policy.acts_in_decode:
+            wrong = (slot < APPEND) | (slot >= held)
+            rules.append((wrong, lambda: f"{_where(wrong, slot, held)}; a slot is APPEND (-1) or lies within its list"))
+        else:
+            wrong = slot != APPEND
+            rules.append((wrong, lambda: "a slot is overwritten, which a method with acts_in_decode=False must not do"))
+        if plan.demote_to is not None:
+            demote_to = self._whole(plan.demote_to, "demote_to", view.shape, call, when)
+            beyond = (demote_to < EVICT) | (demote_to >= self._num_tiers)
+            rules.append((beyond, lambda: f"demote_to must hold {self._tiers_in_words}"))
+            if plan.demote_slot is not None:
+                rules.append(self._demoted(plan, slot, demote_to, view, when))
+        elif plan.demote_slot is not None:
+            self._whole(plan.demote_slot, "demote_slot", view.shape, call, when)
+        for broken, rule in rules:
+            self._judge(broken, lambda rule=rule: self._error(call, when, rule()))  # type: ignore[misc]
+        if not self._late:
+            return plan
+        broken = torch.stack([broken for broken, _ in rules]).any(0)
+        return replace(plan, slot=torch.where(broken, APPEND, slot))  # a new slot harms nobody
+
+    def _demoted(
+        self, plan: DecodePlan, slot: Tensor, demote_to: Tensor, view: DecodeView, when: Moment
+    ) -> tuple[Tensor, Moment]:
+        """Where a demoted token takes a slot that does not exist in its new tier."""
+        target = self._whole(plan.demote_slot, "demote_slot", view.shape, "plan_decode", when)
+        held = torch.stack([view.num_slots(tier) for tier in range(self._num_tiers)])
+        held = held.gather(0, demote_to.long().clamp(0, self._num_tiers - 1)[None])[0]
+        moves = (slot != APPEND) & (demote_to != EVICT)
+        wrong = moves & ((target < APPEND) | (target >= held))
+        return wrong, lambda: f"demote_{_where(wrong, target, held)}; it is APPEND (-1) or lies within its list"
+
+    def _check_kind(self, plan: Plan, kind: type[Plan], call: str, when: Moment) -> None:
+        if not isinstance(plan, kind):
+            raise self._error(call, when, f"it returned {_kind(plan)}, but it must return a {kind.__name__}")
+
+    def _check_untouched(self, before: list[int], tensors: Iterable[Tensor | None], call: str, when: Moment) -> None:
+        if _versions(tensors) != before:
+            raise self._error(call, when, "it changed a tensor of its view in place, which others read; clone it first")
+
+    def _check_tensor(self, value: object, name: str, shape: tuple[int, ...], call: str, when: Moment) -> None:
+        if not isinstance(value, Tensor):
+            raise self._error(call, when, f"{name} is {_kind(value)}, but it must be a tensor")
+        if value.shape != shape:
+            raise self._error(call, when, f"{name} has the shape {tuple(value.shape)}, but it must have {shape}")
+        if value.device != self._device:
+            raise self._error(call, when, f"{name} lies on {value.device}, but it must lie on {self._device}")
+
+    def _whole(self, value: Tensor | None, name: str, shape: tuple[int, ...], call: str, when: Moment) -> Tensor:
+        """The value, once it is a tensor of whole numbers of that shape."""
+        self._check_tensor(value, name, shape, call, when)
+        assert value is not None
+        if value.dtype not in WHOLE:
+            raise self._error(call, when, f"{name} is {_dtype(value)}, but it must hold integers")
+        return value
+
+    # Errors.
+
+    @property
+    def _num_tiers(self) -> int:
+        return len(self._pages.formats)
+
+    @property
+    def _tiers_in_words(self) -> str:
+        last = self._num_tiers - 1
+        return f"EVICT (-1) or tier 0{f' to {last}' if last else ''}, the tiers of the method"
+
+    def _judge(self, broken: Tensor, error: Callable[[], ValueError], unless_spoilt: Tensor | None = None) -> None:
+        """Raises where an entry of `broken` is True, now or in `look`; never where `unless_spoilt` is not finite."""
+        flag = broken.any()
+        if not self._late:
+            if bool(flag) and (unless_spoilt is None or bool(torch.isfinite(unless_spoilt).all())):
+                raise error()
+            return
+        if unless_spoilt is not None:
+            flag = flag & torch.isfinite(unless_spoilt).all()
+        self._noted.append((flag.to("cpu", non_blocking=True), error))
+        if flag.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def _later(self, call: str, when: Moment, rule: str) -> Callable[[], ValueError]:
+        return lambda: self._error(call, when, rule)
+
+    def _error(self, call: str, when: Moment, rule: str) -> ValueError:
+        return ValueError(f"{type(self._policy).__name__}.{call}, {when()}: {rule}")
+
+
+WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
+
+
+def _versions(tensors: Iterable[Tensor | None]) -> list[int]:
+    """How often each tensor was written to; one made in inference mode does not count."""
+    return [tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference()]
+
+
+def _prompt(view: PrefillView) -> Moment:
+    def when() -> str:
+        first, *rest = view.layers.tolist()
+        layers = f"layers {first} to {rest[-1]}" if rest else f"layer {first}"
+        return f"prompt of {view.num_tokens} tokens, {layers}"
+
+    return when
+
+
+def _step(view: DecodeView) -> Moment:
+    return lambda: f"decode step at token {int(view.tokens_seen.max())}"
+
+
+def _compaction(view: DecodeView) -> Moment:
+    return lambda: f"compaction at token {int(view.tokens_seen.max())}"
+
+
+def _where(wrong: Tensor, slot: Tensor, held: Tensor) -> str:
+    """The first slot that is wrong, and what its list holds."""
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"slot {int(slot[at])} was named of a list (layer {at[1]}, head {at[2]}) that holds {int(held[at])}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,397 @@
+"""Every way to write a wrong plan is refused where it would be carried out, and nobody's tokens are touched."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvbench.cache.checks import CheckedPlans
+from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.store import CompressedStore
+from kvbench.kernels.dispatch import get_backend
+from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, Policy, PrefillPlan, ScoreSpec, Tier
+
+LAYERS, HEADS, DIM, TOKENS = 2, 3, 16, 11
+SHAPE = (2, LAYERS, HEADS)
+BACKENDS = ("torch", "cpu")
+
+
+@dataclass(kw_only=True)
+class Newcomer(Policy):
+    """Two tiers, every third prompt token low; each of its answers may be replaced by a test's own."""
+
+    prompt: Callable = lambda view: PrefillPlan(tier_of=thirds(view))
+    step: Callable = lambda view: DecodePlan()
+    drop: Callable = lambda view: CompactPlan(keep=[None, None])
+    due: Callable = lambda view: torch.zeros(len(view.tokens_seen), dtype=torch.bool)
+    tiers: ClassVar = (Tier(k_bits=8, v_bits=4), Tier(k_bits=4, v_bits=2))
+    score: ClassVar = ScoreSpec(prefill_queries=4, decode_update=True, track=("score", "pos"))
+    acts_in_decode: bool = True
+    compact_every: ClassVar = 1
+    asked: list = field(default_factory=list)
+
+    def plan_prefill(self, view):
+        """As told."""
+        return self.prompt(view)
+
+    def plan_decode(self, view):
+        """As told."""
+        return self.step(view)
+
+    def compact_due(self, view):
+        """As told."""
+        return self.due(view)
+
+    def plan_compact(self, view):
+        """As told."""
+        return self.drop(view)
+
+
+def thirds(view) -> torch.Tensor:
+    """Every third token low, the others high."""
+    tier_of = view.filled(0)
+    tier_of[..., ::3] = 1
+    return tier_of
+
+
+def store_of(policy: Policy, backend: str = "torch") -> CompressedStore:
+    """A store of three rows."""
+    shape = ModelShape(
+        num_layers=LAYERS,
+        num_q_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        inv_freq=torch.ones(DIM // 2),
+    )
+    try:
+        chosen = get_backend(backend)
+    except ValueError as error:
+        pytest.skip(str(error))
+    store = CompressedStore(
+        policy, shape, rows=3, max_prompt_tokens=32, max_new_tokens=64, options=StoreOptions(), backend=chosen
+    )
+    store.pages.pool.pages.zero_()  # pages come as they lie in memory, and whole pages are compared here
+    return store
+
+
+def prefill(store: CompressedStore, seed: int = 0) -> int:
+    """A prompt of 11 tokens in a new row."""
+    make, row = torch.Generator().manual_seed(seed), store.open_row()
+    for layer in range(LAYERS):
+        store.prefill_layer(row, layer, *(torch.randn(HEADS, TOKENS, DIM, generator=make) for _ in range(3)), 0.25)
+    return row
+
+
+def step(store: CompressedStore, rows: list[int]) -> None:
+    """One decode step."""
+    make = torch.Generator().manual_seed(5)
+    store.begin_step(torch.tensor(rows))
+    for layer in range(LAYERS):
+        store.attend(layer, *(torch.randn(len(rows), HEADS, DIM, generator=make) for _ in range(3)), 0.25)
+    store.end_step()
+
+
+def state(store: CompressedStore) -> list:
+    """Everything that a refused step may not change: bytes of all pages in use, tables and counters."""
+    table = store.pages.table
+    return [
+        store.pages.pool.pages[table.used_page_ids()].tolist(),
+        table.num_slots.tolist(),
+        sorted(store.pages.pool.free_ids().tolist()),
+        store.counters.tokens_seen.tolist(),
+    ]
+
+
+def whole(value: int, *, at: int = 0) -> torch.Tensor:
+    """`APPEND` (which is also `EVICT`) everywhere, but a value in one list of row 1."""
+    tensor = torch.full(SHAPE, APPEND)
+    tensor[1, 1, at] = value
+    return tensor
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+def changed(view):
+    """A plan by a method that negates its view's scores in place."""
+    view.score.neg_()
+    return PrefillPlan(tier_of=view.filled(0))
+
+
+def scored(value, dtype=torch.float32, tokens=TOKENS):
+    """A plan with a score of its own."""
+    return lambda view: PrefillPlan(
+        tier_of=view.filled(0), score=torch.full((1, HEADS, tokens), value).to(dtype).contiguous()
+    )
+
+
+def tiers(change):
+    """A plan whose `tier_of` was changed."""
+    return lambda view: PrefillPlan(tier_of=change(view.filled(0)))
+
+
+def with_one(value):
+    """One token of head 2 in a tier of its own."""
+
+    def change(tier_of):
+        tier_of[0, 2, 4] = value
+        return tier_of
+
+    return change
+
+
+def without_head_1(tier_of):
+    """Head 1 loses everything."""
+    tier_of[0, 1] = EVICT
+    return tier_of
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        (lambda view: None, "it returned None, but it must return a PrefillPlan"),
+        (lambda view: view.filled(0), "it returned a Tensor, but it must return a PrefillPlan"),
+        (lambda view: DecodePlan(), "it returned a DecodePlan, but it must return a PrefillPlan"),
+        (lambda view: PrefillPlan(tier_of=[0]), "tier_of is a list, but it must be a tensor"),
+        (tiers(lambda x: x[:, :1]), r"tier_of has the shape \(1, 1, 11\), but it must have \(1, 3, 11\)"),
+        (tiers(lambda x: x[..., 1:]), r"tier_of has the shape \(1, 3, 10\), but it must have \(1, 3, 11\)"),
+        (tiers(lambda x: x == 0), "tier_of is bool, but it must hold integers"),
+        (tiers(lambda x: x + 0.4), "tier_of is float32, but it must hold integers"),
+        (tiers(with_one(2)), r"tier_of must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method"),
+        (tiers(with_one(-2)), r"tier_of must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method"),
+        (tiers(without_head_1), "tier_of must keep at least one token of every head"),
+        (tiers(lambda x: x.fill_(EVICT)), "tier_of must keep at least one token of every head"),
+        (scored(1.0, tokens=TOKENS - 1), r"score has the shape \(1, 3, 10\), but it must have \(1, 3, 11\)"),
+        (scored(1.0, dtype=torch.int64), "score is int64, but it must be float32"),
+        (scored(float("nan")), "score must be finite"),
+        (scored(float("inf")), "score must be finite"),
+        (changed, "it changed a tensor of its view in place, which others read; clone it first"),
+    ],
+)
+def test_a_wrong_plan_for_a_prompt_is_refused(plan: Callable, rule: str, backend: str):
+    """One sentence names class, moment and rule; the row before keeps its bytes, and all pages come back."""
+    policy = Newcomer()
+    store = store_of(policy, backend)
+    first = prefill(store)
+    before = state(store)
+    policy.prompt = plan
+    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_prefill, prompt of 11 tokens, layer 0: {rule}$"):
+        prefill(store, seed=1)
+    store.close_row(1)
+    assert state(store) == before
+    policy.prompt = lambda view: PrefillPlan(tier_of=thirds(view))
+    again = prefill(store, seed=1)
+    step(store, [first, again])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_any_whole_numbers_name_tiers(dtype: torch.dtype):
+    """A plan in wider integers is the same plan."""
+    want, got = store_of(Newcomer()), store_of(Newcomer(prompt=lambda v: PrefillPlan(tier_of=thirds(v).to(dtype))))
+    prefill(want)
+    prefill(got)
+    assert state(got) == state(want)
+
+
+def test_a_plan_over_all_layers_names_them():
+    """A method that ranks over the whole model is asked once."""
+    policy = Newcomer(prompt=tiers(lambda x: x == 0))
+    policy.scope = "model"
+    with pytest.raises(ValueError, match="plan_prefill, prompt of 11 tokens, layers 0 to 1: tier_of is bool"):
+        prefill(store_of(policy))
+
+
+def test_a_prompt_whose_statistics_are_not_finite_is_not_the_methods_fault():
+    """A model that gives NaN is found by its logits; a method that then keeps nothing is not blamed."""
+    policy = Newcomer(prompt=lambda view: PrefillPlan(tier_of=torch.where(view.score > 0, 0, EVICT), score=view.score))
+    store = store_of(policy)
+    row = store.open_row()
+    for layer in range(LAYERS):
+        store.prefill_layer(row, layer, *(torch.full((HEADS, TOKENS, DIM), float("nan")) for _ in range(3)), 0.25)
+    assert store.pages.pool.num_used == 0
+
+
+def test_keys_without_positions_must_all_stay():
+    """A method whose slots are their positions may not drop a token."""
+
+    @dataclass(kw_only=True)
+    class Places(Policy):
+        position_mode: str = "pre_rope"
+
+        def plan_prefill(self, view):
+            tier_of = view.filled(0)
+            tier_of[..., 3] = EVICT
+            return PrefillPlan(tier_of=tier_of)
+
+    with pytest.raises(ValueError, match=r"^Places\.plan_prefill, .*: position_mode='pre_rope' must keep every token"):
+        prefill(store_of(Places()))
+
+
+# Decode steps ---------------------------------------------------------------------------------------------------------
+
+# After a prompt of 11 tokens each list holds 7 high and 4 low slots.
+STEPS = [
+    (lambda view: None, "it returned None, but it must return a DecodePlan"),
+    (lambda view: whole(0), "it returned a Tensor, but it must return a DecodePlan"),
+    (lambda view: DecodePlan(slot=3), "slot is a int, but it must be a tensor"),
+    (lambda view: DecodePlan(slot=whole(0)[0]), r"slot has the shape \(2, 3\), but it must have \(2, 2, 3\)"),
+    (lambda view: DecodePlan(slot=whole(0).float()), "slot is float32, but it must hold integers"),
+    (lambda view: DecodePlan(slot=whole(0) >= 0), "slot is bool, but it must hold integers"),
+    (lambda view: DecodePlan(tier=2), "tier=2, but it must be a whole number of 0 to 1"),
+    (lambda view: DecodePlan(tier=True), "tier=True, but it must be a whole number of 0 to 1"),
+    (lambda view: DecodePlan(tier=-1), "tier=-1, but it must be a whole number of 0 to 1"),
+    (
+        lambda view: DecodePlan(slot=whole(0), demote_to=whole(1).float()),
+        "demote_to is float32, but it must hold integers",
+    ),
+    (
+        lambda view: DecodePlan(slot=whole(0), demote_to=whole(1), demote_slot=whole(1)[:1]),
+        r"demote_slot has the shape \(1, 2, 3\), but it must have \(2, 2, 3\)",
+    ),
+    (lambda view: [view.prompt_tokens.add_(1), DecodePlan()][1], "it changed a tensor of its view in place"),
+]
+VALUES = [
+    (
+        lambda view: DecodePlan(slot=whole(7)),
+        r"slot 7 was named of a list \(layer 1, head 0\) that holds 7; a slot is APPEND \(-1\) or lies within its list",
+    ),
+    (lambda view: DecodePlan(slot=whole(47, at=2)), r"slot 47 was named of a list \(layer 1, head 2\) that holds 7"),
+    (lambda view: DecodePlan(slot=whole(-2)), r"slot -2 was named of a list \(layer 1, head 0\) that holds 7"),
+    (lambda view: DecodePlan(slot=whole(4), tier=1), r"slot 4 was named of a list \(layer 1, head 0\) that holds 4"),
+    (
+        lambda view: DecodePlan(slot=whole(0), demote_to=whole(2)),
+        r"demote_to must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method",
+    ),
+    (lambda view: DecodePlan(slot=whole(0), demote_to=whole(-2)), r"demote_to must hold EVICT \(-1\) or tier 0 to 1"),
+    (
+        lambda view: DecodePlan(slot=whole(0), demote_to=whole(1), demote_slot=whole(4)),
+        r"demote_slot 4 was named of a list \(layer 1, head 0\) that holds 4; it is APPEND \(-1\) or lies within",
+    ),
+    (
+        lambda view: DecodePlan(slot=whole(0), demote_to=whole(1), demote_slot=whole(-7)),
+        r"demote_slot -7 was named of a list \(layer 1, head 0\) that holds 4",
+    ),
+    (
+        lambda view: [view.find(0, view.tokens_seen + 1), DecodePlan()][1],
+        "find looks for a position behind the incoming token's, which no slot can hold",
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("plan", "rule"), STEPS + VALUES)
+def test_a_wrong_step_is_refused_and_changes_nothing(plan: Callable, rule: str, backend: str):
+    """The bytes of all rows stay, and the step goes through once the method is repaired."""
+    policy = Newcomer()
+    store = store_of(policy, backend)
+    rows = [prefill(store), prefill(store, seed=1)]
+    before = state(store)
+    policy.step = plan
+    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
+        step(store, rows)
+    assert state(store) == before
+    policy.step = lambda view: DecodePlan(slot=whole(6), demote_to=whole(1), demote_slot=whole(3))
+    step(store, rows)
+    assert store.pages.table.num_slots[:, 9].tolist() == [7, 4]
+    assert store.pages.table.num_slots[:, 8].tolist() == [8, 4]
+
+
+@pytest.mark.parametrize(("plan", "rule"), VALUES)
+def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, rule: str):
+    """The step is carried out as if its wrong lists appended; the other row keeps its bytes; its end names the rule."""
+    policy = Newcomer()
+    store, told = store_of(policy), store_of(Newcomer())
+    store.holding.plans = CheckedPlans(policy, store.pages, late=True)
+    for each in (store, told):
+        prefill(each)
+        prefill(each, seed=1)
+    policy.step = plan
+    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
+        step(store, [0, 1])
+    told.policy.step = lambda view: DecodePlan(tier=int(rule.startswith("slot 4 ")))
+    step(told, [0, 1])
+    assert state(store)[:3] == state(told)[:3]
+    assert store._step is not None
+    store.close_row(1)
+    store.close_row(0)
+    assert store.pages.pool.num_used == 0
+    store.holding.plans.look()  # what was noted went with the rows
+
+
+def test_a_method_that_leaves_tokens_alone_may_not_overwrite_one():
+    """Without `acts_in_decode` question segments come at once, and such a method must append."""
+    policy = Newcomer(acts_in_decode=False, step=lambda view: DecodePlan(slot=torch.zeros(1, LAYERS, HEADS).long()))
+    store = store_of(policy)
+    row = prefill(store)
+    before = state(store)
+    rule = "a slot is overwritten, which a method with acts_in_decode=False must not do"
+    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}$"):
+        step(store, [row])
+    assert state(store) == before
+
+
+def test_slots_of_narrow_integers_are_taken():
+    """An int32 slot is the same slot."""
+    stores = []
+    for dtype in (torch.int64, torch.int32):
+        store = store_of(Newcomer(step=lambda view, dtype=dtype: DecodePlan(slot=whole(3).to(dtype))))
+        prefill(store)
+        prefill(store, seed=1)
+        step(store, [0, 1])
+        stores.append(state(store))
+    assert stores[0] == stores[1]
+
+
+# Compactions ----------------------------------------------------------------------------------------------------------
+
+
+def masks(change):
+    """A plan from the masks of the slots that are held."""
+    return lambda view: CompactPlan(keep=change([view.slots(tier).valid.clone() for tier in range(2)]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        (lambda view: None, "it returned None, but it must return a CompactPlan"),
+        (masks(lambda keep: keep[0]), "keep is a Tensor, but it must be a list of one per tier"),
+        (masks(lambda keep: keep[:1]), "keep is 1 entries, but it must be a list of one per tier"),
+        (masks(lambda keep: [keep[0].long(), None]), r"keep\[0\] is int64, but it must be bool"),
+        (masks(lambda keep: [None, keep[1][..., :1]]), r"keep\[1\] has the shape \(2, 2, 3, 1\), but it must have"),
+        (masks(lambda keep: [x & False for x in keep]), "keep must leave at least one token in every list"),
+        (lambda view: [view.prompt_slots.zero_(), CompactPlan(keep=[None, None])][1], "it changed a tensor of its"),
+    ],
+)
+def test_a_wrong_bulk_eviction_is_refused(plan: Callable, rule: str):
+    """Nothing is evicted, and a right one goes through afterwards."""
+    policy = Newcomer(due=lambda view: torch.ones(2, dtype=torch.bool), drop=plan)
+    store = store_of(policy)
+    rows = [prefill(store), prefill(store, seed=1)]
+    before = state(store)
+    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_compact, compaction at token 11: {rule}"):
+        step(store, rows)
+    assert state(store) == before
+    policy.drop = masks(lambda keep: [None, keep[1] & False])  # a tier may become empty, a list not
+    step(store, rows)
+    assert store.pages.table.num_slots[:, :12].tolist() == [[8] * 12, [0] * 12]
+
+
+@pytest.mark.parametrize(
+    ("due", "rule"),
+    [
+        (torch.tensor([0, 1]), "the answer is int64, but it must be bool"),
+        (torch.tensor([True]), r"the answer has the shape \(1,\), but it must have \(2,\)"),
+        (None, "the answer is None, but it must be a tensor"),
+    ],
+)
+def test_whose_turn_it_is_must_be_said_by_a_mask(due, rule: str):
+    """Row numbers would be taken for rows of the step, which they are not."""
+    store = store_of(Newcomer(due=lambda view: due))
+    rows = [prefill(store), prefill(store, seed=1)]
+    with pytest.raises(ValueError, match=rf"^Newcomer\.compact_due, decode step at token 11: {rule}$"):
+        step(store, rows)
