@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style types docs test test-code test-killed test-arm smoke clean
+.PHONY: setup model format style types docs test test-code test-killed test-arm mutants smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -36,6 +36,9 @@ test-killed: setup ## kill a sweep a hundred times, resume it, and compare its f
 
 test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g++-aarch64-linux-gnu and qemu-user; half a minute)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/cpu/test_other_cpu.py
+
+mutants: setup model ## change methods, policy and cache in 200 random spots and say which changes no test notices (an hour or more)
+	$(PYTHON) tests/mutants.py number=200 seed=0 at_least=0.95
 
 smoke: ## one short experiment of every part, on the embedded model
 	$(PYTHON) -m kvbench method=diffkv task=longctx limit=1
