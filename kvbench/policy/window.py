@@ -105,8 +105,8 @@ def shrink_to_share(view: DecodeView, budget: Budget, window: int, score: Tensor
     """Brings every list back to what the prompt's plan gave it: how prompt-only methods compress while decoding.
 
     With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
-    otherwise it stays, and a prompt that fitted the budget
-    grows up to it first. The lightest slots go, the last `window` tokens stay.
+    otherwise it stays, and a prompt that fitted the budget grows up to it first. The lightest slots go, the last
+    `window` tokens stay.
 
     Args:
         view: The view.
