@@ -18,7 +18,8 @@ class Kivi(Policy):
         native: Store the model's own dtype instead (lossless; for tests).
 
     Source: jy-yuan/KIVI at 876b4d2, new_pack.py and llama_kivi.py (g=32, R=128).
-    Differs: a constant group gets codes 0 (the original divides by zero); GQA heads are handled in every path.
+    Differs: a constant group gets codes 0 (the original divides by zero); GQA heads are handled in every path. Groups
+        of 32 are those of its documented results; the default of process_args.py is 128.
     """
 
     bits: Annotated[int, Choice((1, 2, 4, 8), unit="bits")] = 2

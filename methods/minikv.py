@@ -47,7 +47,7 @@ class MiniKV(Policy):
     Source: MiniKV sections 4.2 and 4.3, Algorithm 1; MiniKV-Dev at 486a1ca, cache_impl.py.
     Differs: exact attention sums (the selective kernel leaves out a normalisation); by default one kept set per KV head
         with the group's sum; at least one heavy and one recent token; what a layer's share exceeds the prompt by goes
-        to the other layers.
+        to the other layers. The default allocation is the paper's pyramid; pred_minikv.py has uniform.
     """
 
     heavy: Annotated[float, Number(0, 1, above=True)] = 0.25

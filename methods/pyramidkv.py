@@ -29,7 +29,8 @@ class PyramidKV(WindowRanked):
 
     Source: Zefan-Cai/KVCache-Factory at c97f9d7, PyramidKVCluster.
     Differs: the budget is met exactly (largest remainder) unless `official_rounding`; budgets are computed for every
-        prompt; one layer works.
+        prompt; one layer works. The default window is 32, as in SnapKV and AdaKV, so that the three compare; the class
+        there has 64 and run_longbench.py 8.
     """
 
     beta: Annotated[int, Whole(1, 1000)] = 20

@@ -53,7 +53,7 @@ def acts(policy: Policy) -> str:
         times.append("prompt")
     if type(policy).plan_decode is not Policy.plan_decode and policy.acts_in_decode:
         times.append("every step")
-    if type(policy).compact_due is not Policy.compact_due:
+    if policy.compact_every and type(policy).compact_due is not Policy.compact_due:
         times.append("when the budget is full")
     elif policy.compact_every:
         times.append(f"every {policy.compact_every} steps")
@@ -87,7 +87,7 @@ def slots(policy: Policy) -> list[str]:
         return ["(N + T)"]
     if not hasattr(policy, "budget"):
         return ["n0"]
-    shrinks = policy.acts_in_decode or policy.compact_every or type(policy).compact_due is not Policy.compact_due
+    shrinks = policy.acts_in_decode or policy.compact_every
     return ["B" if shrinks else "(B + T)"]
 
 

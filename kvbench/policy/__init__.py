@@ -21,7 +21,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - kvquant_style: as kivi, but keys per channel before the rotary embedding (`pre_rope`); `Residual` of one group.
 - minikv: channel keys; all queries, sum; head or model; heavy and recent; `Residual` (all), before attention.
 - kv_compress: k16v16; last 8 or all but near, squared, pooled; model; blocks ranked over all layers and heads;
-  `plan_compact` every n steps.
+  `plan_compact` before every step that begins over the budget.
 - diffkv: k8v4 and k4v2; all queries, group max, decode update; head; thresholds alpha / N; `DecodePlan` with demotion.
 - scissorhands: k16v16; last w, counts below 1 / n, decode update; head; the least often low; `plan_compact` when full.
 - tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.

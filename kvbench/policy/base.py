@@ -34,7 +34,8 @@ class Declarations:
             it, and rotated to their token's position when they are read.
         granularity: `kv_head`, or `q_head`, which stores every query head's copy and is billed for it.
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
-        compact_every: Decode steps of a sequence between calls of `plan_compact` (see `compact_due`); 0 = never called.
+        compact_every: Decode steps of a sequence between calls of `plan_compact`; 0 = never called. A method that
+            defines `compact_due` sets 1 and says there before which steps.
     """
 
     tiers: tuple[Tier, ...] = (Tier(),)

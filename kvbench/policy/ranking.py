@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Count = TypeVar("Count", int, Tensor)
 
 
 def rank_descending(score: Tensor) -> Tensor:
     """Rank of each element along the last axis: score descending, then position ascending (stable); same shape,
     int64."""
-    order = torch.argsort(score, dim=-1, descending=True, stable=True)
-    return torch.empty_like(order).scatter_(
-        -1, order, torch.arange(score.shape[-1], device=score.device).expand_as(order)
-    )
+    return _inverse(torch.argsort(score, dim=-1, descending=True, stable=True))
 
 
 def largest_remainder(parts: Sequence[Fraction | int], denominator: Fraction | int, total: int) -> list[int]:
@@ -102,36 +102,38 @@ def share_with_cap(weight: Tensor, total: int, cap: int) -> list[int]:
     return [max(1, share) for share in shares]
 
 
-def num_blocks(held: Tensor, block: int) -> Tensor:
+def num_blocks(held: Count, block: int) -> Count:
     """Blocks that so many slots take, the last one perhaps part-filled."""
     return -(-held // block)
 
 
 def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
-    """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [M, n].
+    """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [..., M, n].
 
     Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
-    first block is freed once as many slots are gone as its last block holds.
+    first block is freed once as many slots are gone as its last block holds. Lists compete with the others of their
+    sequence; leading dimensions are sequences. No number goes to the host.
 
     Args:
-        cost: fp32 [M, n], +inf for slots that must stay and past a list's end.
-        held: int64 [M] slots per list.
-        surplus: Blocks to free; fewer are freed when all others hold protected slots.
+        cost: fp32 [..., M, n], +inf for slots that must stay and past a list's end.
+        held: int64 [..., M] slots per list.
+        surplus: Blocks to free, int64 [...] or one number; fewer are freed when all others hold protected slots.
     """
     order = cost.argsort(dim=-1, stable=True)
     ranked = cost.gather(-1, order)
     blocks = num_blocks(held, block)
     hanging = held - (blocks - 1) * block
-    step = torch.arange(int(blocks.max()), device=cost.device)
-    last = hanging[:, None] + step * block - 1
-    price = ranked.gather(-1, last.clamp(max=cost.shape[-1] - 1)).masked_fill(step >= blocks[:, None], float("inf"))
-    flat = price.flatten()
-    first = flat.argsort(dim=-1, stable=True)[: max(0, int(surplus))]
-    chosen = torch.zeros_like(flat, dtype=torch.bool)
-    chosen[first] = torch.isfinite(flat[first])
-    count = chosen.view_as(price).sum(1)
+    step = torch.arange(num_blocks(cost.shape[-1], block), device=cost.device)
+    last = hanging[..., None] + step * block - 1
+    price = ranked.gather(-1, last.clamp(max=cost.shape[-1] - 1)).masked_fill(step >= blocks[..., None], float("inf"))
+    limit = surplus[..., None, None] if isinstance(surplus, Tensor) else surplus
+    chosen = (_inverse(price.flatten(-2).argsort(dim=-1, stable=True)).view_as(price) < limit) & price.isfinite()
+    count = chosen.sum(-1)
     num_evicted = torch.where(count > 0, hanging + (count - 1) * block, 0)
-    position = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(cost.shape[-1], device=cost.device).expand_as(order)
-    )
-    return position < num_evicted[:, None]
+    return _inverse(order) < num_evicted[..., None]
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The rank of each element, from the order that sorts the last axis; int64 in the same shape."""
+    rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, rank)

@@ -93,8 +93,9 @@ def window_score(
 def shrink_to_share(view: DecodeView, budget: Budget, window: int, score: Tensor | None = None) -> CompactPlan:
     """Brings every list back to what the prompt's plan gave it: how prompt-only methods compress while decoding.
 
-    With a ratio budget a list's share grows with the sequence; otherwise it stays, and a prompt that fitted the budget
-    grows up to it first. The lightest slots go, the last `window` tokens stay.
+    With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
+    otherwise it stays, and a prompt that fitted the budget grows up to it first. The lightest slots go, the last
+    `window` tokens stay.
 
     Args:
         view: The view.
@@ -107,11 +108,13 @@ def shrink_to_share(view: DecodeView, budget: Budget, window: int, score: Tensor
     slots = view.slots(0)
     seen, prompt = view.tokens_seen[:, None, None], view.prompt_tokens[:, None, None]
     if budget.unit == "ratio":
-        target = view.prompt_slots * seen // prompt
+        # The one token that is kept of a prompt too short for the ratio is no share of it, or nothing would ever go.
+        grown = (seen * budget.value + 1e-9).long()
+        target = torch.where(prompt * budget.value < 1, grown, view.prompt_slots * seen // prompt)
     else:
         allowed = view.budget_tokens(budget)[:, None, None]
         target = torch.where(prompt <= allowed, allowed, view.prompt_slots)
     ranked = slots.score if score is None else score
     ranked = ranked.masked_fill(slots.pos >= (seen - window)[..., None], float("inf"))
     ranked = ranked.masked_fill(~slots.valid, float("-inf"))
-    return CompactPlan(keep=[rank_descending(ranked) < target.clamp(min=window)[..., None]])
+    return CompactPlan(keep=[rank_descending(ranked) < target.clamp(min=max(1, window))[..., None]])

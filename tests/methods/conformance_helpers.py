@@ -1,9 +1,10 @@
 """What the conformance tests know of a method they have never seen: its YAML, and names with a meaning.
 
 `sinks` first tokens are never evicted; `window`, `recent` or `obs_window` last tokens of a prompt are kept (as far as a
-`budget` allows), and a method that acts in decode keeps that many last tokens at every step. A line
-`# lossless: key=value ...` in the YAML names settings at which nothing is lost; without it they follow from the
-names of the fields.
+`budget` allows), and a method that evicts while decoding keeps that many last tokens at every step. `floor_tokens` is
+the least that a budget means. A line `# lossless: key=value ...` in the YAML names settings at which nothing is lost;
+without it they follow from the names of the fields. Each line `# also: key=value ...` names settings under which the
+method is held to all of this a second time: a *case*, written "name key=value ...".
 """
 
 import dataclasses
@@ -26,25 +27,48 @@ SHAPES = ("mha", "gqa3", "gqa7")  # 1, 3 and 7 query heads per KV head
 LOSSLESS = {"budget": 1_000_000, "tier": "native", "high": "native", "low": "native", "native": True, "alpha_l": 0.0}
 
 
-def settings_of(name: str):
-    """The YAML file of a method as a config."""
-    return OmegaConf.load(FOLDER / f"{name}.yaml")
+def lines_of(name: str, word: str) -> list[str]:
+    """What the lines `# word: ...` of a method's YAML say."""
+    return re.findall(rf"^# {word}: (.+)$", (FOLDER / f"{name}.yaml").read_text(), re.MULTILINE)
+
+
+def parsed(settings: str) -> dict:
+    """`key=value ...` as settings."""
+    found = OmegaConf.to_container(OmegaConf.from_dotlist(settings.split()))
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def settings_of(case: str):
+    """The YAML file of a method as a config, with what a case changes of it."""
+    name, _, also = case.partition(" ")
+    listed = OmegaConf.load(FOLDER / f"{name}.yaml")
+    unknown = set(parsed(also)) - {str(key) for key in listed}
+    assert not unknown, (
+        f"conf/method/{name}.yaml has no setting {sorted(unknown)}, which its line '# also: {also}' changes"
+    )
+    return OmegaConf.merge(listed, parsed(also))
 
 
 @cache
-def policy_of(name: str, heads: str = "gqa3", **changes) -> Policy:
-    """The method at the settings of its YAML file, with some changed; what the file leaves open fits a tiny model."""
-    return instantiate(settings_of(name), **(open_settings(name, 4 if heads == "mha" else 2) | changes))
+def policy_of(case: str, heads: str = "gqa3", **changes) -> Policy:
+    """The method at the settings of a case, with some changed; what the file leaves open fits a tiny model."""
+    return instantiate(settings_of(case), **(open_settings(case.split()[0], 4 if heads == "mha" else 2) | changes))
 
 
-def fields_of(name: str) -> set[str]:
+def fields_of(case: str) -> set[str]:
     """The hyper-parameters that a method's YAML lists."""
-    return {str(key) for key in settings_of(name)} - {"_target_"}
+    return {str(key) for key in settings_of(case)} - {"_target_"}
+
+
+def cases() -> list[str]:
+    """Every method, without those that are another one under a second name, and every method once more per line
+    `# also:` of its YAML."""
+    return [f"{name} {also}".strip() for name in distinct() for also in ("", *lines_of(name, "also"))]
 
 
 def having(*fields: str) -> list[str]:
-    """The methods whose YAML lists all of these settings."""
-    return [name for name in METHODS if fields_of(name) >= set(fields)]
+    """The cases whose YAML lists all of these settings."""
+    return [case for case in cases() if fields_of(case) >= set(fields)]
 
 
 def distinct() -> list[str]:
@@ -57,28 +81,23 @@ def distinct() -> list[str]:
     return names
 
 
-def lossless_of(name: str) -> dict:
+def lossless_of(case: str) -> dict:
     """The settings at which a method loses nothing; empty when neither its YAML nor its fields say."""
-    said = re.search(r"^# lossless: (.+)$", (FOLDER / f"{name}.yaml").read_text(), re.MULTILINE)
-    if said:
-        return {
-            key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            for key, value in OmegaConf.from_dotlist(said[1].split()).items()
-        }
-    return {key: value for key, value in LOSSLESS.items() if key in fields_of(name)}
+    said = lines_of(case.split()[0], "lossless")
+    return parsed(said[0]) if said else {key: value for key, value in LOSSLESS.items() if key in fields_of(case)}
 
 
 def protected(policy: Policy, num_prompt_tokens: int, tokens_seen: int) -> set[int]:
     """Positions that the method's own fields promise to keep, by the names in this file's first lines."""
     sinks, length = getattr(policy, "sinks", 0), num_prompt_tokens
     budget = Budget.parse(policy.budget) if getattr(policy, "budget", None) is not None else None
+    end = tokens_seen if policy.acts_in_decode or policy.compact_every else length
     last = getattr(policy, "window", 0) or getattr(policy, "recent", 0)
     if getattr(policy, "recent_share", 0) and not last:
         last = int(budget.tokens(length, 1, 1.0) * policy.recent_share)
-    if hasattr(policy, "obs_window"):  # the incoming token is one of them
-        last = (policy.obs_window if policy.variant == "window" else policy.protected) - 1
+    if hasattr(policy, "obs_window"):  # the incoming token is one of them, which a prompt does not hold yet
+        last = (policy.obs_window if policy.variant == "window" else policy.protected) - (end == length)
     last = last if isinstance(last, int) else max(1, int(length * last))
-    end = tokens_seen if policy.acts_in_decode else length
     if budget is not None and (budget.unit == "bytes" or budget.tokens(length, 1, 1.0) < sinks + last):
         return set()  # what yields to so small a budget is the method's own business
     return {*range(min(sinks, tokens_seen)), *range(end - min(last, end), end)}

@@ -17,6 +17,7 @@ from conformance_helpers import (
     FOLDER,
     METHODS,
     SHAPES,
+    cases,
     distinct,
     fields_of,
     having,
@@ -68,7 +69,19 @@ def test_method_files_are_short(path):
     assert len(path.read_text().splitlines()) < 150
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("case", [case for case in cases() if " " in case])
+def test_further_settings_change_the_method(case):
+    """A line `# also:` names settings that the method has, and other values than the file's."""
+    name, _, also = case.partition(" ")
+    changed, plain = policy_of(case), policy_of(name)
+    for setting in also.split():
+        key = setting.split("=")[0]
+        assert getattr(changed, key) != getattr(plain, key)
+    with pytest.raises(AssertionError, match=rf"conf/method/{name}.yaml has no setting \['typo'\]"):
+        policy_of(f"{name} typo=1")
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS, *cases()}))
 def test_declarations_fit_together(name):
     """What a method declares has the type that the contract names, stays as `__post_init__` left it, and is the same
     for a policy that is made again from its fields."""
@@ -103,7 +116,7 @@ def full_logits(tiny_model):
 
 
 @pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", cases())
 def test_lossless_settings_equal_full(full_logits, name, heads):
     """With its lossless settings a method gives the full cache's logits (1e-4 in fp32) after 1, 33 and 90 tokens and
     along 16 more, with 1, 3 and 7 query heads per KV head."""
@@ -131,7 +144,7 @@ def check_lossless(name, heads, changes, loaded, prompts, forced, want) -> None:
         assert sum(kept["slots_per_tier"]) == (len(prompt) + 16) * kept["lists"]
 
 
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", cases())
 def test_runs_repeat_themselves(loaded, name):
     """The same seed gives the same tokens and the same bytes."""
     requests = [request(str(n), random_tokens(n), gold=random_tokens(4)) for n in (1, 40, 200)]
@@ -139,7 +152,7 @@ def test_runs_repeat_themselves(loaded, name):
     assert {k: comparable(o) for k, o in first.items()} == {k: comparable(o) for k, o in second.items()}
 
 
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", cases())
 def test_a_ragged_batch_equals_single_rows(tiny_model, name):
     """Rows fed the same tokens in one batch and alone: the same slots, and logits that only rounding tells apart.
 
@@ -159,7 +172,7 @@ def test_a_ragged_batch_equals_single_rows(tiny_model, name):
         assert kept["slots_per_tier"] == pytest.approx(own[0][1]["slots_per_tier"], rel=0.01, abs=4)
 
 
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", cases())
 def test_the_context_can_come_before_the_question(loaded, name):
     """A prompt in two segments is answered, and every token of it is seen once."""
     asked = request("a", random_tokens(300), random_tokens(20, seed=1), gold=random_tokens(5))
@@ -173,7 +186,7 @@ def test_the_context_can_come_before_the_question(loaded, name):
 
 
 @pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", cases())
 def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
     loaded, policy, plans, steps = tiny_model("llama", heads, 64), policy_of(name, heads), [], [0]
@@ -215,7 +228,7 @@ def check_positions(arrays, seen: int, must: set[int]) -> None:
             assert must <= set(held)
 
 
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", cases())
 def test_a_nan_is_reported_not_hidden(loaded, name):
     """A model that gives NaN fails with its layer, whatever the method does with the numbers."""
     model = copy.deepcopy(loaded.model)

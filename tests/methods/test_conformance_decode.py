@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from conformance_helpers import distinct, policy_of
+from conformance_helpers import cases, policy_of
 from engine_helpers import answers, random_tokens, request
 
 from kvbench.cache import ledger
@@ -28,7 +28,7 @@ def check_ledger(store, rows) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", cases())
 def test_300_tokens_from_short_and_long_prompts(tiny_model, name):
     """Four prompts in one batch, shorter than the window and far longer: full answers, a ledger that always adds up,
     and a method that finds its own work done."""

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from oracles.slow_kv_compress import evictions, step_metrics, surplus_blocks
 from store_helpers import golden, held_positions, held_scores, make_store
 
 from kvbench.kernels.reference.attention import column_scores, reduce_scores
@@ -98,14 +99,142 @@ def test_prompt_keeps_whole_blocks_and_the_window():
     assert all(set(range(193, 200)) <= set(positions) for positions in held)
 
 
-def test_continual_eviction_keeps_the_budget():
-    """With `continual`, blocks never exceed the budget for longer than a block's worth of steps; without it the cache
-    grows."""
-    store, row = run_store(KVCompress(budget=64, continual=True), 200, 100)
-    blocks = sum(-(-len(positions) // 16) for positions in held_positions(store, row))
-    assert blocks <= 64 * 4 // 16 + 4
-    grown, row = run_store(KVCompress(budget=64), 200, 100)
-    assert sum(len(p) for p in held_positions(grown, row)) >= 64 * 4 - 4 * 16 + 400
+def test_only_continual_eviction_keeps_the_budget():
+    """Without `continual` every list grows by every step."""
+    store, row = run_store(KVCompress(budget=64), 200, 0)
+    first = [len(positions) for positions in held_positions(store, row)]
+    store, row = run_store(KVCompress(budget=64), 200, 100)
+    assert [len(positions) - 100 for positions in held_positions(store, row)] == first
+
+
+# (settings, the last tokens that stay, nearest tokens that a step adds no metric to)
+VARIANTS = {
+    "window": ({"variant": "window", "obs_window": 8}, 8, 0),
+    "full": ({"variant": "full", "protected": 20, "skip_near": 10}, 20, 10),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("block", "budget"), [(1, 50), (8, 50), (16, 0.25)])
+def test_continual_eviction_is_the_official_rule(variant, block, budget):
+    """Over 300 steps each list loses, before every step, exactly the tokens that the released code evicts; the metrics
+    that it goes by are the ones it would have recorded, to fp32's last digits; the number of blocks keeps to the limit
+    from the first step on."""
+    settings, protected, buffer = VARIANTS[variant]
+    policy = KVCompress(continual=True, budget=budget, block=block, tier="native", **settings)
+    prompt, (layers, heads, group, dim), scale = 200, (2, 2, 2, 16), 0.5
+    limit = {50: 50, 0.25: 50}[budget]
+    torch.manual_seed(block)
+    store = make_store(
+        policy,
+        num_layers=layers,
+        num_q_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=dim,
+        track=("pos",),
+        max_tokens=400,
+    )
+    row = store.open_row()
+    keys = torch.zeros(layers, heads, prompt + 300, dim)
+    for layer in range(layers):
+        keys[layer, :, :prompt] = torch.randn(heads, prompt, dim)
+        q = torch.randn(heads * group, prompt, dim)
+        store.prefill_layer(row, layer, q, keys[layer, :, :prompt], torch.randn(heads, prompt, dim), scale)
+    metrics = [dict(scores) for scores in held_scores(store, row)]
+    evicted = 0
+    for seen in range(prompt, prompt + 300):
+        before = held_scores(store, row)
+        for stored, exact in zip(before, metrics, strict=True):
+            assert all(math.isclose(x, exact[pos], rel_tol=1e-5, abs_tol=1e-6) for pos, x in stored.items())
+        lists = [list(scores.items()) for scores in before]
+        gone = evictions(lists, seen + 1, limit=limit, block=block, protected=protected)
+        evicted += sum(map(len, gone))
+        store.begin_step(torch.tensor([row]))
+        held = held_positions(store, row)
+        assert [set(positions) for positions in held] == [
+            {*scores, seen} - out for scores, out in zip(before, gone, strict=True)
+        ]
+        counts = [len(positions) - 1 for positions in held]
+        assert surplus_blocks(counts, limit, block) == 0
+        for layer in range(layers):
+            q = torch.randn(heads * group, dim)
+            keys[layer, :, seen] = torch.randn(heads, dim)
+            store.attend(layer, q[None], keys[None, layer, :, seen], torch.randn(1, heads, dim), scale)
+            for head in range(heads):
+                where = held[layer * heads + head]
+                own = q[head * group : (head + 1) * group]
+                gain = step_metrics(own, keys[layer, head, where], where, scale, last=seen, buffer=buffer, power=2)
+                exact = metrics[layer * heads + head]
+                for pos, x in zip(where, gain, strict=True):
+                    exact[pos] = exact.get(pos, 0.0) + x
+        store.end_step()
+    assert evicted > 250 * layers * heads  # about a token per list and step
+
+
+def test_nothing_is_planned_while_the_budget_has_room():
+    """A step that begins within the budget asks for no plan: nothing is gathered, ranked or moved."""
+
+    class Watched(KVCompress):
+        calls = 0
+
+        def plan_compact(self, view):
+            Watched.calls += 1
+            return super().plan_compact(view)
+
+    policy = Watched(budget=96, continual=True)
+    run_store(policy, 40, 57)  # 97 tokens begin a seventh block, which the step after them would evict
+    assert Watched.calls == 0
+    run_store(policy, 40, 58)
+    assert Watched.calls == 1
+
+
+def test_a_sequence_is_ranked_alone():
+    """Two sequences of unequal surplus in one batch lose what each of them loses alone."""
+    policy = KVCompress(budget=32, block=4, continual=True)
+    torch.manual_seed(0)
+    data = [[torch.randn(3, 2, n, 16) for _ in range(2)] for n in (40, 90)]
+    steps = [torch.randn(3, 2, 2, 2, 16) for _ in range(40)]  # q, k, v; layer; sequence
+
+    def run(chosen):
+        store = make_store(policy, num_layers=2, num_q_heads=2, num_kv_heads=2, head_dim=16, rows=2, track=("pos",))
+        rows = [store.open_row() for _ in chosen]
+        for row, which in zip(rows, chosen, strict=True):
+            for layer in range(2):
+                store.prefill_layer(row, layer, *data[which][layer], 0.25)
+        for step in steps:
+            store.begin_step(torch.tensor(rows))
+            for layer in range(2):
+                store.attend(layer, *step[:, layer, list(chosen)], 0.25)
+            store.end_step()
+        return [[sorted(positions) for positions in held_positions(store, row)] for row in rows]
+
+    assert run((0, 1)) == [*run((0,)), *run((1,))]
+
+
+@pytest.mark.parametrize("variant", ["window", "full"])
+@pytest.mark.parametrize("steps", [0, 30])
+def test_the_floor_is_kept(variant, steps):
+    """Below `floor_tokens` no budget goes, after the prompt and while decoding, and the check knows; a budget above it
+    is not touched."""
+    for budget, tokens in ((16, 48), (0.01, 48), (80, 80)):
+        policy = KVCompress(budget=budget, floor_tokens=40, variant=variant, continual=True)
+        store, row = run_store(policy, 200, steps)
+        held = [len(positions) for positions in held_positions(store, row)]
+        assert tokens * 4 - 16 * 4 < sum(held) - 4 * (steps > 0) <= tokens * 4
+        _, kept = store.ledger.report(row)
+        assert policy.check_outcome({"kept": kept}) is None
+
+
+def test_an_overshoot_fails_the_run():
+    """A cache that holds two tokens per list more than the rule allows at the end does not pass the check."""
+    policy = KVCompress(budget=64, continual=True)
+    store, row = run_store(policy, 200, 40)
+    _, kept = store.ledger.report(row)
+    assert policy.check_outcome({"kept": kept}) is None
+    full = kept | {"slots_per_tier": [65 * 4]}
+    assert policy.check_outcome({"kept": full}) is None
+    message = policy.check_outcome({"kept": kept | {"slots_per_tier": [66 * 4]}})
+    assert message == "66 tokens per head held at the end, but the budget 64 tokens allows 65"
 
 
 def test_near_queries_do_not_count_in_decode():

@@ -1,0 +1,184 @@
+"""The edges of the methods' rules, one token or one bit to either side: what a mutation run found unwatched."""
+
+import pytest
+import torch
+from conformance_helpers import FOLDER, METHODS
+from omegaconf import OmegaConf
+from store_helpers import held_positions, make_store, prefill_view
+from test_diffkv_artifact import HIGH, LOW, policy_of, store_of
+
+from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.kv_compress import KVCompress
+from kvbench.methods.minikv import MiniKV
+from kvbench.methods.snapkv import SnapKV
+from kvbench.policy import Budget, Policy, choose_blocks, largest_remainder, pyramid_budgets, share_with_cap
+
+# Constants of the methods' sources, read in the code that the YAML names; `make docs` would follow any change.
+CONSTANTS = {
+    "ada_pyramidkv": {"window": 32, "pool": "max", "pool_kernel": 7, "alpha": 0.2, "beta": 20},
+    "ada_snapkv": {"window": 32, "pool": "max", "pool_kernel": 7, "alpha": 0.2},
+    "diffkv": {"alpha_h": 1.0, "alpha_l": 0.02, "window": 64, "high": "k8v4", "low": "k4v2"},
+    "diffkv_artifact": {"alpha_h": 1.0, "alpha_l": 0.02, "window": 64, "queries": 64, "decode_rule": "released"},
+    "duo_attention": {"sinks": 64, "recent": 256, "sparsity": 0.5},
+    "h2o": {"budget": 0.2, "recent_share": 0.5, "group": "sum", "one_shot": False},
+    "h2o_factory": {"window": 8, "group": "mean", "one_shot": True},
+    "kivi": {"bits": 2, "group": 32, "residual_tokens": 128},
+    "kv_compress": {"power": 2, "obs_window": 8, "skip_near": 10, "protected": 32, "block": 16},
+    "minikv": {"heavy": 0.25, "recent": 0.25, "bits": 2, "group": 16, "residual_tokens": 128, "depth": 7},
+    "pyramidkv": {"window": 32, "beta": 20, "pool": "max", "pool_kernel": 7},
+    "quest": {"page_tokens": 16, "min_pages": 3, "dense_layers": 2, "group": "max"},
+    "scissorhands": {"history": 400, "recent": 10, "drop": 0.5},
+    "snapkv": {"window": 32, "pool": "max", "pool_kernel": 7},
+    "streaming_llm": {"sinks": 4, "budget": 516, "position_mode": "cache_relative"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(CONSTANTS))
+def test_the_files_have_the_sources_constants(name):
+    """The settings file gives the numbers that stand in the source it names."""
+    listed = OmegaConf.load(FOLDER / f"{name}.yaml")
+    assert name in METHODS and {key: listed[key] for key in CONSTANTS[name]} == CONSTANTS[name]
+
+
+def test_kv_compress_pools_over_seven_keys():
+    """The window variant's metric is max-pooled over seven keys of each query head, the full variant's is not."""
+    window, full = KVCompress().score, KVCompress(variant="full").score
+    assert (window.pool, window.pool_kernel, window.pool_stage, window.pool_region) == (
+        "max",
+        7,
+        "per_query_head",
+        "all",
+    )
+    assert full.pool == "none"
+
+
+# Budgets ----
+
+
+class Asks(Policy):
+    """Keeps all, and says what a ratio budget allows before a step and of a prompt."""
+
+    def plan_prefill(self, view):
+        self.of_prompt = [view.budget_tokens(Budget(percent / 100, "ratio")) for percent in range(1, 101)]
+        return super().plan_prefill(view)
+
+
+def test_a_ratio_means_the_same_before_a_step_as_for_the_prompt():
+    """For every percentage and prompts up to 400 tokens the whole tokens agree: 0.29 of 100 is 29, not 28."""
+    policy = Asks()
+    store = make_store(policy)
+    row = store.open_row()
+    for length in range(1, 401):
+        policy.plan_prefill(prefill_view(None, length))
+        assert policy.of_prompt == [max(1, percent * length // 100) for percent in range(1, 101)]
+        store.counters.prompt_tokens[row] = length
+        view = store.view(torch.tensor([row]))
+        asked = [int(view.budget_tokens(Budget(percent / 100, "ratio"))) for percent in range(1, 101)]
+        assert asked == policy.of_prompt
+
+
+def test_a_pyramid_begins_at_twice_the_base():
+    """Below twice the base every layer gets it; a prompt of exactly twice the base gets a pyramid."""
+    settings = {"base": 20, "num_layers": 3, "beta": 20}
+    assert pyramid_budgets(room=31, num_tokens=39, **settings) == [20, 20, 20]
+    assert pyramid_budgets(room=32, num_tokens=40, **settings) == [32, 20, 8]
+
+
+def test_equal_remainders_go_to_the_lower_index():
+    """Of equal remainders the earlier parts are rounded up, and blocks of equal price leave the earlier list."""
+    assert largest_remainder([1, 1, 1, 1], 2, 2) == [1, 1, 0, 0]
+    evict = choose_blocks(torch.ones(3, 2), torch.tensor([2, 2, 2]), 2, 2)
+    assert evict.tolist() == [[True, True], [True, True], [False, False]]
+
+
+def test_a_share_of_exactly_the_cap_is_no_overflow():
+    """A layer whose share is the cap keeps it, and the others share the rest as before."""
+    assert share_with_cap(torch.tensor([2.0, 1.0, 1.0]), 40, 20) == [20, 10, 10]
+
+
+def test_a_share_below_the_window_keeps_the_window():
+    """Evicting while decoding never goes below the observation window, however small the budget is."""
+    torch.manual_seed(0)
+    store = make_store(SnapKV(budget=0.05, window=16, decode_every=4), track=("pos",))
+    row = store.open_row()
+    store.prefill_layer(row, 0, *torch.randn(3, 1, 100, 8), 0.25)
+    assert held_positions(store, row) == [list(range(95, 100))]
+    for step in range(40):
+        store.begin_step(torch.tensor([row]))
+        store.attend(0, *torch.randn(3, 1, 1, 8), 0.25)
+        store.end_step()
+        held = set(held_positions(store, row)[0])
+        assert held >= set(range(max(95, 85 + step), 101 + step))
+        assert len(held) <= 16 + 4
+
+
+# DiffKV ----
+
+
+def test_a_threshold_by_position_counts_from_one():
+    """With threshold=i the first token's threshold is alpha / 1 and the third's alpha / 3, equality included."""
+    policy = DiffKV(alpha_h=0.75, alpha_l=0.375, window=1, threshold="i")
+    for scores, want in (
+        ([0.75 * 4, 0.375 * 3, 0.25 * 2, 0], [HIGH, HIGH, HIGH, HIGH]),
+        ([0.74 * 4, 0.374 * 3, 0.249 * 2, 0], [LOW, LOW, LOW, HIGH]),
+        ([0.375 * 4, 0.1875 * 3, 0.125 * 2, 0], [LOW, LOW, LOW, HIGH]),
+        ([0.374 * 4, 0.187 * 3, 0.124 * 2, 0], [-1, -1, -1, HIGH]),
+    ):
+        assert policy.plan_prefill(prefill_view(torch.tensor(scores), 4)).tier_of[0, 0].tolist() == want
+
+
+@pytest.mark.parametrize(("window", "acts"), [(6, False), (5, True)])
+def test_released_rule_needs_more_than_a_window_of_tokens(window, acts):
+    """The incoming token counted, a list of exactly `window` tokens only appends; with one more it acts."""
+    policy = DiffKV(alpha_h=100, alpha_l=100, window=window, queries=4, decode_rule="released")
+    high = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 0.5}
+    store, row = store_of(policy, high, {})
+    store.counters.prompt_tokens[row] = 2  # long ago: every token was scored by a window of queries
+    store.counters.tokens_seen[row] = 20
+    store.begin_step(torch.tensor([row]))
+    held = held_positions(store, row, HIGH)[0] + held_positions(store, row, LOW)[0]
+    assert len(held) == (5 if acts else 6)
+
+
+def test_released_rule_takes_tokens_that_a_window_of_queries_scored():
+    """A token is a candidate from its `window`-th query on: of six tokens and a window of two, 0 to 4 are; 5 is not."""
+    for lightest, taken in ((4, True), (5, False)):
+        high = dict.fromkeys((0, 1, 2, 3, 4, 5), 100.0) | {lightest: 0.0}
+        store, row = store_of(policy_of(1.5, 0.2), high, {})
+        store.begin_step(torch.tensor([row]))
+        assert (lightest not in held_positions(store, row, HIGH)[0]) == taken
+
+
+# MiniKV ----
+
+
+def test_minikv_reads_what_it_flushes_and_holds_back_no_group():
+    """Of 21 prompt tokens and groups of 8, two whole groups are quantised at once and 5 tokens wait; the step that
+    fills the buffer attends over its tokens quantised, not in 16 bits."""
+    policy = MiniKV(heavy=1.0, recent=1.0, allocation="uniform", group=8, residual_tokens=16)
+    torch.manual_seed(0)
+    store = make_store(policy)
+    row = store.open_row()
+    q, k, v = torch.randn(3, 1, 21, 8)
+    store.prefill_layer(row, 0, q, k, v, 1.0)
+    ring = store.holding.ring
+    assert (int(ring.num_k[0]), int(ring.num_v[0]), int(ring.num_tokens[0])) == (16, 16, 21)
+    for step in range(11):
+        store.begin_step(torch.tensor([row]))
+        new = torch.randn(3, 1, 1, 8)
+        keys, values, live = contents(store, row) if step == 10 else (None, None, None)
+        out = store.attend(0, *new, 1.0)
+        store.end_step()
+    assert int(ring.num_k[0]) == 32 and keys is not None
+    after_k, after_v, live = contents(store, row)  # everything is quantised now, the newest token included
+    assert live == 32
+    weight = torch.softmax(new[0, 0] @ after_k.T, -1)
+    assert torch.allclose(out[0], weight @ after_v, atol=1e-4)
+
+
+def contents(store, row):
+    """Keys and values [n, D] of the only list as they read, and how many there are."""
+    tiers, ring = store.holding.layer(torch.tensor([row]), 0)
+    keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, ring)
+    chosen = live[0, 0]
+    return keys[0, 0][chosen].float(), values[0, 0][chosen].float(), int(chosen.sum())
