@@ -74,7 +74,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
         if record is None:  # somebody removes the folder right now
             continue
         run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
-        if damaged and record.status != "running":
+        if damaged and record.status not in ("running", "stopped"):
             unreadable.append(f"{name}: {damaged} lines of samples.jsonl are no whole record and do not count")
         if record.method in (FULL, *also) or fits_settings(run.settings, wanted_settings):
             runs.append(run)
