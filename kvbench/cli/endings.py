@@ -3,11 +3,12 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
+
+from kvbench.show.progress import note
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = "\x1b[?25h"
@@ -71,7 +72,7 @@ def exit_code(stop: KeyboardInterrupt) -> int:
 def say(text: str) -> None:
     """Say a line on stderr where there still is one: after SIGHUP the terminal is gone."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        note(text)
 
 
 def _leave(number: int) -> NoReturn:

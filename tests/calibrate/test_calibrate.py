@@ -43,7 +43,9 @@ def test_alpha_h_is_tuned_with_nothing_pruned_then_alpha_l(tmp_path, capsys):
     """The stages follow the paper's order, the cheapest good values win, and files, verdict and exit code say so."""
     bench = Bench(gentle, smaller)
     assert main(make_cfg(tmp_path), bench.parts()) == 0
-    content = yaml.safe_load(one("calibration.yaml", tmp_path).read_text())
+    text = one("calibration.yaml", tmp_path).read_text()
+    assert "method.calibration=calibration.yaml\n" in text and str(tmp_path) not in text
+    content = yaml.safe_load(text)
     assert content["settings"] == {"alpha_h": 3.0, "alpha_l": 0.01} and content["confirmed"] is True
     first, second = content["tuning"]
     assert [point["alpha_l"] for point in first["grid"]] == [0, 0, 0, 0]
