@@ -31,8 +31,10 @@ test: setup model ## install, fetch the embedded model, run every test on up to 
 test-code: setup ## every reference, 300 and more mutants, and every hostile program in the cage (needs the EvalPlus file; minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage.py tests/tasks/code/test_cage_probe.py tests/tasks/code/test_grade_data.py
 
-test-killed: setup ## kill a sweep a hundred times, resume it, and compare its final tables with an unbroken sweep's (minutes)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/runs/test_killed_sweep.py
+# How many kills; an hour has a thousand.
+KVBENCH_KILLS ?= 100
+test-killed: setup ## kill and disturb sweeps, builds and the model's conversion; compare with unbroken ones (KVBENCH_KILLS=100: minutes)
+	KVBENCH_FULL_TESTS=1 KVBENCH_KILLS=$(KVBENCH_KILLS) $(PYTHON) -m pytest -q -s tests/runs/test_killed_sweep.py
 
 test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g++-aarch64-linux-gnu and qemu-user; half a minute)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/cpu/test_other_cpu.py

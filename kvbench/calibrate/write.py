@@ -101,18 +101,18 @@ def write(result: Result, *, out: str | None = None) -> list[Path]:
     if result.choice is None:
         return files
     for path in (result.folder / "calibration.yaml", *([Path(out).expanduser()] if out else [])):
-        write_file(path, as_yaml(result, result.choice, path).encode("ascii"))
+        write_file(path, as_yaml(result, result.choice, path.name).encode("ascii"))
         files.insert(0, path)
     return files
 
 
-def as_yaml(result: Result, choice: Choice, path: Path) -> str:
-    """The calibration file."""
+def as_yaml(result: Result, choice: Choice, name: str) -> str:
+    """The calibration file of this name. Its folder is not in it: the file may go anywhere, into a repository too."""
     import yaml
 
     head = (
         f"# {result.method} calibrated for {result.default.model.name} on {result.default.task.name}.\n"
-        f"# Use: python -m kvbench method={result.method} method.calibration={path}\n"
+        f"# Use, with this file's folder: python -m kvbench method={result.method} method.calibration={name}\n"
     )
     return head + yaml.safe_dump(plain(_file(result, choice)), sort_keys=False, default_flow_style=None, width=120)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvbench
-from kvbench.cli import texts
+from kvbench.cli import endings, texts
 from kvbench.config import files
 from kvbench.show.progress import note
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from kvbench.runs.parts import Parts
     from kvbench.runs.run import Run
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE = 1, 2
+KEEPING = ("run", "calibrate")  # the commands whose finished samples stay when they are stopped
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process by default.
 
     Returns:
-        Exit code: 0 done, 1 the run failed, 2 the command cannot be carried out, 130 interrupted.
+        Exit code: 0 done, 1 the run failed, 2 the command cannot be carried out, 128 + n stopped by signal n.
     """
     # Two processes that share cores otherwise spin for each other's threads; it must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -46,35 +47,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["lm_eval"]:
-            from kvbench.cli import lm_eval as lm_eval_cli
-
-            return lm_eval_cli.main(arguments[1:])
-        if "--version" in arguments:
-            print(f"kvbench {kvbench.__version__}")
-            return 0
-        wants_help = bool({"-h", "--help"} & set(arguments))
-        command, rest = split_command([word for word in arguments if word not in ("-h", "--help")])
-        if command in files.command_files():
-            if wants_help:
-                print(texts.command_help(command))
-                return 0
-            from kvbench.cli import commands
-
-            return commands.run(command, rest)
-        if wants_help or command == "help":
-            print(texts.help_text())
-            return 0
-        if command == "list":
-            print(texts.list_text(rest, shutil.get_terminal_size((100, 24)).columns))
-            return 0
-        return run_command(rest)
-    except KeyboardInterrupt:
+        with endings.stoppable():
+            return _carry_out(arguments)
+    except KeyboardInterrupt as stop:
+        kept = "every finished sample is kept. To go on" if _keeps(arguments) else "to start again"
         again = shlex.join(["python", "-m", "kvbench", *arguments])
-        print(f"\nstopped; every finished sample is kept. To go on: {again}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {again}")
+        return endings.exit_code(stop)
     except Exception as error:
         return report(error)
+
+
+def _carry_out(arguments: list[str]) -> int:
+    """Find the command and carry it out; returns its exit code."""
+    if arguments[:1] == ["lm_eval"]:
+        from kvbench.cli import lm_eval as lm_eval_cli
+
+        return lm_eval_cli.main(arguments[1:])
+    if "--version" in arguments:
+        print(f"kvbench {kvbench.__version__}")
+        return 0
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    command, rest = split_command([word for word in arguments if word not in ("-h", "--help")])
+    if command in files.command_files():
+        if wants_help:
+            print(texts.command_help(command))
+            return 0
+        from kvbench.cli import commands
+
+        return commands.run(command, rest)
+    if wants_help or command == "help":
+        print(texts.help_text())
+        return 0
+    if command == "list":
+        print(texts.list_text(rest, shutil.get_terminal_size((100, 24)).columns))
+        return 0
+    return run_command(rest)
+
+
+def _keeps(arguments: list[str]) -> bool:
+    """True for a command that goes on where it was when it is given again; one that is not named is `run`."""
+    return not arguments or arguments[0] in KEEPING or arguments[0] not in texts.commands()
 
 
 def split_command(arguments: list[str]) -> tuple[str, list[str]]:

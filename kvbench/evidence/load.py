@@ -77,7 +77,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
         for part in ("task", "model", "method", "message"):  # from here on they are text to be shown
             setattr(record, part, safe(getattr(record, part), MESSAGE_LENGTH if part == "message" else NAME_LENGTH))
         run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
-        if damaged and record.status != "running":
+        if damaged and record.status not in ("running", "stopped"):
             unreadable.append(
                 f"{name}: {damaged} lines of samples.jsonl are no whole record of this run and do not count"
             )

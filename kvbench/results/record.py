@@ -132,10 +132,10 @@ class RunRecord:
 
     schema_version: int = SCHEMA_VERSION
     """Rises when a field changes its meaning."""
-    status: typing.Literal["running", "complete", "failed"] = "running"
-    """`running` (also after a kill), `complete`, or `failed`."""
+    status: typing.Literal["running", "stopped", "complete", "failed"] = "running"
+    """`running` (also after a kill), `stopped` (by a signal that can be answered), `complete`, or `failed`."""
     message: str = ""
-    """Why it failed."""
+    """Why it failed, or which signal stopped it."""
     task: str = ""
     """Name of the task."""
     model: str = ""

@@ -6,7 +6,7 @@ The full cache on the same samples is an experiment like any other; it is looked
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ def score_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> dict[s
 
 @contextmanager
 def _session(record: RunRecord, folder: Path) -> Iterator[Session]:
-    """Keep `run.json` true whatever happens inside: failed after an error, else (a kill, a full disk) still running."""
+    """Keep `run.json` true whatever happens inside: failed after an error, else (a full disk) still running."""
     session = Session(started=now())
     record.started = record.started or session.started
     record.sessions.append(session)
@@ -95,6 +95,20 @@ def _session(record: RunRecord, folder: Path) -> Iterator[Session]:
             end()
         raise
     end()
+
+
+@contextmanager
+def _says_when_stopped(record: RunRecord, folder: Path) -> Iterator[None]:
+    """Write the signal that stopped a run into its `run.json`. A run that had ended stays what it was."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if record.status == "running":
+            record.status, record.message = "stopped", f"stopped by {str(stop) or 'SIGINT'}"
+        if record.hash:  # else it has not begun
+            with suppress(JournalError):
+                record.save(folder)
+        raise
 
 
 def record_answers(
@@ -195,31 +209,34 @@ def _describe(experiment: Experiment, record: RunRecord) -> None:
     record.machine = provenance.machine(experiment.model.device)
 
 
-def execute(
-    experiment: Experiment, *, resume: bool, wait: bool, say: Callable[[str], None], reference: Run | None
-) -> Run:
+def execute(experiment: Experiment, *, resume: bool, say: Callable[[str], None], reference: Run | None) -> Run:
     """Bring one run to its end, whatever state it is found in.
+
+    It waits while another process has the run, and then takes what that process has finished. A process holds one run
+    at a time, so however many of them work on the same runs, in whatever order, one of them can always go on.
 
     Args:
         experiment: What to run.
         resume: Keep the samples that are there; False starts again.
-        wait: Wait while another process has the run.
         say: Takes one-line notes.
         reference: The full cache on the same samples, for the comparison; None for none.
 
     Raises:
-        RunLocked: Another process has it and `wait` is False.
         JournalError: The disk is full.
+        KeyboardInterrupt: A signal stopped it; `run.json` says which.
     """
     folder = experiment.folder
-    path = folder / "samples.jsonl"
-    with run_lock(folder, wait=wait, say=say), closing(Journal(path, run=experiment.hash, warn=say)) as journal:
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(folder, wait=True, say=say))
+        journal = Journal(folder / "samples.jsonl", run=experiment.hash, warn=say)
+        stack.enter_context(closing(journal))
         record = RunRecord.load(folder) or RunRecord()
         if record.hash and record.hash != experiment.hash:
             raise ValueError(f"{folder} holds another run whose hash begins alike; use another results_dir")
         if not resume:
             journal.clear()
             record = RunRecord()
+        stack.enter_context(_says_when_stopped(record, folder))
         if any(key not in journal for key in experiment.keys):
             if journal.records:
                 say(f"going on with {folder}: {len(journal.records)} of {len(experiment.keys)} samples are done")
@@ -264,7 +281,8 @@ def run_experiment(
         The run. Its status is `failed` when its result must not be used.
 
     Raises:
-        ValueError: A bad setting, missing data or weights, or another process at work on the same run.
+        ValueError: A bad setting, or missing data or weights.
+        KeyboardInterrupt: A signal stopped it.
     """
     check_config(cfg)
     check_writable(Path(cfg.results_dir), "results_dir")
@@ -274,8 +292,8 @@ def run_experiment(
         say(f"set aside: {row['file']}:{row['line']}: {row['reason']}")
     full = None
     if cfg.reference == "auto" and method != FULL:
-        full = execute(prepare(reference_config(cfg), FULL, parts), resume=True, wait=True, say=say, reference=None)
+        full = execute(prepare(reference_config(cfg), FULL, parts), resume=True, say=say, reference=None)
         if full.record.status != "complete":
             say(f"no comparison with the full cache, whose run failed: {full.record.message}")
             full = None
-    return execute(experiment, resume=cfg.resume, wait=False, say=say, reference=full)
+    return execute(experiment, resume=cfg.resume, say=say, reference=full)

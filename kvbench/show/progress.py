@@ -3,6 +3,7 @@ to stderr."""
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -67,8 +68,9 @@ class LiveBar:
         self._bars.update(self._task, completed=done, total=total, state=state)
 
     def stop(self) -> None:
-        """Take the bar away."""
-        self._bars.stop()
+        """Take the bar away, if its terminal is still there."""
+        with suppress(OSError):
+            self._bars.stop()
 
 
 class Progress:
@@ -103,7 +105,8 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         elif self.done > self._first:
-            self._write(f"{self.label}: {self.state()}")
+            with suppress(OSError):  # what ended the work must be told, not that nobody listens any more
+                self._write(f"{self.label}: {self.state()}")
 
     def state(self) -> str:
         """The numbers as one line of text."""

@@ -1,6 +1,9 @@
 """Calibration on a method whose loss and bytes are known: the order of the stages, the rule, the verdict, resuming."""
 
 import json
+import os
+import signal
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -9,6 +12,8 @@ from omegaconf import OmegaConf
 
 from kvbench.calibrate.command import main
 from kvbench.calibrate.plan import read_plan, split
+from kvbench.cli import main as cli
+from kvbench.cli.endings import SIGNALS
 from kvbench.runs.calibration import load
 
 
@@ -38,7 +43,9 @@ def test_alpha_h_is_tuned_with_nothing_pruned_then_alpha_l(tmp_path, capsys):
     """The stages follow the paper's order, the cheapest good values win, and files, verdict and exit code say so."""
     bench = Bench(gentle, smaller)
     assert main(make_cfg(tmp_path), bench.parts()) == 0
-    content = yaml.safe_load(one("calibration.yaml", tmp_path).read_text())
+    text = one("calibration.yaml", tmp_path).read_text()
+    assert "method.calibration=calibration.yaml\n" in text and str(tmp_path) not in text
+    content = yaml.safe_load(text)
     assert content["settings"] == {"alpha_h": 3.0, "alpha_l": 0.01} and content["confirmed"] is True
     first, second = content["tuning"]
     assert [point["alpha_l"] for point in first["grid"]] == [0, 0, 0, 0]
@@ -133,6 +140,34 @@ def test_stopped_calibration_goes_on(tmp_path, stop_after, undrawn):
         return {key: content[key] for key in ("stages", "chosen", "held_out", "against_default", "confirmed", "sets")}
 
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+
+
+def test_signal_ends_it_as_it_ends_a_run(tmp_path, undrawn, monkeypatch, capsys):
+    """SIGTERM closes the progress, says how to go on, and gives 128 + 15; the next start goes on where it was."""
+    bench = Bench(gentle, smaller)
+    parts, config = bench.parts(), OmegaConf.merge({"_target_": "kvbench.calibrate.command.main"}, make_cfg(tmp_path))
+
+    def make_engine(cfg, model, policy, **named):
+        if len(bench.answered) >= 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return parts.make_engine(cfg, model, policy, **named)
+
+    monkeypatch.setattr("kvbench.cli.commands.compose_command", lambda name, words: config)
+    monkeypatch.setattr("kvbench.calibrate.command.default_parts", lambda: replace(parts, make_engine=make_engine))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        assert cli.main(["calibrate", "method=graded"]) == 128 + signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err
+    again = "every finished sample is kept. To go on: python -m kvbench calibrate method=graded"
+    assert said.endswith(f"\nstopped by SIGTERM; {again}\n") and "Traceback" not in said
+    done = len(bench.answered)
+    assert 8 <= done < 12 and f"graded: alpha_h: {done}/" in said, "the progress was not closed"
+    again = Bench(gentle, smaller)
+    assert main(make_cfg(tmp_path), again.parts()) == 0
+    assert not set(again.answered) & set(bench.answered)
 
 
 def test_another_margin_measures_only_what_is_new(tmp_path, undrawn):

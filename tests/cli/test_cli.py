@@ -1,14 +1,12 @@
 """The command line: commands, help, sweeps, and what a user reads when something is wrong."""
 
-import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from fake_command import write_conf
 from fake_parts import make_parts
 from places import ROOT
 
@@ -21,22 +19,7 @@ from kvbench.results.record import RunRecord
 def fakes(tmp_path, monkeypatch):
     """The shipped config.yaml with small methods, tasks and models beside it, run on fakes in an empty folder."""
     conf = tmp_path / "conf"
-    files = {
-        "method/full.yaml": "# Keeps everything.\n_target_: fake.Full\nratio: 1.0\n",
-        "method/snapkv.yaml": "# Keeps half. And more words.\n_target_: fake.Half\nratio: 0.5\nbudget: 5\n",
-        "method/kivi.yaml": "# source: a\n# Keeps a quarter\n# of it.\n# source: b\n_target_: fake.Q\nratio: 0.25\n",
-        "method/diffkv.yaml": "_target_: fake.D\nratio: 0.75\nlevels: {high: 8, low: 4}\n",
-        "task/longctx.yaml": "# Generated.\nkind: fake\n",
-        "task/longbench.yaml": "# From files.\nkind: fake\ndata_dir: null\n",
-        "model/smollm2-135m.yaml": "# Small.\nname: tiny\n",
-        "protocol/default.yaml": "# Official.\ntemperature: 0.0\n",
-        "experiment/paper.yaml": "# @package _global_\n# A paper's.\ndefaults:\n  - override /method: kivi\nseed: 7\n",
-    }
-    for name, text in files.items():
-        (conf / name).parent.mkdir(parents=True, exist_ok=True)
-        (conf / name).write_text(text)
-    shutil.copy(ROOT / "conf" / "config.yaml", conf / "config.yaml")
-    shutil.copytree(ROOT / "conf" / "backend", conf / "backend")
+    write_conf(conf)
     monkeypatch.setattr(listing, "conf_folder", lambda: conf)
     monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
     (tmp_path / "work").mkdir()
@@ -185,17 +168,6 @@ def test_failed_run_exits_with_1(fakes, capsys, monkeypatch):
     assert "the run failed: no sample ended well" in capsys.readouterr().err
 
 
-def test_interrupt_says_how_to_go_on(fakes, capsys, monkeypatch):
-    """Ctrl-C ends without a traceback and prints the command that resumes."""
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", interrupted)
-    assert cli.main(["method=kivi", "task.kind=a b"]) == 130
-    assert "To go on: python -m kvbench method=kivi 'task.kind=a b'" in capsys.readouterr().err
-
-
 def test_list(fakes, capsys):
     """`list` shows every group with the first sentence of each file's leading comment, or only the groups asked for."""
     assert cli.main(["list"]) == 0
@@ -259,27 +231,3 @@ def test_light_commands_import_nothing_heavy(argument):
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60)
     assert time.monotonic() - started < 10  # well under one second on an idle machine
-
-
-def test_ctrl_c_in_a_real_process(fakes):
-    """SIGINT during a run: exit code 130, a one-line message, and the samples are there for the next start."""
-    code = (  # started in the background, a shell's children ignore SIGINT unless they ask for it
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import sys; from fake_parts import make_parts; import kvbench.runs.parts, kvbench.config.files as l; "
-        "from pathlib import Path; import kvbench.cli.main as c; conf = Path(sys.argv[1]); "
-        "l.conf_folder = lambda: conf; kvbench.runs.parts.default_parts = lambda: make_parts(count=500, pause_s=0.01); "
-        "sys.exit(c.main(['reference=none']))"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, "-c", code, str(listing.conf_folder())]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as child:
-        assert "500 samples" in child.stderr.readline()
-        time.sleep(0.3)
-        child.send_signal(signal.SIGINT)
-        error = child.stderr.read()
-    assert child.returncode == 130
-    assert "stopped; every finished sample is kept" in error
-    assert "Traceback" not in error
-    record = runs(fakes)["diffkv 0"]
-    assert record.status == "running"
-    assert 0 < record.counts.done < 500

@@ -1,60 +1,104 @@
-"""Run as a program: sweeps in children that have the libraries already, killed after a given time.
+"""Run as a program: jobs in children that have the libraries already, killed or disturbed at a given moment.
 
-Reads lines `FOLDER SECONDS` (SECONDS may be `inf`) and answers each with the child's exit code, or `killed`. It is a
-process of its own because a process whose torch has started threads cannot be forked.
+Reads lines of JSON and answers each with one. It is a process of its own because a process whose torch has started
+threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call.
+
+    job      sweep: a kvbench command, `words`; build: a small kernel; convert: the embedded model from the file `gguf`
+    folder   where the job works: the results, or the cache
+    seconds  when to kill it; null = not
+    at       which call below the folder goes wrong, from 1 on; 0 = none
+    kind     how: kill, torn (half of a write is done before the kill), eio, enospc, short (half of a write is done)
 """
 
+import ctypes
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
+import traceback
 from pathlib import Path
 
-METHODS = ("snapkv", "h2o", "kivi", "diffkv")
-NUM_SAMPLES = 6  # of each method and of the full cache
+KINDS = ("", "kill", "torn", "eio", "enospc", "short")
+SOURCE = 'extern "C" int kvbench_test_answer() { return 42; }\n'
 
 
-def sweep(results_dir: Path) -> None:
-    """Runs every method on a tiny random model, with the full-cache reference, as one process does it."""
-    from omegaconf import OmegaConf
-    from test_run_real import compose
+def sweep(task: dict) -> int:
+    """A kvbench command, with the shipped loaders."""
+    from kvbench.cli.main import main
 
-    from kvbench.runs.parts import default_parts
-    from kvbench.runs.run import run_experiment
-
-    parts = default_parts()
-    changes = {"task.items": 3, "task.kinds": ["kv", "recall"], "reference": "auto"}
-    for method in METHODS:
-        cfg = compose(method, results_dir)
-        for key, value in changes.items():
-            OmegaConf.update(cfg, key, value)
-        run_experiment(cfg, method=method, parts=parts, say=lambda text: None)
+    return main([*task["words"], f"results_dir={task['folder']}"])
 
 
-def run(results_dir: Path, seconds: float) -> str:
-    """One sweep in a child; kills it when the time is over."""
-    child = os.fork()
-    if not child:
-        try:
-            sweep(results_dir)
-        except BaseException as error:  # the child must never come back into the loop
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(0)
-    if seconds < float("inf"):
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    return "killed" if os.WIFSIGNALED(status) else str(os.WEXITSTATUS(status))
+def build(task: dict) -> int:
+    """Compile and load a kernel of one line."""
+    from kvbench.kernels.cpu.build import build_library
+
+    source = Path(task["folder"]).with_suffix(".src")
+    source.mkdir(exist_ok=True)
+    (source / "small.cpp").write_text(SOURCE)
+    library = build_library("small", ("small.cpp",), source)
+    return 0 if ctypes.CDLL(str(library)).kvbench_test_answer() == 42 else 3
+
+
+def convert(task: dict) -> int:
+    """Convert the embedded model from a file that is here."""
+    from kvbench.models import embedded
+
+    embedded._installed_gguf = lambda: Path(task["gguf"])
+    embedded.ensure_embedded()
+    return 0
+
+
+JOBS = {"sweep": sweep, "build": build, "convert": convert}
+
+
+def run(task: dict) -> dict:
+    """One job in a child: how it ended (`killed` or its exit code), the calls it made, and what it said."""
+    shim = ctypes.CDLL(None)
+    inner, outer = os.pipe()
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if not child:
+            code = 9
+            try:
+                for number in (1, 2):
+                    os.dup2(said.fileno(), number)
+                os.environ["KVBENCH_CACHE"] = task["folder"] if task["job"] != "sweep" else os.environ["KVBENCH_CACHE"]
+                if task["at"] is not None:
+                    shim.fault_arm(task["folder"].encode(), ctypes.c_long(task["at"]), KINDS.index(task["kind"]))
+                code = JOBS[task["job"]](task)
+            except BaseException:  # the child must never come back into the loop
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os.write(outer, str(shim.fault_calls()).encode() if task["at"] is not None else b"0")
+                os._exit(code)
+        os.close(outer)
+        if task["seconds"] is not None:
+            time.sleep(task["seconds"])
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        calls = int(os.read(inner, 20) or 0)
+        os.close(inner)
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    ended = "killed" if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    return {"ended": ended, "calls": calls, "said": text}
 
 
 if __name__ == "__main__":
-    import test_run_real  # noqa: F401
+    import hydra  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import transformers  # noqa: F401
 
     import kvbench.engine.engine
+    import kvbench.runs.run
+    import kvbench.show.figure
+    import kvbench.show.table
     import kvbench.tasks.longctx  # noqa: F401  (imported once, here, not in every child)
 
     print("ready", flush=True)
     for line in sys.stdin:
-        folder, seconds = line.split()
-        print(run(Path(folder), float(seconds)), flush=True)
+        print(json.dumps(run(json.loads(line))), flush=True)

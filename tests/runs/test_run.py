@@ -2,8 +2,10 @@
 
 import errno
 import json
+import operator
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -16,8 +18,10 @@ from fake_parts import FakePolicy, make_cfg, make_parts, make_requests
 from omegaconf import OmegaConf
 from places import ROOT, TESTS
 
+import kvbench.runs.run
+from kvbench.cli.endings import Stopped
 from kvbench.engine.requests import Outcome
-from kvbench.results.journal import Journal, RunLocked, run_lock
+from kvbench.results.journal import Journal
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import journal_record, write_line
 from kvbench.results.writing import JournalError
@@ -161,6 +165,8 @@ def test_killed_twenty_times(tmp_path):
             child.kill()
         files = list((tmp_path / "cut").rglob("samples.jsonl"))
         sizes.append(files[0].read_bytes().count(b"\n") if files else 0)
+        if sizes[-1] not in (0, 120):  # nothing can be written after a kill
+            assert RunRecord.load(files[0].parent).status == "running"
     assert sizes == sorted(sizes), "a finished sample was lost"
     assert len(set(sizes)) > 3, "the kills all hit the same moment, so this test shows nothing"
     for name in ("cut", "whole"):
@@ -175,9 +181,11 @@ def test_killed_twenty_times(tmp_path):
 
 
 def test_interrupt_and_error_keep_the_samples(tmp_path):
-    """Ctrl-C leaves the status running, an error leaves it failed with the reason; both keep samples and can be
+    """A signal leaves the status stopped, an error leaves it failed, with the reason; both keep samples and can be
     resumed."""
-    for error, status in ((KeyboardInterrupt(), "running"), (RuntimeError("kernel fault"), "failed")):
+    told = {"stopped": "stopped by SIGINT", "cut": "stopped by SIGTERM", "failed": "RuntimeError: kernel fault"}
+    ends = {"stopped": KeyboardInterrupt(), "cut": Stopped(signal.SIGTERM), "failed": RuntimeError("kernel fault")}
+    for status, error in ends.items():
         results = tmp_path / status
         parts = make_parts()
         made = prepare(make_cfg(results), "half", parts)
@@ -196,8 +204,8 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
         finally:
             type(made.task).score = score
         record = RunRecord.load(made.folder)
-        assert (record.status, record.counts.done, record.counts.total) == (status, 5, 10)
-        assert ("kernel fault" in record.message) == (status == "failed")
+        assert (record.status, record.counts.done) == ("failed" if status == "failed" else "stopped", 5)
+        assert (record.message, record.counts.total) == (told[status], 10)
         assert record.sessions[0].ended
         again = run_experiment(make_cfg(results), method="half", parts=parts, **QUIET).record
         assert (again.status, again.message, again.counts.done) == ("complete", "", 10)
@@ -225,11 +233,45 @@ def test_full_disk_ends_with_a_message(tmp_path, monkeypatch):
     assert run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET).record.counts.done == 10
 
 
-def test_second_process_is_refused(tmp_path):
-    """Two processes cannot work on one run."""
+@pytest.mark.parametrize("place", ["Journal.finish", "summarise", "RunRecord.save"])
+def test_stopped_after_the_last_sample(tmp_path, monkeypatch, place):
+    """A signal between the last sample and the end leaves `stopped` or the end itself, and the next start ends."""
     made = prepare(make_cfg(tmp_path), "half", make_parts())
-    with run_lock(made.folder), pytest.raises(RunLocked, match="is being worked on by process"):
+    owner, _, name = f"kvbench.runs.run.{place}".rpartition(".")
+    calls = []
+
+    def stop(*arguments, **named):
+        calls.append(place)
+        if len(calls) == (3 if place == "RunRecord.save" else 1):  # saved at the start, after the samples, at the end
+            raise Stopped(signal.SIGHUP)
+        return real(*arguments, **named)
+
+    real = operator.attrgetter(place)(kvbench.runs.run)
+    monkeypatch.setattr(f"{owner}.{name}", stop)
+    with pytest.raises(Stopped, match="SIGHUP"):
         run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    record = RunRecord.load(made.folder)
+    if place == "RunRecord.save":
+        assert (record.status, record.message) == ("complete", "")
+    else:
+        assert (record.status, record.message) == ("stopped", "stopped by SIGHUP")
+    monkeypatch.setattr(f"{owner}.{name}", real)
+    again = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET).record
+    assert (again.status, again.message, again.counts.done) == ("complete", "", 10)
+
+
+def test_stop_of_a_complete_run_changes_nothing(tmp_path, monkeypatch):
+    """A signal while a complete run is read again leaves its record as it was."""
+    whole = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    before = (whole.folder / "run.json").read_bytes()
+
+    def stop(*arguments):
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(Journal, "finish", stop)
+    with pytest.raises(Stopped):
+        run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    assert (whole.folder / "run.json").read_bytes() == before
 
 
 def test_method_that_did_nothing_fails(tmp_path):

@@ -1,0 +1,83 @@
+"""How a command ends when it is told to: Ctrl-C, a terminal that is closed and a scheduler's SIGTERM are one ending."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from kvbench.show.progress import note
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to end. Its text is the signal's name.
+
+    Args:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn the first signal that ends a process into `Stopped`, so that files and bars are closed; end at the second.
+
+    A signal that is ignored (`nohup`, a shell's background) or that somebody else handles stays as it is. After a
+    signal the handlers stay for good: Python's own way out takes a moment too.
+
+    Raises:
+        Stopped: A signal came.
+    """
+    seen: list[int] = []
+    process = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a forked child has nothing to close
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif seen:
+            _leave(number)
+        else:
+            seen.append(number)
+            raise Stopped(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: handler for number, handler in before.items() if handler in usual}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        if not seen:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """What a shell says of a process that a signal ended: 128 + the signal's number."""
+    return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+
+
+def say(text: str) -> None:
+    """Say a line on stderr where there still is one: after SIGHUP the terminal is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        note(text)
+
+
+def _leave(number: int) -> NoReturn:
+    """End without closing anything; the next start copes with what lies there, as after a kill."""
+    with contextlib.suppress(OSError):
+        shown = _SHOW_CURSOR if os.isatty(2) else ""
+        os.write(2, f"{shown}\nended at once by {signal.Signals(number).name}\n".encode())
+    os._exit(128 + number)
