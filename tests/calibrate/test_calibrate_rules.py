@@ -33,7 +33,7 @@ RULE = Rule(criterion="nll", margin=0.1, proof="interval", tie=0.0, resamples=49
         ({"calibrate__margin__nll": 0}, "calibrate.margin.nll=0 must be a number above 0"),
         ({"calibrate__tie": 1.5}, "calibrate.tie=1.5 must be a share"),
         ({"calibrate__tuning_samples": 1}, "calibrate.tuning_samples=1 must be a whole number of at least 2"),
-        ({"prompt_cache_bytes": "much"}, "prompt_cache_bytes=much is no number of bytes"),
+        ({"prompt_cache_bytes": "much"}, "prompt_cache_bytes=.much. is no number of bytes"),
         ({"limit": 3}, "limit=3 has no meaning here"),
         ({"method__calibration": "x.yaml"}, "method.calibration is what this command writes"),
         ({"fidelity__max_tokens": 0}, "needs gold answers"),
