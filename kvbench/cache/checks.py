@@ -119,6 +119,7 @@ class CheckedPlans:
             found = f"{len(plan.keep)} entries" if isinstance(plan.keep, list | tuple) else _kind(plan.keep)
             raise self._error(call, when, f"keep is {found}, but it must be a list of one per tier ({self._num_tiers})")
         left: Tensor | None = None
+        held = torch.stack([view.num_slots(tier) for tier in range(self._num_tiers)]).sum(0)
         for tier, keep in enumerate(plan.keep):
             if keep is None:
                 stays = view.num_slots(tier) > 0
@@ -130,7 +131,9 @@ class CheckedPlans:
                 stays = (keep & valid).any(-1)
             left = stays if left is None else left | stays
         if left is not None:
-            self._judge(~left, self._later(call, when, "keep must leave at least one token in every list"))
+            # A list of one token may give it up: the incoming one takes its place.
+            rule = "keep must leave at least one token in every list that holds more than one"
+            self._judge(~left & (held > 1), self._later(call, when, rule))
         return plan
 
     def find(self, position: Tensor, view: DecodeView) -> None:

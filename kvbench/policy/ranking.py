@@ -1,5 +1,6 @@
 """Ranking tokens and sharing budgets, the same way in every method. Methods import these from `kvbench.policy`."""
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeVar
@@ -85,7 +86,9 @@ def share_with_cap(weight: Tensor, total: int, cap: int) -> list[int]:
     """
     shares, open_layers, left = [0] * len(weight), list(range(len(weight))), min(total, cap * len(weight))
     while open_layers:
-        parts = [Fraction(float(weight[layer])) for layer in open_layers]
+        # A weight that is not finite comes from a model whose logits will show it; it counts for nothing here.
+        values = [float(weight[layer]) for layer in open_layers]
+        parts = [Fraction(value if math.isfinite(value) else 0) for value in values]
         parts = parts if sum(parts) else [Fraction(1)] * len(parts)
         scaled = [part * left / sum(parts) for part in parts]
         over = [layer for layer, part in zip(open_layers, scaled, strict=True) if part >= cap]

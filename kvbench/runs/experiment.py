@@ -1,10 +1,7 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
-import os
-import stat
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +15,8 @@ from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys, check_whole, unknown_name
 from kvbench.results import identity, provenance
 from kvbench.results.sample import Key
-from kvbench.rules.kinds import Flag, Whole, shown
+from kvbench.results.writing import check_writable
+from kvbench.rules.kinds import Flag, Whole
 from kvbench.runs import calibration
 from kvbench.runs.parts import Parts, read_bytes, store_options
 from kvbench.show.progress import note
@@ -82,31 +80,9 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError(
             f"results_dir={cfg.results_dir!r} is not a folder; give a path, for example results_dir=results"
         )
-    check_results_folder(Path(cfg.results_dir))
+    check_writable(Path(cfg.results_dir), "results_dir")
     read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))
     store_options(cfg.store)
-
-
-def check_results_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written to, without making it.
-
-    Raises:
-        ValueError: Names the folder and what stands in the way.
-    """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    reason = ""
-    try:
-        if not stat.S_ISDIR(os.stat(there).st_mode):
-            reason = f"{there} is no folder"
-        elif not os.access(there, os.W_OK | os.X_OK):
-            reason = f"{there} cannot be written to"
-        elif there != folder.absolute():
-            with suppress(FileNotFoundError):
-                os.lstat(folder)  # a name that is too long is said to be so only here
-    except OSError as error:
-        reason = f"{shown(str(there))}: {error.strerror}"
-    if reason:
-        raise ValueError(f"results_dir={shown(str(folder))} cannot be used: {reason}; choose another folder")
 
 
 def reference_config(cfg: DictConfig) -> DictConfig:

@@ -19,7 +19,7 @@ from kvbench.results import provenance, summary
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import SampleRecord, journal_record
-from kvbench.results.writing import JournalError, check_writable, write_atomic
+from kvbench.results.writing import JournalError, write_atomic
 from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
 from kvbench.runs.parts import Parts, default_parts
 from kvbench.show.progress import Progress, note
@@ -285,7 +285,6 @@ def run_experiment(
         KeyboardInterrupt: A signal stopped it.
     """
     check_config(cfg)
-    check_writable(Path(cfg.results_dir), "results_dir")
     parts = parts or default_parts()
     experiment = prepare(cfg, method, parts)
     for row in experiment.task.quarantined[:5]:

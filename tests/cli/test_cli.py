@@ -114,7 +114,7 @@ def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
         (["+surprise=1"], "key=surprise does not exist."),
         (["method=snapkv,kivi"], "-m"),
         (["method.ratio=2"], "method.ratio=2 is outside (0, 1]; give the share of the cache to keep"),
-        (["batch_size=0"], "batch_size=0 must be a whole number of at least 1"),
+        (["batch_size=0"], "batch_size=0 must be a whole number of samples from 1 to 65536"),
         (["limit=4", "kivi"], "kivi cannot be read as key=value"),
         (["kivi"], "kivi is no command. Did you mean method=kivi? Commands: run, list, lm_eval, help; settings are"),
         (["lsit"], "lsit is no command. Did you mean list?"),

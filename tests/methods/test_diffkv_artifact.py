@@ -44,7 +44,7 @@ def store_of(policy, high=HIGH_SCORES, low=LOW_SCORES):
     lists = store.pages.lists_of(torch.tensor([row]))
     for tier, state in ((HIGH, high), (LOW, low)):
         store.pages.table.reserve(lists, tier, torch.tensor([len(state)]))
-        pos = torch.tensor(list(state))
+        pos = torch.tensor(list(state), dtype=torch.int64)
         where = store.pages.table.lookup(lists.repeat(len(state)), tier, torch.arange(len(state)))
         label = pos.float()[:, None].expand(-1, 8)
         store.pages.backend.write_keys(store.pages.pool.pages, store.pages.formats[tier], *where, label)

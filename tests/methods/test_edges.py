@@ -153,20 +153,20 @@ def test_released_rule_takes_tokens_that_a_window_of_queries_scored():
 
 
 def test_minikv_reads_what_it_flushes_and_holds_back_no_group():
-    """Of 21 prompt tokens and groups of 8, two whole groups are quantised at once and 5 tokens wait; the step that
+    """Of 22 prompt tokens and groups of 8, two whole groups are quantised at once and 6 tokens wait; the step that
     fills the buffer attends over its tokens quantised, not in 16 bits."""
-    policy = MiniKV(heavy=1.0, recent=1.0, allocation="uniform", group=8, residual_tokens=16)
+    policy = MiniKV(heavy=0.5, recent=0.5, allocation="uniform", group=8, residual_tokens=16)
     torch.manual_seed(0)
     store = make_store(policy)
     row = store.open_row()
-    q, k, v = torch.randn(3, 1, 21, 8)
+    q, k, v = torch.randn(3, 1, 22, 8)
     store.prefill_layer(row, 0, q, k, v, 1.0)
     ring = store.holding.ring
-    assert (int(ring.num_k[0]), int(ring.num_v[0]), int(ring.num_tokens[0])) == (16, 16, 21)
-    for step in range(11):
+    assert (int(ring.num_k[0]), int(ring.num_v[0]), int(ring.num_tokens[0])) == (16, 16, 22)
+    for step in range(10):
         store.begin_step(torch.tensor([row]))
         new = torch.randn(3, 1, 1, 8)
-        keys, values, live = contents(store, row) if step == 10 else (None, None, None)
+        keys, values, live = contents(store, row) if step == 9 else (None, None, None)
         out = store.attend(0, *new, 1.0)
         store.end_step()
     assert int(ring.num_k[0]) == 32 and keys is not None

@@ -102,7 +102,7 @@ def content(results_dir):
         name = path.relative_to(results_dir).as_posix()
         if path.name == "samples.jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = [{key: row[key] for key in row if key != "timing"} for row in rows]
+            found[name] = [{key: row[key] for key in row if key not in ("timing", "seal")} for row in rows]
         if path.name == "run.json":
             record = json.loads(path.read_text())
             kept = (

@@ -10,7 +10,8 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.config.compose import compose
 from kvbench.engine.engine import Engine
 from kvbench.models.random_weights import random_config
-from kvbench.runs.experiment import check_config, check_results_folder
+from kvbench.results.writing import check_writable
+from kvbench.runs.experiment import check_config
 from kvbench.runs.parts import store_options
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import name_list
@@ -59,9 +60,9 @@ def test_an_unusable_results_folder_is_found_first(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("file", "file/below", "loop", "loop/below", "dangling", "x" * 300):
-        with pytest.raises(ValueError, match="^results_dir=.* cannot be used: .*; choose another folder"):
-            check_results_folder(tmp_path / name)
-    check_results_folder(tmp_path / "new" / "newer")
+        with pytest.raises(ValueError, match="^results_dir=.* cannot be written: .*; give another folder"):
+            check_writable(tmp_path / name, "results_dir")
+    check_writable(tmp_path / "new" / "newer", "results_dir")
     assert not (tmp_path / "new").exists()
 
 

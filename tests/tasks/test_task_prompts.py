@@ -187,7 +187,7 @@ def test_a_template_that_rewrites_the_prompt_cannot_be_divided(model, monkeypatc
         ({"query_awre": True}, "Did you mean query_aware"),
         ({"query_aware": "yes"}, "must be true or false"),
         ({"chat_template": "sometimes"}, "auto"),
-        ({"temperature": -0.1}, "must be >= 0"),
+        ({"temperature": -0.1}, "must be 0, which is greedy, or in"),
         ({"top_p": 0}, r"lie in \(0, 1\]"),
         ({"top_p": 1.5}, r"lie in \(0, 1\]"),
         ({"num_samples": 0}, "at least 1"),

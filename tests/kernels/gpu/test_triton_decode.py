@@ -197,7 +197,7 @@ def test_adding_to_scores_that_are_not_tracked_is_refused():
     """The error names what is missing."""
     fmt = tier_format("4,2", 64)
     pages, tiers = move_cache(Cache([fmt], [[[5]]], 64))
-    with pytest.raises(ValueError, match="tracks no scores to add to; track score"):
+    with pytest.raises(AssertionError, match="the call needs score"):
         triton_decode.add_scores(pages, tiers[0], torch.zeros(1, 1, fmt.tokens_per_page, device=DEVICE))
 
 
