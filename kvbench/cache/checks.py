@@ -118,22 +118,21 @@ class CheckedPlans:
         if not isinstance(plan.keep, list | tuple) or len(plan.keep) != self._num_tiers:
             found = f"{len(plan.keep)} entries" if isinstance(plan.keep, list | tuple) else _kind(plan.keep)
             raise self._error(call, when, f"keep is {found}, but it must be a list of one per tier ({self._num_tiers})")
-        left: Tensor | None = None
-        held = torch.stack([view.num_slots(tier) for tier in range(self._num_tiers)]).sum(0)
+        held = [view.num_slots(tier) for tier in range(self._num_tiers)]
+        stays: list[Tensor] = []
         for tier, keep in enumerate(plan.keep):
             if keep is None:
-                stays = view.num_slots(tier) > 0
+                stays.append(held[tier] > 0)
             else:
                 valid = view.slots(tier).valid
                 self._check_tensor(keep, f"keep[{tier}]", tuple(valid.shape), call, when)
                 if keep.dtype != torch.bool:
                     raise self._error(call, when, f"keep[{tier}] is {_dtype(keep)}, but it must be bool")
-                stays = (keep & valid).any(-1)
-            left = stays if left is None else left | stays
-        if left is not None:
-            # A list of one token may give it up: the incoming one takes its place.
-            rule = "keep must leave at least one token in every list that holds more than one"
-            self._judge(~left & (held > 1), self._later(call, when, rule))
+                stays.append((keep & valid).any(-1))
+        # A list of one token may give it up: the incoming one takes its place.
+        emptied = ~torch.stack(stays).any(0) & (torch.stack(held).sum(0) > 1)
+        rule = "keep must leave at least one token in every list that holds more than one"
+        self._judge(emptied, self._later(call, when, rule))
         return plan
 
     def find(self, position: Tensor, view: DecodeView) -> None:

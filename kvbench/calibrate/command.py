@@ -19,12 +19,13 @@ from kvbench.calibrate.choose import Measured, choose, evaluate
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Number, Plan, read_plan, split
 from kvbench.calibrate.write import Choice, Result, StageResult
+from kvbench.config import durable
 from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.models.load import LoadedModel
 from kvbench.results import identity
 from kvbench.results.journal import run_lock
-from kvbench.results.writing import check_writable, make_folder, remove_litter
+from kvbench.results.writing import remove_litter
 from kvbench.runs.calibration import KEY
 from kvbench.runs.experiment import check_config, check_requests
 from kvbench.runs.parts import Parts, default_parts, read_bytes
@@ -48,7 +49,6 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
         ValueError: A setting is out of range, or data or weights are missing.
     """
     experiment, wanted, method = _parted(cfg)
-    check_writable(Path(experiment.results_dir), "results_dir")
     parts = parts or default_parts()
     policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
     plan = read_plan(wanted, method, policy)
@@ -65,7 +65,7 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     own = folder / digest[: identity.HASH_DIGITS]
     with run_lock(folder, say=note):
-        make_folder(own)
+        durable.make_folder(own)
         for place in (own, sweep.folder):  # the lock is on all three folders
             remove_litter(place)
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)

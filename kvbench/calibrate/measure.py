@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from kvbench.calibrate.plan import Number
+from kvbench.config import durable
 from kvbench.config.files import FULL
 from kvbench.config.settings import copy_config
 from kvbench.engine.prompt_cache import PromptCache
@@ -19,7 +20,6 @@ from kvbench.engine.requests import Request
 from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
 from kvbench.results.sample import SampleRecord
-from kvbench.results.writing import make_folder
 from kvbench.runs.experiment import Experiment, prepare, reference_config
 from kvbench.runs.parts import Parts
 from kvbench.runs.run import record_answers, unfinished_groups
@@ -106,7 +106,7 @@ class Sweep:
                 trial.records = [journal.records[key] for key in trial.experiment.keys]
 
     def _journal(self, trial: Trial) -> Journal:
-        make_folder(self.folder)
+        durable.make_folder(self.folder)
         run = trial.experiment.hash
         journal = Journal(self.folder / f"{run[:HASH_DIGITS]}.jsonl", run=run, warn=self.say)
         if not self.cfg.resume and trial.experiment.hash not in self._begun:

@@ -1,5 +1,4 @@
-"""kvbench's cache folder: where it lies, digests of whole files that it remembers, and folders that survive a power
-cut."""
+"""kvbench's cache folder: where it lies, and digests of whole files that it remembers."""
 
 import contextlib
 import hashlib
@@ -10,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from kvbench.config import durable
 
 # Reading a smaller file takes no longer than remembering it.
 _SMALL_BYTES = 1 << 20
@@ -81,36 +82,9 @@ def file_digest(file: Path, remember: bool = True) -> str:
         raise ValueError(f"{file} changed while it was read; try again when nothing writes there")
     if settled:
         with contextlib.suppress(OSError):
-            make_folder(record.parent)
+            durable.make_folder(record.parent)
             _write_record(record, {"state": state, "sha256": digest})
     return digest
-
-
-def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it, so that after a power cut they are still there.
-
-    Args:
-        folder: May exist.
-
-    Raises:
-        OSError: It cannot be made.
-    """
-    made = []
-    while not folder.is_dir():
-        made.append(folder)
-        folder = folder.parent
-    for each in reversed(made):
-        each.mkdir(exist_ok=True)
-        sync(each.parent)
-
-
-def sync(path: Path) -> None:
-    """Brings a file's content, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_whole(file: Path) -> str:

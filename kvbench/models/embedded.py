@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvbench.config import durable
 from kvbench.errors import MissingWeightsError
 from kvbench.models import cache
 from kvbench.models.files import combine_fingerprints
@@ -66,7 +67,7 @@ def ensure_embedded() -> Path:
         return folder
     from filelock import FileLock
 
-    cache.make_folder(folder.parent)
+    durable.make_folder(folder.parent)
     with FileLock(folder.with_name(folder.name + ".lock")):
         damage = find_damage(folder)
         if not damage:
@@ -86,7 +87,7 @@ def ensure_embedded() -> Path:
             if folder.exists():
                 folder.rename(Path(scratch) / "replaced")
             converted.rename(folder)
-            cache.sync(folder.parent)
+            durable.sync(folder.parent)
     return folder
 
 
@@ -207,8 +208,8 @@ def _seal(folder: Path) -> None:
     }
     (folder / _MARKER).write_text(json.dumps(marker, indent=1))
     for file in folder.iterdir():
-        cache.sync(file)
-    cache.sync(folder)
+        durable.sync(file)
+    durable.sync(folder)
 
 
 def find_damage(folder: Path) -> str:

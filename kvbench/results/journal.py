@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from kvbench.config import durable
 from kvbench.results.sample import Key, SampleRecord, key_of, parse, read_lines, write_line
-from kvbench.results.writing import fsync_folder, make_folder, read_regular, remove_litter, write_atomic, write_error
+from kvbench.results.writing import read_regular, remove_litter, write_atomic, write_error
 
 MAX_NAMED = 5  # dropped lines that are named one by one
 HOLDER = re.compile(rb"[\0\s]*([0-9]{0,20})[\0\s]*")  # what a lock file holds: a process's number, or nothing yet
@@ -49,7 +50,7 @@ class Journal:
         try:
             self._read(warn)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            fsync_folder(path.parent)
+            durable.sync(path.parent)
         except OSError as error:
             raise write_error(path, error) from error
 
@@ -159,7 +160,7 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
     """
     path = folder / ".lock"
     try:
-        make_folder(folder)
+        durable.make_folder(folder)
         descriptor = _open_lock(path)
     except OSError as error:
         raise write_error(path, error) from error

@@ -12,6 +12,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from kvbench.config import durable
+
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
@@ -52,36 +54,6 @@ def plain(value: Any) -> Json:
 def encode_line(content: Json) -> bytes:
     """What `plain` made of a record as one line of ASCII JSON with its keys in the order given, newline included."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, not only the contents of its files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each of them durable: a file is lost with the name of its folder.
-
-    Args:
-        folder: May be there already.
-
-    Raises:
-        OSError: A part of the path is no folder, or cannot be made.
-    """
-    missing = []
-    place = folder
-    while not place.exists():
-        missing.append(place)
-        place = place.parent
-    for place in reversed(missing):
-        place.mkdir(exist_ok=True)
-        fsync_folder(place.parent)
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def check_writable(folder: Path, setting: str) -> None:
@@ -202,7 +174,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int | None = None) -> None:
                 os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
             os.replace(temporary, path)  # while it is open: its lock says that its writer lives
-        fsync_folder(path.parent)
+        durable.sync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -223,7 +195,7 @@ def write_file(path: Path, data: bytes) -> None:
     """
     try:
         target = Path(os.path.realpath(path))
-        make_folder(target.parent)
+        durable.make_folder(target.parent)
         found = os.stat(target) if os.path.lexists(target) else None
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from error

@@ -174,7 +174,7 @@ def make_engine(
     from kvbench.policy import check_sizes
 
     check_sizes(policy, max_tokens=model.max_tokens, num_layers=model.model.config.num_hidden_layers)
-    engine = Engine(
+    return Engine(
         model,
         policy,
         store=store_options(cfg.store),
@@ -184,8 +184,6 @@ def make_engine(
         fidelity_max_tokens=cfg.fidelity.max_tokens,
         prompts=prompts,
     )
-    policy.check_model(engine.shape.num_layers, engine.shape.num_kv_heads)  # here: before the first prompt is read
-    return engine
 
 
 def store_options(cfg: Mapping[str, Any]) -> "StoreOptions":

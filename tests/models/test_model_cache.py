@@ -83,13 +83,3 @@ def test_a_file_that_is_written_meanwhile_is_refused(large, monkeypatch):
     monkeypatch.setattr(cache, "_read_whole", lambda file: (read(file), flip(file, 5))[0])
     with pytest.raises(ValueError, match=r"model.safetensors changed while it was read"):
         cache.file_digest(large)
-
-
-def test_folders_are_made_and_synced_from_above(tmp_path, monkeypatch):
-    """Each folder that is made has its name on the disk: the one above it is synced."""
-    synced = []
-    monkeypatch.setattr(cache, "sync", synced.append)
-    cache.make_folder(tmp_path / "a" / "b" / "c")
-    cache.make_folder(tmp_path / "a" / "b" / "c")
-    assert (tmp_path / "a" / "b" / "c").is_dir()
-    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]

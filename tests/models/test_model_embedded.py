@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvbench.config import durable
 from kvbench.errors import MissingWeightsError
 from kvbench.models import cache as model_cache
 from kvbench.models import embedded as model_embedded
@@ -157,8 +158,8 @@ def test_a_copy_that_changes_while_it_is_loaded_is_refused(small_conversion, mon
 def test_a_conversion_is_on_the_disk_before_it_gets_its_name(tmp_path, small_conversion, monkeypatch):
     """Files, then their folder, then the name, then the folder above; and the folders that were made at first."""
     folder, _ = small_conversion
-    done, sync, rename = [], model_cache.sync, Path.rename
-    monkeypatch.setattr(model_cache, "sync", lambda path: (done.append(path.name), sync(path)))
+    done, sync, rename = [], durable.sync, Path.rename
+    monkeypatch.setattr(durable, "sync", lambda path: (done.append(path.name), sync(path)))
     monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(f"-> {to.name}"), rename(path, to))[1])
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "new" / "cache"))
     model_embedded.ensure_embedded()

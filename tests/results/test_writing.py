@@ -10,10 +10,11 @@ import sys
 import pytest
 from places import ROOT
 
+from kvbench.config import durable
 from kvbench.results import writing
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord
-from kvbench.results.writing import JournalError, check_writable, make_folder, write_atomic, write_file
+from kvbench.results.writing import JournalError, check_writable, write_atomic, write_file
 
 
 def names(folder):
@@ -144,10 +145,10 @@ def test_out_refuses_what_is_no_file(tmp_path):
 def test_a_folder_is_synced_with_those_above_it(tmp_path, monkeypatch):
     """Of every folder that is made, the one that holds its name is synced; a folder that is there costs nothing."""
     synced = []
-    monkeypatch.setattr(writing, "fsync_folder", synced.append)
-    make_folder(tmp_path / "a" / "b" / "c")
+    monkeypatch.setattr(durable, "sync", synced.append)
+    durable.make_folder(tmp_path / "a" / "b" / "c")
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-    make_folder(tmp_path / "a" / "b")
+    durable.make_folder(tmp_path / "a" / "b")
     assert len(synced) == 3
     with run_lock(tmp_path / "x" / "y"):
         assert synced[3:] == [tmp_path, tmp_path / "x"]

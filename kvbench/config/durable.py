@@ -1,0 +1,35 @@
+"""Files and folders that are still there after a power cut."""
+
+import errno
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each of them durable: a file is lost with the name of its folder.
+
+    Args:
+        folder: May be there already.
+
+    Raises:
+        OSError: A part of the path is no folder, or cannot be made.
+    """
+    missing = []
+    place = folder
+    while not place.exists():
+        missing.append(place)
+        place = place.parent
+    for place in reversed(missing):
+        place.mkdir(exist_ok=True)
+        sync(place.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
