@@ -18,10 +18,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from fuzz_calls import CALLS, Wrong
+from fuzz_attention import Columns, Decode, Step
+from fuzz_calls import Call, Wrong
+from fuzz_pages import AddScores, Move, Read, Search, Write
 
 from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu import build
+
+CALLS: dict[str, type[Call]] = {
+    "write": Write,
+    "read": Read,
+    "move": Move,
+    "search": Search,
+    "add_scores": AddScores,
+    "decode": Decode,
+    "step": Step,
+    "columns": Columns,
+}
 
 SCRATCH = Path(__file__).parents[3] / "build" / "fuzz"
 # Undefined behaviour is looked for in the portable build: what it adds to the templates of the wider ones takes a
