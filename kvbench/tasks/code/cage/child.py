@@ -103,6 +103,11 @@ def _alarm(signum: int, frame: object) -> None:
     raise _CallTimeout
 
 
+def _disarm() -> None:
+    for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+        signal.setitimer(timer, 0)
+
+
 def _send(pipe: int, index: int, kind: str, elapsed_s: float, payload: bytes = b"") -> None:
     data = b"%d %s %d %d\n" % (index, kind.encode(), int(elapsed_s * 1e6), len(payload)) + payload
     while data:
@@ -110,25 +115,27 @@ def _send(pipe: int, index: int, kind: str, elapsed_s: float, payload: bytes = b
 
 
 def _guarded(
-    pipe: int, index: int, limit_s: float, max_bytes: int, work: "Callable[..., object]", *arguments: object
+    pipe: int, index: int, limit_s: float, job: dict, work: "Callable[..., object]", *arguments: object
 ) -> bool:
-    """Run one piece of untrusted work under its own time limit and report how it ended."""
-    start = time.perf_counter()
+    """Run one piece of untrusted work under its own limits, in CPU time and on the clock, and report how it ended."""
+    start = time.process_time()
     kind, payload = "v", b""
     try:
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, job["guard_s"][index + 1])
         value = work(*arguments)
         try:
-            payload = encode(value, max_bytes=max_bytes)
+            payload = encode(value, max_bytes=job["max_bytes"])
         except WireError as error:
             kind, payload = "u", str(error).encode("utf-8", "replace")
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        elapsed_s = time.perf_counter() - start
+        _disarm()
+        elapsed_s = time.process_time() - start
     except _CallTimeout:
+        _disarm()
         kind, payload, elapsed_s = "t", b"", limit_s
     except BaseException as error:  # SystemExit and KeyboardInterrupt are as much a failure as any other
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        kind, elapsed_s = "e", time.perf_counter() - start
+        _disarm()
+        kind, elapsed_s = "e", time.process_time() - start
         try:
             payload = f"{type(error).__name__}: {error}"[:300].encode("utf-8", "replace")
         except BaseException:
@@ -144,7 +151,8 @@ def _main() -> None:
     pipe = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.environ.clear()
-    signal.signal(signal.SIGALRM, _alarm)
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, _alarm)
     _limit(job)  # what goes wrong in there is still told on standard error
     for number in (0, 1, 2):
         os.dup2(null, number)
@@ -157,13 +165,13 @@ def _main() -> None:
         if job["entry_point"] not in module.__dict__:
             raise NameError(f"the program does not define {job['entry_point']}")
 
-    if _guarded(pipe, -1, job["load_s"], job["max_bytes"], load):
+    if _guarded(pipe, -1, job["load_s"], job, load):
         function = module.__dict__[job["entry_point"]]
         for index, (arguments, limit_s) in enumerate(zip(job["calls"], job["call_s"])):  # noqa: B905
             # Decoded for each call: what one call does to its arguments must not reach the next.
             call = decode(arguments)
             assert isinstance(call, list)
-            _guarded(pipe, index, limit_s, job["max_bytes"], function, *call)
+            _guarded(pipe, index, limit_s, job, function, *call)
     # Threads and exit handlers of the solution get no time: everything in the namespace dies with this process.
     os._exit(0)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from kvbench.tasks.code.cage.process import CageReport, Output, RunAs, run_process
+from kvbench.tasks.code.cage.process import CageReport, Output, RunAs, guard_s, run_process
 from kvbench.tasks.code.cage.wire import encode
 
 _HERE = Path(__file__).parent
@@ -27,8 +27,10 @@ class Limits:
     """What a caged program may use.
 
     Args:
-        load_s: Time to load the program (its top level), in seconds.
-        wall_s: Time for everything, in seconds.
+        load_s: CPU time to load the program (its top level), in seconds.
+        cpu_s: CPU time of each process for everything, in seconds.
+        wall_s: Time on the clock for everything, in seconds. What a program can do in it depends on what else the
+            machine does, so it only guards against one that waits.
         memory_bytes: Address space of each process.
         processes: Processes and threads together.
         file_bytes: Size of a file.
@@ -39,7 +41,8 @@ class Limits:
     """
 
     load_s: float = 5.0
-    wall_s: float = 60.0
+    cpu_s: float = 60.0
+    wall_s: float = 300.0
     memory_bytes: int = 1 << 30
     processes: int = 16
     file_bytes: int = 16 << 20
@@ -51,7 +54,7 @@ class Limits:
     def rlimits(self) -> dict[str, int]:
         """The limits that the kernel keeps for each process: name in `resource` -> value."""
         return {
-            "RLIMIT_CPU": math.ceil(self.wall_s) + 1,
+            "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,
             "RLIMIT_AS": self.memory_bytes,
             "RLIMIT_NPROC": self.processes,
             "RLIMIT_FSIZE": self.file_bytes,
@@ -93,7 +96,7 @@ def run_under(
         program: See `cage.run`, as the other arguments.
         entry_point: See there.
         calls: See there.
-        call_s: Time limit of each call, in seconds.
+        call_s: CPU time of each call, in seconds.
         limits: See there.
         on_output: See there.
 
@@ -112,6 +115,7 @@ def run_under(
         "calls": [encode(list(arguments), max_bytes=1 << 30) for arguments in calls],
         "call_s": call_s,
         "load_s": limits.load_s,
+        "guard_s": [guard_s(limit) for limit in (limits.load_s, *call_s)],
         "max_bytes": limits.value_bytes,
         "rlimits": limits.rlimits(),
         "own_count": mechanism.lock is None,

@@ -13,6 +13,8 @@ from typing import IO, TypedDict
 _STARTUP_S = 10.0
 # A call that has used up its time is stopped inside the cage; where it resists, the parent waits this much longer.
 _GRACE_S = 0.5
+# CPU time is what is limited, and a busy machine gives a process little of it; one that sleeps or waits uses none.
+_WALL_PER_CPU, _MIN_WALL_S = 15.0, 15.0
 _MAX_HEADER_BYTES = 80
 
 
@@ -23,7 +25,7 @@ class Output:
     Args:
         index: Number of the call; -1 is the loading of the program.
         kind: `v` a value, `e` an exception, `t` out of time, `u` a value that cannot be sent.
-        elapsed_s: Time of the call and of writing its value, as measured inside the cage.
+        elapsed_s: CPU time of the call and of writing its value, as measured inside the cage.
         payload: For `v` the value for `wire.decode`; otherwise text for people.
     """
 
@@ -121,6 +123,15 @@ class Frames:
         return index, fields[1].decode(), elapsed_us, size
 
 
+def guard_s(cpu_s: float) -> float:
+    """How long on the clock work may take that has a limit in CPU time, in seconds.
+
+    Args:
+        cpu_s: The limit, in seconds.
+    """
+    return max(_MIN_WALL_S, _WALL_PER_CPU * cpu_s)
+
+
 def run_process(
     argv: Sequence[str],
     run_as: RunAs,
@@ -139,9 +150,9 @@ def run_process(
         argv: Command line of the cage.
         run_as: The user that starts it.
         job: What the process reads on its standard input, to the end.
-        call_s: Time limit of each call, in seconds.
-        load_s: Time limit for loading the program, in seconds.
-        wall_s: Time limit of everything after the start, in seconds.
+        call_s: CPU time of each call, in seconds; kept inside. Here `guard_s` of it bounds the time on the clock.
+        load_s: CPU time for loading the program, in seconds, likewise.
+        wall_s: Time on the clock for everything after the start, in seconds.
         value_bytes: Largest payload.
         output_bytes: Most bytes the process may send in all.
         on_output: Sees each output as it comes, the loading included; a false answer ends the run.
@@ -162,7 +173,7 @@ def run_process(
     )
     frames = Frames(len(call_s), value_bytes, keep=on_output is None)
     try:
-        limits = [_STARTUP_S + load_s, *call_s]
+        limits = [_STARTUP_S + guard_s(load_s), *map(guard_s, call_s)]
         status, message = _converse(process, frames, job, limits, start + wall_s, output_bytes, on_output)
         if status == "died" and not frames.num_outputs:
             errors = _pipes(process)[2]

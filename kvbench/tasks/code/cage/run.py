@@ -50,7 +50,7 @@ def run(
         entry_point: Name of the function.
         calls: Positional arguments of each call, of types that `wire.encode` can write.
         allow_code_execution: The user's consent; without it nothing runs.
-        call_s: Time limit of each call, in seconds; one number holds for all.
+        call_s: CPU time of each call, in seconds; one number holds for all.
         limits: What the program may use.
         on_output: Sees each output as it comes, the loading (index -1) included; a false answer ends the run.
 
