@@ -68,9 +68,9 @@ def check_row(row: Mapping[str, object]) -> CodeRow:
     if not isinstance(base, list) or not base:
         raise ValueError("field base_input must be a list of at least one call")
     # Some rows of MBPP+ write "no inputs were added" as an empty object.
-    plus = row["plus_input"] or []
+    plus = [] if row["plus_input"] == {} else row["plus_input"]
     if not isinstance(plus, list):
-        raise ValueError(f"field plus_input must be a list, it is {type(plus).__name__}")
+        raise ValueError(f"field plus_input must be a list, it is {'null' if plus is None else type(plus).__name__}")
     atol = row.get("atol", 0)
     if isinstance(atol, bool) or not isinstance(atol, int | float) or atol < 0:
         raise ValueError(f"field atol must be a number of at least 0, it is {atol!r}")

@@ -4,9 +4,11 @@ Everything here runs in the trusted process, on builtin values that `cage.wire.d
 
 Source: EvalPlus 0.3.1, `evalplus/eval/__init__.py` and `_special_oracle.py` (read, not copied).
 Differs: there, the first float among the expected outputs of a task loosens the comparison of all that follow it; here
-each output is judged alone. There, a tolerance goes through numpy, which would also stretch one shape over another.
+each output is judged alone. There, a tolerance goes through numpy, which would also stretch one shape over another and
+takes no ragged lists.
 """
 
+import cmath
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -74,7 +76,10 @@ def _close(output: object, expected: object, atol: float) -> bool:
     if not (_is_number(output) and _is_number(expected)):
         return False
     if output == expected:
-        return True  # infinities, whose difference is no number
+        return True
+    # A tolerance around an infinity would take in every number, and nothing lies near what is no number.
+    if not (cmath.isfinite(output) and cmath.isfinite(expected)):
+        return False
     return abs(output - expected) <= atol + _RELATIVE_TOLERANCE * abs(expected)
 
 
