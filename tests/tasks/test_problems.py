@@ -10,7 +10,6 @@ from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
 from kvbench.config.files import conf_folder
 from kvbench.tasks import aime, load_task
-from kvbench.tasks.code.extract import STOP_WORDS
 from kvbench.tasks.gsm8k.shots import COT8
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.mathematics.dataset import SUBJECTS
@@ -126,10 +125,11 @@ def test_chat_forms(model, tmp_path: Path, no_cage) -> None:
     assert f"```python\n{CODE['prompt'].strip()}\n```</s>" in asked
 
 
-def test_raw_code_stops_where_the_grader_cuts(model, tmp_path: Path, no_cage) -> None:
-    """The stop strings of the completion form are the grader's stop words; chat has none."""
+def test_raw_code_stops_behind_the_function(model, tmp_path: Path, no_cage) -> None:
+    """The stop strings of the completion form stand behind a finished body, where no comment must be; chat has none."""
     folder = folder_of(tmp_path, "humaneval_plus")
-    assert load(model, "humaneval_plus", folder).requests[0].stop == STOP_WORDS
+    stops = load(model, "humaneval_plus", folder).requests[0].stop
+    assert "\ndef " in stops and not any("\n#\n    return".startswith(word) for word in stops)
     assert load(model, "humaneval_plus", folder, form="chat").requests[0].stop == ()
 
 

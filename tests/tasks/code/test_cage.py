@@ -295,7 +295,7 @@ def test_a_program_too_long_is_refused():
 
 
 def test_time_is_counted_in_cpu_seconds():
-    """Waiting, as on a machine that is busy with other things, uses up no limit; a loop does; both have a wall guard."""
+    """Waiting, as on a machine that is busy, uses up no limit; a loop does; both have a wall guard."""
     program = """
 import time
 def f(x):
