@@ -26,6 +26,7 @@ def no_cage(monkeypatch):
     from kvbench.tasks.code.cage import run as cage
 
     monkeypatch.setattr(cage, "run", lambda *arguments, allow_code_execution, **more: None)
+    monkeypatch.setattr("kvbench.tasks.code.reference.unusable", lambda dataset, rows: {})
 
 
 def load(model, name: str, folder: Path, **settings: object):

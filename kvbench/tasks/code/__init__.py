@@ -5,10 +5,12 @@ the added inputs.
 unless `task.allow_code_execution=true`, and nothing where the cage is not complete.
 
 `dataset` reads the rows of the two benchmarks; `extract` makes a program of an answer; `cage/run.py` is the one door to
-run it; `grade` compares what came out with the reference, by the rules of `oracle`; `metrics` is what lm-eval calls.
+run it; `grade` compares what came out with the `reference`, by the rules of `oracle`; `metrics` is what lm-eval calls.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,14 @@ METRICS = {
     "parsed": MetricInfo(True, "the program loads; one that loads and answers wrongly is not a parse failure"),
 }
 _FOLDER = Path(__file__).resolve().parent
+
+
+def _unusable(name: str, docs: Sequence[dict]) -> dict[int, str]:
+    """The rows whose reference does not run, found out before hours of answers to them."""
+    from kvbench.tasks.code.grade import DATASETS
+    from kvbench.tasks.code.reference import unusable
+
+    return unusable(DATASETS[name], ((doc["index"], json.loads(doc["row"])) for doc in docs))
 
 
 def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
@@ -65,4 +75,5 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         describe={"form": form},
         meta_keys=("task_id",),
         reference=lambda doc: doc["row"],
+        unusable=partial(_unusable, name),
     )

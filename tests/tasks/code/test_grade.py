@@ -11,6 +11,7 @@ from kvbench.tasks.code.dataset import check_row
 from kvbench.tasks.code.grade import GradeResult, grade_humaneval_plus, grade_mbpp_plus
 from kvbench.tasks.code.mbpp_inputs import restore_inputs
 from kvbench.tasks.code.oracle import is_right
+from kvbench.tasks.code.reference import UnusableRow
 
 needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
 PASS = GradeResult("pass", True, True)
@@ -108,11 +109,28 @@ def test_refusals():
     """No consent, a row of another format and a reference that fails are told apart and named."""
     with pytest.raises(cage.CageRefused, match="allow_code_execution=true"):
         grade_humaneval_plus(ROW, "", allow_code_execution=False)
-    with pytest.raises(ValueError, match=r"Own/0 has no base_input, plus_input.*release file"):
+    with pytest.raises(UnusableRow, match=r"Own/0 has no base_input, plus_input.*release file"):
         grade("", {name: ROW[name] for name in ROW if not name.endswith("input")})
     if cage.check_isolation().mechanism:
-        with pytest.raises(ValueError, match="reference solution of Own/0 does not run"):
+        with pytest.raises(UnusableRow, match="reference solution of Own/0 does not run"):
             grade("", {**ROW, "canonical_solution": "    return 1 / 0\n"})
+
+
+@needs_cage
+def test_a_timeout_is_tried_once_more(monkeypatch):
+    """A machine that is slow for once makes no verdict; two timeouts do."""
+    slow: list[bool] = []
+
+    def run(*arguments, on_output=None, **more):
+        if on_output is not None and slow and slow.pop(0):
+            return cage.CageReport("timeout", (), 1.0, "the time limit was reached")
+        return real(*arguments, on_output=on_output, **more)
+
+    real = cage.run
+    monkeypatch.setattr(cage, "run", run)
+    for runs, status in (([1], "pass"), ([0, 1], "pass"), ([1, 0, 1], "pass"), ([1, 1], "timeout")):
+        slow[:] = map(bool, runs)
+        assert (grade(ROW["canonical_solution"]).status, slow) == (status, [])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,272 @@
+"""What the reference solution of a problem returns and how long it takes, found out before any answer is graded.
+
+It runs in a cage of its own, and what it returned never enters the cage of an answer. The result is kept, in memory and
+in the cache folder, a failure too.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from kvbench.models.cache import cache_root
+from kvbench.tasks.code.cage import run as cage
+from kvbench.tasks.code.cage.wire import WireError, decode, encode
+from kvbench.tasks.code.dataset import CodeRow
+from kvbench.tasks.code.mbpp_inputs import restore_inputs
+from kvbench.tasks.code.oracle import FOUND_TASKS, has_own_rule
+
+_CALL_S, _CPU_S, _WALL_S = 100.0, 400.0, 3600.0
+# Source: EvalPlus 0.3.1, `eval/__init__.py`: what a solution may take there.
+_LARGE_BYTES = 4 << 30
+# A larger output is compared by its digest.
+_VALUE_BYTES, _VALUE_PARTS = 8 << 20, 1_000_000
+_OUTPUT_BYTES = 1 << 30
+_DIGESTED = "_kvbench_call"
+_HERE = Path(__file__).parent
+_FIELDS = tuple(CodeRow.__annotations__)
+
+
+class UnusableRow(ValueError):
+    """No answer can be graded against a row; the message says why."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """An output that is too large to send.
+
+    Args:
+        content: What `digest.digest` makes of it.
+    """
+
+    content: list[object]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One set of inputs with what the reference made of it.
+
+    Args:
+        calls: Arguments of each call.
+        expected: What each returned; for the tasks in `FOUND_TASKS` whether it was not None; or its digest.
+        cpu_s: CPU time of each call, in seconds.
+        sent_bytes: Size of all outputs, as sent.
+        memory_bytes: Address space that was enough.
+    """
+
+    calls: list[list[object]]
+    expected: list[object]
+    cpu_s: list[float]
+    sent_bytes: int
+    memory_bytes: int
+
+    def job(self, program: str, entry_point: str) -> tuple[str, str, list[list[object]]]:
+        """What a cage is given to compare a program on this group: its text, its entry point, and the calls."""
+        return _job(program, entry_point, self.calls, [isinstance(output, Digest) for output in self.expected])
+
+
+def reference(dataset: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
+    """Base and added inputs with the reference's outputs and times; computed once for each row.
+
+    Args:
+        dataset: `humaneval` or `mbpp`.
+        row: The row.
+        limits: What an answer may use; a reference may take more time, and more memory where it needs it.
+
+    Returns:
+        Two groups.
+
+    Raises:
+        UnusableRow: The row lacks a field, or its reference solution does not run.
+        CageRefused: No isolation on this machine.
+    """
+    absent = [name for name in _FIELDS if name not in row]
+    if absent:
+        raise UnusableRow(
+            f"Row {row.get('task_id', '?')} has no {', '.join(absent)}. Use the release file of EvalPlus"
+            " (HumanEvalPlus.jsonl or MbppPlus.jsonl); the files in the original format lack the inputs."
+        )
+    inputs = [row["base_input"], row["plus_input"]]
+    if dataset == "mbpp":
+        inputs = [restore_inputs(row["task_id"], calls) for calls in inputs]
+    key = _key(dataset, row, limits)
+    found = _known(key)
+    if found is None:
+        try:
+            groups = [_run(dataset, row, [list(call) for call in calls], limits) for calls in inputs]
+            found = {"groups": [_as_data(group) for group in groups]}
+        except UnusableRow as error:
+            found = {"failed": str(error)}
+        _remember(key, found)
+    if "failed" in found:
+        raise UnusableRow(found["failed"])
+    return [_from_data(data, calls) for data, calls in zip(found["groups"], inputs, strict=True)]
+
+
+def unusable(dataset: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
+    """Run the references of rows, side by side, and find those that nothing can be graded against.
+
+    Args:
+        dataset: `humaneval` or `mbpp`.
+        rows: Number and content of each.
+
+    Returns:
+        Number -> why its row cannot be used.
+
+    Raises:
+        CageRefused: No isolation on this machine.
+    """
+
+    def why(item: tuple[int, CodeRow]) -> tuple[int, str] | None:
+        try:
+            reference(dataset, item[1], cage.Limits())
+        except ValueError as error:
+            if isinstance(error, cage.CageRefused):
+                raise
+            return item[0], str(error)
+        return None
+
+    return dict(filter(None, cage.map_bounded(why, rows)))
+
+
+def _run(dataset: str, row: CodeRow, calls: list[list[object]], limits: cage.Limits) -> Group:
+    said = ""
+    for memory_bytes in dict.fromkeys((limits.memory_bytes, max(limits.memory_bytes, _LARGE_BYTES))):
+        may = replace(limits, memory_bytes=memory_bytes, cpu_s=_CPU_S, wall_s=_WALL_S)
+        may = replace(may, load_s=max(may.load_s, _CALL_S), value_bytes=_VALUE_BYTES, output_bytes=_OUTPUT_BYTES)
+        large = [False] * len(calls)
+        group, said, large = _attempt(dataset, row, calls, large, may)
+        if any(large):
+            group, said, _ = _attempt(dataset, row, calls, large, may)
+        if group is not None:
+            return group
+    raise UnusableRow(
+        f"The reference solution of {row['task_id']} does not run in the cage ({said}), so nothing"
+        " can be graded against it. Check the file against its release, or leave the row out."
+    )
+
+
+def _attempt(
+    dataset: str, row: CodeRow, calls: list[list[object]], large: list[bool], limits: cage.Limits
+) -> tuple[Group | None, str, list[bool]]:
+    """The group; or what went wrong, and which outputs were too large to send."""
+    program, entry_point, jobs = _job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
+    report = cage.run(program, entry_point, jobs, allow_code_execution=True, call_s=_CALL_S, limits=limits)
+    if report.status == "jail":
+        raise cage.CageRefused(f"The cage did not come up: {report.message}. Try again with fewer programs at a time.")
+    found = dataset == "mbpp" and row["entry_point"] in FOUND_TASKS
+    outputs = report.outputs[1:]
+    wrong = [output for output in report.outputs if output.kind not in ("vu" if found or output.index < 0 else "v")]
+    if report.status != "done" or wrong:
+        said = wrong[0].payload[:300].decode("utf-8", "replace") if wrong else report.message
+        too_large = [output.kind == "u" and b"too large" in output.payload for output in outputs]
+        fits = report.status == "done" and all(output.kind == "u" for output in wrong)
+        return None, f"{report.status}: {said}", too_large if fits and not any(large) else [False] * len(calls)
+    expected: list[object] = []
+    for number, output in enumerate(outputs):
+        if found:
+            expected.append(output.kind == "u" or decode(output.payload) is not None)
+            continue
+        try:
+            value = decode(output.payload, max_nodes=_VALUE_PARTS)
+        except WireError as error:
+            if "too many parts" not in str(error):
+                return None, str(error), [False] * len(calls)
+            return None, str(error), [large or number == at for at, large in enumerate(large)]
+        if large[number]:
+            assert isinstance(value, list)  # `digest.digest` made it
+            if row["atol"] or value[1] or has_own_rule(dataset, row["entry_point"]):
+                return None, "its output is too large to be compared with a tolerance", [False] * len(calls)
+            value = Digest(value)
+        expected.append(value)
+    sent_bytes = sum(len(output.payload) for output in outputs)
+    return Group(calls, expected, [output.elapsed_s for output in outputs], sent_bytes, limits.memory_bytes), "", []
+
+
+def _job(
+    program: str, entry_point: str, calls: Sequence[list[object]], large: Sequence[bool]
+) -> tuple[str, str, list[list[object]]]:
+    if not any(large):
+        return program, entry_point, list(calls)
+    # The name on a line of its own makes a program without it fail to load, as it would without all this.
+    call = (
+        f"\n{entry_point}\n\ndef {_DIGESTED}(large, given):\n    value = {entry_point}(*given)\n"
+        "    return _kvbench_digest(value) if large else value\n"
+    )
+    space = f"\n\n_kvbench = {{}}\nexec({(_HERE / 'digest.py').read_text()!r}, _kvbench)\n"
+    text = program + space + "_kvbench_digest = _kvbench['digest']\n" + call
+    return text, _DIGESTED, [[flag, arguments] for flag, arguments in zip(large, calls, strict=True)]
+
+
+_memory: dict[str, dict] = {}
+_lock = threading.Lock()
+
+
+@cache
+def _code() -> str:
+    """What computes the outputs and the times: this machine, its Python, and the code that runs inside."""
+    texts = [path.read_text() for path in (Path(__file__), _HERE / "digest.py", *sorted((_HERE / "cage").glob("*.py")))]
+    return json.dumps([platform.node(), platform.python_version(), platform.machine(), texts])
+
+
+def _key(dataset: str, row: CodeRow, limits: cage.Limits) -> str:
+    fields: Mapping[str, object] = row
+    what = [_code(), dataset, limits.memory_bytes, *(fields[name] for name in _FIELDS)]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def _as_data(group: Group) -> dict:
+    expected = [[1, output.content] if isinstance(output, Digest) else [0, output] for output in group.expected]
+    numbers = {"sent_bytes": group.sent_bytes, "memory_bytes": group.memory_bytes}
+    return {"expected": expected, "cpu_s": group.cpu_s} | numbers
+
+
+def _from_data(data: dict, calls: list[list[object]]) -> Group:
+    expected = [Digest(output) if large else output for large, output in data["expected"]]
+    calls = [list(call) for call in calls]
+    return Group(calls, expected, data["cpu_s"], data["sent_bytes"], data["memory_bytes"])
+
+
+def _place(key: str) -> Path:
+    return cache_root() / "code-references" / key[:2] / key
+
+
+def _known(key: str) -> dict | None:
+    with _lock:
+        if key in _memory:
+            return _memory[key]
+    try:
+        data = decode(zlib.decompress(_place(key).read_bytes()), max_nodes=1 << 40)
+    except (OSError, ValueError, zlib.error):
+        return None
+    if not isinstance(data, dict) or data.pop("key", None) != key:
+        return None
+    with _lock:
+        return _memory.setdefault(key, data)
+
+
+def _remember(key: str, found: dict) -> None:
+    """Keep a result; in the cache folder where that can be written, and no failure that another try may not have."""
+    with _lock:
+        _memory[key] = found
+    if "Error: " not in found.get("failed", "Error: ") or "MemoryError" in found.get("failed", ""):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        place = _place(key)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=place.parent, prefix=".new-")
+        try:
+            with open(handle, "wb") as stream:
+                stream.write(zlib.compress(encode({**found, "key": key}, max_bytes=1 << 31), 1))
+            os.replace(name, place)
+        except BaseException:
+            os.unlink(name)
+            raise
