@@ -76,4 +76,5 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         meta_keys=("task_id",),
         reference=lambda doc: doc["row"],
         unusable=partial(_unusable, name),
+        grading_limit_s=None,  # the cage ends a program
     )
