@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
+from kvbench.runs.beside import Beside
 from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
 from kvbench.runs.grading import grade_outcome
 from kvbench.runs.parts import Parts, default_parts
@@ -126,18 +128,25 @@ def record_answers(
     """
     by_id = {request.sample_id: request for request in requests}
 
-    def on_outcome(outcome: Outcome) -> None:
-        if (outcome.sample_id, outcome.repeat) in journal:
-            return
-        request = by_id[outcome.sample_id]
-        graded, scores = grade_outcome(task, request, outcome)
-        record = journal_record(request, graded, scores, task.protocol)
+    def write(request: Request, graded: tuple[Outcome, dict[str, float]]) -> None:
+        record = journal_record(request, *graded, task.protocol)
         if not with_timing:
             del record["timing"]
         journal.append(record)
         progress.advance()
 
-    engine.run(requests, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests)
+    with Beside(task.grading_workers) as graders:
+
+        def on_outcome(outcome: Outcome) -> None:
+            if (outcome.sample_id, outcome.repeat) not in journal:
+                request = by_id[outcome.sample_id]
+                graders.do(partial(grade_outcome, task, request, outcome), partial(write, request))
+
+        def on_step(numbers: dict) -> None:
+            progress.step(numbers)
+            graders.hand_out()
+
+        engine.run(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests)
 
 
 def compute_missing(experiment: Experiment, journal: Journal, session: Session) -> None:

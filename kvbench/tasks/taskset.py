@@ -39,6 +39,8 @@ class TaskSet:
         primary: The metric that stands for the task.
         scorer: (sample id, answer) -> scores.
         grading_limit_s: Longest time to grade one answer, wall time; None for a grader that has limits of its own.
+        grading_workers: How many answers may be graded at a time while the model goes on with the next; for a grader
+            that waits for other processes and may be called from several threads. 0: each where it comes up.
     """
 
     name: str
@@ -50,6 +52,7 @@ class TaskSet:
     scorer: Callable[[str, str], Mapping[str, float]]
     quarantined: list[dict] = field(default_factory=list)
     grading_limit_s: float | None = 120.0
+    grading_workers: int = 0
 
     def score(self, request: Request, text: str) -> dict[str, float]:
         """Score one answer.

@@ -9,6 +9,7 @@ run it; `grade` compares what came out with the `reference`, by the rules of `or
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ METRICS = {
     "parsed": MetricInfo(True, "the program loads; one that loads and answers wrongly is not a parse failure"),
 }
 _FOLDER = Path(__file__).resolve().parent
+_MAX_CAGES = 8  # more would only take memory: answers come one after the other
 
 
 def _unusable(name: str, docs: Sequence[dict]) -> dict[int, str]:
@@ -77,4 +79,5 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         reference=lambda doc: doc["row"],
         unusable=partial(_unusable, name),
         grading_limit_s=None,  # the cage ends a program
+        grading_workers=min(len(os.sched_getaffinity(0)), _MAX_CAGES),
     )

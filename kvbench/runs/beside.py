@@ -1,0 +1,104 @@
+"""Work that goes on beside the model, in a bounded number of threads, with its results handed out in order."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from kvbench.results.writing import JournalError
+
+# What may wait for each worker; more makes the caller wait, so that answers do not pile up in memory.
+_WAITING_PER_WORKER = 4
+
+
+class Beside:
+    """Does pieces of work in threads and hands their results to the caller's own thread, in the order of the pieces.
+
+    It is a context: a block that ends waits for everything; one that is left by an error hands out what is done and
+    waits for nothing. The threads do not keep a process alive.
+
+    Args:
+        workers: Threads, at least 0; with 0 each piece is done at once by the caller.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._left = False
+
+    def do(self, work: Callable[[], Any], take: Callable[[Any], None]) -> None:
+        """Have a piece of work done.
+
+        Args:
+            work: Gives the result; runs in any thread.
+            take: Gets the result, in the caller's thread, in this call or a later one of `do` or `hand_out`, or at the
+                end of the block.
+
+        Raises:
+            Exception: What `take` raised, or an earlier `work`.
+        """
+        future: Future[Any] = Future()
+        self._waiting.append((future, take))
+        if len(self._threads) < self.workers:
+            # A pool of the standard library is waited for when the interpreter ends, however the run was stopped.
+            self._threads.append(threading.Thread(target=self._work, name="beside", daemon=True))
+            self._threads[-1].start()
+        self._todo.put((work, future))
+        if not self.workers:
+            self._one()
+        self.hand_out(len(self._waiting) - self.workers * _WAITING_PER_WORKER)
+
+    def hand_out(self, at_least: int = 0) -> None:
+        """Hand out the results that are there, up to the first that is not.
+
+        Args:
+            at_least: So many are waited for.
+        """
+        while self._waiting and (at_least > 0 or self._waiting[0][0].done()):
+            future, take = self._waiting[0]
+            if not future.done():
+                wait((future,))  # an interruption here leaves the piece where it is
+            self._waiting.popleft()
+            at_least -= 1
+            take(future.result())
+
+    def _work(self) -> None:
+        while self._one():
+            pass
+
+    def _one(self) -> bool:
+        item = self._todo.get()
+        if item is None or self._left:
+            return False
+        work, future = item
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            if not self.workers:
+                self._waiting.pop()
+                raise
+            future.set_exception(error)
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.hand_out(len(self._waiting))
+            else:
+                with suppress(JournalError):  # the first error is the one to tell
+                    self.hand_out()
+        finally:
+            self._left = True
+            for _ in self._threads:
+                self._todo.put(None)
