@@ -248,6 +248,22 @@ def test_rows_that_nothing_can_be_graded_against_are_set_aside(model, tmp_path: 
         loaded(None, "")
 
 
+def test_code_rows_whose_reference_does_not_run_are_set_aside(model, tmp_path: Path, monkeypatch) -> None:
+    """Before anything is generated, and only among the rows that will be asked."""
+    from kvbench.tasks.code.cage.run import check_isolation
+
+    if check_isolation().mechanism is None:
+        pytest.skip("no isolation on this machine")
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    broken = CODE | {"canonical_solution": "    raise KeyError('no reference')\n"}
+    folder = folder_of(tmp_path, "humaneval_plus", CODE, broken, CODE | {"task_id": "HumanEval/9"}, broken)
+    task = load(model, "humaneval_plus", folder, limit=3)
+    assert [request.sample_id for request in task.requests] == ["humaneval_plus/0", "humaneval_plus/2"]
+    (row,) = task.quarantined
+    assert row["line"] == 2 and "reference solution" in row["reason"] and "no reference" in row["reason"]
+    assert task.grading_workers > 0 and task.grading_limit_s is None
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_missing_data_says_where_it_was_looked_for(name: str, model, tmp_path: Path, no_cage) -> None:
     """An empty folder leads to the places tried and a command; a folder that is none is refused at once."""

@@ -1,6 +1,7 @@
-"""Grading of the HumanEval+ rows at hand: their references pass, programs that differ from them fail.
+"""Grading of the HumanEval+ and MBPP+ rows at hand: their references pass, programs that differ from them fail.
 
-By default a few rows; KVBENCH_FULL_TESTS=1 takes all of them, which lasts minutes.
+By default a few rows of HumanEval+; KVBENCH_FULL_TESTS=1 takes all of both, which lasts minutes. Where
+KVBENCH_EVALPLUS_PYTHON names an interpreter that has the package `evalplus`, mutants must get its verdicts.
 """
 
 import ast
@@ -8,18 +9,23 @@ import copy
 import json
 import os
 import random
+import subprocess
+from functools import partial
+from pathlib import Path
 
 import pytest
 from places import DATA, need_data
 
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode
-from kvbench.tasks.code.grade import GradeResult, grade_humaneval_plus
+from kvbench.tasks.code.grade import GradeResult, grade_humaneval_plus, grade_mbpp_plus
 
 FULL = os.environ.get("KVBENCH_FULL_TESTS") == "1"
 needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
-FILE = "humaneval_plus/humanevalplus.jsonl"
-needs_data = need_data(FILE)
+EVALPLUS = os.environ.get("KVBENCH_EVALPLUS_PYTHON")
+FILE, MBPP_FILE = "humaneval_plus/humanevalplus.jsonl", "mbpp_plus/MbppPlus.jsonl"
+needs_data, needs_mbpp = need_data(FILE), need_data(MBPP_FILE)
+in_full_run = pytest.mark.skipif(not FULL, reason="minutes; set KVBENCH_FULL_TESTS=1")
 PASS = GradeResult("pass", True, True)
 
 
@@ -51,6 +57,24 @@ def test_every_reference_passes():
         if result != PASS
     ]
     assert wrong == []
+
+
+@needs_cage
+@needs_mbpp
+@in_full_run
+@pytest.mark.timeout(3600)
+def test_every_mbpp_reference_passes():
+    """The canonical solutions of MBPP+ at hand, in a fence and without one; Mbpp/255 returns more than a gigabyte."""
+    lines = (DATA / MBPP_FILE).read_text().splitlines()
+
+    def both(row: dict) -> list[GradeResult]:
+        answers = (row["canonical_solution"], f"Here it is:\n\n```python\n{row['canonical_solution']}\n```\n")
+        return [grade_mbpp_plus(row, answer, allow_code_execution=True) for answer in answers]
+
+    of_mbpp = [json.loads(line) for line in lines]
+    results = cage.map_bounded(both, of_mbpp)
+    pairs = zip(of_mbpp, results, strict=True)
+    assert [(row["task_id"], found) for row, found in pairs if found != [PASS, PASS]] == []
 
 
 SWAPS = {
@@ -96,12 +120,12 @@ def mutants(row: dict, count: int, generator: random.Random) -> list[str]:
     """Programs that differ from the reference in one place inside the function; the first always returns None."""
     text = row["prompt"] + row["canonical_solution"]
     tree = ast.parse(text)
-    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == row["entry_point"])
+    *_, function = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == row["entry_point"])
     places = [(place, kind) for place, node in enumerate(ast.walk(function)) for kind in range(len(mutations(node)))]
     made = []
     for place, kind in generator.sample(places, min(count, len(places))):
         changed = copy.deepcopy(tree)
-        (function,) = (n for n in changed.body if isinstance(n, ast.FunctionDef) and n.name == row["entry_point"])
+        *_, function = (n for n in changed.body if isinstance(n, ast.FunctionDef) and n.name == row["entry_point"])
         node = list(ast.walk(function))[place]
         mutations(node)[kind](node)
         made.append(ast.unparse(ast.fix_missing_locations(changed)))
@@ -161,3 +185,37 @@ def test_mutants_fail():
     print(f"{len(results)} mutants: { {status: statuses.count(status) for status in sorted(set(statuses))} }")
     assert [(task, mutant) for task, mutant, result in results if result.plus_passed or result.status == "pass"] == []
     assert len(results) >= (300 if FULL else 16)
+
+
+@needs_cage
+@needs_data
+@in_full_run
+@pytest.mark.skipif(not EVALPLUS, reason="KVBENCH_EVALPLUS_PYTHON names no interpreter with evalplus")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", ["humaneval", pytest.param("mbpp", marks=needs_mbpp)])
+def test_mutants_get_evalplus_verdicts(name):
+    """Hundreds of each benchmark, base and plus; the answer is the program in a fence."""
+    path, grader = (FILE, grade_humaneval_plus) if name == "humaneval" else (MBPP_FILE, grade_mbpp_plus)
+    of_name = [json.loads(line) for line in (DATA / path).read_text().splitlines()]
+    # EvalPlus gives no verdict on find_zero's own reference, and takes a minute and gigabytes for each of the others.
+    left_out = ("HumanEval/32", "Mbpp/255", "Mbpp/599", "Mbpp/630")
+    chosen = [row for row in of_name if row["task_id"] not in left_out]
+    programs = []
+    for number, row in enumerate(chosen):
+        count = 2 if name == "humaneval" else 1
+        programs += [(number, mutant) for mutant in mutants(row, count, random.Random(row["task_id"]))[1:]]
+    job = json.dumps({"dataset": name, "rows": chosen, "programs": programs})
+    script = Path(__file__).parent / "evalplus_verdicts.py"
+    official = subprocess.run([EVALPLUS, script], input=job, stdout=subprocess.PIPE, text=True, check=True)
+    fenced = [(chosen[number], f"```python\n{mutant}\n```") for number, mutant in programs]
+    results = cage.map_bounded(lambda pair: partial(grader, allow_code_execution=True)(*pair), fenced)
+    ours = [[result.base_passed, result.plus_passed] for result in results]
+    # Our plus includes the base inputs, as EvalPlus' pass@1 does.
+    theirs = [[base, base and plus] for base, plus in json.loads(official.stdout)]
+    differ = [
+        (chosen[number]["task_id"], mutant, one, other, result)
+        for (number, mutant), one, other, result in zip(programs, ours, theirs, results, strict=True)
+        if one != other
+    ]
+    print(f"{len(programs)} mutants of {name}: {sum(map(all, theirs))} pass in both, {len(differ)} differ")
+    assert differ == [] and len(programs) >= (200 if name == "humaneval" else 300)

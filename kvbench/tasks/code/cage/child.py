@@ -151,8 +151,8 @@ def _main() -> None:
     pipe = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.environ.clear()
-    for number in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(number, _alarm)
+    for alarm in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(alarm, _alarm)
     _limit(job)  # what goes wrong in there is still told on standard error
     for number in (0, 1, 2):
         os.dup2(null, number)
