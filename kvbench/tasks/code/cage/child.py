@@ -50,10 +50,8 @@ class _CallTimeout(BaseException):
     """The time for one call is over."""
 
 
-def _filter_syscalls() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    machine = platform.machine()
+def filter_of(machine: str) -> "list[tuple[int, int, int, int]]":
+    """The rules for system calls, as instructions of the kernel's packet filter (code, jump if, jump if not, value)."""
     if machine not in _JUDGED:
         raise OSError(f"no filter of system calls is written for {machine}, only for {' and '.join(_JUDGED)}")
     arch, clone, *sockets = _JUDGED[machine]
@@ -83,6 +81,13 @@ def _filter_syscalls() -> None:
         (give, 0, 0, fail | _EPERM),
         (give, 0, 0, allow),
     ]
+    return code
+
+
+def _filter_syscalls() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    code = filter_of(platform.machine())
     text = b"".join(struct.pack("HBBI", *line) for line in code)
     buffer = ctypes.create_string_buffer(text, len(text))
     program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))

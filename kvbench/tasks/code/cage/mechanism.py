@@ -141,8 +141,11 @@ def command_line(mechanism: Mechanism, limits: Limits, user: int | None) -> list
     Returns:
         The command line of `keeper.py`.
     """
-    settings = {"parent": os.getpid(), "wall_s": limits.wall_s + _LAST_S}
-    settings |= mechanism.settings(limits, user if mechanism.by_root else None)
+    settings = {
+        "parent": os.getpid(),
+        "wall_s": limits.wall_s + _LAST_S,
+        **mechanism.settings(limits, user if mechanism.by_root else None),
+    }
     return [*bare_python(), _keeper(), json.dumps(settings)]
 
 
@@ -155,7 +158,9 @@ def _own_user() -> int:
             return random.SystemRandom().choice(_FREE_USERS)
     # A container with few users: one of the upper half, where hardly any has a name.
     start, _, count = max(mapped, key=lambda line: line[2])
-    return random.SystemRandom().choice(range(start + count // 2, max(start + count - 2, start + count // 2 + 1)))
+    if count < 4:
+        raise OSError(f"root has {count} users here (/proc/self/uid_map), and none for the cage")
+    return random.SystemRandom().choice(range(start + count // 2, start + count - 1))
 
 
 @cache

@@ -97,9 +97,7 @@ def trace(paths: Iterable[str]) -> Needs:
     hidden = [path for path in folders if os.path.isdir(path) and not os.path.islink(path)]
     # A link inside a readable folder is there already.
     outside = {
-        path: target
-        for path, target in links.items()
-        if not any(path.startswith(other + "/") for other in readable)
+        path: target for path, target in links.items() if not any(path.startswith(other + "/") for other in readable)
     }
     return Needs(tuple(readable), outside, tuple(hidden))
 

@@ -207,7 +207,9 @@ def _judge(facts: dict, left_behind: list[str]) -> list[str]:
         "no process isolation": facts["signalled"] or facts["number"] != 2,
         "new processes can be started": facts["processes"],
         "no limit on threads": facts["threads"] >= _LIMITS.processes,
-        "no thread can be started, because the kernel counts what other programs of this user run": not facts["threads"],
+        "no thread can be started, because the kernel counts what other programs of this user run": not facts[
+            "threads"
+        ],
         "no limit on memory": facts["memory"],
         "no limit on file size": facts["file"],
         "no limit on its temporary directory": facts["scratch"] > 2 * _LIMITS.scratch_bytes,
