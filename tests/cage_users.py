@@ -47,11 +47,13 @@ class Somebody:
         user: `root` or `nobody`.
         python: Path of an interpreter that this user may start.
         folder: Where the copy of the cage is.
+        surroundings: The command that starts the interpreter, when another than this machine as it is.
     """
 
     user: str
     python: str
     folder: str
+    surroundings: tuple[str, ...] = ()
 
     def start(self, text: str, mark: str, **given: object) -> subprocess.Popen[str]:
         """Start a program that may use `given` and the cage's functions, and wait until it has loaded them.
@@ -65,13 +67,13 @@ class Somebody:
             The process; its outputs are pipes.
         """
         process = subprocess.Popen(
-            [self.python, "-I", "-S", "-B", "-c", _BOOT + text, self.folder],
+            [*self.surroundings, self.python, "-I", "-S", "-B", "-c", _BOOT + text, self.folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd="/",
-            **_identity(self.user),
+            **({} if self.surroundings else _identity(self.user)),
         )
         assert process.stdin is not None and process.stdout is not None
         # Not on its command line, where the mark would be taken for a cage's.

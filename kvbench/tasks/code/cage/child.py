@@ -51,7 +51,17 @@ class _CallTimeout(BaseException):
 
 
 def filter_of(machine: str) -> "list[tuple[int, int, int, int]]":
-    """The rules for system calls, as instructions of the kernel's packet filter (code, jump if, jump if not, value)."""
+    """The rules for system calls, as a program of the kernel's packet filter.
+
+    Args:
+        machine: What `platform.machine` says.
+
+    Returns:
+        Its instructions: code, jump if true, jump if not, value.
+
+    Raises:
+        OSError: No rules are written for this machine.
+    """
     if machine not in _JUDGED:
         raise OSError(f"no filter of system calls is written for {machine}, only for {' and '.join(_JUDGED)}")
     arch, clone, *sockets = _JUDGED[machine]

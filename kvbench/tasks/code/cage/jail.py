@@ -21,14 +21,27 @@ _OLD = "/old"
 
 
 def check(result: int, what: str) -> None:
-    """Raise the error of a call to the C library that did not give 0."""
+    """Raise the error of a call to the C library that failed.
+
+    Args:
+        result: What it gave: 0 where it worked.
+        what: What was tried, in words.
+
+    Raises:
+        OSError: It gave something else.
+    """
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def die_with_parent(libc: ctypes.CDLL, tether: int) -> None:
-    """Let the kernel end this process with its parent, which holds the other end of a pipe for as long as it lives."""
+    """Let the kernel end this process with its parent; ends it at once where the parent is no more.
+
+    Args:
+        libc: The C library.
+        tether: Reading end of a pipe whose other end the parent alone holds, for as long as it lives.
+    """
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     # The parent may have ended before that call, and nothing would come any more.
     pipe = select.poll()
@@ -93,7 +106,15 @@ def _build_root(libc: ctypes.CDLL, settings: dict) -> None:
 
 
 def enter_namespaces(libc: ctypes.CDLL, settings: dict) -> None:
-    """Make the namespaces: this process is in all of them but that of processes, which begins with its next child."""
+    """Make the namespaces: this process is in all of them but that of processes, which begins with its next child.
+
+    Args:
+        libc: The C library.
+        settings: `user_namespace`: whether one of users too, where this process is nobody.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
     spaces = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     if not settings["user_namespace"]:
         return check(libc.unshare(spaces), "unshare")
@@ -107,7 +128,17 @@ def enter_namespaces(libc: ctypes.CDLL, settings: dict) -> None:
 
 
 def first_process(libc: ctypes.CDLL, settings: dict, tether: int) -> None:
-    """Be the first process of the namespace: build the root, start the interpreter, reap until it ends."""
+    """Be the first process of the namespace: build the root, start the interpreter, reap until it ends.
+
+    Args:
+        libc: The C library.
+        settings: `readable`, `links` and `hidden` of `needs.Needs`, `scratch_bytes` of the limits, and `command`, the
+            interpreter's command line.
+        tether: See `die_with_parent`.
+
+    Raises:
+        OSError: The root cannot be built.
+    """
     _build_root(libc, settings)
     child = os.fork()
     if child == 0:
