@@ -218,7 +218,7 @@ def eat():
             held.append(bytearray(b"x") * (4 << 20))
     except MemoryError:
         pass
-    time.sleep(1)
+    time.sleep(0.5)
     return held
 def f():
     libc = ctypes.CDLL(None)
@@ -284,7 +284,7 @@ NEIGHBOURS = [
     """
 import threading, time
 def f(x):
-    made = [threading.Thread(target=time.sleep, args=(0.4,)) for _ in range(10)]
+    made = [threading.Thread(target=time.sleep, args=(0.2,)) for _ in range(10)]
     [one.start() for one in made]
     [one.join() for one in made]
     return x
@@ -295,11 +295,11 @@ def f(x):
     count = 0
     try:
         while count < 100:
-            threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
+            threading.Thread(target=time.sleep, args=(0.3,), daemon=True).start()
             count += 1
     except RuntimeError:
         pass
-    time.sleep(0.4)
+    time.sleep(0.2)
     return 5 < count < 16
 """,
     """
@@ -308,11 +308,11 @@ def f(x):
     for _ in range(40):
         try:
             if os.fork() == 0:
-                time.sleep(0.5)
+                time.sleep(0.3)
                 os._exit(0)
         except OSError:
             pass
-    time.sleep(0.4)
+    time.sleep(0.2)
     return x
 """,
 ]
@@ -321,7 +321,7 @@ def f(x):
 @each
 def test_two_runs_side_by_side_give_the_verdicts_of_one(user, name, mark):
     """Two runs of four cages each, with greedy programs among them, and a probe beside: as when alone."""
-    who, count = require(user, name), 30 if FULL else 6
+    who, count = require(user, name), 30 if FULL else 4
     settings = {"name": name, "programs": NEIGHBOURS, "count": count}
     runs = [who.start(SIDE_BY_SIDE, mark, **settings) for _ in range(2)]
     for missing, verdicts in map(finish, runs):
