@@ -29,7 +29,7 @@ test: setup model ## install, fetch the embedded model, run every test on up to 
 	$(PYTHON) -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage.py tests/tasks/code/test_cage_probe.py tests/tasks/code/test_grade_data.py
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py
 
 # How many kills; an hour has a thousand.
 KVBENCH_KILLS ?= 100

@@ -1,16 +1,15 @@
 """The cage: what it refuses, what it lets through, and hostile programs that must find nothing to hold on to."""
 
-import ast
 import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cage_target import Target, hostile_programs
 
 from kvbench.tasks.code import grade as grader
 from kvbench.tasks.code.cage import mechanism as cage_mechanism
@@ -19,87 +18,10 @@ from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.mechanism import mechanisms, run_under
 from kvbench.tasks.code.cage.wire import decode
 
-HOSTILE = Path(__file__).parent / "hostile"
 SHORT = cage.Limits(load_s=1.0, wall_s=5.0)
 needs_cage = pytest.mark.skipif(
     cage.check_isolation().mechanism is None, reason=f"no isolation here: {'; '.join(cage.check_isolation().missing)}"
 )
-# The answer depends on what each call is given, so that no constant is right.
-ROW = {
-    "task_id": "Hostile/0",
-    "prompt": "def attack(folder, port, abstract, pid):\n",
-    "entry_point": "attack",
-    "canonical_solution": "    return f'{len(folder)}:{port * 7919 % 10007}:{pid ^ 1234}'\n",
-    "atol": 0,
-}
-
-
-def hostile_programs() -> list:
-    """Every program of the folder: a file and the call of one of its functions."""
-    programs = []
-    for path in sorted(HOSTILE.glob("[a-z]*.py")):
-        text = path.read_text()
-        for node in ast.parse(text).body:
-            name = getattr(node, "name", "")
-            if name.startswith("_attack_"):
-                end = f"\ndef attack(*arguments):\n    return {name}(*arguments)\n"
-                programs.append(pytest.param(text + end, id=f"{path.stem}-{name[8:]}"))
-            elif name.startswith("_load_"):
-                end = f"\n{name}()\ndef attack(*arguments):\n    pass\n"
-                programs.append(pytest.param(text + end, id=f"{path.stem}-at-load-{name[6:]}"))
-    return programs
-
-
-class Target:
-    """Things outside for hostile programs to aim at, and whether they were hit."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "precious").write_text("kept")
-        (folder / "precious").chmod(0o666)
-        folder.chmod(0o777)
-        self.tcp, self.udp = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.port = self.tcp.getsockname()[1]
-        self.udp.bind(("127.0.0.1", self.port))
-        self.local = socket.socket(socket.AF_UNIX)
-        self.abstract = f"kvbench-target-{os.getpid()}-{self.port}"
-        self.local.bind("\0" + self.abstract)
-        self.local.listen()
-        self.victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        for link in (self.tcp, self.udp, self.local):
-            link.setblocking(False)
-
-    def row(self) -> dict:
-        arguments = [[str(self.folder), self.port + extra, self.abstract, self.victim.pid] for extra in (0, 1, 2)]
-        # Only the first call aims at the real port; the others keep a constant answer from being right.
-        return {**ROW, "base_input": arguments[:2], "plus_input": arguments[2:]}
-
-    def hits(self) -> list[str]:
-        found = []
-        if self.folder.stat().st_mode & 0o7777 != 0o777 or os.listdir(self.folder) != ["precious"]:
-            found.append("folder changed")
-        if (self.folder / "precious").read_text() != "kept":
-            found.append("file changed")
-        for name, link in (("tcp", self.tcp), ("local", self.local)):
-            try:
-                link.accept()
-                found.append(f"{name} connected")
-            except BlockingIOError:
-                pass
-        try:
-            self.udp.recv(1)
-            found.append("udp received")
-        except BlockingIOError:
-            pass
-        if self.victim.poll() is not None:
-            found.append("victim killed")
-        return found
-
-    def close(self) -> None:
-        self.victim.kill()
-        self.victim.wait()
-        for link in (self.tcp, self.udp, self.local):
-            link.close()
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +64,10 @@ def wait_until_gone(mark: str, seconds: float) -> list[str]:
 # What stopped some of the programs: shows that they came as far as trying.
 EVIDENCE = {
     "outside-write_outside": "FileNotFoundError",
-    "outside-connect": "ConnectionRefusedError|Network is unreachable",
+    "outside-connect": "Address family not supported",
+    "outside-virtual_machine_host": "Address family not supported",
+    "outside-every_family": "Address family not supported",
+    "outside-ring": "refused",
     "outside-kill_parent": "ProcessLookupError",
     "outside-delete_system": "Read-only file system",
     "outside-chroot_out": "PermissionError",
@@ -151,12 +76,17 @@ EVIDENCE = {
     "outside-device": "PermissionError",
     "resources-loop": "call 1 of 2: the time limit",
     "resources-no_alarm": "timeout: the time limit",
-    "resources-fork_bomb": "BlockingIOError|ended before",
+    "resources-fork_bomb": "PermissionError",
+    "resources-processes_full_of_memory": "PermissionError",
+    "resources-clone_past_the_library": "refused",
+    "resources-thread_bomb": "can't start new thread",
+    "outside-read_packages": "nothing to be found",
+    "outside-read_programs": "nothing to be found",
     "resources-memory": "MemoryError",
     "resources-large_file": "File too large",
     "resources-many_files": "No space left|time limit",
     "resources-open_files": "Too many open files",
-    "resources-daemon": "a wrong output",
+    "resources-daemon": "PermissionError",
     "resources-large_value": "too large|time limit",
     "resources-read_input": "EOFError",
     "resources-raise_limits": "not allowed to raise",
@@ -170,7 +100,7 @@ EVIDENCE = {
 
 
 @needs_cage
-@pytest.mark.parametrize("program", hostile_programs())
+@pytest.mark.parametrize("program", [pytest.param(text, id=name) for name, text in hostile_programs().items()])
 def test_hostile_program_gets_nothing(program, target, token, request):
     """No hostile program reaches outside, is graded right, or is there 2 s after its limit."""
     start = time.monotonic()
@@ -188,9 +118,9 @@ def test_hostile_program_gets_nothing(program, target, token, request):
 
 @needs_cage
 def test_hostile_programs_are_many_and_the_target_can_be_answered(target):
-    """There are at least 60 programs, and an honest one passes on the same row."""
-    assert len(hostile_programs()) >= 60
-    result = grader.grade_humaneval_plus(target.row(), ROW["canonical_solution"], allow_code_execution=True)
+    """There are at least 100 programs, and an honest one passes on the same row."""
+    assert len(hostile_programs()) >= 100
+    result = grader.grade_humaneval_plus(target.row(), target.row()["canonical_solution"], allow_code_execution=True)
     assert result == grader.GradeResult("pass", True, True)
 
 
@@ -212,12 +142,7 @@ def test_target_notices_hits(tmp_path):
 @pytest.mark.parametrize("name", list(mechanisms()))
 def test_each_mechanism_that_comes_up_holds(name, token):
     """Whatever mechanism can start here keeps every promise, not only the first."""
-    # Where the kernel counts every process of `nobody`, those of other tests that it is still taking down count too.
-    end = time.monotonic() + 20
-    while (lacks := cage_probe.what_is_missing(mechanisms()[name])) == ["no limit on processes"]:
-        if time.monotonic() > end:
-            break
-        time.sleep(0.5)
+    lacks = cage_probe.what_is_missing(mechanisms()[name])
     if lacks and "come up" in lacks[0] or lacks and "started" in lacks[0]:
         pytest.skip(lacks[0])
     assert lacks == []

@@ -1,9 +1,9 @@
 """The program that runs inside the cage: tighten the limits, load the solution, call it, report what came out.
 
 It is started as text behind that of `wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
-namespaces and user are set. Nothing here is trusted by the parent: a solution shares this process and may change or
-bypass all of it. What it can reach that way is the list of inputs and a pipe for outputs; what the outputs should be
-is not on this side.
+the namespaces are made; where root made them, its argument is the user to become. Nothing here is trusted by the
+parent: a solution shares this process and may change or bypass all of it. What it can reach that way is the list of
+inputs and a pipe for outputs; what the outputs should be is not on this side.
 """
 
 import ctypes
@@ -23,53 +23,81 @@ if TYPE_CHECKING:
     from kvbench.tasks.code.cage.wire import WireError, decode, encode
 
 # Syscall numbers that may fail without harm to an honest solution. Namespaces and mounts would be new ground to stand
-# on; shared memory, message queues and memory files would be memory that the address-space limit does not see.
+# on; shared memory, message queues and memory files would be memory that the address-space limit does not see. A new
+# process would have an address space of its own: without any, the limits of one process are the limits of the cage.
 _DENIED = {
     # unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev bpf perf_event_open
     # add_key request_key keyctl userfaultfd shmget semget msgget memfd_create init_module finit_module kexec_load
-    # open_by_handle_at
-    "x86_64": (
-        (0xC000003E, 56),
-        (272, 308, 165, 166, 155, 161, 101, 310, 311, 321, 298, 248)
-        + (249, 250, 323, 29, 64, 68, 319, 175, 313, 246, 304),
-    ),
-    "aarch64": (
-        (0xC00000B7, 220),
-        (97, 268, 40, 39, 41, 51, 117, 270, 271, 280, 241, 217)
-        + (218, 219, 282, 194, 190, 186, 279, 105, 273, 104, 265),
-    ),
+    # open_by_handle_at execve execveat, and on x86 fork vfork
+    "x86_64": (272, 308, 165, 166, 155, 161, 101, 310, 311, 321, 298, 248)
+    + (249, 250, 323, 29, 64, 68, 319, 175, 313, 246, 304, 59, 322, 57, 58),
+    "aarch64": (97, 268, 40, 39, 41, 51, 117, 270, 271, 280, 241, 217)
+    + (218, 219, 282, 194, 190, 186, 279, 105, 273, 104, 265, 221, 281),
 }
-# io_uring_setup open_tree move_mount fsopen fsmount mount_setattr memfd_secret: one number on every architecture.
-_DENIED_EVERYWHERE = (425, 428, 429, 430, 432, 442, 447)
+# The architecture as the kernel tells the filter, clone, socket, socketpair.
+_JUDGED = {"x86_64": (0xC000003E, 56, 41, 53), "aarch64": (0xC00000B7, 220, 198, 199)}
+# io_uring_setup io_uring_enter io_uring_register open_tree move_mount fsopen fsmount mount_setattr memfd_secret: one
+# number on every architecture.
+_DENIED_EVERYWHERE = (425, 426, 427, 428, 429, 430, 432, 442, 447)
 _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020000
+_A_THREAD = 0x00010000
+_AF_UNIX = 1
+_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
 
 class _CallTimeout(BaseException):
     """The time for one call is over."""
 
 
+def filter_of(machine: str) -> "list[tuple[int, int, int, int]]":
+    """The rules for system calls, as a program of the kernel's packet filter.
+
+    Args:
+        machine: What `platform.machine` says.
+
+    Returns:
+        Its instructions: code, jump if true, jump if not, value.
+
+    Raises:
+        OSError: No rules are written for this machine.
+    """
+    if machine not in _JUDGED:
+        raise OSError(f"no filter of system calls is written for {machine}, only for {' and '.join(_JUDGED)}")
+    arch, clone, *sockets = _JUDGED[machine]
+    load, equal, greater, both, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    fail, allow = 0x00050000, 0x7FFF0000
+    number, first_argument = 0, 16
+    code = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, fail | _EPERM)]
+    # Numbers from 2**30 are another way into the same calls on x86.
+    code += [(load, 0, 0, number), (greater, 0, 1, 0x40000000), (give, 0, 0, fail | _EPERM)]
+    for denied in _DENIED[machine] + _DENIED_EVERYWHERE:
+        code += [(equal, 0, 1, denied), (give, 0, 0, fail | _EPERM)]
+    code += [(equal, 0, 1, _CLONE3), (give, 0, 0, fail | _ENOSYS)]  # the C library falls back to clone
+    # Some families of sockets belong to no network namespace: a virtual machine's host answers on one of them.
+    for call in sockets:
+        code += [
+            (equal, 0, 4, call),
+            (load, 0, 0, first_argument),
+            (equal, 0, 1, _AF_UNIX),
+            (give, 0, 0, allow),
+            (give, 0, 0, fail | _EAFNOSUPPORT),
+        ]
+    code += [
+        (equal, 0, 4, clone),
+        (load, 0, 0, first_argument),
+        (both, 1, 0, _NEW_NAMESPACES),
+        (both, 1, 0, _A_THREAD),
+        (give, 0, 0, fail | _EPERM),
+        (give, 0, 0, allow),
+    ]
+    return code
+
+
 def _filter_syscalls() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    if platform.machine() not in _DENIED:
-        return  # the parent's probe finds out whether new namespaces can be had, and refuses to run if so
-    (arch, clone), denied = _DENIED[platform.machine()]
-    load, equal, greater, both, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    fail, allow = 0x00050000 | 1, 0x7FFF0000
-    code = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, fail)]
-    # Numbers from 2**30 are another way into the same calls on x86.
-    code += [(load, 0, 0, 0), (greater, 0, 1, 0x40000000), (give, 0, 0, fail)]
-    for number in denied + _DENIED_EVERYWHERE:
-        code += [(equal, 0, 1, number), (give, 0, 0, fail)]
-    code += [(equal, 0, 1, _CLONE3), (give, 0, 0, 0x00050000 | 38)]  # ENOSYS: the C library falls back to clone
-    code += [
-        (equal, 0, 3, clone),
-        (load, 0, 0, 16),
-        (both, 0, 1, _NEW_NAMESPACES),
-        (give, 0, 0, fail),
-        (give, 0, 0, allow),
-    ]
+    code = filter_of(platform.machine())
     text = b"".join(struct.pack("HBBI", *line) for line in code)
     buffer = ctypes.create_string_buffer(text, len(text))
     program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
@@ -77,24 +105,18 @@ def _filter_syscalls() -> None:
         raise OSError(ctypes.get_errno(), "the syscall filter was refused")
 
 
-def _become_nobody(*, own_count: bool) -> None:
-    """Where the cage was built by root: give that up, for good."""
+def _become(user: int) -> None:
+    """Where root built the cage: give that up, for good, for a user that no other cage has."""
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
-    os.setresuid(65534, 65534, 65534)
+    os.setresuid(user, user, user)
     libc = ctypes.CDLL(None, use_errno=True)
-    # In a user namespace of its own the process limit counts this cage alone, not every process of the user.
-    if own_count and libc.unshare(0x10000000):
-        raise OSError(ctypes.get_errno(), "a user namespace was refused")
-    # The new namespace came with capabilities over itself.
     if libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)):
         raise OSError(ctypes.get_errno(), "the capabilities cannot be dropped")
 
 
-def _limit(settings: dict) -> None:
-    if os.geteuid() == 0:
-        _become_nobody(own_count=settings["own_count"])
-    for name, value in settings["rlimits"].items():
+def _limit(rlimits: dict) -> None:
+    for name, value in rlimits.items():
         resource.setrlimit(getattr(resource, name), (value, value))
     _filter_syscalls()
 
@@ -145,15 +167,18 @@ def _guarded(
 
 
 def _main() -> None:
+    if len(sys.argv) > 1:
+        _become(int(sys.argv[1]))
+    # A count and so many bytes, not all there are: the pipe stays open for as long as the cage may live.
     with open(0, "rb", closefd=False) as stream:
-        job = decode(stream.read())
+        job = decode(stream.read(int(stream.readline())))
     assert isinstance(job, dict)  # `mechanism.run_under` wrote it
     pipe = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.environ.clear()
     for alarm in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(alarm, _alarm)
-    _limit(job)  # what goes wrong in there is still told on standard error
+    _limit(job["rlimits"])  # what goes wrong in there is still told on standard error
     for number in (0, 1, 2):
         os.dup2(null, number)
     os.close(null)

@@ -1,25 +1,26 @@
 """The ways to build the cage (bubblewrap, or namespaces made by `jail.py`) and the limits that hold in each."""
 
-import atexit
 import json
 import math
 import os
+import random
 import shutil
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from kvbench.tasks.code.cage.needs import bare_python, interpreter_needs
 from kvbench.tasks.code.cage.process import CageReport, Output, RunAs, guard_s, run_process
 from kvbench.tasks.code.cage.wire import encode
 
 _HERE = Path(__file__).parent
 _NOBODY = 65534
 _MAX_PROGRAM_BYTES = 1 << 20
+# Users that no distribution gives to anybody (systemd's table of ids), for the cages that root starts.
+_FREE_USERS = range(0x70000000, 0x7FFE0000)
+# kvbench ends a cage in time; where it hangs, the cage ends itself so much later.
+_LAST_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +29,14 @@ class Limits:
 
     Args:
         load_s: CPU time to load the program (its top level), in seconds.
-        cpu_s: CPU time of each process for everything, in seconds.
+        cpu_s: CPU time of the program for everything, in seconds.
         wall_s: Time on the clock for everything, in seconds. What a program can do in it depends on what else the
             machine does, so it only guards against one that waits.
-        memory_bytes: Address space of each process.
-        processes: Processes and threads together.
+        memory_bytes: Address space of the program. It is one process and can start no other, so this is the cage's.
+        processes: Threads of the program and processes of the cage together.
         file_bytes: Size of a file.
         scratch_bytes: Size of its temporary directory, all files together.
-        open_files: Open files of each process.
+        open_files: Open files of the program.
         value_bytes: Size of one output, as sent.
         output_bytes: Size of all outputs, as sent.
     """
@@ -52,7 +53,7 @@ class Limits:
     output_bytes: int = 64 << 20
 
     def rlimits(self) -> dict[str, int]:
-        """The limits that the kernel keeps for each process: name in `resource` -> value."""
+        """The limits that the kernel keeps for the program: name in `resource` -> value."""
         return {
             "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,
             "RLIMIT_AS": self.memory_bytes,
@@ -70,14 +71,13 @@ class Mechanism:
     """One way to build the cage.
 
     Args:
-        argv: Limits -> command line that runs the caged interpreter.
-        run_as: Who starts the command line.
-        lock: Held during a run where cages would share a limit.
+        settings: Limits, and the user that the program is to become or None -> what the first process, `keeper.py`,
+            is to start.
+        by_root: Whether root builds it and the program gives root up inside; otherwise who builds it owns nothing.
     """
 
-    argv: Callable[[Limits], list[str]]
-    run_as: RunAs
-    lock: AbstractContextManager | None = None
+    settings: Callable[[Limits, int | None], dict[str, object]]
+    by_root: bool = False
 
 
 def run_under(
@@ -118,65 +118,85 @@ def run_under(
         "guard_s": [guard_s(limit) for limit in (limits.load_s, *call_s)],
         "max_bytes": limits.value_bytes,
         "rlimits": limits.rlimits(),
-        "own_count": mechanism.lock is None,
     }
-    with mechanism.lock or nullcontext():
-        return run_process(
-            mechanism.argv(limits),
-            mechanism.run_as,
-            encode(job, max_bytes=1 << 31),
-            call_s=call_s,
-            load_s=limits.load_s,
-            wall_s=limits.wall_s,
-            value_bytes=limits.value_bytes,
-            output_bytes=limits.output_bytes,
-            on_output=on_output,
-        )
+    user = _own_user() if os.geteuid() == 0 else None
+    return run_process(
+        command_line(mechanism, limits, user),
+        # A root mapped into a user namespace still owns root's files, so a namespace for root starts as somebody else.
+        RunAs() if user is None or mechanism.by_root else RunAs(user=user, group=_NOBODY, extra_groups=[]),
+        encode(job, max_bytes=1 << 31),
+        call_s=call_s,
+        load_s=limits.load_s,
+        wall_s=limits.wall_s,
+        value_bytes=limits.value_bytes,
+        output_bytes=limits.output_bytes,
+        on_output=on_output,
+    )
+
+
+def command_line(mechanism: Mechanism, limits: Limits, user: int | None) -> list[str]:
+    """The command that starts a cage, tied to the life of this process.
+
+    Args:
+        mechanism: One of `mechanisms`.
+        limits: What the program may use.
+        user: For root, the user that the program is to be.
+
+    Returns:
+        The command line of `keeper.py`.
+    """
+    settings = {
+        "parent": os.getpid(),
+        "wall_s": limits.wall_s + _LAST_S,
+        **mechanism.settings(limits, user if mechanism.by_root else None),
+    }
+    return [*bare_python(), _keeper(), json.dumps(settings)]
+
+
+def _own_user() -> int:
+    """A user for one cage: the kernel counts processes by user, and other cages and programs must not count."""
+    with open("/proc/self/uid_map") as stream:
+        mapped = [[int(field) for field in line.split()] for line in stream]
+    for start, _, count in mapped:
+        if start <= _FREE_USERS.start and _FREE_USERS.stop <= start + count:
+            return random.SystemRandom().choice(_FREE_USERS)
+    # A container with few users: one of the upper half, where hardly any has a name.
+    start, _, count = max(mapped, key=lambda line: line[2])
+    if count < 4:
+        raise OSError(f"root has {count} users here (/proc/self/uid_map), and none for the cage")
+    return random.SystemRandom().choice(range(start + count // 2, start + count - 1))
+
+
+@cache
+def _keeper() -> str:
+    return (_HERE / "jail.py").read_text() + "\n\n" + (_HERE / "keeper.py").read_text()
 
 
 @cache
 def _interpreter() -> list[str]:
     text = (_HERE / "wire.py").read_text() + "\n\n" + (_HERE / "child.py").read_text()
-    return [*_bare_python(), text]
+    return [*bare_python(), text]
 
 
-def _bare_python() -> list[str]:
-    executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    # Isolated, without site, no .pyc files; UTF-8 whatever the (empty) environment says.
-    return [executable, "-I", "-S", "-B", "-X", "utf8", "-c"]
+def _program(user: int | None) -> list[str]:
+    return [*_interpreter(), *([] if user is None else [str(user)])]
 
 
-@cache
-def _readable() -> list[str]:
-    """What the interpreter needs to start; nothing else of the file system is in the cage."""
-    paths = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache"]
-    for path in (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(_bare_python()[0])):
-        path = os.path.realpath(path)
-        if not any(path == known or path.startswith(known + "/") for known in paths):
-            paths.append(path)
-    return [path for path in paths if os.path.exists(path)]
-
-
-@cache
-def _mount_point() -> str:
-    path = tempfile.mkdtemp(prefix="kvbench-cage-")
-    os.chmod(path, 0o755)
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
-
-
-def _jail_argv(limits: Limits, *, user_namespace: bool) -> list[str]:
+def _jail(limits: Limits, user: int | None, *, user_namespace: bool) -> dict[str, object]:
+    needs = interpreter_needs()
     settings = {
-        "mount_point": _mount_point(),
-        "readable": _readable(),
+        "readable": needs.readable,
+        "links": needs.links,
+        "hidden": needs.hidden,
         "scratch_bytes": limits.scratch_bytes,
         "user_namespace": user_namespace,
-        "command": _interpreter(),
+        "command": _program(user),
     }
-    return [*_bare_python(), (_HERE / "jail.py").read_text(), json.dumps(settings)]
+    return {"jail": settings}
 
 
-def _bubblewrap_argv(limits: Limits, *, user_namespace: bool) -> list[str]:
+def _bubblewrap(limits: Limits, user: int | None, *, user_namespace: bool) -> dict[str, object]:
+    needs = interpreter_needs()
     argv = [
         shutil.which("bwrap") or "bwrap",
         "--die-with-parent",
@@ -189,35 +209,32 @@ def _bubblewrap_argv(limits: Limits, *, user_namespace: bool) -> list[str]:
     argv += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if user_namespace:
         argv += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
-    else:  # for `child.py` to become nobody with
+    else:  # for `child.py` to become somebody else with
         argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    for path in _readable():
-        for above in list(Path(path).parents)[-2::-1]:
-            argv += ["--perms", "755", "--dir", str(above)]
-        argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    argv += ["--perms", "755", "--dir", "/dev"]
-    for name in ("null", "zero", "random", "urandom"):
-        argv += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    argv += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    return [*argv, "--remount-ro", "/", "--", *_interpreter()]
+    # Before what is bound: the interpreter may be installed below a folder of that name.
+    argv += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp"]
+    devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
+    above = {str(parent) for path in (*needs.readable, *needs.links, *devices) for parent in Path(path).parents}
+    for path in sorted(above - {"/", "/tmp"}):
+        argv += ["--perms", "755", "--dir", path]
+    for path, target in needs.links.items():
+        argv += ["--symlink", target, path]
+    for path in needs.readable:
+        argv += ["--ro-bind", path, path]
+    for path in needs.hidden:
+        argv += ["--perms", "555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
+    for path in devices:
+        argv += ["--dev-bind", path, path]
+    return {"command": [*argv, "--chdir", "/tmp", "--remount-ro", "/", "--", *_program(user)]}
 
 
 @cache
 def mechanisms() -> dict[str, Mechanism]:
     """All mechanisms that could work for this user, the best kept first; whether one does, `probe` finds out."""
-    root = os.geteuid() == 0
-    # A root mapped into a user namespace still owns root's files. So a namespace for root starts as somebody else,
-    # which fails where the interpreter is in root's home, or is built by root, who becomes somebody else inside.
-    nobody = RunAs(user=_NOBODY, group=_NOBODY, extra_groups=[]) if root else RunAs()
-    jail = {"user namespaces": Mechanism(partial(_jail_argv, user_namespace=True), nobody)}
-    alone = threading.Lock()
-    if root:
-        by_root = partial(_jail_argv, user_namespace=False)
-        jail["namespaces by root"] = Mechanism(by_root, {})
-        jail["namespaces by root, one run at a time"] = Mechanism(by_root, {}, alone)
-    if shutil.which("bwrap") is None:
-        return jail
-    bubblewrap = {"bubblewrap": Mechanism(partial(_bubblewrap_argv, user_namespace=True), nobody)}
-    if root:
-        bubblewrap["bubblewrap by root"] = Mechanism(partial(_bubblewrap_argv, user_namespace=False), {})
-    return bubblewrap | jail
+    # A namespace built by somebody who owns nothing fails for root where the interpreter is in root's home.
+    jail = {"user namespaces": Mechanism(partial(_jail, user_namespace=True))}
+    bubblewrap = {"bubblewrap": Mechanism(partial(_bubblewrap, user_namespace=True))}
+    if os.geteuid() == 0:
+        jail["namespaces by root"] = Mechanism(partial(_jail, user_namespace=False), by_root=True)
+        bubblewrap["bubblewrap by root"] = Mechanism(partial(_bubblewrap, user_namespace=False), by_root=True)
+    return (bubblewrap if shutil.which("bwrap") else {}) | jail

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, TypedDict
 
-_STARTUP_S = 10.0
+_STARTUP_S = 20.0
 # A call that has used up its time is stopped inside the cage; where it resists, the parent waits this much longer.
 _GRACE_S = 0.5
 # CPU time is what is limited, and a busy machine gives a process little of it; one that sleeps or waits uses none.
@@ -149,7 +149,8 @@ def run_process(
     Args:
         argv: Command line of the cage.
         run_as: The user that starts it.
-        job: What the process reads on its standard input, to the end.
+        job: What the process reads on its standard input, after its length in digits and a newline. The pipe stays open
+            behind it: its end, which comes with the end of this process, ends the cage.
         call_s: CPU time of each call, in seconds; kept inside. Here `guard_s` of it bounds the time on the clock.
         load_s: CPU time for loading the program, in seconds, likewise.
         wall_s: Time on the clock for everything after the start, in seconds.
@@ -200,7 +201,7 @@ def _converse(
     output_bytes: int,
     on_output: Callable[[Output], bool] | None,
 ) -> tuple[str, str]:
-    pending, received = memoryview(job), 0
+    pending, received = memoryview(b"%d\n" % len(job) + job), 0
     into, out, _ = _pipes(process)
     deadline = min(end, time.monotonic() + limits[0] + _GRACE_S)
     with selectors.DefaultSelector() as selector:
@@ -216,8 +217,6 @@ def _converse(
                     pending = _write_some(into, pending)
                     if not pending:
                         selector.unregister(into)
-                        with contextlib.suppress(BrokenPipeError):
-                            into.close()
                     continue
                 data = os.read(out.fileno(), 1 << 16)
                 received += len(data)
@@ -244,7 +243,7 @@ def _write_some(into: IO[bytes], pending: memoryview) -> memoryview:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # The group holds the jail and the first process of its namespace, with which the kernel ends all others.
+    # The group holds the keeper and the first process of the namespace, with which the kernel ends all others.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,8 +1,10 @@
 """The cage for generated code: the one door to run it.
 
-A solution runs in a fresh interpreter without network, without the file system of the machine, as a user that owns
-nothing, under limits on time, memory, processes, files and output. It gets inputs and gives outputs; what the outputs
-should be stays with the caller. Where a part of that cannot be had, `run` refuses.
+A solution runs in a fresh interpreter without network, with nothing of the machine's file system but the standard
+library, as a user that owns nothing, under limits on time, memory, threads, files and output. It can start no other
+process, so that the limits of one are the limits of the cage, and it ends with kvbench, however that ends. It gets
+inputs and gives outputs; what the outputs should be stays with the caller. Where a part of that cannot be had, `run`
+refuses.
 """
 
 import os
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvbench.tasks.code.cage.advice import advice
 from kvbench.tasks.code.cage.mechanism import Limits, mechanisms, run_under
 from kvbench.tasks.code.cage.probe import Isolation, check_isolation
 from kvbench.tasks.code.cage.process import CageReport, Output
@@ -67,8 +70,8 @@ def run(
         raise CageRefused(
             "Generated code is not run on this machine because it cannot be isolated: "
             + "; ".join(isolation.missing)
-            + ". Install bubblewrap (for example `apt-get install bubblewrap`), or run where user namespaces are"
-            " permitted or as root in a container that may create namespaces (CAP_SYS_ADMIN)."
+            + ". "
+            + advice(isolation.missing)
         )
     limits = limits or Limits()
     seconds = [float(call_s)] * len(calls) if isinstance(call_s, int | float) else [float(value) for value in call_s]

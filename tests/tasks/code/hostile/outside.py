@@ -252,3 +252,90 @@ def _attack_device(folder, port, abstract, pid):
 def _attack_terminal(folder, port, abstract, pid):
     with open("/dev/tty", "w") as stream:
         stream.write("x")
+
+
+def _attack_virtual_machine_host(folder, port, abstract, pid):
+    import socket
+
+    link = socket.socket(40, socket.SOCK_STREAM)  # AF_VSOCK knows no network namespaces
+    link.connect((2, port))
+
+
+def _attack_every_family(folder, port, abstract, pid):
+    import socket
+
+    opened, last = [], None
+    for family in range(64):
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+            try:
+                socket.socket(family, kind).close()
+                opened.append(family)
+            except OSError as error:
+                last = last if family == socket.AF_UNIX else error
+    if set(opened) == {socket.AF_UNIX}:
+        raise last
+    return opened
+
+
+def _attack_every_pair(folder, port, abstract, pid):
+    import socket
+
+    return [family for family in range(64) if family != socket.AF_UNIX and _pair(socket, family)]
+
+
+def _pair(socket, family):
+    try:
+        return socket.socketpair(family)
+    except OSError:
+        return None
+
+
+def _attack_family_in_disguise(folder, port, abstract, pid):
+    import ctypes
+    import os
+
+    call = 41 if os.uname().machine == "x86_64" else 198
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = [libc.syscall(number, ctypes.c_long((1 << 32) + 40), 1, 0) for number in (call, call + (1 << 30))]
+    if max(found) < 0:
+        raise OSError("refused")
+    return found
+
+
+def _attack_ring(folder, port, abstract, pid):
+    import ctypes
+
+    # io_uring opens sockets without the call of that name.
+    if ctypes.CDLL(None).syscall(425, 8, ctypes.create_string_buffer(120)) < 0:
+        raise OSError("refused")
+
+
+def _attack_read_packages(folder, port, abstract, pid):
+    import os
+    import sys
+
+    places = [path + "/site-packages" for path in sys.path] + ["/usr/lib/python3/dist-packages"]
+    return _list(os, places)
+
+
+def _attack_read_programs(folder, port, abstract, pid):
+    import os
+
+    return _list(os, ["/usr/bin", "/bin", "/sbin", "/usr/local", "/usr/share/doc", "/etc/ssl", "/opt", "/var/lib"])
+
+
+def _list(os, places):
+    found = [entry for path in places if os.path.isdir(path) for entry in os.listdir(path)]
+    if not found:
+        raise LookupError("nothing to be found")
+    return found
+
+
+def _attack_outlive_the_death_of_the_parent(folder, port, abstract, pid):
+    import ctypes
+    import signal
+    import time
+
+    ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG: of nobody
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    time.sleep(20)

@@ -130,6 +130,66 @@ def _attack_memory_in_steps(folder, port, abstract, pid):
     return len(held)
 
 
+def _attack_processes_full_of_memory(folder, port, abstract, pid):
+    import os
+    import time
+
+    for _ in range(8):
+        if os.fork() == 0:
+            held = bytearray(b"x") * (512 << 20)
+            time.sleep(MAX_S)
+            os._exit(len(held) & 1)
+    time.sleep(MAX_S)
+
+
+def _attack_memory_in_threads(folder, port, abstract, pid):
+    import threading
+
+    held = []
+
+    def eat():
+        for _ in range(400):
+            held.append(bytearray(b"x") * (4 << 20))
+
+    made = [threading.Thread(target=eat) for _ in range(4)]
+    [one.start() for one in made]
+    [one.join() for one in made]
+    return len(held)
+
+
+def _attack_clone_past_the_library(folder, port, abstract, pid):
+    import ctypes
+    import os
+    import time
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    calls = (56, 57, 58) if os.uname().machine == "x86_64" else (220,)
+    started = [libc.syscall(call, 17, 0, 0, 0, 0) for call in calls for _ in range(20)]
+    if 0 in started:
+        time.sleep(MAX_S)
+        os._exit(0)
+    if max(started) < 0:
+        raise OSError("refused")
+    return started
+
+
+def _attack_thread_bomb(folder, port, abstract, pid):
+    import threading
+    import time
+
+    threading.stack_size(65536)
+    for _ in range(5000):
+        threading.Thread(target=time.sleep, args=(MAX_S,), daemon=True).start()
+    return "threads started"
+
+
+def _attack_replace_itself(folder, port, abstract, pid):
+    import os
+    import sys
+
+    os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep({MAX_S})"])
+
+
 def _attack_memory_file(folder, port, abstract, pid):
     import os
 
