@@ -92,7 +92,7 @@ class Counts:
     truncated: int = 0
     """Prompts the task's rule had to shorten."""
     quarantined: int = 0
-    """Rows of the data that could not be read and were set aside."""
+    """Rows of the data that were set aside: they could not be read, or nothing can be graded against them."""
     damaged: int = 0
     """Journal lines that a crash had torn, that were edited, or that another run wrote; their samples were done
     again."""
@@ -181,7 +181,7 @@ class RunRecord:
     comparison: Comparison | None = None
     """Difference to the full cache; None for the full cache itself and with `reference=none`."""
     quarantined: list[dict] = field(default_factory=list)
-    """The first rows of the data that could not be read: file, line, reason."""
+    """The first rows of the data that were set aside: file, line, reason."""
 
     @property
     def primary(self) -> str:

@@ -124,7 +124,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     if first.truncated:
         notes.append(f"Prompts longer than the task or model allows, which were shortened: {first.truncated}.")
     if first.quarantined:
-        notes.append(f"Rows of the data that could not be read (listed in run.json): {first.quarantined}.")
+        notes.append(f"Rows of the data that were set aside (listed in run.json): {first.quarantined}.")
     return notes
 
 

@@ -58,6 +58,7 @@ def load_problems(
     meta_keys: Sequence[str] = (),
     group_by: str | None = None,
     reference: Callable[[dict], object] = lambda doc: doc["answer"],
+    unusable: Callable[[Sequence[dict]], Mapping[int, str]] = lambda docs: {},
 ) -> ProblemSet:
     """Build a task from lm-eval YAMLs whose documents have `context`, `gold`, `index` and the fields of their prompt.
 
@@ -75,9 +76,11 @@ def load_problems(
         meta_keys: Fields of a document that its records keep.
         group_by: See `ProblemSet`.
         reference: What an answer is scored against, for the fingerprint.
+        unusable: Takes the documents of a YAML that will be asked, before anything is generated, and gives the `index`
+            of each that no answer can be graded against, with the reason. Its row is set aside, as a broken one is.
 
     Raises:
-        ValueError: Data is missing or broken, or the protocol wants a context where a problem has none.
+        ValueError: Data is missing or broken, no row is left, or the protocol wants a context where a problem has none.
     """
     tasks = load_lmeval_tasks(folder, yaml_names, metadata)
     requests: list[Request] = []
@@ -85,11 +88,22 @@ def load_problems(
     quarantined: list[dict] = []
     builders = [PromptBuilder(model, protocol, PromptRules.from_yaml(task.config)) for task in tasks.values()]
     for (yaml_name, task), builder in zip(tasks.items(), builders, strict=True):
-        quarantined += task.dataset["test"].quarantined
-        for _, doc in task.doc_iterator(limit=limit):
+        rows = task.dataset["test"]
+        docs = [doc for _, doc in task.doc_iterator(limit=limit)]
+        reasons = unusable(docs)
+        quarantined += [*rows.quarantined, *(rows.set_aside(index, reason) for index, reason in reasons.items())]
+        for doc in docs:
+            if doc["index"] in reasons:
+                continue
             request = _request(name, task, builder, doc, meta_keys, yaml_name if len(tasks) > 1 else "")
             requests.append(request)
             scored[request.sample_id] = (task, doc | {"thinking_opened": builder.opens_thoughts(request)})
+    if not requests:
+        first = quarantined[-1]
+        raise ValueError(
+            f"task={name} has no row that answers can be graded against; the last, {first['file']}:{first['line']}: "
+            f"{first['reason']}; compare the file with its release, or raise limit"
+        )
     references = {key: reference(doc) for key, (_, doc) in scored.items()}
     asked = builders[0]  # the YAMLs of one form ask alike
     if protocol.thinking is not None and not asked.chat:

@@ -26,12 +26,29 @@ class Rows(list[dict[str, Any]]):
             aside.
         quarantined: Rows that did not: dicts with `file`, `line` (from 1) and `reason`.
         origin: Where the rows came from: `data_dir`, `cache`, `hub` or `generated`.
+        file: Name of the file for messages.
     """
 
-    def __init__(self, rows: Iterable[dict[str, Any]], *, quarantined: Sequence[dict] = (), origin: str = "") -> None:
+    def __init__(
+        self, rows: Iterable[dict[str, Any]], *, quarantined: Sequence[dict] = (), origin: str = "", file: str = ""
+    ) -> None:
         super().__init__(rows)
         self.quarantined = list(quarantined)
         self.origin = origin
+        self.file = file
+
+    def made_into(self, documents: Iterable[dict[str, Any]], *, skipped: Sequence[dict] = ()) -> "Rows":
+        """What a task makes of these rows, with their file and with what was set aside.
+
+        Args:
+            documents: Each with the `index` of its row.
+            skipped: Rows of other files that were set aside on the way.
+        """
+        return Rows(documents, quarantined=[*self.quarantined, *skipped], origin=self.origin, file=self.file)
+
+    def set_aside(self, index: int, reason: str) -> dict:
+        """What `quarantined` says of the row with this index, when it cannot be used."""
+        return {"file": self.file, "line": index + 1, "reason": reason}
 
     @property
     def features(self) -> dict[str, None]:
@@ -98,7 +115,7 @@ def read_rows(source: Source, check: RowCheck) -> Rows:
             f"all {len(quarantined)} rows of {source.name} are broken; the first, line {first['line']}: "
             f"{first['reason']}; fetch or copy the file again"
         )
-    return Rows(rows, quarantined=quarantined, origin=source.origin)
+    return Rows(rows, quarantined=quarantined, origin=source.origin, file=source.name)
 
 
 def _parse(line: bytes) -> dict[str, Any]:

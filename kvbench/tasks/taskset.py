@@ -34,7 +34,7 @@ class TaskSet:
         protocol: Every choice of how the task is posed and scored, as JSON types; it goes into each result row.
         fingerprint: 64 hex digits over prompts, reference answers and the code that makes and scores them.
         requests: What to ask, subset by subset.
-        quarantined: Rows that could not be used: `file`, `line`, `reason`.
+        quarantined: Rows that were set aside: `file`, `line`, `reason`.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
         scorer: (sample id, answer) -> scores.

@@ -30,7 +30,7 @@ def test_table_shows_the_numbers(tmp_path):
     assert f"{comparison.num_worse} worse, {comparison.num_better} better" in text
     for part in ("23 of 24", "524 B", "52.4 %", "45.0 %", "120.0 %", "Speed is no claim for full, half", "1 gave NaN"):
         assert part in text, part
-    assert "could not be read (listed in run.json): 1." in text
+    assert "were set aside (listed in run.json): 1." in text
     assert "..." not in text and "\u2026" not in text
     rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
     assert [line.split()[0] for line in rows] == ["full", "half"] * 2

@@ -9,11 +9,13 @@ from omegaconf import OmegaConf
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
 from kvbench.config.files import conf_folder
-from kvbench.tasks import load_task
+from kvbench.tasks import aime, load_task
 from kvbench.tasks.code.extract import STOP_WORDS
 from kvbench.tasks.gsm8k.shots import COT8
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.mathematics.dataset import SUBJECTS
+from kvbench.tasks.problem_set import load_problems
+from kvbench.tasks.protocol import Protocol
 
 CODE_TASKS = ("humaneval_plus", "mbpp_plus")
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -212,6 +214,37 @@ def test_broken_rows_are_set_aside(name: str, model, tmp_path: Path, no_cage) ->
     folder_of(tmp_path, name, *lines)
     with pytest.raises(ValueError, match="rows of .* are broken; the first, line 1"):
         load(model, name, tmp_path)
+
+
+def test_rows_that_nothing_can_be_graded_against_are_set_aside(model, tmp_path: Path) -> None:
+    """A task sees what will be asked before anything is generated, and its reasons stand beside those of broken
+    rows; the other ids do not shift; without a row left it refuses."""
+    lines = [AIME, b"{cut", AIME | {"problem": "bad"}, AIME | {"problem": "good"}, AIME | {"problem": "bad too"}]
+    path = folder_of(tmp_path, "aime24", *lines) / "test.jsonl"
+
+    def loaded(limit: int | None, word: str = "bad"):
+        return load_problems(
+            name="aime24",
+            folder=Path(aime.__file__).parent,
+            yaml_names=["kvbench_aime24"],
+            metadata={"data_dir": str(tmp_path)},
+            model=model,
+            limit=limit,
+            protocol=Protocol(max_new_tokens=64),
+            metrics=aime.METRICS,
+            primary="correct",
+            describe={},
+            unusable=lambda docs: {doc["index"]: "no reference" for doc in docs if word in doc["problem"]},
+        )
+
+    task = loaded(None)
+    assert [request.sample_id for request in task.requests] == ["aime24/0", "aime24/3"]
+    assert [(row["file"], row["line"]) for row in task.quarantined] == [(str(path), line) for line in (2, 3, 5)]
+    assert [row["reason"] for row in task.quarantined[1:]] == ["no reference"] * 2
+    assert [row["line"] for row in loaded(3).quarantined] == [2, 3]  # what is not asked is not looked at
+    assert task.fingerprint != loaded(None, "too").fingerprint
+    with pytest.raises(ValueError, match=r"no row that answers can be graded against; the last, .*:5: no reference"):
+        loaded(None, "")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -72,7 +72,7 @@ def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Row
     """
     rows = find_rows(place(subset), data_dir, check_row)
     documents = [row | {"context": "", "gold": _gold(row)} for row in rows]
-    return {"test": Rows(documents, quarantined=rows.quarantined, origin=rows.origin)}
+    return {"test": rows.made_into(documents)}
 
 
 def _gold(row: Mapping[str, Any]) -> str:

@@ -118,7 +118,7 @@ def load(
         }
         for row in rows
     ]
-    return {"test": Rows(documents, quarantined=rows.quarantined, origin=rows.origin)}
+    return {"test": rows.made_into(documents)}
 
 
 def _gold(subset: str, form: str, row: Mapping[str, str]) -> str:

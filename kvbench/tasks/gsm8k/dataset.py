@@ -85,7 +85,7 @@ def load(form: str, data_dir: str | None = None, seed: int = 0, **_: object) -> 
             f"Question: {row['question']}\nAnswer: {row['solution']}\n#### {row['answer']}\n\n" for row in shots
         )
     documents = [row | {"context": context, "gold": _gold(form, row)} for row in rows]
-    return {"test": Rows(documents, quarantined=[*rows.quarantined, *skipped], origin=rows.origin)}
+    return {"test": rows.made_into(documents, skipped=skipped)}
 
 
 def _gold(form: str, row: Mapping[str, Any]) -> str:

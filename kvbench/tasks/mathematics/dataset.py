@@ -132,4 +132,4 @@ def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: obj
         }
         for row in rows
     ]
-    return {"test": Rows(documents, quarantined=rows.quarantined, origin=rows.origin)}
+    return {"test": rows.made_into(documents)}
