@@ -43,6 +43,7 @@ class FakeTask:
     protocol: dict = field(default_factory=lambda: {"query_aware": True})
     quarantined: list = field(default_factory=list)
     primary: str = "exact"
+    grading_limit_s: float | None = 60.0
 
     @property
     def metrics(self) -> dict:

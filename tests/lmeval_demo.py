@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbench.lm import KvbenchLM
-from kvbench.runs.run import score_outcome
+from kvbench.runs.grading import grade_outcome
 from kvbench.tasks import load_task
 
 TINY = {
@@ -99,7 +99,7 @@ def answered(lm: KvbenchLM, task) -> list[dict]:
             "subset": request.subset,
             "text": outcomes[request.sample_id].text,
             "choices": outcomes[request.sample_id].choices,
-            "scores": score_outcome(task, request, outcomes[request.sample_id]),
+            "scores": grade_outcome(task, request, outcomes[request.sample_id])[1],
         }
         for request in task.requests
     ]

@@ -282,7 +282,7 @@ def settings_rows(group: Group) -> list[dict]:
         mine = {key: value for key, value in run.record.identity.get("method", {}).items() if key != "_target_"}
         words = ", ".join(safe(f"{key}={value}", SETTING_LENGTH) for key, value in mine.items())
         state = "complete" if run.complete else f"incomplete, {run.progress}"
-        odd = [f"{count} {name}" for name in ("oom", "nan") if (count := getattr(run.record.counts, name))]
+        odd = [f"{count} {name}" for name in ("oom", "nan", "ungraded") if (count := getattr(run.record.counts, name))]
         rows.append(
             {"label": run.label, "state": ", ".join([state, *odd]), "settings": words or "none", "folder": run.name}
         )

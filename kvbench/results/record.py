@@ -89,6 +89,8 @@ class Counts:
     oom: int = 0
     """Answers that did not fit in memory or in the page budget. They are left out of the scores, not counted as
     wrong."""
+    ungraded: int = 0
+    """Answers whose grader failed or took too long. They are left out of the scores, not counted as wrong."""
     truncated: int = 0
     """Prompts the task's rule had to shorten."""
     quarantined: int = 0

@@ -54,14 +54,15 @@ class SampleRecord(TypedDict):
     """Group that scores are averaged over."""
     repeat: int
     """Which of the answers to this prompt, from 0."""
-    status: Literal["ok", "nan", "oom"]
-    """`ok`; `nan`: logits or scores were not finite; `oom`: it did not fit in memory or in the page budget."""
+    status: Literal["ok", "nan", "oom", "ungraded"]
+    """`ok`; `nan`: logits or scores were not finite; `oom`: it did not fit in memory or in the page budget; `ungraded`:
+    there is an answer, and its grader failed or took too long."""
     text: str
-    """The answer, cut at the stop rule; empty when the status is not ok."""
+    """The answer, cut at the stop rule; empty without one."""
     token_ids: NotRequired[list[int]]
     """The answer's tokens, stop token excluded. `read_samples` leaves them out."""
     finish: str
-    """Why the answer ended: `stop`, `eos`, `length`, or `none` when the status is not ok."""
+    """Why the answer ended: `stop`, `eos`, `length`, or `none` without an answer."""
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
     fidelity: dict[str, float | None] | None
@@ -78,9 +79,9 @@ class SampleRecord(TypedDict):
     `resident_bytes`, and `fp16_bytes`, an FP16 full cache of the same tokens. Over time: `average_bytes` (mean over
     decode steps), `average_ratio` (mean of each step's share of its FP16 cache), `peak_bytes`, `staging_peak_bytes`
     (uncompressed prompt held while it was compressed). Shares of the FP16 cache: `ratio`, `payload_ratio`. And the
-    size of a page, `page_bytes`. Empty when the status is not ok."""
+    size of a page, `page_bytes`. Empty without an answer."""
     kept: Kept
-    """What the method did. Empty when the status is not ok."""
+    """What the method did. Empty without an answer."""
     num_prompt_tokens: int
     """Length of the prompt as run, in tokens."""
     num_prompt_tokens_untruncated: int
@@ -120,7 +121,7 @@ def journal_record(
         "sample_id": outcome.sample_id,
         "subset": request.subset,
         "repeat": outcome.repeat,
-        "status": cast(Literal["ok", "nan", "oom"], outcome.status),
+        "status": cast(Literal["ok", "nan", "oom", "ungraded"], outcome.status),
         "text": outcome.text,
         "token_ids": list(outcome.token_ids),
         "finish": outcome.finish,

@@ -139,6 +139,7 @@ def counts(
         ok=statuses.count("ok"),
         nan=statuses.count("nan"),
         oom=statuses.count("oom"),
+        ungraded=statuses.count("ungraded"),
         truncated=sum(request.truncated for request in requests),
         quarantined=num_quarantined,
         damaged=num_damaged,

@@ -21,6 +21,7 @@ from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
 from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
+from kvbench.runs.grading import grade_outcome
 from kvbench.runs.parts import Parts, default_parts
 from kvbench.show.progress import Progress, note
 
@@ -62,13 +63,6 @@ def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Jou
         if any((item.sample_id, repeat) not in journal for item in group for repeat in range(item.num_samples)):
             todo.extend(group)
     return todo
-
-
-def score_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> dict[str, float]:
-    """The scores of one answer, by its text or by its choices' log-likelihoods; none for one that did not end well."""
-    if outcome.status != "ok":
-        return {}
-    return task.score_choices(request, outcome.choices) if request.choices else task.score(request, outcome.text)
 
 
 @contextmanager
@@ -136,7 +130,8 @@ def record_answers(
         if (outcome.sample_id, outcome.repeat) in journal:
             return
         request = by_id[outcome.sample_id]
-        record = journal_record(request, outcome, score_outcome(task, request, outcome), task.protocol)
+        graded, scores = grade_outcome(task, request, outcome)
+        record = journal_record(request, graded, scores, task.protocol)
         if not with_timing:
             del record["timing"]
         journal.append(record)

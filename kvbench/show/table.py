@@ -112,6 +112,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         odd = [
             f"{counts.nan} gave NaN" if counts.nan else "",
             f"{counts.oom} ran out of memory" if counts.oom else "",
+            f"{counts.ungraded} could not be graded" if counts.ungraded else "",
             f"{counts.total - counts.done} not done" if counts.done < counts.total else "",
         ]
         if any(odd):

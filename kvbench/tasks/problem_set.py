@@ -59,6 +59,7 @@ def load_problems(
     group_by: str | None = None,
     reference: Callable[[dict], object] = lambda doc: doc["answer"],
     unusable: Callable[[Sequence[dict]], Mapping[int, str]] = lambda docs: {},
+    grading_limit_s: float | None = 120.0,
 ) -> ProblemSet:
     """Build a task from lm-eval YAMLs whose documents have `context`, `gold`, `index` and the fields of their prompt.
 
@@ -78,6 +79,7 @@ def load_problems(
         reference: What an answer is scored against, for the fingerprint.
         unusable: Takes the documents of a YAML that will be asked, before anything is generated, and gives the `index`
             of each that no answer can be graded against, with the reason. Its row is set aside, as a broken one is.
+        grading_limit_s: See `TaskSet`.
 
     Raises:
         ValueError: Data is missing or broken, no row is left, or the protocol wants a context where a problem has none.
@@ -123,6 +125,7 @@ def load_problems(
         scorer=scorer_of(scored),
         quarantined=quarantined,
         group_by=group_by,
+        grading_limit_s=grading_limit_s,
     )
 
 

@@ -38,6 +38,7 @@ class TaskSet:
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
         scorer: (sample id, answer) -> scores.
+        grading_limit_s: Longest time to grade one answer, wall time; None for a grader that has limits of its own.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TaskSet:
     primary: str
     scorer: Callable[[str, str], Mapping[str, float]]
     quarantined: list[dict] = field(default_factory=list)
+    grading_limit_s: float | None = 120.0
 
     def score(self, request: Request, text: str) -> dict[str, float]:
         """Score one answer.

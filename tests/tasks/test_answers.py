@@ -104,6 +104,7 @@ def test_gsm8k_tells_wrong_from_unparsed() -> None:
         ("\\boxed{\\frac{1}{2}}", None),
         ("\\boxed{42.5}", None),
         ("\\boxed{4 2x}", None),
+        ("\\boxed{1 2}", None),
         ("first \\boxed{1}, no: \\boxed{2}", 2),
         ("The answer is 042.", 42),
         ("The answer is $42$.", 42),
@@ -114,7 +115,42 @@ def test_gsm8k_tells_wrong_from_unparsed() -> None:
 )
 def test_aime_answers(text: str, expected: int | None) -> None:
     """Whole numbers with leading zeros; a bare number is no final answer."""
-    assert aime.find_answer(text) == expected
+    found = aime.find_answer(text)
+    assert (None if found is None else aime.to_integer(found)) == expected
+
+
+@pytest.mark.parametrize(
+    ("box", "right"),
+    [
+        ("\\boxed{70^\\circ}", True),
+        ("\\boxed{70^{\\circ}}", True),
+        ("\\boxed{70\u00b0}", True),
+        ("\\boxed{70\\text{ degrees}}", True),
+        ("\\boxed{70\\text{ units}}", True),
+        ("\\boxed{70 \\text{ cm}^2}", True),
+        ("\\boxed{\\$70}", True),
+        ("\\boxed{N \\equiv 70}", True),
+        ("\\boxed{N \\equiv 70 \\pmod{1000}}", True),
+        ("\\boxed{070 \\text{ (mod 1000)}}", True),
+        ("\\boxed{\\frac{140}{2}}", True),
+        ("\\boxed{\\dfrac{140}{2}}", True),
+        ("\\boxed70", True),
+        ("The answer is $70^\\circ$.", True),
+        ("\\boxed{7,0}", False),
+        ("\\boxed{7 0}", False),
+        ("\\boxed{(7)(0)}", False),
+        ("\\boxed{7\\text{ or }0}", False),
+        ("\\boxed{70, 71}", False),
+        ("\\boxed{\\frac{141}{2}}", False),
+        ("\\boxed{\u221270}", False),
+        ("\\boxed{1070 \\pmod{1000}}", False),
+        ("\\boxed{70x}", False),
+        ("\\boxed{70^2}", False),
+    ],
+)
+def test_aime_takes_units_and_values_but_nothing_else(box: str, right: bool) -> None:
+    """Degrees, units, dollars, congruences and fractions are read as people read them; other numbers stay others."""
+    assert aime.grade("70", box) == {"correct": float(right), "parsed": 1.0}
 
 
 def test_aime_thinking_traces() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "correct": MetricInfo(True, "the whole number in the last box (or behind 'the answer is') is right"),
-    "parsed": MetricInfo(True, "the answer ends in a whole number to grade; a wrong one is not a parse failure"),
+    "parsed": MetricInfo(True, "the answer ends in a number to grade; a wrong one is not a parse failure"),
 }
 _FOLDER = Path(__file__).resolve().parent
 

@@ -2,30 +2,60 @@
 
 import re
 
-from kvbench.tasks.answers import after_thinking, last_boxed, to_number
+from kvbench.tasks.answers import DIGITS, after_thinking, last_boxed, to_number
+from kvbench.tasks.latex import equivalent, plain_signs
 
-_WRAPPERS = re.compile(r"\\(?:textbf|text|mathbf|mbox|mathrm)\s*|\\[!,;: ]|[{}()\s$*]")
-_PHRASE = re.compile(r"\banswer\s*(?:is|:)[\s:*$]*(?:\\\(\s*)?(\d[\d,]*(?:\.\d+)?)(?![\d/])", re.IGNORECASE)
+MAX_ANSWER_CHARS = 200
+_MODULUS = re.compile(r"\\p?mod\s*\{?\s*\d+\s*\}?|\(\s*\\?(?:p|b)?mod(?:ulo)?\s*\d+\s*\)")
+_WORDS = re.compile(r"\\(?:text(?:bf|rm|it)?|mathbf|mathrm|mbox)\s*\{[^{}\d]*\}(?:\s*\^\s*\{?\d\}?)?")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-z])|\u00b0|\b(?:degrees?|units?|dollars?)\b")
+_WRAPPERS = re.compile(r"\\(?:text(?:bf|rm|it)?|mathbf|mathrm|mbox)\s*|\\[!,;: $]|[{}()\s$*]")
+_WHOLE = re.compile(r"-?(?:\d{1,3}(?:,\d{3})++|\d++)(?:\.0*+)?")
+_SEVERAL = re.compile(r",|\d\s++\d")
+_PHRASE = re.compile(rf"\banswer\s*+(?:is|:)[\s:*$]*+(?:\\\(\s*+)?({DIGITS}(?:\.\d++)?)(?![\d/])", re.IGNORECASE)
+
+
+def bare_answer(latex: str) -> str:
+    """What a box holds without degrees, units, dollars, a modulus, and what is said to be equal."""
+    text = _MODULUS.sub(" ", plain_signs(latex).replace("{,}", ","))
+    text = _DEGREES.sub(" ", _WORDS.sub(" ", text)).replace("\\equiv", "=")
+    return text.rpartition("=")[2].strip().rstrip(".")
 
 
 def to_integer(text: str) -> int | None:
-    """A whole number as it may stand in a box: leading zeros, commas, bold, `m+n = 113` and `70.0` are understood.
+    """A whole number as it may stand in a box: leading zeros, commas, bold, `m+n = 113`, `70.0` and `336^\\circ` are
+    understood.
 
     Returns:
         The number, or None for anything else.
     """
-    bare = _WRAPPERS.sub("", text).rpartition("=")[2]
-    value = to_number(bare) if re.fullmatch(r"-?[\d,]+(?:\.0*)?", bare) else None
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    bare = _WRAPPERS.sub(" ", bare_answer(text)).strip()
+    value = to_number(bare) if _WHOLE.fullmatch(bare) else None
     return None if value is None else int(value)
 
 
-def find_answer(text: str) -> int | None:
-    """The whole number in the last box; without a box, the one behind the last "answer is"; else None."""
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return to_integer(boxed)
-    phrases = _PHRASE.findall(text)
-    return to_integer(phrases[-1]) if phrases else None
+def find_answer(text: str) -> str | None:
+    """The last box; without a box, the number behind the last "answer is"; else None, as for an absurdly long one."""
+    found = last_boxed(text)
+    if found is None:
+        found = next(reversed(_PHRASE.findall(text)), None)
+    return None if found is None or len(found) > MAX_ANSWER_CHARS else found
+
+
+def is_right(reference: str, answer: str) -> bool:
+    """Whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`).
+
+    Raises:
+        TimeoutError: The comparison took too long.
+    """
+    value = to_integer(answer)
+    if value is not None:
+        return value == int(reference)
+    bare = bare_answer(answer)
+    # Two numbers are no answer, and without a digit there is none.
+    return not _SEVERAL.search(bare) and any(map(str.isdigit, bare)) and equivalent(reference, bare)
 
 
 def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
@@ -37,11 +67,26 @@ def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
         opened: The prompt opened the thoughts.
 
     Returns:
-        `correct` and `parsed`, each 0 or 1.
+        `correct` and `parsed` (it ends in something with a digit), each 0 or 1.
+
+    Raises:
+        TimeoutError: The comparison took too long.
     """
     rest = after_thinking(text, opened)
-    value = None if rest is None else find_answer(rest)
-    return {"correct": float(value is not None and value == int(reference)), "parsed": float(value is not None)}
+    answer = None if rest is None else find_answer(rest)
+    if answer is None or not any(map(str.isdigit, answer)):
+        return {"correct": 0.0, "parsed": 0.0}
+    return {"correct": float(is_right(reference, answer)), "parsed": 1.0}
+
+
+def vote(text: str, opened: bool = False) -> str | None:
+    """What an answer votes for among several to one problem: its number, else what it says; None for none."""
+    rest = after_thinking(text, opened)
+    answer = None if rest is None else find_answer(rest)
+    if answer is None or not any(map(str.isdigit, answer)):
+        return None
+    value = to_integer(answer)
+    return bare_answer(answer) if value is None else str(value)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:

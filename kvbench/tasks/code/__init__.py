@@ -65,4 +65,5 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         describe={"form": form},
         meta_keys=("task_id",),
         reference=lambda doc: doc["row"],
+        grading_limit_s=None,  # the cage ends a program
     )

@@ -5,11 +5,14 @@ from decimal import Decimal
 
 from kvbench.tasks.answers import NUMBER, after_thinking, last_boxed, to_number
 
-_HASHES = re.compile(rf"####\s*(?:\*\*)?({NUMBER})")
-_SENTENCE = re.compile(rf"\bThe answer is\s*({NUMBER})")
+# A sum that is written out stands for what it comes to: 3 + 4 = 7 is 7.
+_VALUE = rf"(?:{NUMBER}(?:\s?(?:[-+*/\u2212\u00d7\u00f7]|\\times|\\cdot)\s?{NUMBER}){{1,20}}+\s?=\s?)?+({NUMBER})"
+_HASHES = re.compile(rf"####\s*+(?:\*\*)?({NUMBER})")
+_SENTENCE = re.compile(rf"\bThe answer is\s*+{_VALUE}")
 # What chat models put between the phrase and the number: a colon, bold, mathematics.
 _PHRASE = re.compile(
-    rf"\banswer\s*(?:is|:)[\s:*]*(?:approximately|about)?[\s:*]*(?:\\[(\[]|\\boxed\{{|\$|\s)*({NUMBER})", re.IGNORECASE
+    r"\banswer\s*+(?:is|:)[\s:*]*+(?:(?:approximately|about)[\s:*]*+)?(?:\\[(\[]|\\boxed\{|\$|\s)*+" + _VALUE,
+    re.IGNORECASE,
 )
 _NUMBER = re.compile(NUMBER)
 
@@ -27,7 +30,8 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
         the last box; else the last in the text; None without any.
 
     Source: lm-eval 0.4.13 gsm8k (strict and flexible filters) and gsm8k_cot, joined; the original's `####`.
-    Differs: one rule for all forms; currency signs, thousands commas and trailing dots do not matter; 18.00 is 18.
+    Differs: one rule for all forms; currency signs, marks for the thousands and trailing dots do not matter; 18.00 is
+        18; the minus of typesetting is one; behind the phrase, 3 + 4 = 7 is 7.
     """
     for pattern in (_HASHES, _SENTENCE, _PHRASE):
         found = pattern.findall(text)

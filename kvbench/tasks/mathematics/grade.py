@@ -1,24 +1,19 @@
-"""Grades MATH: the last boxed or final answer, compared with the reference by math-verify.
-
-math-verify needs sympy, which takes a second to import; it is imported when the first answer is graded.
-"""
+"""Grades MATH: the last boxed or final answer, compared with the reference by math-verify."""
 
 import re
-import threading
+from collections import deque
+from collections.abc import Iterator
 
-from kvbench.tasks.answers import after_thinking, last_boxed
+from kvbench.tasks.answers import GROUP, MINUS, after_thinking, last_boxed
+from kvbench.tasks.latex import equivalent, normalise
 
 # Longer than any reference by far; keeps sympy away from runaway answers, which it would chew on for minutes.
 MAX_ANSWER_CHARS = 1000
-_TIMEOUT_S = 5
-_FINAL = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*:?\s*(.+)", re.IGNORECASE)
-_MATH = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_LAST_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
-_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\s*\{([^{}]*)\}")
-# The base of a number system (52_8), and the power of a unit (15\\mbox{ cm}^2): math-verify drops both.
-_BASE = re.compile(r"\d_\{?(\d+)\}?$")
-_UNIT_POWER = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*\^\{?(\d+)\}?$")
-_DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\\$|[\s$]")
+_FINAL = re.compile(r"answer\s*+(?:is|:|=)\s*+(?::\s*+)?", re.IGNORECASE)
+_MATH = re.compile(r"\\[(\[]|\\.|\$\$?", re.DOTALL)
+_DOLLARS = re.compile(r"((?:[^$\\]|\\.)++)\$\$?", re.DOTALL)
+_LAST_NUMBER = re.compile(rf"[{MINUS}]?\d++(?:(?:,|{GROUP})\d{{3}}(?!\d))*+(?:\.\d++)?(?:/\d++)?")
+_HOPE = "I hope it is correct"  # how the examples of Minerva's prompt end
 
 
 def find_answer(text: str) -> str | None:
@@ -32,48 +27,38 @@ def find_answer(text: str) -> str | None:
     """
     found = last_boxed(text)
     if found is None:
-        phrases = _FINAL.findall(text)
-        tail = phrases[-1] if phrases else text
-        spans = [next(part for part in match if part) for match in _MATH.findall(tail)]
-        numbers = _LAST_NUMBER.findall(tail)
+        phrase = next(iter(deque(_FINAL.finditer(text), maxlen=1)), None)
+        tail = text[phrase.end() :].partition("\n")[0].partition(_HOPE)[0] if phrase else text
+        spans = list(_mathematics(tail))
+        words = tail.rstrip(" .*").lstrip(" *")
         if spans:
-            found = spans[0] if phrases else spans[-1]
-        elif phrases and tail.strip(" .*"):
-            found = tail.strip(" .*")
+            found = spans[0] if phrase else spans[-1]
+        elif phrase and words:
+            found = words
         else:
+            numbers = _LAST_NUMBER.findall(tail)
             found = numbers[-1] if numbers else None
     if found is None or not found.strip() or len(found) > MAX_ANSWER_CHARS:
         return None
     return found.strip()
 
 
-def normalise(latex: str) -> str:
-    """A light normal form for equality as text: no spaces, sizes or text commands; one kind of fraction."""
-    latex = _TEXT.sub(r"\1", latex.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
-    return _DROPPED.sub("", latex).rstrip(".").replace("^{\\circ}", "").replace("^\\circ", "").replace("\\%", "")
-
-
-def equivalent(reference: str, answer: str) -> bool:
-    """Whether two final answers are the same: as text after `normalise`, or as mathematics.
-
-    math-verify's time limits rest on SIGALRM, which only the main thread may use; elsewhere it runs without them, on
-    answers that `MAX_ANSWER_CHARS` keeps short.
-
-    Args:
-        reference: The right answer, LaTeX.
-        answer: The other one.
-    """
-    if normalise(reference) == normalise(answer):
-        return True
-    for pattern in (_BASE, _UNIT_POWER):
-        wanted, given = pattern.search(reference.strip()), pattern.search(answer.strip())
-        if wanted and given and wanted[1] != given[1]:
-            return False
-    from math_verify import parse, verify
-
-    limit = _TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    gold, given = (parse(f"\\boxed{{{latex}}}", parsing_timeout=limit) for latex in (reference, answer))
-    return bool(gold and given and verify(gold, given, timeout_seconds=limit))
+def _mathematics(text: str) -> Iterator[str]:
+    """What stands between dollars, `\\(` and `\\)`, or `\\[` and `\\]`, in order; an escaped dollar is none."""
+    place, ends = 0, {"\\(": "\\)", "\\[": "\\]"}
+    while sign := _MATH.search(text, place):
+        place = sign.end()
+        if sign[0].startswith("$"):
+            if found := _DOLLARS.match(text, place):
+                place = found.end()
+                yield found[1]
+        elif close := ends.get(sign[0]):
+            end = text.find(close, place + 1)
+            if end < 0:
+                del ends[sign[0]]  # nothing closes the others either
+            else:
+                yield text[place:end]
+                place = end + len(close)
 
 
 def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
@@ -92,6 +77,13 @@ def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
     if answer is None:
         return {"correct": 0.0, "parsed": 0.0}
     return {"correct": float(equivalent(reference, answer)), "parsed": 1.0}
+
+
+def vote(text: str, opened: bool = False) -> str | None:
+    """What an answer votes for among several to one problem: its final answer in normal form; None for none."""
+    rest = after_thinking(text, opened)
+    answer = None if rest is None else find_answer(rest)
+    return None if answer is None else normalise(answer)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:

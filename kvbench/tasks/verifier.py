@@ -1,0 +1,112 @@
+"""math-verify in a process of its own, which a time limit can end whatever it is doing.
+
+sympy may chew on ten characters for hours, in C code that no exception interrupts, or take all memory. Alarms inside
+math-verify reach the main thread only, and what they stop counts as a wrong answer without a word. Here a comparison
+that takes too long raises.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+CPU_S = 5.0  # processor time of one comparison, so that a busy machine changes no verdict
+WALL_S = 100.0  # for a process that is stuck without computing
+MEMORY_BYTES = 4 << 30
+
+
+class Verifier:
+    """Compares final answers in another process, one at a time; thread-safe. The process starts when it is needed."""
+
+    def __init__(self, cpu_s: float = CPU_S, wall_s: float = WALL_S) -> None:
+        self._cpu_s, self._wall_s = cpu_s, wall_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def equal(self, reference: str, answer: str) -> bool:
+        """Whether math-verify finds two pieces of LaTeX equal; False also for what it cannot read.
+
+        Raises:
+            TimeoutError: It did not end in time.
+            RuntimeError: The process died of something else.
+        """
+        with self._lock:
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps([reference, answer]).encode() + b"\n")
+                process.stdin.flush()
+                reply = process.stdout.readline() if self._answers(process.stdout.fileno()) else b""
+            except BaseException as error:
+                self._end()  # what comes out later belongs to no question
+                if isinstance(error, BrokenPipeError):
+                    raise RuntimeError("the process of math-verify has ended") from error
+                raise
+            if reply.endswith(b"\n"):
+                return bool(json.loads(reply))
+            code = self._end()
+        if code in (-signal.SIGPROF, -signal.SIGKILL):
+            raise TimeoutError(f"math-verify did not end in {self._cpu_s:g} s of processor time")
+        raise RuntimeError(f"the process of math-verify ended with code {code}; does `import math_verify` work?")
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        # -P: the files beside this one must not stand for the modules of others.
+        words = [sys.executable, "-P", __file__, str(self._cpu_s)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def _answers(self, descriptor: int) -> bool:
+        """Wait for something to read; False at the end of the wait."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(1000 * self._wall_s))
+
+    def _end(self) -> int:
+        process, self._process = self._process, None
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.wait(0.5)  # one that died by itself says of what
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        return process.wait()
+
+    def close(self) -> None:
+        """End the process; the next question starts another."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._end()
+
+
+shared = Verifier()
+atexit.register(shared.close)
+
+
+def _serve(cpu_s: float) -> None:
+    """Answer questions until the other side is gone; die of SIGPROF when one takes too long."""
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print is no answer
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from math_verify import parse, verify
+
+    for line in sys.stdin:
+        gold, given = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        sides = [parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in (gold, given)]
+        equal = bool(all(sides) and verify(*sides, timeout_seconds=None))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        out.write(json.dumps(equal).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _serve(float(sys.argv[1]))
