@@ -44,6 +44,7 @@ class FakeTask:
     quarantined: list = field(default_factory=list)
     primary: str = "exact"
     grading_limit_s: float | None = 60.0
+    copies: list = field(default_factory=list)
 
     @property
     def metrics(self) -> dict:
