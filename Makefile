@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style types docs test test-code test-killed test-arm fuzz mutants smoke clean
+.PHONY: setup model format style types docs test test-code test-degenerate test-killed test-arm fuzz mutants smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -30,6 +30,9 @@ test: setup model ## install, fetch the embedded model, run every test on up to 
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py
+
+test-degenerate: setup ## 10,000 degenerate answers through every grader, and texts of a million characters (minutes)
+	KVBENCH_DEGENERATE=1 $(PYTHON) -m pytest -q tests/tasks/test_degenerate_answers.py
 
 # How many kills; an hour has a thousand.
 KVBENCH_KILLS ?= 100

@@ -45,6 +45,7 @@ class FakeTask:
     primary: str = "exact"
     grading_limit_s: float | None = 60.0
     grading_workers: int = 0
+    copies: list = field(default_factory=list)
 
     @property
     def metrics(self) -> dict:

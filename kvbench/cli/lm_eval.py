@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+OWN_PACKAGES = ("kvbench", "kernels", "methods")
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run lm-eval's command line.
@@ -23,29 +25,73 @@ def main(arguments: Sequence[str]) -> int:
         0; lm-eval itself leaves with another code after an error of usage.
 
     Raises:
-        ValueError: A setting of kvbench's model or a name is wrong.
+        ValueError: A setting of kvbench's model or a name is wrong, a task scores whole texts, which is said before the
+            model is loaded, or needs a package that is not installed.
     """
     import lm_eval.__main__
 
     import kvbench.lm  # noqa: F401  (registers the model)
+    from kvbench.tasks.harness.find import missing_package
 
+    names = task_names(arguments)
+    if names and _model_of(arguments) == "kvbench":
+        refuse_whole_texts(names, _include_path(arguments))
     before = sys.argv
     sys.argv = ["lm_eval", *with_device(arguments)]
     try:
-        with _small_index(task_names(arguments)):
+        with _small_index(names):
             lm_eval.__main__.cli_evaluate()
+    except ImportError as error:
+        if error.name is not None and error.name.partition(".")[0] in OWN_PACKAGES:
+            raise  # a fault of kvbench
+        raise missing_package(f"a task of {', '.join(names) or 'these'}", error) from error
     finally:
         sys.argv = before
     return 0
 
 
+def _value(arguments: Sequence[str], *flags: str) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*flags, dest="value")
+    return parser.parse_known_args(list(arguments))[0].value
+
+
+def _model_of(arguments: Sequence[str]) -> str | None:
+    return _value(arguments, "-M", "--model")
+
+
+def _include_path(arguments: Sequence[str]) -> list[str]:
+    return [path for path in [_value(arguments, "--include_path")] if path]
+
+
+def refuse_whole_texts(names: Sequence[str], include_path: Sequence[str] = ()) -> None:
+    """Refuse tasks that ask for the likelihood of whole texts, which kvbench's model would refuse after an hour.
+
+    Args:
+        names: Tasks, groups or tags.
+        include_path: Folders with further YAMLs.
+
+    Raises:
+        ValueError: One of them is such a task, or there is none of that name.
+    """
+    from kvbench.tasks.harness.find import leaves_of, manager_of
+    from kvbench.tasks.lmeval import TASKS_FOLDER
+
+    index = manager_of(names, include_path, extra=[TASKS_FOLDER]).task_index
+    for name in names:
+        for leaf in leaves_of(name, index):
+            cfg = index[leaf].cfg if leaf in index else None
+            if (cfg or {}).get("output_type") == "loglikelihood_rolling":
+                raise ValueError(
+                    f"--tasks {name}: {leaf} scores whole texts (loglikelihood_rolling): without a prompt there is no "
+                    "cache to compress; use tasks of type generate_until, loglikelihood or multiple_choice"
+                )
+
+
 def with_device(arguments: Sequence[str]) -> list[str]:
     """The arguments for kvbench's model with `--device auto` when they name none: lm-eval would take the first GPU."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-M", "--model")
-    parser.add_argument("--device")
-    found = parser.parse_known_args(list(arguments))[0]
-    extra = ["--device", "auto"] if found.model == "kvbench" and found.device is None else []
+    is_ours = _model_of(arguments) == "kvbench"
+    extra = ["--device", "auto"] if is_ours and _value(arguments, "--device") is None else []
     return [*arguments, *extra]
 
 

@@ -95,6 +95,8 @@ class Counts:
     """Prompts the task's rule had to shorten."""
     quarantined: int = 0
     """Rows of the data that were set aside: they could not be read, or nothing can be graded against them."""
+    copies: int = 0
+    """Rows of the data that are the same as an earlier one, or have the same id; they are asked and counted again."""
     damaged: int = 0
     """Journal lines that a crash had torn, that were edited, or that another run wrote; their samples were done
     again."""

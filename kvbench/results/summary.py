@@ -129,7 +129,11 @@ def compare(
 
 
 def counts(
-    records: Sequence[SampleRecord], requests: Sequence[Request], num_quarantined: int, num_damaged: int
+    records: Sequence[SampleRecord],
+    requests: Sequence[Request],
+    num_quarantined: int,
+    num_damaged: int,
+    num_copies: int = 0,
 ) -> Counts:
     """Samples by outcome."""
     statuses = [record["status"] for record in records]
@@ -142,6 +146,7 @@ def counts(
         ungraded=statuses.count("ungraded"),
         truncated=sum(request.truncated for request in requests),
         quarantined=num_quarantined,
+        copies=num_copies,
         damaged=num_damaged,
     )
 

@@ -201,7 +201,7 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
     task = experiment.task
     damaged = max(record.counts.damaged, journal.damaged)
     records = list(journal.records.values())
-    record.counts = summary.counts(records, task.requests, len(task.quarantined), damaged)
+    record.counts = summary.counts(records, task.requests, len(task.quarantined), damaged, len(task.copies))
     record.quarantined = list(task.quarantined[:MAX_LISTED])
 
 
@@ -293,6 +293,8 @@ def run_experiment(
     experiment = prepare(cfg, method, parts)
     for row in experiment.task.quarantined[:5]:
         say(f"set aside: {row['file']}:{row['line']}: {row['reason']}")
+    for row in experiment.task.copies[:5]:
+        say(f"counted again: {row['file']}:{row['line']}: {row['reason']}")
     full = None
     if cfg.reference == "auto" and method != FULL:
         full = execute(prepare(reference_config(cfg), FULL, parts), resume=True, say=say, reference=None)

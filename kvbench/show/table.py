@@ -101,6 +101,9 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     if slow:
         who = ", ".join(slow)
         notes.append(f"Speed is no claim for {who}: backend torch is the plain reference, made to be right.")
+    tiers = {str(tier) for record in records if record.method == FULL and (tier := _settings(record).get("tier"))}
+    for tier in sorted(tiers):
+        notes.append(f"full: every token is kept, as {tier} (method.tier; native is the model's own type).")
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     for record in records:
         ratio = RESIDENT.of_run(record)
@@ -126,7 +129,15 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         notes.append(f"Prompts longer than the task or model allows, which were shortened: {first.truncated}.")
     if first.quarantined:
         notes.append(f"Rows of the data that were set aside (listed in run.json): {first.quarantined}.")
+    if first.copies:
+        notes.append(
+            f"Rows of the data that are copies of others, or have the same id, and count again: {first.copies}."
+        )
     return notes
+
+
+def _settings(record: RunRecord) -> dict:
+    return record.identity.get("method") or {}
 
 
 def _answer(name: str, form: str, factor: float = 1.0) -> Cell:
@@ -161,7 +172,8 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
     if sampling := last.get("sampling"):
         # pass@1 is avg@n; the largest k say most.
         names = [name for name in sampling if name.startswith("avg@")]
-        names += [name for name in sampling if name.startswith("pass@") and name != "pass@1"][-3:]
+        for kind, most in (("pass@", 3), ("maj@", 2)):
+            names += [name for name in sampling if name.startswith(kind) and name != f"{kind}1"][-most:]
         title = f"Sampling: {sampling['num_samples']} answers to each of {sampling['num_problems']} problems"
         tables.append(_table(title, records, [(f"{name}, %", _sampled(name)) for name in names]))
     return tables

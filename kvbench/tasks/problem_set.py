@@ -24,16 +24,28 @@ class ProblemSet(TaskSet):
 
     Args:
         group_by: Key of the records' `meta` whose groups are also reported; None for none.
+        vote: (answer, whether the prompt opened its thoughts) -> what it votes for, None for nothing; None where
+            answers do not vote.
+        sizes: The k of pass@k and maj@k; None for 1, 2, 4, ... and all.
+        opened: Ids of the samples whose prompts opened the thoughts.
     """
 
     group_by: str | None = None
+    vote: Callable[[str, bool], str | None] | None = None
+    sizes: Sequence[int] | None = None
+    opened: frozenset[str] = frozenset()
+
+    def _vote(self, record: dict) -> str | None:
+        assert self.vote is not None
+        return self.vote(record["text"], record["sample_id"] in self.opened)
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet.aggregate`, and further `sampling` (avg@n, pass@k; only with several answers per problem) and
-        `groups` (the means by `group_by`)."""
+        """As `TaskSet.aggregate`, and further `sampling` (avg@n, pass@k, maj@k; only with several answers per
+        problem) and `groups` (the means by `group_by`)."""
         records = list(records)
         result = super().aggregate(records)
-        if sampling := sampling_statistics(records, self.primary):
+        vote = None if self.vote is None else self._vote
+        if sampling := sampling_statistics(records, self.primary, sizes=self.sizes, vote=vote):
             result["sampling"] = sampling
         if self.group_by:
             groups: dict[str, list[dict]] = {}
@@ -61,6 +73,8 @@ def load_problems(
     unusable: Callable[[Sequence[dict]], Mapping[int, str]] = lambda docs: {},
     grading_limit_s: float | None = 120.0,
     grading_workers: int = 0,
+    vote: Callable[[str, bool], str | None] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> ProblemSet:
     """Build a task from lm-eval YAMLs whose documents have `context`, `gold`, `index` and the fields of their prompt.
 
@@ -82,6 +96,8 @@ def load_problems(
             of each that no answer can be graded against, with the reason. Its row is set aside, as a broken one is.
         grading_limit_s: See `TaskSet`.
         grading_workers: See `TaskSet`.
+        vote: See `ProblemSet`.
+        sizes: See `ProblemSet`.
 
     Raises:
         ValueError: Data is missing or broken, no row is left, or the protocol wants a context where a problem has none.
@@ -90,12 +106,14 @@ def load_problems(
     requests: list[Request] = []
     scored: dict[str, tuple[Task, dict]] = {}
     quarantined: list[dict] = []
+    copies: list[dict] = []
     builders = [PromptBuilder(model, protocol, PromptRules.from_yaml(task.config)) for task in tasks.values()]
     for (yaml_name, task), builder in zip(tasks.items(), builders, strict=True):
         rows = task.dataset["test"]
         docs = [doc for _, doc in task.doc_iterator(limit=limit)]
         reasons = unusable(docs)
         quarantined += [*rows.quarantined, *(rows.set_aside(index, reason) for index, reason in reasons.items())]
+        copies += rows.copies
         for doc in docs:
             if doc["index"] in reasons:
                 continue
@@ -126,9 +144,13 @@ def load_problems(
         primary=primary,
         scorer=scorer_of(scored),
         quarantined=quarantined,
+        copies=copies,
         group_by=group_by,
         grading_limit_s=grading_limit_s,
         grading_workers=grading_workers,
+        vote=vote,
+        sizes=sizes,
+        opened=frozenset(key for key, (_, doc) in scored.items() if doc["thinking_opened"]),
     )
 
 

@@ -252,6 +252,7 @@ class PromptBuilder:
         # A model answers nothing behind its context length, so prompt and answer share it.
         self.room_tokens = model.max_tokens - self.max_new_tokens
         overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if self.chat else 0
+        self._template_tokens = overhead - len(self.tokenizer.encode("a")) + len(self._encode("a"))
         available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
             raise ValueError(
@@ -291,18 +292,20 @@ class PromptBuilder:
             ValueError: the chat template changes the text of the prompt, so that the question cannot be found in it.
         """
         whole, limit = (context, question), self.max_prompt_tokens
-        parts = self._cut(whole, limit)
+        # Once: a document of megabytes takes long.
+        tokens = self.tokenizer.encode(context + question, add_special_tokens=not self.rendered)
+        parts = self._cut(whole, tokens, limit)
         rendered = self._wrap("".join(parts))
         ids = self._encode(rendered)
         while len(ids) > self.room_tokens:
             limit = max(limit - (len(ids) - self.room_tokens), 2)
-            parts = self._cut(whole, limit)
+            parts = self._cut(whole, tokens, limit)
             rendered = self._wrap("".join(parts))
             ids = self._encode(rendered)
         untruncated = len(ids)
         if parts != whole:
             # At least one more: re-tokenising may hide that the cut removed something.
-            untruncated = max(len(self._encode(self._wrap(context + question))), len(ids) + 1)
+            untruncated = max(len(tokens) + self._template_tokens, len(ids) + 1)
         return Request(
             sample_id=sample_id,
             subset=subset,
@@ -345,8 +348,8 @@ class PromptBuilder:
         # A chat template writes its own special tokens.
         return self.tokenizer.encode(rendered, add_special_tokens=not (self.chat or self.rendered))
 
-    def _cut(self, whole: tuple[str, str], limit: int) -> tuple[str, str]:
-        """Cut the middle out of a prompt that has more than `limit` tokens.
+    def _cut(self, whole: tuple[str, str], ids: list[int], limit: int) -> tuple[str, str]:
+        """Cut the middle out of a prompt that has more than `limit` tokens, which are `ids`.
 
         The tokens of the whole prompt are counted with the tokenizer's special tokens, the first and last `limit // 2`
         are kept and decoded apart without special tokens, and the two texts are joined.
@@ -355,7 +358,6 @@ class PromptBuilder:
         Differs: none; where context and question part is our addition.
         """
         context, question = whole
-        ids = self.tokenizer.encode(context + question, add_special_tokens=not self.rendered)
         if len(ids) <= limit:
             return whole
         half = max(limit // 2, 1)

@@ -1,7 +1,9 @@
-"""What several answers to one problem say: avg@n and pass@k with intervals, and how the answers ended."""
+"""What several answers to one problem say: avg@n, pass@k and maj@k with intervals, and how the answers ended."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from math import comb
 from statistics import fmean
 
@@ -31,21 +33,67 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def sampling_statistics(records: Iterable[dict], metric: str) -> dict:
-    """avg@n and pass@k of a yes-or-no metric over problems that were answered several times.
+def maj_at_k(right: int, wrong: Sequence[int], silent: int, k: int) -> float:
+    """Chance that the right answer wins the vote of k answers, drawn from those at hand without putting back.
+
+    Exact, over all draws. Answers without anything to grade do not vote. Of answers with equally many votes one is
+    drawn by lot; nothing wins where nobody votes.
+
+    Args:
+        right: Right answers at hand; they vote for the same, however they are written.
+        wrong: How many vote for each of the wrong answers.
+        silent: Answers that do not vote.
+        k: Answers drawn, between 1 and all of them.
+
+    Raises:
+        ValueError: k is out of range.
+
+    Source: Wang et al. 2023 (arXiv 2203.11171), majority vote; papers of thinking models print it as cons@k.
+    """
+    total = right + sum(wrong) + silent
+    if not 1 <= k <= total:
+        raise ValueError(f"maj@{k} cannot be computed from {total} answers; k must lie in 1..{total}")
+    won = Fraction(0)
+    for votes in range(1, min(k, right) + 1):
+        # Answers with fewer votes than the right one in every draw are drawn freely; the others have `votes` at most.
+        free = silent + sum(count for count in wrong if count < votes)
+        draws = {(0, 0): 1}  # (answers drawn, ties with the right one) -> ways
+        for count in (count for count in wrong if count >= votes):
+            grown: dict[tuple[int, int], int] = {}
+            for (drawn, ties), ways in draws.items():
+                for more in range(min(votes, k - votes - drawn) + 1):
+                    key = (drawn + more, ties + (more == votes))
+                    grown[key] = grown.get(key, 0) + ways * comb(count, more)
+            draws = grown
+        for (drawn, ties), ways in draws.items():
+            won += Fraction(comb(right, votes) * ways * comb(free, k - votes - drawn), ties + 1)
+    return float(won / comb(total, k))
+
+
+def sampling_statistics(
+    records: Iterable[dict],
+    metric: str,
+    *,
+    sizes: Sequence[int] | None = None,
+    vote: Callable[[dict], str | None] | None = None,
+) -> dict:
+    """avg@n, pass@k and maj@k of a yes-or-no metric over problems that were answered several times.
 
     Args:
         records: Journal records.
         metric: A metric of the values 0 and 1.
+        sizes: The k; those above n are left out. None takes 1, 2, 4, ... and n.
+        vote: Record -> what its answer votes for, None for nothing; without it there is no maj@k.
 
     Returns:
         `num_samples` (answers per problem, n), `num_problems`, `num_incomplete` (problems that lack an answer because
-        one failed; they are left out), `avg@n` and `pass@k` for k = 1, 2, 4, ... and n, each as an estimate with its
-        95 % interval over problems. Empty when every problem has one answer.
+        one failed; they are left out), `avg@n`, and `pass@k` and `maj@k` for every k, each as an estimate with its 95 %
+        interval over problems. Empty when every problem has one answer.
     """
     right: dict[str, list[float]] = {}
     subset_of: dict[str, str] = {}
     asked: dict[str, int] = {}
+    ballots: dict[str, list[tuple[bool, str | None]]] = {}
     for record in records:
         key = record["sample_id"]
         subset_of[key] = record["subset"]
@@ -53,6 +101,8 @@ def sampling_statistics(records: Iterable[dict], metric: str) -> dict:
         right.setdefault(key, [])
         if record.get("status", "ok") == "ok":
             right[key].append(record["scores"][metric])
+            if vote is not None:
+                ballots.setdefault(key, []).append((record["scores"][metric] == 1, vote(record)))
     n = max(asked.values(), default=0)
     if n < 2:
         return {}
@@ -66,9 +116,19 @@ def sampling_statistics(records: Iterable[dict], metric: str) -> dict:
         return asdict(estimate(strata, bounds=BOUNDS))
 
     result[f"avg@{n}"] = over_problems({key: fmean(values) for key, values in whole.items()})
-    for k in sorted({1 << power for power in range(n.bit_length()) if 1 << power <= n} | {n}):
+    powers = {1 << power for power in range(n.bit_length()) if 1 << power <= n} | {n}
+    for k in sorted(powers if sizes is None else {k for k in sizes if k <= n}):
         result[f"pass@{k}"] = over_problems({key: pass_at_k(n, round(sum(v)), k) for key, v in whole.items()})
+        if vote is not None:
+            result[f"maj@{k}"] = over_problems({key: _majority(ballots[key], k) for key in whole})
     return result
+
+
+def _majority(ballots: Sequence[tuple[bool, str | None]], k: int) -> float:
+    """`maj_at_k` of the answers to one problem: whether each is right, and what it votes for."""
+    wrong = Counter(answer for is_right, answer in ballots if not is_right and answer is not None)
+    right = sum(is_right for is_right, _ in ballots)
+    return maj_at_k(right, list(wrong.values()), len(ballots) - right - wrong.total(), k)
 
 
 def answer_statistics(records: Iterable[dict]) -> dict:

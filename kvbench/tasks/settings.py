@@ -68,3 +68,22 @@ def one_of(key: str, value: object, known: Sequence[str]) -> str:
     if value not in known:
         raise errors.unknown_name(key, value, known)
     return str(value)
+
+
+def draw_sizes(cfg: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The setting `task.k`: of how many answers pass@k and maj@k are to be reported; None for the task's own choice.
+
+    Raises:
+        ValueError: It is no list of different whole numbers above 0.
+    """
+    value = cfg.get("k")
+    if value is None:
+        return None
+    sizes = [value] if isinstance(value, int) else list(value) if isinstance(value, Sequence) else []
+    good = all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in sizes)
+    if isinstance(value, bool | str) or not sizes or not good or len(set(sizes)) < len(sizes):
+        raise ValueError(
+            f"task.k={value!r} must be a list of different whole numbers above 0, for example task.k=[1,8,64], or null "
+            "for 1, 2, 4, ... and protocol.num_samples"
+        )
+    return tuple(sizes)

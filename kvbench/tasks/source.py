@@ -1,5 +1,7 @@
 """Rows of a benchmark from a folder, the local caches or the hub; broken rows are set aside by file and line."""
 
+import codecs
+import hashlib
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +12,8 @@ from typing import Any
 
 # Takes the JSON object of one line; gives the row, or raises ValueError with the reason why it is none.
 RowCheck = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+ID_FIELDS = ("_id", "id", "task_id", "unique_id")  # LongBench, AIME, EvalPlus, MATH-500
 
 
 class MissingDataError(ValueError):
@@ -27,13 +31,21 @@ class Rows(list[dict[str, Any]]):
         quarantined: Rows that did not: dicts with `file`, `line` (from 1) and `reason`.
         origin: Where the rows came from: `data_dir`, `cache`, `hub` or `generated`.
         file: Name of the file for messages.
+        copies: Rows that are, or are called, the same as an earlier one, as in `quarantined`; they are among the rows.
     """
 
     def __init__(
-        self, rows: Iterable[dict[str, Any]], *, quarantined: Sequence[dict] = (), origin: str = "", file: str = ""
+        self,
+        rows: Iterable[dict[str, Any]],
+        *,
+        quarantined: Sequence[dict] = (),
+        origin: str = "",
+        file: str = "",
+        copies: Sequence[dict] = (),
     ) -> None:
         super().__init__(rows)
         self.quarantined = list(quarantined)
+        self.copies = list(copies)
         self.origin = origin
         self.file = file
 
@@ -44,7 +56,8 @@ class Rows(list[dict[str, Any]]):
             documents: Each with the `index` of its row.
             skipped: Rows of other files that were set aside on the way.
         """
-        return Rows(documents, quarantined=[*self.quarantined, *skipped], origin=self.origin, file=self.file)
+        broken = [*self.quarantined, *skipped]
+        return Rows(documents, quarantined=broken, origin=self.origin, file=self.file, copies=self.copies)
 
     def set_aside(self, index: int, reason: str) -> dict:
         """What `quarantined` says of the row with this index, when it cannot be used."""
@@ -93,18 +106,28 @@ def read_rows(source: Source, check: RowCheck) -> Rows:
         check: What a row must be.
 
     Returns:
-        The good rows, each with its `index` (0-based line of the file), and the broken ones.
+        The good rows, each with its `index` (0-based line of the file), the broken ones, and which of the good ones are
+        copies: the official scores count every row, so they stay, but nobody should count twice unknowingly.
 
     Raises:
         ValueError: the file has no rows, or all of them are broken.
     """
     rows: list[dict[str, Any]] = []
     quarantined: list[dict] = []
+    copies: list[dict] = []
+    seen: dict[tuple[str, object], int] = {}
     for index, line in enumerate(source.lines()):
+        line = line.removeprefix(codecs.BOM_UTF8) if not index else line  # some editors put it before the first row
         if not line.strip():
             continue
         try:
-            rows.append({**check(_parse(line)), "index": index})
+            row = _parse(line)
+            rows.append({**check(row), "index": index})
+            for what, name in _names(line, row):
+                if (first := seen.setdefault((what, name), index)) != index:
+                    reason = f"the same {what} as in line {first + 1}"
+                    copies.append({"file": source.name, "line": index + 1, "reason": reason})
+                    break
         except ValueError as error:
             quarantined.append({"file": source.name, "line": index + 1, "reason": str(error)})
     if not rows:
@@ -115,7 +138,15 @@ def read_rows(source: Source, check: RowCheck) -> Rows:
             f"all {len(quarantined)} rows of {source.name} are broken; the first, line {first['line']}: "
             f"{first['reason']}; fetch or copy the file again"
         )
-    return Rows(rows, quarantined=quarantined, origin=source.origin, file=source.name)
+    return Rows(rows, quarantined=quarantined, origin=source.origin, file=source.name, copies=copies)
+
+
+def _names(line: bytes, row: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """What tells a row from the others of its file: its content, and its id where it has one."""
+    yield "row", hashlib.sha256(line.strip()).digest()
+    for key in ID_FIELDS:
+        if isinstance(value := row.get(key), str | int):
+            yield key, value
 
 
 def _parse(line: bytes) -> dict[str, Any]:

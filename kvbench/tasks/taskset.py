@@ -35,6 +35,7 @@ class TaskSet:
         fingerprint: 64 hex digits over prompts, reference answers and the code that makes and scores them.
         requests: What to ask, subset by subset.
         quarantined: Rows that were set aside: `file`, `line`, `reason`.
+        copies: Rows that are the same as earlier ones, or have the same id, likewise; they are asked and counted again.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
         scorer: (sample id, answer) -> scores.
@@ -51,6 +52,7 @@ class TaskSet:
     primary: str
     scorer: Callable[[str, str], Mapping[str, float]]
     quarantined: list[dict] = field(default_factory=list)
+    copies: list[dict] = field(default_factory=list)
     grading_limit_s: float | None = 120.0
     grading_workers: int = 0
 

@@ -66,3 +66,61 @@ def test_names_in_lm_evals_arguments(words, names) -> None:
     from kvbench.cli.lm_eval import task_names
 
     assert task_names(words.split()) == names
+
+
+ROLLING = """task: demo_whole
+dataset_path: json
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+"""
+NEEDY = """task: demo_needy
+dataset_path: json
+output_type: generate_until
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: ""
+process_results: !function needy.score
+"""
+
+
+def refused(folder: Path, name: str, monkeypatch, capsys) -> str:
+    """What the command says of a task that cannot run; it must not load a model."""
+    from kvbench.cli.main import main
+
+    words = ["lm_eval", "--model", "kvbench", "--model_args", "model=random,model.preset=tiny", "--tasks", name]
+    assert main([*words, "--include_path", str(folder)]) == 2
+    shown = capsys.readouterr().err
+    assert "a fault of kvbench" not in shown
+    return shown
+
+
+def test_whole_texts_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, capsys) -> None:
+    """By the name of the task, and by that of a group that has it."""
+    from kvbench import lm
+
+    def load(*arguments, **named):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(lm, "load_method", load)
+    (tmp_path / "whole.yaml").write_text(ROLLING)
+    (tmp_path / "group.yaml").write_text("group: demo_wholes\ntask: [demo_whole]\n")
+    for name in ("demo_whole", "demo_wholes"):
+        shown = refused(tmp_path, name, monkeypatch, capsys)
+        assert f"--tasks {name}: demo_whole scores whole texts (loglikelihood_rolling)" in shown
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [("langdetect_gone", "`pip install langdetect_gone`"), ("wonderwords", "`pip install 'lm_eval[")],
+)
+def test_a_missing_package_is_named_with_its_install_line(tmp_path, monkeypatch, capsys, module, line) -> None:
+    """lm-eval's own command names it as `task=lm_eval` does; it is the user's to install and no fault of kvbench."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    (tmp_path / "needy.yaml").write_text(NEEDY)
+    (tmp_path / "needy.py").write_text(f"import {module}\n\n\ndef score(doc, results):\n    return {{}}\n")
+    shown = refused(tmp_path, "demo_needy", monkeypatch, capsys)
+    assert f"needs the package {module}, which is not installed; {line}" in shown

@@ -8,7 +8,9 @@ import pytest
 from kvbench.tasks.aime import metrics as aime
 from kvbench.tasks.answers import after_thinking, last_boxed, to_number
 from kvbench.tasks.gsm8k import metrics as gsm8k
-from kvbench.tasks.sampling_stats import answer_statistics, pass_at_k, sampling_statistics
+from kvbench.tasks.mathematics import grade as maths
+from kvbench.tasks.sampling_stats import answer_statistics, maj_at_k, pass_at_k, sampling_statistics
+from kvbench.tasks.settings import draw_sizes
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,15 @@ def test_numbers(text: str, expected: str | None) -> None:
         ("3 apples and 4 pears", 4, 4),
         ("a total of 12.", 12, 12),
         ("minus -7", -7, -7),
+        ("The answer is 3 + 4 = 7.", 7, 7),
+        ("The answer is $12 \\times 4 = 48$.", 48, 48),
+        ("The answer is 15 eggs after 3 days", 15, 15),
+        ("The answer is \u221215.", -15, -15),
+        ("\\boxed{2{,}000}", 2000, 2000),
+        ("The answer is 2\u2009000.", 2000, 2000),
+        ("The answer is 2\u202f000\u202f000.", 2000000, 2000000),
+        ("It is 2\xa0000", 2000, 2000),
+        ("It is 2 000", 0, 0),
         ("The answer is unknown", None, None),
         ("", None, None),
     ],
@@ -170,6 +181,58 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int) -> None:
             assert pass_at_k(n, right, k) == pytest.approx(sum(draws) / len(draws))
     with pytest.raises(ValueError, match="k must lie in"):
         pass_at_k(n, 0, n + 1)
+
+
+@pytest.mark.parametrize("answers", ["aab", "aabb-", "abc", "aabbcd-", "bb-", "--", "abbcc", "aaabbbcc"])
+def test_maj_at_k_is_the_share_of_draws_that_the_right_answer_wins(answers: str) -> None:
+    """Counted over all draws of k: `a` is right, `-` does not vote, a tie is drawn by lot."""
+    wrong = [answers.count(letter) for letter in "bcd" if letter in answers]
+    for k in range(1, len(answers) + 1):
+        won = []
+        for draw in combinations(answers, k):
+            votes = {letter: draw.count(letter) for letter in draw if letter != "-"}
+            best = [letter for letter, count in votes.items() if count == max(votes.values())]
+            won.append(("a" in best) / max(len(best), 1))
+        found = maj_at_k(answers.count("a"), wrong, answers.count("-"), k)
+        assert found == pytest.approx(sum(won) / len(won)), k
+    with pytest.raises(ValueError, match="k must lie in"):
+        maj_at_k(1, [1], 0, 3)
+
+
+def test_sampling_statistics_of_any_k_with_votes() -> None:
+    """The k that are asked for and exist; right answers vote alike however written; 64 different answers are quick."""
+    texts = ["7", "7.0", "8", "8"]
+    records = [record("a", r, float("7" in text), text=text) for r, text in enumerate(texts)]
+    result = sampling_statistics(records, "correct", sizes=[3, 4, 8], vote=lambda row: row["text"])
+    assert [name for name in result if "@" in name] == ["avg@4", "pass@3", "maj@3", "pass@4", "maj@4"]
+    assert result["maj@3"]["value"] == result["maj@4"]["value"] == 0.5
+    many = [record("a", r, float(r < 20), text=str(r)) for r in range(64)]
+    result = sampling_statistics(many, "correct", vote=lambda row: row["text"])
+    assert result["maj@64"]["value"] == 1.0 and 0.3 < result["maj@2"]["value"] < 1
+    assert not [name for name in sampling_statistics(many, "correct") if name.startswith("maj@")]
+
+
+@pytest.mark.parametrize("k", [0, [], "2", [2, 2], [1.5], True, [True], {"a": 1}])
+def test_k_is_a_list_of_whole_numbers(k: object) -> None:
+    """Anything else is refused with an example."""
+    assert draw_sizes({"k": [1, 8]}) == (1, 8) and draw_sizes({"k": 4}) == (4,) and draw_sizes({}) is None
+    with pytest.raises(ValueError, match=r"task\.k=.* must be a list of different whole numbers above 0"):
+        draw_sizes({"k": k})
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "latex"),
+    [
+        ("\\boxed{070}", "70", "070"),
+        ("\\boxed{70^\\circ}", "70", "70"),
+        ("\\boxed{\\dfrac{1}{2}}", "\\dfrac{1}{2}", "\\frac{1}{2}"),
+        ("<think>\\boxed{1}", None, None),
+        ("nothing", None, None),
+    ],
+)
+def test_votes(text: str, number: str | None, latex: str | None) -> None:
+    """An answer votes for what it says, in normal form; without an answer it does not vote."""
+    assert (aime.vote(text), maths.vote(text)) == (number, latex)
 
 
 def record(sample: str, repeat: int, correct: float, **more: object) -> dict:

@@ -101,6 +101,12 @@ def test_aime_gold_answers() -> None:
         ("52_8", "52_{8}"),
         ("\\sqrt{8}", "2\\sqrt{2}"),
         ("10,080", "10080"),
+        ("-2,1", "\\{1,-2\\}"),
+        ("-3", "\u22123"),
+        ("2000", "2{,}000"),
+        ("2000", "2\u202f000"),
+        ("36", "\\$36"),
+        ("(2,\\infty)", "x \\in (2, \\infty)"),
     ],
 )
 def test_math_equal_forms(reference: str, answer: str) -> None:
@@ -125,6 +131,12 @@ def test_math_equal_forms(reference: str, answer: str) -> None:
         ("\\text{even}", "\\text{odd}"),
         ("3", ""),
         ("3", "\\frac{"),
+        ("(-2,1)", "\\{-2,1\\}"),
+        ("(-2,1)", "-2,1"),
+        ("\\{-2,1\\}", "(-2,1)"),
+        ("(2,\\infty)", "(2,\\infty]"),
+        ("(-\\infty,2]", "[-\\infty,2]"),
+        ("3", "{" * 200 + "3" + "}" * 200 + "+1"),
     ],
 )
 def test_math_near_misses(reference: str, answer: str) -> None:
@@ -140,6 +152,12 @@ def test_math_near_misses(reference: str, answer: str) -> None:
         ("The answer is: 7.", "7"),
         ("$x=1$ hence \\(y=2\\)", "y=2"),
         ("we get 3 and 4", "4"),
+        ("Final Answer: The final answer is \\frac{1}{2}. I hope it is correct.", "\\frac{1}{2}"),
+        ("Final Answer: The final answer is $5$. I hope it is correct.", "5"),
+        ("The final answer is $\\$36$.", "\\$36"),
+        ("The answer is .0000672", ".0000672"),
+        ("we get \u22123", "\u22123"),
+        ("\\(a\\) and \\(b", "a"),
         ("nothing", None),
         ("", None),
         ("\\boxed{}", None),

@@ -66,6 +66,39 @@ def test_broken_rows_are_set_aside_by_file_and_line(tmp_path: Path) -> None:
         assert words in reasons[line]
 
 
+def test_a_byte_order_mark_costs_no_row(tmp_path: Path) -> None:
+    """The mark that some editors put before the first row is read over; inside of the file it stays a fault."""
+    mark, line = b"\xef\xbb\xbf", json.dumps(row()).encode()
+    write(tmp_path / "qasper.jsonl", mark + line, row(context="other"), mark + line)
+    rows = dataset.load("qasper", str(tmp_path))["test"]
+    assert [item["index"] for item in rows] == [0, 1]
+    assert [item["line"] for item in rows.quarantined] == [3]
+
+
+def test_copies_are_named_and_kept(tmp_path: Path) -> None:
+    """The same row, and another row of the same id, are named by line; official scores count them, so they stay."""
+    other = row(context="another")
+    path = write(
+        tmp_path / "qasper.jsonl", row() | {"_id": "a"}, other, row() | {"_id": "a"}, other | {"_id": "a"}, other
+    )
+    rows = dataset.load("qasper", str(tmp_path))["test"]
+    assert len(rows) == 5 and not rows.quarantined
+    assert {item["file"] for item in rows.copies} == {str(path)}
+    found = [(item["line"], item["reason"]) for item in rows.copies]
+    expected = [(3, "the same row as in line 1"), (4, "the same _id as in line 1"), (5, "the same row as in line 2")]
+    assert found == expected
+
+
+def test_a_row_of_another_subset_is_set_aside(tmp_path: Path) -> None:
+    """A row says which data set it is of; LongBench-E's rows bear the name of the plain subset, or their own."""
+    write(tmp_path / "qasper.jsonl", row(dataset="qasper"), row(dataset="trec"))
+    rows = dataset.load("qasper", str(tmp_path))["test"]
+    assert len(rows) == 1
+    assert rows.quarantined[0]["reason"] == "field dataset is 'trec': this row belongs to another subset than qasper"
+    for name in ("qasper", "qasper_e"):
+        assert dataset.check_row(row(dataset=name, length=3), "qasper_e")["context"]
+
+
 def test_all_rows_broken_is_an_error(tmp_path: Path) -> None:
     """A file without one good row fails and says which file, how many rows and why."""
     write(tmp_path / "qasper.jsonl", b"{", b"{")

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.tasks.aime.metrics import vote
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys
+from kvbench.tasks.settings import check_keys, draw_sizes
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     """Load the problems of one year.
 
     Args:
-        cfg: `name` (`aime24` or `aime25`), `data_dir`.
+        cfg: `name` (`aime24` or `aime25`), `data_dir`, `k`.
         model: Tokenizes the prompts; its context must hold the answer, 32,768 tokens unless `protocol.max_new_tokens`
             says otherwise.
         limit: Problems, from the start of the file; None for all.
@@ -33,7 +34,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     Raises:
         ValueError: An unknown key, a model that is too short, or data that is missing or broken.
     """
-    check_keys(cfg, ("data_dir",))
+    check_keys(cfg, ("data_dir", "k"))
     return load_problems(
         name=cfg["name"],
         folder=_FOLDER,
@@ -44,6 +45,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         protocol=protocol,
         metrics=METRICS,
         primary="correct",
+        vote=vote,
+        sizes=draw_sizes(cfg),
         describe={"form": "boxed"},
         meta_keys=("answer",),
     )

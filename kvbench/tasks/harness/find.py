@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +162,33 @@ def build_tasks(
     return tasks
 
 
+def _extra_of(package: str) -> str | None:
+    """The extra of lm-eval that installs a package; None where no extra does."""
+    for line in requires("lm_eval") or ():
+        named, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([^'\"]+)", line)
+        if named and extra and re.sub(r"[-.]", "_", named[0]).lower() == package.lower():
+            return extra[1]
+    return None
+
+
+def missing_package(what: str, error: ImportError) -> ValueError:
+    """The error of something that needs a package that is not installed, with the line that installs it.
+
+    Args:
+        what: What needs it, the subject of the sentence.
+        error: What the import raised; some modules of lm-eval raise one with advice of their own instead of a name.
+    """
+    if error.name is None:
+        return ValueError(f"{what} needs a package that is not installed: {' '.join(str(error).split())[:500]}")
+    package = error.name.partition(".")[0]
+    extra = _extra_of(package)
+    line = f"pip install 'lm_eval[{extra}]'" if extra else f"pip install {package}"
+    return ValueError(
+        f"{what} needs the package {package}, which is not installed; `{line}`, or see the README of the task in "
+        "lm-eval"
+    )
+
+
 def _load(manager: "TaskManager", name: str, specs: list) -> "dict[str, Task]":
     import datasets
 
@@ -175,11 +202,8 @@ def _load(manager: "TaskManager", name: str, specs: list) -> "dict[str, Task]":
             if not hub_reachable():
                 raise
             return manager.load(specs)["tasks"]
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"task.name={name} needs the package {error.name}, which is not installed; `pip install {error.name}`, or "
-            "see the README of the task in lm-eval"
-        ) from error
+    except ImportError as error:
+        raise missing_package(f"task.name={name}", error) from error
     except KeyError as error:
         raise ValueError(
             f"task.name={name}: its data has no split {error} (or lm-eval no task of that name); give a whole copy of "
@@ -235,6 +259,11 @@ def _leaves(item: Mapping[str, Any], index: Mapping[str, Any]) -> Iterator[dict[
     members = entry.cfg["task"] if entry.kind.name == "GROUP" else sorted(_tagged(name, index))
     for member in members:
         yield from _leaves(changes | (dict(member) if isinstance(member, Mapping) else {"task": member}), index)
+
+
+def leaves_of(name: str, index: Mapping[str, Any]) -> list[str]:
+    """The names of the tasks that a task, a group or a tag stands for."""
+    return [leaf["task"] for leaf in _leaves({"task": name}, index)]
 
 
 @contextmanager

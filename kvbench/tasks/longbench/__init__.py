@@ -86,10 +86,12 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     requests: list[Request] = []
     scored: dict[str, tuple[Task, dict]] = {}
     quarantined: list[dict] = []
+    copies: list[dict] = []
     rules: dict[str, dict] = {}
     for subset, name in names.items():
         task = tasks[name]
         quarantined += task.dataset["test"].quarantined
+        copies += task.dataset["test"].copies
         builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config), cut)
         rules[subset] = {
             "chat_template": builder.chat,
@@ -118,6 +120,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         primary="score",
         scorer=scorer_of(scored),
         quarantined=quarantined,
+        copies=copies,
     )
 
 

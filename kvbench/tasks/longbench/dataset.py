@@ -68,6 +68,9 @@ def check_row(row: Mapping[str, Any], subset: str) -> dict[str, Any]:
     Raises:
         ValueError: what is wrong with the row.
     """
+    name = row.get("dataset")
+    if name is not None and name not in (subset, subset.removesuffix("_e")):
+        raise ValueError(f"field dataset is {str(name)[:80]!r}: this row belongs to another subset than {subset}")
     question = row["input"] if "input" in row else row.get("question")
     for name, value in (("context", row.get("context")), ("input", question)):
         if not isinstance(value, str):

@@ -5,7 +5,11 @@ text. The package itself is not used because its recursion fails on long sentenc
 2021.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_NUMPY_COLUMNS = 128  # rows shorter than this are faster in plain Python
 
 
 def rouge_l(prediction: str, reference: str) -> float:
@@ -31,8 +35,11 @@ def rouge_l(prediction: str, reference: str) -> float:
         return 0.0
     common: set[str] = set()
     for sentence in wanted:
-        for other in predicted:
-            common |= _common_words(sentence, other)
+        known = set(sentence)
+        # Words that the sentence lacks are on no common path, and an answer that repeats itself says little else.
+        shared = dict.fromkeys(tuple(word for word in other if word in known) for other in predicted)
+        for words in shared:
+            common |= _common_words(sentence, words)
     precision = len(common) / len(set().union(*predicted))
     recall = len(common) / len(set().union(*wanted))
     return 2 * precision * recall / (precision + recall + 1e-8)
@@ -45,20 +52,42 @@ def _sentences(text: str) -> list[list[str]]:
 
 def _common_words(wanted: Sequence[str], predicted: Sequence[str]) -> set[str]:
     """Words on one longest common subsequence: of several, the one that the package finds."""
+    goes_up = _table if len(predicted) < _NUMPY_COLUMNS else _table_of_bits
+    is_up = goes_up(wanted, predicted)
+    words: set[str] = set()
     rows, columns = len(wanted), len(predicted)
-    table = [[0] * (columns + 1)]
+    while rows and columns:
+        if wanted[rows - 1] == predicted[columns - 1]:
+            rows, columns = rows - 1, columns - 1
+            words.add(wanted[rows])
+        elif is_up(rows, columns):
+            rows -= 1
+        else:
+            columns -= 1
+    return words
+
+
+def _table(wanted: Sequence[str], predicted: Sequence[str]) -> Callable[[int, int], bool]:
+    """Which way a common subsequence goes back from a cell: up, or else left."""
+    table = [[0] * (len(predicted) + 1)]
     for word in wanted:
         above, row = table[-1], [0]
         for column, other in enumerate(predicted, 1):
             row.append(above[column - 1] + 1 if word == other else max(above[column], row[-1]))
         table.append(row)
-    words: set[str] = set()
-    while rows and columns:
-        if wanted[rows - 1] == predicted[columns - 1]:
-            rows, columns = rows - 1, columns - 1
-            words.add(wanted[rows])
-        elif table[rows - 1][columns] > table[rows][columns - 1]:
-            rows -= 1
-        else:
-            columns -= 1
-    return words
+    return lambda row, column: table[row - 1][column] > table[row][column - 1]
+
+
+def _table_of_bits(wanted: Sequence[str], predicted: Sequence[str]) -> Callable[[int, int], bool]:
+    """The same for long answers, of which a bit for each cell is kept."""
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(wanted))}
+    places = np.array([numbers.get(word, -1) for word in predicted])
+    row = np.zeros(len(predicted) + 1, np.int32)
+    ups = []
+    for word in wanted:
+        above = row
+        row = np.zeros_like(above)
+        # A cell is the largest of its left and its upper neighbour, or one more than the one before both.
+        np.maximum.accumulate(np.where(places == numbers[word], above[:-1] + 1, above[1:]), out=row[1:])
+        ups.append(np.packbits(above[1:] > row[:-1]))
+    return lambda row, column: bool(ups[row - 1][(column - 1) >> 3] >> (7 - ((column - 1) & 7)) & 1)

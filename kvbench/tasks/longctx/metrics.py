@@ -31,19 +31,11 @@ def recall_score(answer: str, reference: str) -> dict[str, float]:
         `score`: 2 L / (a + r), where L is the length of the longest common subsequence of words, a and r the numbers of
         words; `exact`: 1 when the words are the same.
     """
+    from rapidfuzz.distance import LCSseq
+
     words, wanted = answer.split(), reference.split()
-    score = 2 * _longest_common(words, wanted) / (len(words) + len(wanted)) if wanted else 0.0
+    score = 2 * LCSseq.similarity(words, wanted) / (len(words) + len(wanted)) if wanted else 0.0
     return {"score": score, "exact": float(words == wanted)}
-
-
-def _longest_common(first: list[str], second: list[str]) -> int:
-    above = [0] * (len(second) + 1)
-    for word in first:
-        row = [0]
-        for place, other in enumerate(second):
-            row.append(above[place] + 1 if word == other else max(above[place + 1], row[-1]))
-        above = row
-    return above[-1]
 
 
 def process_number(doc: dict, results: list[str]) -> dict[str, float]:

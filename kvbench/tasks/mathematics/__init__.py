@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.tasks.mathematics.dataset import MATH500, SUBJECTS
+from kvbench.tasks.mathematics.grade import vote
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, name_list, one_of
+from kvbench.tasks.settings import check_keys, draw_sizes, name_list, one_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     """Load MATH-500, or subjects of MATH.
 
     Args:
-        cfg: `name` (`math500` or `math`), `form` (of `FORMS`), `data_dir`; for `math` also `subjects`, of `SUBJECTS`.
+        cfg: `name` (`math500` or `math`), `form` (of `FORMS`), `data_dir`, `k`; for `math` also `subjects`, of
+            `SUBJECTS`.
         model: Tokenizes the prompts.
         limit: Problems, for `math` per subject, from the start of the file; None for all.
         seed: Not used: nothing here is random.
@@ -43,10 +45,10 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     name, form = cfg["name"], one_of("task.form", cfg.get("form") or FORMS[0], FORMS)
     end = "" if form == FORMS[0] else f"_{form}"
     if name == MATH500:
-        check_keys(cfg, ("data_dir", "form"))
+        check_keys(cfg, ("data_dir", "form", "k"))
         yaml_names = [f"kvbench_math500{end}"]
     else:
-        check_keys(cfg, ("data_dir", "subjects", "form"))
+        check_keys(cfg, ("data_dir", "subjects", "form", "k"))
         subjects = name_list(
             "task.subjects", "all" if cfg.get("subjects") is None else cfg["subjects"], SUBJECTS, {"all": SUBJECTS}
         )
@@ -61,6 +63,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         protocol=protocol,
         metrics=METRICS,
         primary="correct",
+        vote=vote,
+        sizes=draw_sizes(cfg),
         describe={"form": form, "split": "after the examples"} if end else {"form": form},
         meta_keys=("answer", "subject", "level"),
         group_by="subject",

@@ -1,0 +1,132 @@
+"""Answers as a broken cache writes them: graders read them in time that grows with their length, and none raises.
+
+KVBENCH_DEGENERATE=1 takes 10,000 answers and texts of a million characters; otherwise a few hundred, of 20,000.
+"""
+
+import os
+import random
+import time
+
+import pytest
+
+from kvbench.tasks.aime import metrics as aime
+from kvbench.tasks.answers import after_thinking, last_boxed, to_number
+from kvbench.tasks.gsm8k import metrics as gsm8k
+from kvbench.tasks.longbench import metrics as longbench
+from kvbench.tasks.longctx import metrics as longctx
+from kvbench.tasks.mathematics import grade as maths
+
+LONG = os.environ.get("KVBENCH_DEGENERATE") == "1"
+SIZES = (1_000, 30_000, 1_000_000) if LONG else (20_000,)
+NUM_ANSWERS = 10_000 if LONG else 100
+FRAGMENTS = (
+    "\n",
+    " ",
+    "\t",
+    "\xa0",
+    "7",
+    "1,",
+    "1{,}",
+    "{,}000",
+    "-",
+    "\u2212 ",
+    ".",
+    "$",
+    "$$",
+    "\\$",
+    "*",
+    "**",
+    ":",
+    "#",
+    "`",
+)
+FRAGMENTS += (
+    "\\boxed{",
+    "\\boxed ",
+    "\\boxed",
+    "\\boxed{}",
+    "{",
+    "}",
+    "\\{",
+    "\\",
+    "\\(",
+    "\\[",
+    "\\)",
+    "(",
+    "[",
+    "####",
+    "#### ",
+)
+FRAGMENTS += (
+    "answer",
+    "answer is ",
+    "The answer is",
+    "final answer:",
+    "about",
+    "Answer:\n",
+    "1 + ",
+    "1+1=",
+    "x = ",
+    "/2",
+    "^",
+)
+FRAGMENTS += (
+    "\\frac{",
+    "\\text{",
+    "\\text{ or }",
+    "\\pmod{",
+    "(mod 7",
+    "\\equiv",
+    "^\\circ",
+    "<think>",
+    "</think>",
+    "the ",
+    "the. ",
+)
+STARTS = ("", "The answer is", "**Answer:**", "#### ", "\\boxed{", "$")
+REFERENCE = "The report says that the answer is 7. It was about the number of the house. "
+QA = {"answers": [REFERENCE], "all_classes": ["Answer", "the answer", "number"]}
+GRADERS = {
+    "thoughts": after_thinking,
+    "box": last_boxed,
+    "number": to_number,
+    "gsm8k": lambda text: gsm8k.grade("7", text, last=True),
+    "aime": lambda text: (aime.grade("70", text), aime.vote(text)),
+    "math": lambda text: (maths.grade("\\frac{7}{2}", text), maths.vote(text)),
+    "qa": lambda text: longbench.score_qa_f1(QA, [text]),
+    "rouge": lambda text: longbench.score_rouge(QA, [text]),
+    "count": lambda text: longbench.score_count({"answers": ["7"], "all_classes": None}, [text]),
+    "classes": lambda text: longbench.score_first_line_classification(QA, [text]),
+    "code": lambda text: longbench.score_code_similarity(QA, [text]),
+    "recall": lambda text: longctx.recall_score(text, REFERENCE),
+    "figure": lambda text: longctx.number_score(text, "7"),
+}
+
+
+def cpu_s(grader, text: str) -> float:
+    """Processor time of one grading."""
+    start = time.process_time()
+    grader(text)
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize("name", GRADERS)
+def test_time_grows_with_the_length(name: str) -> None:
+    """Every fragment, repeated, behind every start. What took quadratic time needed minutes for the longest of these;
+    the bound is generous, for machines that do much else."""
+    for fragment in FRAGMENTS:
+        for start in STARTS if LONG else STARTS[:2]:
+            for size in SIZES:
+                text = start + fragment * (size // len(fragment))
+                spent = cpu_s(GRADERS[name], text)
+                assert spent < 1 + size / 100_000, (start, fragment, size, spent)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "aime", "math", "rouge"])
+def test_no_degenerate_answer_raises(name: str) -> None:
+    """Fragments in any order, each repeated up to a hundred times: no grader raises."""
+    made, slowest = random.Random(7), 0.0
+    for _ in range(NUM_ANSWERS):
+        parts = [made.choice(FRAGMENTS) * made.choice((1, 1, 1, 2, 5, 100)) for _ in range(made.randint(1, 30))]
+        slowest = max(slowest, cpu_s(GRADERS[name], "".join(parts)))
+    assert slowest < 1
