@@ -17,9 +17,14 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvbench.errors import MissingWeightsError
 from kvbench.models.load import LoadedModel, load_model
+
+# How long a drawn case takes depends on what else the machine does, so no test fails for it.
+settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvbench")
 
 # Query heads and KV heads of the tiny models: plain multi-head attention, and groups of 3 and 7 query heads per KV
 # head.

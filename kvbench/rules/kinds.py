@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import TypeGuard
 
 MAX_TOKENS = 2**24  # no model reads more; a larger number is a slip
@@ -160,6 +161,21 @@ class Text(Rule):
 
     def fits(self, value: object) -> bool:
         return isinstance(value, str) and bool(value)
+
+
+@dataclass(frozen=True)
+class Day(Rule):
+    """A day of the calendar, as YYYY-MM-DD."""
+
+    @property
+    def text(self) -> str:
+        return "a day, written as YYYY-MM-DD"
+
+    def fits(self, value: object) -> bool:
+        try:
+            return isinstance(value, str) and date.fromisoformat(value).isoformat() == value
+        except ValueError:
+            return False
 
 
 @dataclass(frozen=True)

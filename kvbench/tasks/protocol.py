@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from datetime import date as Date
-from typing import Any
+from typing import Annotated, Any
 
-from kvbench.errors import check_keys, check_whole, unknown_name
+from kvbench.errors import check_keys
+from kvbench.rules.declared import check_settings
+from kvbench.rules.kinds import Choice, Day, Number, Whole
 
 CHAT_TEMPLATE = ("auto", "always", "never")
 # The default of Llama 3.1's chat template.
@@ -34,48 +35,25 @@ class Protocol:
     """
 
     query_aware: bool = True
-    chat_template: str = "auto"
-    temperature: float = 0.0
-    top_p: float = 1.0
-    num_samples: int = 1
-    max_new_tokens: int | None = None
+    chat_template: Annotated[str, Choice(CHAT_TEMPLATE)] = "auto"
+    temperature: Annotated[float, Number(1e-3, 100, also=(0,))] = 0.0
+    top_p: Annotated[float, Number(1e-9, 1)] = 1.0
+    num_samples: Annotated[int, Whole(1, 2**16, unit="answers")] = 1
+    max_new_tokens: Annotated[int | None, Whole(1, unit="tokens")] = None
     thinking: bool | None = None
-    date: str = TEMPLATE_DATE
+    date: Annotated[str, Day()] = TEMPLATE_DATE
 
     def __post_init__(self) -> None:
-        if not isinstance(self.query_aware, bool):
-            raise ValueError(f"protocol.query_aware={self.query_aware!r} must be true or false")
-        if self.thinking is not None and not isinstance(self.thinking, bool):
-            raise ValueError(
-                f"protocol.thinking={self.thinking!r} must be true, false, or null for what the chat template does"
-            )
+        check_settings(self, "protocol.")
         if self.thinking is not None and self.chat_template == "never":
             raise ValueError(
                 f"protocol.thinking={str(self.thinking).lower()} sets a switch of the chat template, and "
                 "protocol.chat_template=never uses none; change one of the two"
             )
-        if self.chat_template not in CHAT_TEMPLATE:
-            raise unknown_name("protocol.chat_template", self.chat_template, CHAT_TEMPLATE)
-        if self.temperature != 0 or isinstance(self.temperature, bool):
-            _check_number(
-                "temperature", self.temperature, 1e-3, 100, "it must be 0, which is greedy, or in [0.001, 100]"
-            )
-        _check_number("top_p", self.top_p, 1e-9, 1, "it must lie in (0, 1]; 1 keeps every token")
-        check_whole("protocol.num_samples", self.num_samples, 1)
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"protocol.num_samples={self.num_samples} with temperature=0 would give the same answer "
                 f"{self.num_samples} times; set protocol.temperature above 0 or protocol.num_samples=1"
-            )
-        if self.max_new_tokens is not None:
-            check_whole("protocol.max_new_tokens", self.max_new_tokens, 1)
-        try:
-            is_date = isinstance(self.date, str) and Date.fromisoformat(self.date).isoformat() == self.date
-        except ValueError:
-            is_date = False
-        if not is_date:
-            raise ValueError(
-                f"protocol.date={self.date!r} is no day; write it as YYYY-MM-DD, for example {TEMPLATE_DATE}"
             )
 
     @classmethod
@@ -99,8 +77,3 @@ class Protocol:
     def to_dict(self) -> dict[str, Any]:
         """The choices as JSON types."""
         return asdict(self)
-
-
-def _check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"protocol.{name}={value!r} is out of range: {rule}")

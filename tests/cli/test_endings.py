@@ -21,6 +21,19 @@ from kvbench.results.record import RunRecord
 NUMBERS = {"SIGINT": 2, "SIGTERM": 15, "SIGHUP": 1}
 
 
+@pytest.fixture(autouse=True)
+def usual_signals():
+    """The tests, and the children that they start, meet signals as a program in a terminal does, even if this process
+    runs behind `nohup` or in a shell's background, where some are ignored."""
+    before = {number: signal.getsignal(number) for number in NUMBERS.values()}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Gives a function that starts a command on fakes in a process of its own; what still runs at the end is killed."""

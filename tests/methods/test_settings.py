@@ -1,62 +1,17 @@
 """Every setting of every method has a type, a range and a unit, and what lies outside is refused by name: generated
 from what is declared, so that a new setting is covered without being named here."""
 
-import math
-from collections.abc import Iterator
-
 import pytest
 from conformance_helpers import METHODS, settings_of
 from omegaconf import OmegaConf
+from wrong_values import wrong
 
-from kvbench.policy.settings import BudgetRule, TierRule, check_sizes
+from kvbench.policy.settings import BudgetRule, check_sizes
 from kvbench.rules.declared import declared
-from kvbench.rules.kinds import Choice, Flag, Number, TableOrPath, Text, Whole
+from kvbench.rules.kinds import Number, Text, Whole
 from kvbench.runs.parts import make_policy, policy_class
 
 FIELDS = [(name, field) for name in METHODS for field in declared(policy_class(settings_of(name)._target_))]
-
-
-def wrong(field) -> Iterator[object]:
-    """Values that a field must refuse, by an independent reading of what its rule says."""
-    rule = field.rule
-    yield from (math.nan, math.inf, -math.inf, {"a": 1}, {}, [], [{}])
-    if not field.optional:
-        yield None
-    if not isinstance(rule, TableOrPath):
-        yield from ("no such thing", "", "maybe", [1], ["max"])
-    if not isinstance(rule, Flag):
-        yield from (True, False)
-    if isinstance(rule, Flag | Choice | TierRule | TableOrPath):
-        yield from (10**30, -(10**30), 0.5, 1.0, 0, 2.0)
-    if isinstance(rule, Flag):
-        yield from ("true", 1)
-    if isinstance(rule, Whole):
-        yield from (rule.low - 1 if rule.low - 1 not in rule.also else rule.low - 2, rule.high + 1, 10**30, -(10**30))
-        yield from (float(rule.low), rule.low + 0.5, str(rule.low))
-        if rule.odd or rule.multiple_of > 1:
-            yield rule.low + 1
-    if isinstance(rule, Number):
-        yield from (rule.low - 1e-6, rule.high * (1 + 1e-6), 10**30, -(10**30), 1e300, str(rule.low))
-        if rule.above:
-            yield rule.low
-    if isinstance(rule, BudgetRule):
-        yield from (
-            0,
-            -1,
-            0.0,
-            -0.5,
-            1.5,
-            256.0,
-            "0",
-            "1e400",
-            "0B",
-            "1.2.3MiB",
-            "99999999999999999999GiB",
-            10**9,
-            10**30,
-        )
-    if isinstance(rule, TierRule):
-        yield from ("k3v3", "k8", "k99999v1", "fp32")
 
 
 @pytest.mark.parametrize(("name", "setting"), FIELDS)
@@ -72,6 +27,13 @@ def test_a_wrong_value_is_refused_by_name(name, setting):
             kind(**defaults | {setting: value})
         with pytest.raises(ValueError, match=rf"^method\.{setting}\b|^{setting}\b"):
             make_policy(OmegaConf.create({**settings_of(name), setting: value}))
+
+
+def test_the_list_is_long():
+    """What the test above tries: some hundreds of settings of all methods, and thousands of values."""
+    fields = [declared(policy_class(settings_of(name)._target_))[setting] for name, setting in FIELDS]
+    tried = [value for field in fields for value in wrong(field)]
+    assert len(FIELDS) >= 100 and len(tried) >= 1000
 
 
 @pytest.mark.parametrize(("name", "setting"), FIELDS)

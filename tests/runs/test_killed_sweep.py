@@ -20,7 +20,6 @@ from places import ROOT, TESTS
 
 from kvbench.cli.commands import compose_command
 from kvbench.evidence import compare, pareto
-from kvbench.results import writing
 
 IS_FULL = bool(os.environ.get("KVBENCH_FULL_TESTS"))
 NUM_KILLS = int(os.environ.get("KVBENCH_KILLS", "100")) if IS_FULL else 4
@@ -90,8 +89,6 @@ def num_records(results_dir):
 
 def litter(results_dir):
     """Files that no run is known to leave."""
-    if not hasattr(writing, "remove_litter"):  # waits for the branch that removes temporary files under the run's lock
-        return []
     return [path.name for path in results_dir.rglob("*") if path.is_file() and path.name not in KNOWN]
 
 

@@ -5,13 +5,15 @@ import math
 import pytest
 from fake_parts import make_cfg
 from omegaconf import OmegaConf
+from wrong_values import wrong
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.compose import compose
 from kvbench.engine.engine import Engine
 from kvbench.models.random_weights import random_config
 from kvbench.results.writing import check_writable
-from kvbench.runs.experiment import check_config
+from kvbench.rules.declared import declared
+from kvbench.runs.experiment import RULES, check_config
 from kvbench.runs.parts import store_options
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import name_list
@@ -37,6 +39,29 @@ def test_a_wrong_value_is_refused_by_name(tmp_path, key, value):
     OmegaConf.update(cfg, key, value, force_add=True)
     with pytest.raises(ValueError, match=f"^{key}="):
         check_config(cfg)
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "setting"),
+    [
+        *(("store", StoreOptions, name) for name in declared(StoreOptions)),
+        *(("protocol", Protocol, name) for name in declared(Protocol)),
+    ],
+)
+def test_what_is_declared_is_checked(group, kind, setting):
+    """Of the store and of the protocol, each value that a setting's rule excludes is refused by name; a new setting is
+    covered as soon as it is a field."""
+    field = declared(kind)[setting]
+    for value in wrong(field):
+        with pytest.raises(ValueError, match=rf"^{group}\.{setting}="):
+            kind(**{setting: value})
+    assert kind(**{setting: getattr(kind(), setting)}) == kind()
+
+
+def test_no_rule_of_a_run_is_left_out():
+    """Each of the run's own settings has a rule that takes its default."""
+    cfg = compose([])
+    assert all(rule.fits(OmegaConf.select(cfg, key)) for key, rule in RULES.items())
 
 
 def test_a_byte_limit_of_the_store_is_written_as_every_other():

@@ -63,7 +63,7 @@ def test_the_clock_changes_no_prompt(with_template, monkeypatch) -> None:
 @pytest.mark.parametrize("date", ["26 Jul 2024", "20240726", "2024-7-26", "2024-02-30", "today", "", None, 5, True])
 def test_a_date_is_a_day(date) -> None:
     """Anything but YYYY-MM-DD is refused with an example."""
-    with pytest.raises(ValueError, match=r"protocol.date=.* is no day; write it as YYYY-MM-DD, for example 2024-07-26"):
+    with pytest.raises(ValueError, match=r"protocol.date=.* must be a day, written as YYYY-MM-DD"):
         Protocol.from_mapping({"date": date})
 
 

@@ -1,0 +1,59 @@
+"""Values that a setting must refuse, by an independent reading of what its rule says."""
+
+import math
+from collections.abc import Iterator
+
+from kvbench.policy.settings import BudgetRule, TierRule
+from kvbench.rules.declared import Declared
+from kvbench.rules.kinds import Choice, Day, Flag, Names, Number, TableOrPath, Text, Whole
+
+
+def wrong(field: Declared) -> Iterator[object]:
+    """Values that a field must refuse."""
+    rule = field.rule
+    yield from (math.nan, math.inf, -math.inf, {"a": 1}, {}, [{}])
+    if not isinstance(rule, Names):
+        yield []
+    if not field.optional:
+        yield None
+    if not isinstance(rule, Text | TableOrPath):
+        yield from ("no such thing", "maybe", ["max"])
+    if not isinstance(rule, TableOrPath):
+        yield from ("", [1])
+    if not isinstance(rule, Flag):
+        yield from (True, False)
+    if isinstance(rule, Names):
+        yield [rule.options[0]] * 2
+    if isinstance(rule, Day):
+        yield from ("2024-13-01", "2024-02-30", "24-1-1", "20240726", "today")
+    if isinstance(rule, Flag | Choice | TierRule | TableOrPath | Names | Text | Day):
+        yield from (10**30, -(10**30), 0.5, 1.0, 0, 2.0)
+    if isinstance(rule, Flag):
+        yield from ("true", 1)
+    if isinstance(rule, Whole):
+        yield from (rule.low - 1 if rule.low - 1 not in rule.also else rule.low - 2, rule.high + 1, 10**30, -(10**30))
+        yield from (float(rule.low), rule.low + 0.5, str(rule.low))
+        if rule.odd or rule.multiple_of > 1:
+            yield rule.low + 1
+    if isinstance(rule, Number):
+        yield from (rule.low - 1e-6, rule.high * (1 + 1e-6), 10**30, -(10**30), 1e300, str(rule.low))
+        if rule.above:
+            yield rule.low
+    if isinstance(rule, BudgetRule):
+        yield from (
+            0,
+            -1,
+            0.0,
+            -0.5,
+            1.5,
+            256.0,
+            "0",
+            "1e400",
+            "0B",
+            "1.2.3MiB",
+            "99999999999999999999GiB",
+            10**9,
+            10**30,
+        )
+    if isinstance(rule, TierRule):
+        yield from ("k3v3", "k8", "k99999v1", "fp32")
