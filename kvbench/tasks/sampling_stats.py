@@ -93,7 +93,7 @@ def sampling_statistics(
     right: dict[str, list[float]] = {}
     subset_of: dict[str, str] = {}
     asked: dict[str, int] = {}
-    ballots: dict[str, list[tuple[bool, str | None]]] = {}
+    answers: dict[str, list[dict]] = {}
     for record in records:
         key = record["sample_id"]
         subset_of[key] = record["subset"]
@@ -101,8 +101,7 @@ def sampling_statistics(
         right.setdefault(key, [])
         if record.get("status", "ok") == "ok":
             right[key].append(record["scores"][metric])
-            if vote is not None:
-                ballots.setdefault(key, []).append((record["scores"][metric] == 1, vote(record)))
+            answers.setdefault(key, []).append(record)
     n = max(asked.values(), default=0)
     if n < 2:
         return {}
@@ -116,6 +115,11 @@ def sampling_statistics(
         return asdict(estimate(strata, bounds=BOUNDS))
 
     result[f"avg@{n}"] = over_problems({key: fmean(values) for key, values in whole.items()})
+    ballots = {
+        key: [(record["scores"][metric] == 1, vote(record)) for record in answers[key]]
+        for key in whole
+        if vote is not None
+    }
     powers = {1 << power for power in range(n.bit_length()) if 1 << power <= n} | {n}
     for k in sorted(powers if sizes is None else {k for k in sizes if k <= n}):
         result[f"pass@{k}"] = over_problems({key: pass_at_k(n, round(sum(v)), k) for key, v in whole.items()})

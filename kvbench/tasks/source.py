@@ -124,8 +124,8 @@ def read_rows(source: Source, check: RowCheck) -> Rows:
             row = _parse(line)
             rows.append({**check(row), "index": index})
             for what, name in _names(line, row):
-                if (first := seen.setdefault((what, name), index)) != index:
-                    reason = f"the same {what} as in line {first + 1}"
+                if (earlier := seen.setdefault((what, name), index)) != index:
+                    reason = f"the same {what} as in line {earlier + 1}"
                     copies.append({"file": source.name, "line": index + 1, "reason": reason})
                     break
         except ValueError as error:
