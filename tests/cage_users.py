@@ -4,7 +4,6 @@ The process is an interpreter below the temporary folder beside a copy of `kvben
 may start it, and it knows the standard library only.
 """
 
-import atexit
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ import pytest
 from places import ROOT
 
 USERS = ("root", "nobody")
+_FOLDERS: list[str] = []
 _NOBODY = 65534
 _PACKAGES = ("kvbench", "kvbench.tasks", "kvbench.tasks.code")
 # The packages above the cage import what an ordinary user's interpreter lacks: empty ones stand for them.
@@ -134,7 +134,7 @@ def somebody(user: str) -> Somebody:
     if user == "root" and os.geteuid() != 0:
         pytest.skip("the tests do not run as root")
     folder = tempfile.mkdtemp(prefix="kvbench-users-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _FOLDERS.append(folder)
     Path(folder).chmod(0o755)
     for name in _PACKAGES:
         package = Path(folder, *name.split("."))
@@ -205,6 +205,14 @@ def require(user: str, name: str) -> Somebody:
     if not works:
         pytest.skip(f"{name}: refused on this machine")
     return who
+
+
+def clean() -> None:
+    """Remove what `somebody` made; a worker of pytest may be killed before it could do that at its exit."""
+    somebody.cache_clear()
+    require.cache_clear()
+    while _FOLDERS:
+        shutil.rmtree(_FOLDERS.pop(), ignore_errors=True)
 
 
 def processes_with(mark: str) -> list[int]:

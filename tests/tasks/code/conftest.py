@@ -1,5 +1,6 @@
-"""Tests of generated code keep the results of references in a folder of their own."""
+"""Tests of generated code keep the results of references in a folder of their own, and leave no interpreters behind."""
 
+import cage_users
 import pytest
 
 
@@ -9,3 +10,10 @@ def own_references(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_folders_left():
+    """Remove the interpreters of other users at the end of the session."""
+    yield
+    cage_users.clean()
