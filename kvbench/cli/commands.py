@@ -66,11 +66,20 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
             )
         if word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
+    # Hydra takes the name of a group for the group, also where a command has a plain setting of that name.
+    own = {word for word in arguments if _key(word) in files.GROUPS and _key(word) in _own(name)}
     try:
-        return compose(arguments, name=f"command/{name}", with_choices=True)
+        composed = compose([word for word in arguments if word not in own], name=f"command/{name}", with_choices=True)
     except ValueError:
         _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
         raise
+    for word in own:
+        composed[_key(word)] = word.partition("=")[2]
+    return composed
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0]
 
 
 def _check_keys(name: str, arguments: list[str]) -> None:
