@@ -247,7 +247,10 @@ def environment(group: Group) -> list[tuple[str, str]]:
     def all_of(values: Iterable[object]) -> str:
         return "; ".join(sorted({str(value) for value in values if value not in (None, "")})) or "not recorded"
 
-    versions, machines = [r.versions for r in records if r.versions], [r.machine for r in records if r.machine]
+    # Every stretch of work has its own; runs of before have those of the last one alone.
+    stretches = [part for r in records for part in (r, *r.sessions)]
+    versions = [part.versions for part in stretches if part.versions]
+    machines = [part.machine for part in stretches if part.machine]
     code = [r.identity.get("code", {}) for r in records]
     dirty = any(r.git.dirty for r in records)
     return [

@@ -110,6 +110,15 @@ class Session:
     """Seconds spent on the samples of this session, model loading apart."""
     num_done: int = 0
     """Answers finished in this session."""
+    command: list[str] = field(default_factory=list)
+    """The words after `python -m kvbench` that began it, those of one job of a sweep; empty when called from Python. A
+    full-cache run that another run needed has that run's."""
+    versions: Versions | None = None
+    """Installed libraries."""
+    git: Git = field(default_factory=Git)
+    """State of the source tree."""
+    machine: Machine | None = None
+    """Hardware and thread settings."""
 
 
 @dataclass(kw_only=True)
@@ -141,7 +150,10 @@ class RunRecord:
     model: str = ""
     """Name of the model."""
     method: str = ""
-    """Name of the method."""
+    """Name of the method: its file in conf/method/."""
+    experiment: str = ""
+    """Name of the preset that set several settings at once (`experiment=`): its file in conf/experiment/; empty without
+    one."""
     hash: str = ""
     """SHA-256 over `identity`; its first digits name the folder."""
     identity: dict = field(default_factory=dict)
@@ -153,11 +165,11 @@ class RunRecord:
     seed: int = 0
     """Seed of sampling, data and policy."""
     versions: Versions | None = None
-    """Installed libraries."""
+    """Installed libraries, of the last session."""
     git: Git = field(default_factory=Git)
-    """State of the source tree."""
+    """State of the source tree, of the last session."""
     machine: Machine | None = None
-    """Hardware and thread settings."""
+    """Hardware and thread settings, of the last session."""
     started: str = ""
     """First start, ISO 8601 in UTC."""
     ended: str = ""
