@@ -23,6 +23,7 @@ from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
+    from kvbench.kernels.backend import Backend
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
     from kvbench.tasks.taskset import TaskSet
@@ -113,7 +114,7 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
     check_requests(task)
     engine = parts.make_engine(cfg, model, policy)
-    ingredients = _ingredients(cfg, policy, model, task, engine.backend.name)
+    ingredients = _ingredients(cfg, policy, model, task, engine.backend)
     digest = identity.hash_identity(ingredients)
     return Experiment(
         cfg=cfg,
@@ -130,10 +131,11 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
 
 
 def _ingredients(
-    cfg: DictConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: str
+    cfg: DictConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: "Backend"
 ) -> dict[str, Any]:
     """Everything that can change an answer, as JSON types."""
     method_files = provenance.method_files(type(policy))
+    own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
     found = {
         "model": {
             "fingerprint": model.fingerprint,
@@ -149,11 +151,12 @@ def _ingredients(
         "fidelity": cfg.fidelity,
         "batch_size": cfg.batch_size,
         "seed": cfg.seed,
-        "backend": backend,
+        "backend": backend.name,
         "code": {
-            "harness": provenance.harness_hash(backend),
+            "harness": provenance.harness_hash(backend.name),
             "method": code.hash_files(method_files),
-            **code.versions(_harness_imports(backend) | code.imports(method_files.values())),
+            **({"isa": backend.isa} if backend.isa else {}),
+            **code.versions(_harness_imports(backend.name) | (code.imports(method_files.values()) - own)),
         },
     }
     return {name: identity.canonical(found[name]) for name in sorted(found)}

@@ -71,7 +71,7 @@ class Engine:
     """Answers each request with the loss that the settings have."""
 
     def __init__(self, bench: Bench, cfg, policy: Graded) -> None:
-        self.bench, self.policy, self.backend = bench, policy, SimpleNamespace(name="torch")
+        self.bench, self.policy, self.backend = bench, policy, SimpleNamespace(name="torch", isa="")
 
     def run(self, requests, *, on_outcome, on_step=None, sizing=None) -> None:
         """One outcome per request; Ctrl-C after as many as the test says."""
