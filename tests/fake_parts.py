@@ -67,7 +67,7 @@ class FakeEngine:
         self.backend = SimpleNamespace(name="torch", isa="")
         self.seen: list[str] = []
 
-    def run(self, requests, *, on_outcome, on_step=None, sizing=None) -> None:
+    def run(self, requests, *, on_outcome, on_step=None, sizing=None, own=False) -> None:
         """Answer group by group."""
         self.sizing = len(sizing or requests)
         size = self.cfg.batch_size

@@ -10,6 +10,7 @@ from rich.text import Text
 from kvbench.config.settings import read_config
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of, read_samples
+from kvbench.runs.experiment import OWN
 from kvbench.runs.run import Origin, run_experiment
 from kvbench.show import terminal
 
@@ -41,7 +42,9 @@ def main(cfg: DictConfig) -> int:
     target = Path(cfg.results_dir) if cfg.results_dir else root.with_name(f"{root.name}-rerun")
     if target.absolute() == root:
         raise ValueError(f"results_dir={target} is where the stored run lies; give another folder")
-    settings.results_dir, settings.reference, settings.resume = str(target), "none", True
+    # Where the full cache's answers are forced, it has to give them again.
+    reference = "auto" if settings.fidelity.get("on") == OWN else "none"
+    settings.results_dir, settings.reference, settings.resume = str(target), reference, True
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
     again = run_experiment(settings, method=stored.method, origin=origin)
     return _report(stored, read_samples(folder / "samples.jsonl", stored.hash)[0], again.record, again.samples)

@@ -122,6 +122,28 @@ class Session:
 
 
 @dataclass(kw_only=True)
+class DriftBin:
+    """Fidelity in one stretch of the forced answers. Means are over all tokens there, of however many samples."""
+
+    first: int = 0
+    """Position of its first token in the answer, from 0."""
+    last: int | None = None
+    """Position of its last token; None: it has no end."""
+    num_tokens: int = 0
+    """Tokens that were predicted from the compressed cache."""
+    num_samples: int = 0
+    """Answers that reach this far."""
+    nll: float = 0.0
+    """Nats per token."""
+    nll_full: float = 0.0
+    """The same with the full cache."""
+    kl: float = 0.0
+    """Divergence from the full cache, nats per token."""
+    top1: float = 0.0
+    """Share of the tokens with the same first choice as the full cache."""
+
+
+@dataclass(kw_only=True)
 class Timing:
     """Speed of the run. Never part of what is compared between two runs."""
 
@@ -183,7 +205,10 @@ class RunRecord:
     task_aggregate: dict = field(default_factory=dict)
     """What the task itself reports (its own means and groups), as it gives it."""
     fidelity: dict[str, Estimate] = field(default_factory=dict)
-    """Teacher-forced comparison with the full cache on the reference answers."""
+    """Teacher-forced comparison with the full cache on the gold answers, or on its own (`fidelity.on`): over a sample's
+    tokens, then its subset's samples, then the subsets, each with the number of samples that have it."""
+    drift: list[DriftBin] = field(default_factory=list)
+    """The same along the answers."""
     ledger: dict[str, float] = field(default_factory=dict)
     """Bytes per sample and their ratios to the FP16 full cache of the same tokens, averaged over samples."""
     kept: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
     | {"reference", "fidelity", "store", "prompt_cache_bytes"},
-    "fidelity.": {"max_tokens"},
+    "fidelity.": {"max_tokens", "on"},
 }
-RULES = {
-    "batch_size": Whole(1, 2**16, unit="samples"),
-    "seed": Whole(0, 2**63 - 1),
-    "fidelity.max_tokens": Whole(0, unit="tokens"),
-    "resume": Flag(),
-}
+RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": Flag()}
+
+
+GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +56,23 @@ class Experiment:
     folder: Path
 
     @property
+    def forces_own(self) -> bool:
+        """The full cache's own answers are forced."""
+        return self.cfg.fidelity.get("on", GOLD) == OWN and self.cfg.fidelity.max_tokens != 0
+
+    def forcing(self, answers: Mapping[str, Sequence[int]]) -> "Experiment":
+        """The same run with other answers forced in place of the gold ones; which run it is does not change.
+
+        Args:
+            answers: Sample id -> token ids; a sample without an answer is forced to give none.
+        """
+        requests = [
+            dataclasses.replace(request, gold=tuple(answers.get(request.sample_id, ())))
+            for request in self.task.requests
+        ]
+        return dataclasses.replace(self, task=dataclasses.replace(self.task, requests=requests))
+
+    @property
     def keys(self) -> list[Key]:
         """Every answer the run consists of, in request order."""
         return [(request.sample_id, repeat) for request in self.task.requests for repeat in range(request.num_samples)]
@@ -75,6 +90,10 @@ def check_config(cfg: DictConfig) -> None:
         rule.check(key, OmegaConf.select(cfg, key))
     if cfg.limit is not None:
         check_whole("limit", cfg.limit, 1, ", or null for all samples")
+    if cfg.fidelity.max_tokens is not None:
+        Whole(0, unit="tokens").check("fidelity.max_tokens", cfg.fidelity.max_tokens)
+    if cfg.fidelity.get("on", GOLD) not in (GOLD, OWN):
+        raise unknown_name("fidelity.on", cfg.fidelity.on, (GOLD, OWN))
     if cfg.reference not in ("auto", "none"):
         raise unknown_name("reference", cfg.reference, ("auto", "none"))
     if not isinstance(cfg.results_dir, str) or not cfg.results_dir:

@@ -20,7 +20,7 @@ from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
-from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
+from kvbench.runs.experiment import OWN, Experiment, check_config, prepare, reference_config
 from kvbench.runs.parts import Parts, default_parts
 from kvbench.show.progress import Progress, note
 
@@ -130,6 +130,7 @@ def record_answers(
     progress: Progress,
     *,
     with_timing: bool = True,
+    own: bool = False,
 ) -> None:
     """Run an engine and write down every answer that is not in the journal yet.
 
@@ -140,6 +141,7 @@ def record_answers(
         journal: Where every finished answer goes.
         progress: Counts them.
         with_timing: False leaves the times out, which say nothing where prompts are replayed.
+        own: Force each request's own answer in place of its gold answer.
     """
     by_id = {request.sample_id: request for request in requests}
 
@@ -153,7 +155,7 @@ def record_answers(
         journal.append(record)
         progress.advance()
 
-    engine.run(requests, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests)
+    engine.run(requests, on_outcome=on_outcome, on_step=progress.step, sizing=task.requests, own=own)
 
 
 def compute_missing(experiment: Experiment, journal: Journal, session: Session) -> None:
@@ -165,10 +167,11 @@ def compute_missing(experiment: Experiment, journal: Journal, session: Session) 
         session: Is told how many answers this stretch of work finished.
     """
     task, before = experiment.task, len(journal.records)
+    own = experiment.forces_own and experiment.method == FULL
     todo = unfinished_groups(task.requests, experiment.cfg.batch_size, journal)
     with Progress(f"{experiment.method} on {task.name}", len(experiment.keys), before) as progress:
         try:
-            record_answers(experiment.engine, task, todo, journal, progress)
+            record_answers(experiment.engine, task, todo, journal, progress, own=own)
         finally:
             session.num_done = len(journal.records) - before
 
@@ -197,7 +200,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     task, records = experiment.task, list(journal.records.values())
     record.metrics = summary.metrics(records, task.metrics, task.primary)
     record.task_aggregate = task.aggregate(summary.for_task(records))
-    record.fidelity = summary.fidelity(records)
+    record.fidelity, record.drift = summary.fidelity(records), summary.drift(records)
     record.ledger = summary.ledger(records)
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
@@ -340,4 +343,12 @@ def run_experiment(
         if full.record.status != "complete":
             say(f"no comparison with the full cache, whose run failed: {full.record.message}")
             full = None
+    if experiment.forces_own and method != FULL:
+        if full is None:
+            raise ValueError(
+                f"fidelity.on={OWN} forces the full cache's answers, and there are none: set reference=auto"
+                + (", or see why the run of full failed" if cfg.reference == "auto" else "")
+            )
+        answers = {item["sample_id"]: item["token_ids"] for item in full.samples if item["repeat"] == 0}
+        experiment = experiment.forcing(answers)
     return execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)
