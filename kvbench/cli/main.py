@@ -269,8 +269,8 @@ class Jobs:
         is_sweep = settings.mode is RunMode.MULTIRUN and is_here
         try:
             self._parts = self._parts or parts.default_parts()
-            choices = settings.runtime.choices
-            origin = Origin(command=self._command(settings), experiment=choices.get("experiment") or "")
+            choices, words = settings.runtime.choices, list(settings.overrides.task)
+            origin = Origin(command=self._command(words), experiment=choices.get("experiment") or "")
             finished = run_experiment(cfg, method=choices["method"], parts=self._parts, origin=origin)
             self._records.setdefault(finished.folder.parent.parent, []).extend(_records(finished))
             _show(finished, with_table=not is_sweep)
@@ -283,9 +283,8 @@ class Jobs:
                 note(f"in {' '.join(settings.overrides.task)}:")
             self.codes.append(report(error))
 
-    def _command(self, settings: "DictConfig") -> list[str]:
+    def _command(self, words: list[str]) -> list[str]:
         """The words of this one job: of a sweep its own values, with the folder of the user's choices."""
-        words = list(settings.overrides.task)
         return [*(["--config-dir", self._config_dir] if self._config_dir else []), *words]
 
     def show_sweep(self) -> None:

@@ -248,9 +248,8 @@ def environment(group: Group) -> list[tuple[str, str]]:
         return "; ".join(sorted({str(value) for value in values if value not in (None, "")})) or "not recorded"
 
     # Every stretch of work has its own; runs of before have those of the last one alone.
-    stretches = [part for r in records for part in (r, *r.sessions)]
-    versions = [part.versions for part in stretches if part.versions]
-    machines = [part.machine for part in stretches if part.machine]
+    versions = [v for r in records for v in (r.versions, *(part.versions for part in r.sessions)) if v]
+    machines = [m for r in records for m in (r.machine, *(part.machine for part in r.sessions)) if m]
     code = [r.identity.get("code", {}) for r in records]
     dirty = any(r.git.dirty for r in records)
     return [

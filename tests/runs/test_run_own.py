@@ -2,10 +2,14 @@
 
 import pytest
 from fake_parts import FakeEngine, make_cfg, make_parts
+from omegaconf import OmegaConf
 
+from kvbench.config.compose import compose
+from kvbench.config.settings import read_config
 from kvbench.results import summary
 from kvbench.results.record import RunRecord
 from kvbench.runs import run as runs
+from kvbench.runs.experiment import check_config
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -77,3 +81,12 @@ def test_each_measure_has_its_own_number_of_samples():
     found = summary.fidelity(records)
     assert [found[name].num_samples for name in ("nll", "kl_mean")] == [1, 1]
     assert [found[name].num_nonfinite for name in ("nll", "kl_mean")] == [0, 0]
+
+
+def test_the_setting_is_called_on_wherever_it_is_read(tmp_path):
+    """YAML takes a bare `on` for true: the shipped file, a run's config.yaml and the command line have the same key."""
+    shipped = compose(["fidelity.on=own"])
+    assert set(shipped.fidelity) == {"on", "max_tokens"} and shipped.fidelity.on == "own"
+    check_config(compose([f"results_dir={tmp_path}"]))
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(shipped, resolve=True))
+    assert read_config(tmp_path / "config.yaml").fidelity.on == "own"
