@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style types docs test test-code test-degenerate test-killed test-arm fuzz mutants smoke clean
+.PHONY: setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes fuzz mutants smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -41,6 +41,9 @@ test-killed: setup ## kill and disturb sweeps, builds and the model's conversion
 
 test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g++-aarch64-linux-gnu and qemu-user; half a minute)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/cpu/test_other_cpu.py
+
+test-bytes: setup ## compare projected bytes with those that SmolLM2-135M really holds, every method at three lengths (minutes)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/sizing/test_project.py
 
 CASES ?= 300
 SEED ?= 0

@@ -105,12 +105,15 @@ class Backend(ABC):
         is_reference: Made to be right, not fast: its speed is no claim for anything.
         fuses_layers: Whether it has `open_step`.
         searches_slots: Whether it has `slot_extreme`.
+        isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
+            order, or products in whole numbers, are other answers. Empty where it has no such choice.
     """
 
     name: str
     is_reference: bool = False
     fuses_layers: bool = False
     searches_slots: bool = False
+    isa: str = ""
 
     @abstractmethod
     def region(self, pages: Tensor, fmt: PageFormat, name: str) -> Tensor:

@@ -31,7 +31,7 @@ class PagePool:
     ) -> None:
         self.page_bytes = page_bytes
         self.growable = growable
-        self.pages = empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        self.pages = self._make_pages(num_pages, device)
         self.free_list = torch.arange(num_pages, dtype=torch.int32, device=device)
         self.start = 0  # next free page to hand out
         self.end = num_pages  # where the next returned page goes
@@ -115,11 +115,19 @@ class PagePool:
         old = self.num_pages
         extra = max(shortfall, old // 2, 64)
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
-        pages = empty(old + extra, self.page_bytes, dtype=torch.uint8, device=self.pages.device)
-        pages[:old] = self.pages
+        pages = self._make_pages(old + extra, self.pages.device)
+        self._copy_pages(pages)
         free_list = torch.zeros(old + extra, dtype=torch.int32, device=pages.device)
         free_list[: free.numel()] = free.to(torch.int32)
         # Only now, when nothing can fail any more: pages and free list never disagree.
         self.pages, self.free_list = pages, free_list
         self.num_free += extra
         self.start, self.end = 0, self.num_free
+
+    def _make_pages(self, num_pages: int, device: torch.device | str) -> Tensor:
+        """Memory for pages, uint8 [num_pages, page_bytes]."""
+        return empty(num_pages, self.page_bytes, dtype=torch.uint8, device=device)
+
+    def _copy_pages(self, pages: Tensor) -> None:
+        """Copies what the pages hold into larger memory."""
+        pages[: self.num_pages] = self.pages

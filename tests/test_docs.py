@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from places import ROOT
 
 from kvbench.cli import method_table, texts
+from kvbench.cli.commands import compose_command
 from kvbench.config import files as listing
 from kvbench.config.compose import compose
 from kvbench.runs.parts import make_policy
@@ -123,7 +124,10 @@ def test_commands_of_a_document_compose(name):
             for word in words
             if not word.startswith("-")
         ]
-        compose([word for word in settings if "=" in word], name="config" if command == "run" else f"command/{command}")
+        if command == "run":
+            compose([word for word in settings if "=" in word])
+        else:
+            compose_command(command, settings)
 
 
 @pytest.mark.parametrize("group", ["method", "task"])

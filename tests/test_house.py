@@ -31,7 +31,8 @@ KNOWS = {
     "models": {"errors", "config"},
     "results": {"stats", "config", "errors", "engine", "__init__"},
     "show": {"results", "stats", "config", "errors"},
-    "evidence": {"results", "stats", "show", "policy", "config", "errors"},
+    "sizing": {"results", "cache", "policy", "kernels", "config", "errors", "rules"},
+    "evidence": {"results", "stats", "show", "sizing", "config", "errors"},
 }
 # The libraries, beside Python's own, of the rooms that must stay light.
 LIBRARIES = {

@@ -170,10 +170,20 @@ def plain_table(document: dict) -> str:
             parts += [_span(row["ratios"].get(name)) for name in baselines]
             parts.append(_span(row.get("bandwidth_share")))
             lines.append("  " + f"{row['name']:<{width}}" + "".join(f"{part:>28}" for part in parts))
+        if twice := cell.get("twice"):
+            lines.append(f"  {noise_text(twice)}")
         if probe := cell.get("probe"):
             lines.append(f"  {probe['name']}: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
     clock = [f"clock={document['settings']['clock']}"] if document["settings"].get("clock") == "cpu" else []
     return "\n".join([*lines, "", *clock, *document["notes"]])
+
+
+def noise_text(twice: dict) -> str:
+    """The A/A pair of a cell in words."""
+    return (
+        f"A/A: {twice['name']} timed twice is {_span(twice)} times itself; ratios within "
+        f"{100 * twice['noise']:.0f} % of 1 are noise"
+    )
 
 
 def _span(ratio: dict | None) -> str:

@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -212,10 +212,13 @@ def measure_cell(
     Returns:
         JSON types: `cell`, `variants` (seconds per round, median, quartiles, ratios per baseline, bytes per second,
         share of the probe's), `probe`, `refused`, `reuse_distance_bytes` (bytes that pass between uses of a
-        buffer).
+        buffer), and `twice`: the first baseline beside itself, timed a second time in each round. Its `name`, its ratio
+        (median and quartiles), and `noise`, how far the quartiles are from 1: a ratio of two variants that is no
+        farther from 1 says nothing.
     """
     right, refused = refuse_wrong(variants)
-    timed = [*right, *([probe] if probe else [])]
+    again = [replace(variant, name=f"{variant.name} (again)") for variant in _first(right, baselines)]
+    timed = [*right, *([probe] if probe else []), *again]
     seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, warmup=warmup, on_round=on_round)
     rows = []
     for variant in timed:
@@ -236,10 +239,28 @@ def measure_cell(
         if variant.versus is not None and variant.versus in seconds:
             row["versus"] = {"name": variant.versus, **ratios(seconds[variant.versus], seconds[variant.name])}
         rows.append(row | variant.extra)
+    hidden = {variant.name for variant in (*again, *([probe] if probe else []))}
     return {
         "cell": cell,
-        "variants": [row for row in rows if not probe or row["name"] != probe.name],
+        "variants": [row for row in rows if row["name"] not in hidden],
+        "twice": _beside_itself(seconds, again),
         "probe": next((row for row in rows if probe and row["name"] == probe.name), None),
         "refused": refused,
-        "reuse_distance_bytes": sum(v.bytes_per_call * v.num_buffers for v in timed),
+        "reuse_distance_bytes": sum(v.bytes_per_call * v.num_buffers for v in timed if v not in again),
     }
+
+
+def _first(variants: Sequence[Variant], baselines: Sequence[str]) -> list[Variant]:
+    """The variant to time twice: the first baseline that is there, else the first of all; none where there is none."""
+    by_name = {variant.name: variant for variant in variants}
+    named = [by_name[name] for name in baselines if name in by_name]
+    return [*named, *variants][:1]
+
+
+def _beside_itself(seconds: dict[str, list[float]], again: Sequence[Variant]) -> dict | None:
+    """The A/A pair of a cell; None where nothing was timed."""
+    for variant in again:
+        name = variant.name.removesuffix(" (again)")
+        ratio = ratios(seconds[name], seconds[variant.name])
+        return {"name": name, **ratio, "noise": max(abs(ratio["q1"] - 1.0), abs(ratio["q3"] - 1.0))}
+    return None

@@ -14,7 +14,7 @@ from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu import step as cpu_step
-from kvbench.kernels.cpu.abi import load
+from kvbench.kernels.cpu.abi import chosen_isa, load
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference.backend import Reference
 
@@ -34,6 +34,7 @@ class Cpu(Reference):
 
     def __init__(self) -> None:
         load()  # a machine without a compiler learns it here, not at the first step
+        self.isa = chosen_isa()
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
         cpu_pages.write_keys(pages, fmt, page, slot, k)

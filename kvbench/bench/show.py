@@ -21,6 +21,7 @@ from kvbench.show.progress import PLAIN_EVERY_S, LiveBar, format_bytes, format_s
 
 WIDTH = 132
 NONE = "-"
+MANAGER_NOISE = "A/A: one by one, timed twice in each round; in no cell is a ratio beyond {:.0f} % from 1 noise"
 RATE_ROUNDS = 8  # rounds that the time left is told from
 
 
@@ -184,11 +185,17 @@ def _manager(cells: Sequence[dict]) -> Table:
     return _table([*cells[0]["cell"], *names, *heads], lines)
 
 
-def _decode(cell: dict) -> Table:
+def _baseline(name: str, model: dict | None) -> str:
+    """The heading of the ratios to a baseline; transformers' own cache has the model's dtype, the full one 16 bits."""
+    dtype = str((model or {}).get("dtype", "")).removeprefix("torch.") if name == "transformers" else ""
+    return f"x {name} ({dtype})" if dtype else f"x {name}"
+
+
+def _decode(cell: dict, model: dict | None = None) -> Table:
     """Tokens per second and bytes; the rows are (batch x steps) tokens per call."""
     rows = cell["variants"]
     baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
-    headings = ["", "tokens/s", *(f"x {name}" for name in baselines)]
+    headings = ["", "tokens/s", *(_baseline(name, model) for name in baselines)]
     extra = [("batch", "batch"), ("cache_bytes", "cache")]
     extra = [(key, title) for key, title in extra if any(row.get(key) is not None for row in rows)]
     lines = []
@@ -208,7 +215,9 @@ def _title(what: str, cell: dict) -> str:
 def _tables(document: dict) -> list[Table | Text]:
     what = document["what"]
     if what == "manager" and document["cells"]:
-        return [Text(what, style="bold"), _manager(document["cells"]), Text()]
+        noise = max((cell["twice"]["noise"] for cell in document["cells"] if cell.get("twice")), default=None)
+        said = [] if noise is None else [Text(MANAGER_NOISE.format(100 * noise), style="dim")]
+        return [Text(what, style="bold"), _manager(document["cells"]), *said, Text()]
     parts: list[Table | Text] = []
     for cell in document["cells"]:
         if not cell["variants"]:
@@ -218,9 +227,11 @@ def _tables(document: dict) -> list[Table | Text]:
         if what == "attention":
             parts.append(_attention(cell))
         elif cell["variants"][0].get("tokens_per_call"):
-            parts.append(_decode(cell))
+            parts.append(_decode(cell, document.get("model")))
         else:
             parts.append(_general(cell))
+        if twice := cell.get("twice"):  # documents of before have none
+            parts.append(Text(report.noise_text(twice), style="dim"))
         if probe := cell.get("probe"):
             parts.append(
                 Text(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s", style="dim")

@@ -25,6 +25,7 @@ class Pages:
         backend: The kernels.
         device: Where the pages live.
         budget_bytes: Limit on the pool; None lets it grow.
+        pool: Class of the pool.
     """
 
     def __init__(
@@ -36,11 +37,12 @@ class Pages:
         *,
         device: torch.device,
         budget_bytes: int | None = None,
+        pool: type[PagePool] = PagePool,
     ) -> None:
         self.formats, self.shape, self.backend = formats, shape, backend
         size = formats[0].page_bytes
         limit = budget_bytes // size if budget_bytes is not None else None
-        self.pool = PagePool(size, FIRST_PAGES if limit is None else limit, device, growable=limit is None)
+        self.pool = pool(size, FIRST_PAGES if limit is None else limit, device, growable=limit is None)
         tokens = tuple(fmt.tokens_per_page for fmt in formats)
         self.table = PageTable(self.pool, tokens, *shape, max_pages=-(-max_slots // min(tokens)) + len(tokens))
 

@@ -19,7 +19,7 @@ from kvbench.cache.paged import Paged, PagedStep
 from kvbench.cache.pages import Pages
 from kvbench.cache.prompts import Prompts
 from kvbench.kernels.backend import Backend, FusedStep
-from kvbench.kernels.pool import PoolExhausted
+from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.policy import DecodeView, Policy
 
 __all__ = ["CompressedStore", "PoolExhausted"]
@@ -38,6 +38,7 @@ class CompressedStore:
         max_new_tokens: Most tokens added after a prompt.
         options: Page size, byte budget, extra tracked fields.
         backend: Operations from `kvbench.kernels.dispatch.get_backend`.
+        pool: Class of the page pool.
 
     Raises:
         ValueError: The policy does not fit the model or the options.
@@ -53,6 +54,7 @@ class CompressedStore:
         max_new_tokens: int,
         options: StoreOptions,
         backend: Backend,
+        pool: type[PagePool] = PagePool,
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape = policy, shape
@@ -66,6 +68,7 @@ class CompressedStore:
             backend=backend,
             device=shape.device,
             budget_bytes=options.budget_bytes,
+            pool=pool,
         )
         # Only bulk eviction asks how much the prompt's plan gave each list.
         lists = self.pages.table.num_lists if policy.compact_every else 0

@@ -104,7 +104,7 @@ def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel) ->
     task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)
     check_requests(task)
     if plan.rule.criterion != "score":
-        if not cfg.fidelity.max_tokens:
+        if cfg.fidelity.max_tokens == 0:
             raise ValueError(
                 f"calibrate.criterion={plan.rule.criterion} needs gold answers; fidelity.max_tokens=0 means none, so "
                 "raise it, or use calibrate.criterion=score"

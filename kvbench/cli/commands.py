@@ -5,12 +5,15 @@ A command's YAML is its whole documentation: `python -m kvbench <command> --help
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.errors import unknown_name
+
+BARE = "_bare_"  # in a command's file: the setting that a word without a key sets
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -27,7 +30,7 @@ def run(name: str, arguments: list[str]) -> int:
         ValueError: A setting is unknown or out of range.
     """
     cfg = compose_command(name, arguments)
-    settings = OmegaConf.create({key: value for key, value in cfg.items() if key != "_target_"})
+    settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE)})
     OmegaConf.set_struct(settings, True)
     return function_of(name)(settings)
 
@@ -59,18 +62,29 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     """
     from kvbench.config.compose import compose
 
-    for word in arguments:
-        if "=" not in word:
+    listed, plain = _own(name), {}
+    for word in list(arguments):
+        key, has_value, value = word.partition("=")
+        if BARE in listed and not word.startswith("-") and (not has_value or Path(word).exists()):
+            key, value = listed[BARE], word
+        elif not has_value:
             raise ValueError(
                 f"{word} is no setting of {name}; settings are key=value. `python -m kvbench {name} --help` lists them"
             )
-        if word.lstrip("+~").startswith("_"):
+        elif word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
+        # Hydra takes the name of a group for the group, also where a command has a plain setting of that name.
+        elif key not in files.GROUPS or key not in listed:
+            continue
+        plain[key] = value
+        arguments = [other for other in arguments if other is not word]
     try:
-        return compose(arguments, name=f"command/{name}", with_choices=True)
+        composed = compose(arguments, name=f"command/{name}", with_choices=True)
     except ValueError:
         _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
         raise
+    composed.update(plain)
+    return composed
 
 
 def _check_keys(name: str, arguments: list[str]) -> None:

@@ -182,7 +182,8 @@ def run_command(overrides: list[str]) -> int:
     from kvbench.results.writing import check_writable, is_full, write_error
 
     check_choices(overrides)
-    jobs = Jobs()
+    refuse_stored_config(overrides)
+    jobs = Jobs(_flag_value(overrides, "--config-dir", "-cd"))
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["kvbench", *flags_first(with_swept_groups(overrides))]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving
@@ -204,6 +205,40 @@ def run_command(overrides: list[str]) -> int:
     return max(jobs.codes, default=0)
 
 
+def refuse_stored_config(arguments: list[str]) -> None:
+    """Refuse a folder of choices that has a config.yaml: Hydra would read kvbench's own in its place, without a word.
+
+    Args:
+        arguments: Hydra's arguments.
+
+    Raises:
+        ValueError: Says how a stored run is run again.
+    """
+    for flags in (("--config-dir", "-cd"), ("--config-path", "-cp")):
+        folder = _flag_value(arguments, *flags)
+        if not folder or not (Path(folder) / "config.yaml").is_file():
+            continue
+        if (Path(folder) / "run.json").is_file():
+            raise ValueError(
+                f"{flags[0]} {folder} is a stored run, whose settings would be ignored; `python -m kvbench rerun "
+                f"{shlex.quote(folder)}` runs it again"
+            )
+        raise ValueError(
+            f"{flags[0]} {folder} has a config.yaml, which would be ignored; a folder of your own holds method/, "
+            "task/, ... alone, and experiment/ sets several settings at once"
+        )
+
+
+def _flag_value(arguments: list[str], *names: str) -> str:
+    """What the last of some flags is set to; empty without one."""
+    found = ""
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag in names:
+            found = value if has_value else following
+    return found
+
+
 def _sweep_folder(overrides: list[str]) -> Path:
     """Where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
     given = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("results_dir=")]
@@ -214,7 +249,8 @@ class Jobs:
     """The experiments of one command: what they share, and what became of them. Hydra has no way to hand it back from a
     sweep."""
 
-    def __init__(self) -> None:
+    def __init__(self, config_dir: str = "") -> None:
+        self._config_dir = config_dir
         self.codes: list[int] = []
         """Exit code of every job that ran here."""
         self._parts: Parts | None = None
@@ -226,14 +262,16 @@ class Jobs:
         from hydra.types import RunMode
 
         from kvbench.runs import parts
-        from kvbench.runs.run import run_experiment
+        from kvbench.runs.run import Origin, run_experiment
 
         settings = HydraConfig.get()
         is_here = settings.launcher._target_.endswith("BasicLauncher")
         is_sweep = settings.mode is RunMode.MULTIRUN and is_here
         try:
             self._parts = self._parts or parts.default_parts()
-            finished = run_experiment(cfg, method=settings.runtime.choices["method"], parts=self._parts)
+            choices, words = settings.runtime.choices, list(settings.overrides.task)
+            origin = Origin(command=self._command(words), experiment=choices.get("experiment") or "")
+            finished = run_experiment(cfg, method=choices["method"], parts=self._parts, origin=origin)
             self._records.setdefault(finished.folder.parent.parent, []).extend(_records(finished))
             _show(finished, with_table=not is_sweep)
             self.codes.append(EXIT_FAILED if finished.record.status == "failed" else 0)
@@ -244,6 +282,10 @@ class Jobs:
             if is_sweep:
                 note(f"in {' '.join(settings.overrides.task)}:")
             self.codes.append(report(error))
+
+    def _command(self, words: list[str]) -> list[str]:
+        """The words of this one job: of a sweep its own values, with the folder of the user's choices."""
+        return [*(["--config-dir", self._config_dir] if self._config_dir else []), *words]
 
     def show_sweep(self) -> None:
         """The table of all experiments, and one picture for each task and model."""

@@ -112,7 +112,7 @@ def command_help(name: str) -> str:
     lines = (files.conf_folder() / "command" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     shown, skip = [], False
     for line in lines:
-        if line.startswith(("# @package", "_target_:")):
+        if line.startswith(("# @package", "_")):
             continue
         if line and not line.startswith((" ", "#", "-")):
             skip = line.startswith(("defaults:", "hydra:"))

@@ -56,9 +56,37 @@ def hash_files(files: dict[str, Path]) -> str:
 HANDS_ON = {"datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
 
 
+# Libraries whose requirements are a platform's and not a computation's: what kvbench takes of them, it imports itself.
+FRAMEWORKS = {"lm-eval", "tokenizers", "torch", "transformers"}
+
+
 def libraries(files: Iterable[Path]) -> dict[str, str]:
-    """The libraries that source files import, and the versions that are installed; see `imports` and `versions`."""
-    return versions(imports(files))
+    """The libraries that source files import, those that these require in turn, and the versions that are installed.
+
+    math-verify grades with sympy, and reads formulas with the runtime of antlr: neither is imported here, and another
+    version of either can turn a right answer into a wrong one.
+    """
+    return _with_required(versions(imports(files)))
+
+
+def _with_required(found: dict[str, str]) -> dict[str, str]:
+    """Distributions and versions, with what they require always (not for an extra); frameworks are not looked into."""
+    todo = [name for name in found if name not in FRAMEWORKS]
+    while todo:
+        try:
+            required = importlib.metadata.requires(todo.pop()) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for line in required:
+            wanted, _, condition = line.partition(";")
+            name = re.match(r"[\w.-]+", wanted)
+            if name is None or "extra" in condition or name[0].replace("-", "_") in HANDS_ON:
+                continue
+            distribution, version = _installed(name[0])
+            if distribution not in found and version:  # one for another system is not installed here
+                found[distribution] = version
+                todo += [distribution] if distribution not in FRAMEWORKS else []
+    return dict(sorted(found.items()))
 
 
 def imports(files: Iterable[Path]) -> frozenset[str]:
@@ -78,7 +106,9 @@ def versions(names: Iterable[str]) -> dict[str, str]:
         names: As they are imported, for example `math_verify`.
 
     Returns:
-        Distribution (`math-verify`) -> version, sorted; the name itself and an empty version where none has it.
+        Distribution (`math-verify`) -> version, sorted; the name itself and an empty version where none has it. The
+        version has its build tag (torch 2.13.0+cpu): two builds of torch are two sets of compiled kernels, whose
+        sums may differ in the last bit, and a method that rounds can turn that into another token.
     """
     return dict(sorted(_installed(name) for name in names))
 

@@ -29,7 +29,7 @@ class Engine:
         batch_size: Requests whose answers are decoded together.
         seed: Base of every answer's own random generator.
         backend: `auto` or a backend's name.
-        fidelity_max_tokens: Gold tokens to force per sample at most; 0 switches teacher forcing off.
+        fidelity_max_tokens: Tokens to force per sample at most, None for all; 0 switches teacher forcing off.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
 
     Raises:
@@ -46,7 +46,7 @@ class Engine:
         batch_size: int,
         seed: int,
         backend: str = "auto",
-        fidelity_max_tokens: int = 64,
+        fidelity_max_tokens: int | None = 256,
         prompts: PromptCache | None = None,
     ) -> None:
         if batch_size < 1:
@@ -56,6 +56,7 @@ class Engine:
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
         self.backend, self.shape = self.runner.backend, self.runner.shape
         self.end_ids = tuple(model.eos_token_ids)
+        self._own = False
 
     @property
     def store(self) -> CompressedStore:
@@ -69,6 +70,7 @@ class Engine:
         on_outcome: Callable[[Outcome], None],
         on_step: Callable[[dict], None] | None = None,
         sizing: Sequence[Request] | None = None,
+        own: bool = False,
     ) -> None:
         """Answers requests in groups of `batch_size`, in order.
 
@@ -78,6 +80,8 @@ class Engine:
             on_step: Called after every decode step with `decode_tokens_per_s`, `cache_bytes`, `live_rows`.
             sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run
                 must count the same bytes as an uninterrupted one.
+            own: Force the first answer that each request gets here, in place of its gold answer; for the full cache,
+                whose answer other methods are then forced to give.
 
         Raises:
             ValueError: A prompt is empty or longer than the model.
@@ -92,7 +96,7 @@ class Engine:
                 )
         if not everything:
             return
-        self._on_outcome, self._on_step = on_outcome, on_step
+        self._on_outcome, self._on_step, self._own = on_outcome, on_step, own and self.fidelity_max_tokens != 0
         self._callers: BaseException | None = None  # what `on_outcome` raised
         size, reason = self._reserve(everything)
         if reason is not None:
@@ -108,7 +112,7 @@ class Engine:
         Returns:
             Requests per group, and why not even one fits (None: it does).
         """
-        rows_of = [r.num_samples + bool(self._gold(r)) + len(r.choices) for r in requests]
+        rows_of = [r.num_samples + bool(self._own or self._gold(r)) + len(r.choices) for r in requests]
         prompt_tokens = max(r.num_prompt_tokens for r in requests)
         new_tokens = max(max(r.max_new_tokens, *map(len, (self._gold(r), *r.choices))) for r in requests)
         size = min(self.batch_size, len(requests))  # never more rows than there is to answer
@@ -159,7 +163,7 @@ class Engine:
                 self._fail(request, "nan", str(error), error.layer)
                 finished.add(request.sample_id)
                 continue
-            num_rows = request.num_samples + (reference is not None) + len(request.choices)
+            num_rows = request.num_samples + (self._own or reference is not None) + len(request.choices)
             replays = self.runner.prompts.limit_bytes > 0  # and a replay takes no prefill
             prefill_s = None if replays else time.perf_counter() - begin
             sample = Sample(request, prefill_s, num_rows)
@@ -172,6 +176,8 @@ class Engine:
                     row=own, request=request, logits=logits, repeat=repeat, answer=answer, generator=generator
                 )
                 rows.append((free, sample))
+            if self._own:
+                sample.own = self.runner.fork(row), logits
             forced: list[tuple[FidelityMeter | ChoiceMeter, int | None]] = []
             if reference is not None:
                 exact = len(request.segments) == 1
@@ -202,9 +208,11 @@ class Engine:
         """Decodes all rows together until each is over."""
         while rows:
             live, tokens = [], []
-            for state, sample in rows:
+            for state, sample in rows:  # it grows where an answer that ended is forced next
                 token = state.next_token()
                 if token is None:
+                    if (following := self._force_own(state, sample)) is not None:
+                        rows.append((following, sample))
                     self._finish(state, sample, finished)
                 else:
                     live.append((state, sample))
@@ -227,6 +235,21 @@ class Engine:
                 used, rate = self.store.used_bytes, len(tokens) / elapsed
                 self._on_step({"decode_tokens_per_s": rate, "cache_bytes": used, "live_rows": len(tokens)})
 
+    def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
+        """The row in which an answer that has just ended is forced, where that is wanted."""
+        if sample.own is None or not isinstance(state, AnswerRow) or state.repeat:
+            return None
+        (row, logits), sample.own, request = sample.own, None, sample.request
+        tokens = tuple(state.answer.token_ids[: self.fidelity_max_tokens])
+        if not tokens:  # it ended at once: there is nothing to compare
+            self.runner.close(row)
+            sample.open_rows -= 1
+            return None
+        everything = [token for segment in request.segments for token in segment] + list(tokens[:-1])
+        reference = torch.log_softmax(self.runner.full_logits(everything, num_logits=len(tokens)), -1)
+        meter = FidelityMeter(tokens, reference, exact_first=len(request.segments) == 1)
+        return ForcedRow(row=row, request=request, logits=logits, meter=meter)
+
     def _drop_bad(
         self, rows: list[tuple[Row, Sample]], bad: dict[int, int], finished: set[str]
     ) -> list[tuple[Row, Sample]]:
@@ -235,6 +258,9 @@ class Engine:
         for state, sample in rows:
             if state.request.sample_id in spoiled:
                 self.runner.close(state.row)
+                if sample.own is not None:
+                    self.runner.close(sample.own[0])
+                    sample.own = None
                 if sample.request.sample_id not in finished:
                     layer = spoiled[state.request.sample_id]
                     self._fail(sample.request, "nan", str(NotFinite(layer)), layer)
@@ -265,13 +291,16 @@ class Engine:
         if sample.open_rows == 0:
             finished.add(sample.request.sample_id)
             for outcome in sample.outcomes.values():
-                outcome.fidelity = sample.fidelity
+                outcome.fidelity, outcome.drift = sample.fidelity, sample.drift
                 outcome.choices = [sample.choices[index] for index in sorted(sample.choices)]
                 self._hand_out(outcome)
 
     def _gold(self, request: Request) -> tuple[int, ...]:
-        """The gold tokens that are forced; never beyond the model's context."""
-        return tuple(request.gold[: min(self.fidelity_max_tokens, self._room(request) - 1)])
+        """The tokens that are forced from the start; never beyond the model's context."""
+        if self._own:
+            return ()
+        room = self._room(request) - 1
+        return tuple(request.gold[: room if self.fidelity_max_tokens is None else min(self.fidelity_max_tokens, room)])
 
     def _room(self, request: Request) -> int:
         """Tokens that fit behind the prompt; the last one is only predicted, never read."""

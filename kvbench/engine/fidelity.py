@@ -1,9 +1,12 @@
 """Teacher forcing: how far a compressed cache's predictions are from the full cache's, on a given continuation."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from kvbench.engine.requests import BINS
 
 
 @dataclass
@@ -39,9 +42,9 @@ class FidelityMeter:
     """Collects one row's comparison, token by token.
 
     Args:
-        gold: The continuation.
-        reference: fp32 [len(gold), vocabulary] log-probabilities of the full, uncompressed cache for each gold token.
-        exact_first: The first gold token is predicted by the prompt's own forward pass; False when the end of the
+        gold: The continuation: the gold answer, or the full cache's own.
+        reference: fp32 [len(gold), vocabulary] log-probabilities of the full, uncompressed cache for each token.
+        exact_first: The first token is predicted by the prompt's own forward pass; False when the end of the
             prompt was already read through the compressed cache.
     """
 
@@ -71,24 +74,51 @@ class FidelityMeter:
     def report(self) -> dict:
         """The journal's `fidelity` record.
 
-        A first gold token that is predicted by the prompt's own forward pass, which is exact for every method, counts
-        in the NLL and the gold match, but KL and agreement are over the tokens that were read from the compressed
-        cache.
+        All means are over the same tokens: those that were predicted from the compressed cache. A first token that the
+        prompt's own forward pass predicts, which is exact for every method, is not one of them.
 
         Returns:
-            `nll`, `nll_full` (mean per token, nats), `kl_mean`, `kl_max` (nats; None without such a token),
-            `top1_agreement`, `gold_argmax_share`, `gold_exact` (0 or 1), `num_tokens`.
+            `nll`, `nll_full`, `kl_mean` (means per token, nats), `kl_max` (nats), `top1_agreement`,
+            `gold_argmax_share` (shares of these tokens); None where there is no such token. `gold_exact` (0 or 1, over
+            all forced tokens), `num_tokens` (forced), `num_measured` (those that the means are over).
         """
-        count = len(self.nll)
-        full = -self.reference[torch.arange(count), torch.tensor(self.gold[:count], device=self.reference.device)]
-        through_cache, agree = self.kl[self.exact_first :], self.agree[self.exact_first :]
+        count, first = len(self.nll), int(self.exact_first)
+        measured = count - first
+
+        def mean(values: list[float] | list[bool]) -> float | None:
+            return sum(values[first:]) / measured if measured else None
+
         return {
-            "nll": sum(self.nll) / count,
-            "nll_full": float(full.mean()),
-            "kl_mean": sum(through_cache) / len(through_cache) if through_cache else None,
-            "kl_max": max(through_cache) if through_cache else None,
-            "top1_agreement": sum(agree) / len(through_cache) if through_cache else None,
-            "gold_argmax_share": sum(self.hit) / count,
+            "nll": mean(self.nll),
+            "nll_full": mean(self._full()),
+            "kl_mean": mean(self.kl),
+            "kl_max": max(self.kl[first:], default=None),
+            "top1_agreement": mean(self.agree),
+            "gold_argmax_share": mean(self.hit),
             "gold_exact": float(all(self.hit)),
             "num_tokens": count,
+            "num_measured": measured,
         }
+
+    def drift(self) -> dict[str, list[float]]:
+        """The same along the answer: sums over the tokens of each bin of `BINS`, up to the last bin that has one.
+
+        Returns:
+            `tokens` (how many), `nll`, `nll_full`, `kl` (sums, nats), `same_first_choice` (how many). A token that the
+            prompt's own pass predicts is left out, as in the means.
+        """
+        first, full = int(self.exact_first), self._full()
+        last = bisect_right(BINS, len(self.nll) - 1)
+        sums = {name: [0.0] * last for name in ("tokens", "nll", "nll_full", "kl", "same_first_choice")}
+        for token in range(first, len(self.nll)):
+            place = bisect_right(BINS, token) - 1
+            values = (1.0, self.nll[token], full[token], self.kl[token], float(self.agree[token]))
+            for name, value in zip(sums, values, strict=True):
+                sums[name][place] += value
+        return {name: [float(f"{value:.7g}") for value in values] for name, values in sums.items()}
+
+    def _full(self) -> list[float]:
+        """The full cache's NLL of each token so far."""
+        count = len(self.nll)
+        chosen = torch.tensor(self.gold[:count], device=self.reference.device)
+        return (-self.reference[torch.arange(count), chosen]).tolist()

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+# First forced token of each bin, the same for every answer, so that bins add up over answers of any length. The first
+# bin is the token that the prompt's own pass predicts.
+BINS = (0, 1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -67,8 +71,9 @@ class Outcome:
         num_prompt_tokens: Prompt length as run.
         nan_layer: First layer whose attention output was not finite; -1 means the logits only.
         message: Human-readable reason when the status is not ok.
-        fidelity: Teacher-forced comparison with the full cache on the gold tokens, or None: `nll`, `nll_full`,
-            `kl_mean`, `kl_max`, `top1_agreement`, `gold_argmax_share`, `gold_exact`, `num_tokens`.
+        fidelity: Teacher-forced comparison with the full cache on the forced tokens, or None; see
+            `FidelityMeter.report`.
+        drift: The same along the answer, in bins of positions, or None; see `FidelityMeter.drift`.
         choices: For each of the request's choices: `loglikelihood` (nats), `greedy` (every token was the most likely
             one), `num_tokens`.
         ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the
@@ -88,6 +93,7 @@ class Outcome:
     nan_layer: int | None = None
     message: str = ""
     fidelity: dict | None = None
+    drift: dict[str, list[float]] | None = None
     choices: list[dict] = field(default_factory=list)
     ledger: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)

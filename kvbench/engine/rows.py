@@ -60,7 +60,7 @@ class ForcedRow(Row):
 
     Args:
         meter: The tokens, and what is measured on them.
-        choice: Index of the choice; None for the gold answer.
+        choice: Index of the choice; None for the answer that is compared with the full cache.
     """
 
     meter: FidelityMeter | ChoiceMeter
@@ -80,11 +80,13 @@ class Sample:
     open_rows: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fidelity: dict | None = None
+    drift: dict[str, list[float]] | None = None
+    own: "tuple[int, Tensor] | None" = None  # a copy of the prompt's row, and its logits, that the own answer will take
     choices: dict[int, dict] = field(default_factory=dict)
 
     def take(self, row: ForcedRow) -> None:
         """Keeps what a forced row measured."""
-        if row.choice is None:
-            self.fidelity = row.meter.report()
-        else:
+        if isinstance(row.meter, FidelityMeter):
+            self.fidelity, self.drift = row.meter.report(), row.meter.drift()
+        elif row.choice is not None:
             self.choices[row.choice] = row.meter.report()

@@ -1,6 +1,5 @@
 """The content of the report's page as plain words and numbers: tables, bars, changed answers, environment."""
 
-import importlib
 import json
 from collections.abc import Iterable, Sequence
 
@@ -11,14 +10,16 @@ from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel
 from kvbench.evidence.pairing import values_of
 from kvbench.evidence.runs import Group, StoredRun
-from kvbench.policy import Policy
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
+from kvbench.sizing.shapes import HEADLINE, find_shape
+from kvbench.sizing.stored import policy_of, projected, tier_shares
 
 NUM_STYLES = 8
+LAST_TOKENS = 16  # of a projection's tokens, those that an answer added
 SETTING_LENGTH = 10_000  # characters of a setting; a table of numbers is a long one
 
 
@@ -49,7 +50,7 @@ def methods_table(
     for run in group.runs:
         row, ledger = by_run.get(run.name), bytes_of(run)
         cells = [_score(run, what), *(_comparison(row) if row else ["-"] * 6)]
-        cells += [_ratio(ledger, RESIDENT), places.get(run.name, "")]
+        cells += [_ratio(ledger, RESIDENT), _at_length(run), places.get(run.name, "")]
         cells += [_ratio(ledger, AVERAGE), _ratio(ledger, PEAK), _time(run)]
         verdict = row.verdict if row else "reference" if run is group.reference else "-"
         shown.append({"label": run.label, "cells": cells, "verdict": verdict, "style": verdict.replace(" ", "-")})
@@ -66,6 +67,7 @@ def methods_table(
         f"p equal +-{width}",
         "would show",
         f"{RESIDENT.short} %",
+        f"% at {HEADLINE[1] // 1024}k on {HEADLINE[0]}",
         "frontier",
         f"{AVERAGE.short} %",
         f"{PEAK.short} %",
@@ -77,6 +79,8 @@ def methods_table(
         "rows": shown,
         "legend": [
             *legend(num_family),
+            f"% at {HEADLINE[1] // 1024}k on {HEADLINE[0]}: what the method would hold there, by the same count; "
+            "-: its settings are for this model alone. Where data decide what is kept, it keeps this run's shares.",
             "frontier: no estimate is both cheaper (resident bytes) and better; open: one is, but that can be chance; "
             "dominated: one is, and both paired 95 % intervals exclude zero.",
             f"{TIME.unit} / token: of the whole engine, teacher-forced rows included; no claim for backend torch.",
@@ -123,43 +127,32 @@ def tier_names(run: StoredRun, count: int) -> list[str]:
         run: The run.
         count: Tiers in its records; a residual buffer is the last.
     """
-    settings = dict(run.record.identity.get("method") or {})
-    module, _, name = str(settings.pop("_target_", "")).rpartition(".")
+    policy = policy_of(run.record.identity)
     names = []
-    if module.startswith("kvbench.methods."):  # what a results folder names is loaded from nowhere else
-        try:
-            kind = getattr(importlib.import_module(module), name)
-            policy = kind(**settings) if issubclass(kind, Policy) else None
-        except Exception:  # of settings that are not ours a method may make anything
-            policy = None
-        if policy is not None:
-            names = [tier.name for tier in policy.tiers] + (["16-bit buffer"] if policy.residual else [])
+    if policy is not None:
+        names = [tier.name for tier in policy.tiers] + (["16-bit buffer"] if policy.residual else [])
     return names if len(names) == count else [f"tier {index}" for index in range(count)]
 
 
-def tier_shares(run: StoredRun) -> dict[str, float]:
+def shares_by_name(run: StoredRun) -> dict[str, float]:
     """Share of all tokens, over layers and KV heads, in each tier at the end; the rest up to 1 was evicted."""
-    slots: list[float] = []
-    tokens = 0.0
-    for record in run.samples.values():
-        per_tier, ratio = record["kept"].get("slots_per_tier"), record["kept"].get("slot_ratio")
-        if record["status"] != "ok" or not per_tier or not ratio or None in per_tier:
-            continue
-        if slots and len(slots) != len(per_tier):  # a method has the same tiers in all its samples
-            continue
-        slots = [a + b for a, b in zip(slots or [0.0] * len(per_tier), per_tier, strict=True)]
-        tokens += sum(per_tier) / ratio
-    if not tokens:
-        return {}
+    found = tier_shares(run.samples.values())
     shares: dict[str, float] = {}
-    for name, count in zip(tier_names(run, len(slots)), slots, strict=True):
-        shares[name] = shares.get(name, 0.0) + count / tokens
+    for name, share in zip(tier_names(run, len(found)), found, strict=True):
+        shares[name] = shares.get(name, 0.0) + share
     return shares
+
+
+def _at_length(run: StoredRun) -> str:
+    """Resident bytes on the model and at the length of the headline, in percent of its FP16 full cache."""
+    name, length = HEADLINE
+    found = projected(run.record.identity, run.samples.values(), find_shape(name), length - LAST_TOKENS, LAST_TOKENS)
+    return "-" if found is None else f"{RESIDENT.scale * found.ratio:.1f}"
 
 
 def tier_bars(group: Group) -> dict:
     """Tokens per tier of every run, as the bars of DiffKV's figure 12."""
-    found = {run.label: shares for run in group.runs if (shares := tier_shares(run))}
+    found = {run.label: shares for run in group.runs if (shares := shares_by_name(run))}
     styles = _styles(name for shares in found.values() for name in shares)
     rows = []
     for label, shares in found.items():
@@ -254,7 +247,9 @@ def environment(group: Group) -> list[tuple[str, str]]:
     def all_of(values: Iterable[object]) -> str:
         return "; ".join(sorted({str(value) for value in values if value not in (None, "")})) or "not recorded"
 
-    versions, machines = [r.versions for r in records if r.versions], [r.machine for r in records if r.machine]
+    # Every stretch of work has its own; runs of before have those of the last one alone.
+    versions = [v for r in records for v in (r.versions, *(part.versions for part in r.sessions)) if v]
+    machines = [m for r in records for m in (r.machine, *(part.machine for part in r.sessions)) if m]
     code = [r.identity.get("code", {}) for r in records]
     dirty = any(r.git.dirty for r in records)
     return [

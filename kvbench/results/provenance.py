@@ -6,8 +6,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import site
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,6 +68,8 @@ class Machine:
     omp_wait_policy: str
     """Value of OMP_WAIT_POLICY; empty when not set. ACTIVE threads that share cores make small operations many times
     slower."""
+    torch_isa: str = ""
+    """Instruction set that torch chose for its own operations on this CPU; empty when torch was not loaded."""
 
 
 def _version(distribution: str) -> str:
@@ -127,6 +132,7 @@ def machine(device: object) -> Machine:
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads() if torch is not None else None,
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+        torch_isa=torch.backends.cpu.get_cpu_capability() if torch is not None else "",
     )
 
 
@@ -160,11 +166,16 @@ def harness_hash(backend: str) -> str:
     return hash_files(code_files(backend))
 
 
-def method_files(policy_class: type) -> dict[str, Path]:
-    """The source files a method consists of: its own, and every other file of `methods` that it imports or inherits
-    from.
+METHODS = "kvbench.methods"
 
-    A new method must not make the stored runs of all others stale, so the folder as a whole does not count.
+
+def method_files(policy_class: type) -> dict[str, Path]:
+    """The source files a method consists of: its own, and every other one that it imports or inherits from, at any
+    remove, wherever it lies.
+
+    Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench,
+    which counts for every method. A new method must not make the stored runs of all others stale, so no folder counts
+    as a whole. What a module imports under a name that it computes is not seen.
 
     Args:
         policy_class: Class of the policy.
@@ -172,28 +183,85 @@ def method_files(policy_class: type) -> dict[str, Path]:
     Returns:
         Name and path of each file; empty for a class that was typed into an interpreter.
     """
-    inherited = {cls.__module__ for cls in policy_class.__mro__}
-    todo = {policy_class.__module__} | {module for module in inherited if module.startswith("kvbench.methods.")}
+    own = policy_class.__module__
+    todo, seen = {cls.__module__ for cls in policy_class.__mro__}, set[str]()
     files: dict[str, Path] = {}
     while todo:
         module = todo.pop()
-        loaded = sys.modules.get(module)
-        origin = getattr(loaded, "__file__", None)
-        if origin is None and module.startswith("kvbench.methods."):
-            try:
-                spec = importlib.util.find_spec(module)
-            except ModuleNotFoundError:  # a class imported from a method's module looks like a module of it
-                spec = None
-            origin = spec.origin if spec else None
-        if origin is None or not origin.endswith(".py") or module in files:
+        if module in seen or not _is_own(module, own):
             continue
-        files[module] = Path(origin)
-        for node in ast.walk(ast.parse(files[module].read_text(encoding="utf-8"))):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                base = f"kvbench.methods.{node.module}" if node.level else node.module
-                names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-            todo |= {name for name in names if name.startswith("kvbench.methods.")}
-    return files
+        seen.add(module)
+        parent = module.rpartition(".")[0]  # what is in a package's own file has run before its modules
+        todo |= {parent} - {""}
+        origin = _source(module)
+        if origin is not None:
+            files[module] = origin
+            todo |= set(_names_imported(origin, module if origin.name == "__init__.py" else parent))
+    return dict(sorted(files.items()))
+
+
+def _is_own(module: str, own: str) -> bool:
+    """True for kvbench's methods, for a user's own modules, and for an installed package that the method is part of.
+
+    Args:
+        module: Full name.
+        own: Module of the method.
+    """
+    top = module.partition(".")[0]
+    if top == "kvbench":
+        return module.startswith(f"{METHODS}.") or module == own
+    return top == own.partition(".")[0] or not (top in sys.stdlib_module_names or _is_installed(top))
+
+
+@cache
+def _is_installed(top: str) -> bool:
+    """True for what lies among Python's own modules or installed libraries, or nowhere."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return True
+    places = [] if spec is None else [spec.origin] if spec.has_location else spec.submodule_search_locations or []
+    return all(
+        any(Path(place or "").resolve().is_relative_to(root) for root in _installed_folders()) for place in places
+    )
+
+
+@cache
+def _installed_folders() -> tuple[Path, ...]:
+    """Where Python's own modules and installed libraries lie."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    found = [sysconfig.get_path(name) for name in names] + [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(Path(folder).resolve() for folder in dict.fromkeys(found) if folder)
+
+
+def _source(module: str) -> Path | None:
+    """The Python file of a module; None for one that does not exist or has none, such as a folder without a file."""
+    origin = getattr(sys.modules.get(module), "__file__", None)
+    if origin is None and module not in sys.modules:
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):  # a class imported from a module looks like a module of it
+            return None
+        origin = spec.origin if spec else None
+    return Path(origin).resolve() if origin and origin.endswith(".py") else None
+
+
+def _names_imported(path: Path, package: str) -> Iterator[str]:
+    """Full names that a file imports anywhere, some of which are names in modules.
+
+    Args:
+        path: A Python file.
+        package: The package that its relative imports start from.
+    """
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                try:
+                    base = importlib.util.resolve_name("." * node.level + base, package)
+                except ImportError:  # above the top: it cannot be imported either
+                    continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)

@@ -114,6 +114,37 @@ class Session:
     """Seconds spent on the samples of this session, model loading apart."""
     num_done: int = 0
     """Answers finished in this session."""
+    command: list[str] = field(default_factory=list)
+    """The words after `python -m kvbench` that began it, those of one job of a sweep; empty when called from Python. A
+    full-cache run that another run needed has that run's."""
+    versions: Versions | None = None
+    """Installed libraries."""
+    git: Git = field(default_factory=Git)
+    """State of the source tree."""
+    machine: Machine | None = None
+    """Hardware and thread settings."""
+
+
+@dataclass(kw_only=True)
+class DriftBin:
+    """Fidelity in one stretch of the forced answers. Means are over all tokens there, of however many samples."""
+
+    first: int = 0
+    """Position of its first token in the answer, from 0."""
+    last: int | None = None
+    """Position of its last token; None: it has no end."""
+    num_tokens: int = 0
+    """Tokens that were predicted from the compressed cache."""
+    num_samples: int = 0
+    """Answers that reach this far."""
+    nll: float = 0.0
+    """Nats per token."""
+    nll_full: float = 0.0
+    """The same with the full cache."""
+    kl: float = 0.0
+    """Divergence from the full cache, nats per token."""
+    top1: float = 0.0
+    """Share of the tokens with the same first choice as the full cache."""
 
 
 @dataclass(kw_only=True)
@@ -145,7 +176,10 @@ class RunRecord:
     model: str = ""
     """Name of the model."""
     method: str = ""
-    """Name of the method."""
+    """Name of the method: its file in conf/method/."""
+    experiment: str = ""
+    """Name of the preset that set several settings at once (`experiment=`): its file in conf/experiment/; empty without
+    one."""
     hash: str = ""
     """SHA-256 over `identity`; its first digits name the folder."""
     identity: dict = field(default_factory=dict)
@@ -157,11 +191,11 @@ class RunRecord:
     seed: int = 0
     """Seed of sampling, data and policy."""
     versions: Versions | None = None
-    """Installed libraries."""
+    """Installed libraries, of the last session."""
     git: Git = field(default_factory=Git)
-    """State of the source tree."""
+    """State of the source tree, of the last session."""
     machine: Machine | None = None
-    """Hardware and thread settings."""
+    """Hardware and thread settings, of the last session."""
     started: str = ""
     """First start, ISO 8601 in UTC."""
     ended: str = ""
@@ -175,7 +209,10 @@ class RunRecord:
     task_aggregate: dict = field(default_factory=dict)
     """What the task itself reports (its own means and groups), as it gives it."""
     fidelity: dict[str, Estimate] = field(default_factory=dict)
-    """Teacher-forced comparison with the full cache on the reference answers."""
+    """Teacher-forced comparison with the full cache on the gold answers, or on its own (`fidelity.on`): over a sample's
+    tokens, then its subset's samples, then the subsets, each with the number of samples that have it."""
+    drift: list[DriftBin] = field(default_factory=list)
+    """The same along the answers."""
     ledger: dict[str, float] = field(default_factory=dict)
     """Bytes per sample and their ratios to the FP16 full cache of the same tokens, averaged over samples."""
     kept: dict[str, float] = field(default_factory=dict)

@@ -66,10 +66,14 @@ class SampleRecord(TypedDict):
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
     fidelity: dict[str, float | None] | None
-    """Teacher forcing on the gold answer, beside the full cache; None without a gold answer or when the status is not
-    ok. `nll` and `nll_full` (nats per token), `kl_mean` and `kl_max` (nats per token; None where no gold token was read
-    from the compressed cache), `top1_agreement` (share of these tokens, None likewise), `gold_argmax_share` (share of
-    the gold tokens), `gold_exact` (0 or 1), `num_tokens`."""
+    """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), beside the full cache; None
+    without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_max` (nats per token),
+    `top1_agreement`, `gold_argmax_share` (shares), all over the same `num_measured` tokens: those that were predicted
+    from the compressed cache, which the first one is not; None where there is none. `gold_exact` (0 or 1) is over all
+    `num_tokens`."""
+    drift: NotRequired[dict[str, list[float]] | None]
+    """The same along the answer, in the bins of `kvbench.engine.requests.BINS`, up to the last that has a token: sums
+    of `nll`, `nll_full` and `kl` over the `tokens` of each bin, and how many had the `same_first_choice`."""
     choices: NotRequired[list[dict[str, float | bool]]]
     """One entry for each continuation that the task asked about: `loglikelihood` (nats), `greedy` (every token was the
     most likely one), `num_tokens`. Absent when the task asked about none."""
@@ -127,6 +131,7 @@ def journal_record(
         "finish": outcome.finish,
         "scores": dict(scores),
         "fidelity": outcome.fidelity,
+        "drift": outcome.drift,
         "choices": outcome.choices,
         "ledger": outcome.ledger,
         "kept": cast(Kept, outcome.kept),

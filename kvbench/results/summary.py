@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from kvbench.engine.requests import Request
+from kvbench.engine.requests import BINS, Request
 from kvbench.results.measures import PEAK, PREFILL, RATE, RESIDENT, Measure, at
-from kvbench.results.record import Comparison, Counts, Metric, Timing
+from kvbench.results.record import Comparison, Counts, DriftBin, Metric, Timing
 from kvbench.results.sample import SampleRecord
 from kvbench.stats.intervals import Estimate, estimate, paired_difference
 
@@ -86,13 +86,45 @@ def metrics(records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], pr
 
 
 def fidelity(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
-    """Teacher-forced measurements over the records that have them; empty when none has."""
+    """Teacher-forced measurements over the records that have them, each with its own number of samples; empty when none
+    has. An answer of one token, which the prompt's exact pass predicts, has none."""
     names = dict.fromkeys(name for record in records for name in record.get("fidelity") or ())
     result = {}
     for name in names:
-        means, num_nonfinite = values_by_sample(records, partial(at, path=("fidelity", name)))
+        measured = [record for record in records if (record["fidelity"] or {}).get("num_measured", 1)]
+        means, num_nonfinite = values_by_sample(measured, partial(at, path=("fidelity", name)))
         result[name] = estimate({subset: list(values.values()) for subset, values in means.items()}, num_nonfinite)
     return result
+
+
+def drift(records: Sequence[SampleRecord]) -> list[DriftBin]:
+    """Fidelity along the answers, in every bin that a token of some answer is in."""
+    found = [
+        one for record in records if record["status"] == "ok" and record["repeat"] == 0 and (one := record.get("drift"))
+    ]
+    bins = []
+    for place, first in enumerate(BINS):
+        here = [one for one in found if len(one["tokens"]) > place and one["tokens"][place]]
+        tokens = sum(one["tokens"][place] for one in here)
+        if not tokens:
+            continue
+        last = BINS[place + 1] - 1 if place + 1 < len(BINS) else None
+        nll, nll_full, kl, same = (
+            sum(one[name][place] for one in here) / tokens for name in ("nll", "nll_full", "kl", "same_first_choice")
+        )
+        bins.append(
+            DriftBin(
+                first=first,
+                last=last,
+                num_tokens=int(tokens),
+                num_samples=len(here),
+                nll=nll,
+                nll_full=nll_full,
+                kl=kl,
+                top1=same,
+            )
+        )
+    return bins
 
 
 def compare(

@@ -1,7 +1,7 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
+    from kvbench.kernels.backend import Backend
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
     from kvbench.tasks.taskset import TaskSet
@@ -30,14 +31,12 @@ if TYPE_CHECKING:
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
     | {"reference", "fidelity", "store", "prompt_cache_bytes"},
-    "fidelity.": {"max_tokens"},
+    "fidelity.": {"max_tokens", "on"},
 }
-RULES = {
-    "batch_size": Whole(1, 2**16, unit="samples"),
-    "seed": Whole(0, 2**63 - 1),
-    "fidelity.max_tokens": Whole(0, unit="tokens"),
-    "resume": Flag(),
-}
+RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": Flag()}
+
+
+GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,23 @@ class Experiment:
     folder: Path
 
     @property
+    def forces_own(self) -> bool:
+        """The full cache's own answers are forced."""
+        return self.cfg.fidelity.get("on", GOLD) == OWN and self.cfg.fidelity.max_tokens != 0
+
+    def forcing(self, answers: Mapping[str, Sequence[int]]) -> "Experiment":
+        """The same run with other answers forced in place of the gold ones; which run it is does not change.
+
+        Args:
+            answers: Sample id -> token ids; a sample without an answer is forced to give none.
+        """
+        requests = [
+            dataclasses.replace(request, gold=tuple(answers.get(request.sample_id, ())))
+            for request in self.task.requests
+        ]
+        return dataclasses.replace(self, task=dataclasses.replace(self.task, requests=requests))
+
+    @property
     def keys(self) -> list[Key]:
         """Every answer the run consists of, in request order."""
         return [(request.sample_id, repeat) for request in self.task.requests for repeat in range(request.num_samples)]
@@ -74,6 +90,10 @@ def check_config(cfg: DictConfig) -> None:
         rule.check(key, OmegaConf.select(cfg, key))
     if cfg.limit is not None:
         check_whole("limit", cfg.limit, 1, ", or null for all samples")
+    if cfg.fidelity.max_tokens is not None:
+        Whole(0, unit="tokens").check("fidelity.max_tokens", cfg.fidelity.max_tokens)
+    if cfg.fidelity.get("on", GOLD) not in (GOLD, OWN):
+        raise unknown_name("fidelity.on", cfg.fidelity.on, (GOLD, OWN))
     if cfg.reference not in ("auto", "none"):
         raise unknown_name("reference", cfg.reference, ("auto", "none"))
     if not isinstance(cfg.results_dir, str) or not cfg.results_dir:
@@ -113,7 +133,7 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
     check_requests(task)
     engine = parts.make_engine(cfg, model, policy)
-    ingredients = _ingredients(cfg, policy, model, task, engine.backend.name)
+    ingredients = _ingredients(cfg, policy, model, task, engine.backend)
     digest = identity.hash_identity(ingredients)
     return Experiment(
         cfg=cfg,
@@ -130,10 +150,11 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
 
 
 def _ingredients(
-    cfg: DictConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: str
+    cfg: DictConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: "Backend"
 ) -> dict[str, Any]:
     """Everything that can change an answer, as JSON types."""
     method_files = provenance.method_files(type(policy))
+    own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
     found = {
         "model": {
             "fingerprint": model.fingerprint,
@@ -149,11 +170,12 @@ def _ingredients(
         "fidelity": cfg.fidelity,
         "batch_size": cfg.batch_size,
         "seed": cfg.seed,
-        "backend": backend,
+        "backend": backend.name,
         "code": {
-            "harness": provenance.harness_hash(backend),
+            "harness": provenance.harness_hash(backend.name),
             "method": code.hash_files(method_files),
-            **code.versions(_harness_imports(backend) | code.imports(method_files.values())),
+            **({"isa": backend.isa} if backend.isa else {}),
+            **code.versions(_harness_imports(backend.name) | (code.imports(method_files.values()) - own)),
         },
     }
     return {name: identity.canonical(found[name]) for name in sorted(found)}

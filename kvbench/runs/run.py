@@ -22,7 +22,7 @@ from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
 from kvbench.runs.beside import Beside
-from kvbench.runs.experiment import Experiment, check_config, prepare, reference_config
+from kvbench.runs.experiment import OWN, Experiment, check_config, prepare, reference_config
 from kvbench.runs.grading import grade_outcome
 from kvbench.runs.parts import Parts, default_parts
 from kvbench.show.progress import Progress, note
@@ -32,6 +32,16 @@ if TYPE_CHECKING:
     from kvbench.tasks.taskset import TaskSet
 
 MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What asked for a run; it changes no answer."""
+
+    command: Sequence[str] = ()
+    """The words after `python -m kvbench`."""
+    experiment: str = ""
+    """Name of the preset in conf/experiment/."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +78,10 @@ def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Jou
 
 
 @contextmanager
-def _session(record: RunRecord, folder: Path) -> Iterator[Session]:
+def _session(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Session]:
     """Keep `run.json` true whatever happens inside: failed after an error, else (a full disk) still running."""
-    session = Session(started=now())
+    session = Session(started=now(), command=list(origin.command))
+    session.versions, session.git, session.machine = record.versions, record.git, record.machine
     record.started = record.started or session.started
     record.sessions.append(session)
     record.status, record.message = "running", ""
@@ -115,6 +126,7 @@ def record_answers(
     progress: Progress,
     *,
     with_timing: bool = True,
+    own: bool = False,
 ) -> None:
     """Run an engine and write down every answer that is not in the journal yet.
 
@@ -125,6 +137,7 @@ def record_answers(
         journal: Where every finished answer goes.
         progress: Counts them.
         with_timing: False leaves the times out, which say nothing where prompts are replayed.
+        own: Force each request's own answer in place of its gold answer.
     """
     by_id = {request.sample_id: request for request in requests}
 
@@ -146,7 +159,7 @@ def record_answers(
             progress.step(numbers)
             graders.hand_out()
 
-        engine.run(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests)
+        engine.run(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
 
 
 def compute_missing(experiment: Experiment, journal: Journal, session: Session) -> None:
@@ -158,10 +171,11 @@ def compute_missing(experiment: Experiment, journal: Journal, session: Session) 
         session: Is told how many answers this stretch of work finished.
     """
     task, before = experiment.task, len(journal.records)
+    own = experiment.forces_own and experiment.method == FULL
     todo = unfinished_groups(task.requests, experiment.cfg.batch_size, journal)
     with Progress(f"{experiment.method} on {task.name}", len(experiment.keys), before) as progress:
         try:
-            record_answers(experiment.engine, task, todo, journal, progress)
+            record_answers(experiment.engine, task, todo, journal, progress, own=own)
         finally:
             session.num_done = len(journal.records) - before
 
@@ -190,7 +204,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     task, records = experiment.task, list(journal.records.values())
     record.metrics = summary.metrics(records, task.metrics, task.primary)
     record.task_aggregate = task.aggregate(summary.for_task(records))
-    record.fidelity = summary.fidelity(records)
+    record.fidelity, record.drift = summary.fidelity(records), summary.drift(records)
     record.ledger = summary.ledger(records)
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
@@ -205,7 +219,8 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
     record.quarantined = list(task.quarantined[:MAX_LISTED])
 
 
-def _describe(experiment: Experiment, record: RunRecord) -> None:
+def _describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
+    record.experiment = origin.experiment or record.experiment
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
     record.hash, record.identity = experiment.hash, experiment.identity
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.cfg.seed
@@ -213,7 +228,31 @@ def _describe(experiment: Experiment, record: RunRecord) -> None:
     record.machine = provenance.machine(experiment.model.device)
 
 
-def execute(experiment: Experiment, *, resume: bool, say: Callable[[str], None], reference: Run | None) -> Run:
+def _other_machine(record: RunRecord) -> str:
+    """How the machine or the libraries differ from those of the last session; empty where they do not."""
+    before = record.sessions[-1] if record.sessions else Session()
+    changed = [
+        f"{was} then, {now_is} now"
+        for was, now_is in (
+            (before.machine and before.machine.device, record.machine and record.machine.device),
+            (
+                before.versions and f"Python {before.versions.python}",
+                record.versions and f"Python {record.versions.python}",
+            ),
+        )
+        if was and was != now_is
+    ]
+    return "; ".join(changed)
+
+
+def execute(
+    experiment: Experiment,
+    *,
+    resume: bool,
+    say: Callable[[str], None],
+    reference: Run | None,
+    origin: Origin | None = None,
+) -> Run:
     """Bring one run to its end, whatever state it is found in.
 
     It waits while another process has the run, and then takes what that process has finished. A process holds one run
@@ -224,12 +263,13 @@ def execute(experiment: Experiment, *, resume: bool, say: Callable[[str], None],
         resume: Keep the samples that are there; False starts again.
         say: Takes one-line notes.
         reference: The full cache on the same samples, for the comparison; None for none.
+        origin: What asked for it.
 
     Raises:
         JournalError: The disk is full.
         KeyboardInterrupt: A signal stopped it; `run.json` says which.
     """
-    folder = experiment.folder
+    folder, origin = experiment.folder, origin or Origin()
     with ExitStack() as stack:
         stack.enter_context(run_lock(folder, wait=True, say=say))
         journal = Journal(folder / "samples.jsonl", run=experiment.hash, warn=say)
@@ -245,8 +285,10 @@ def execute(experiment: Experiment, *, resume: bool, say: Callable[[str], None],
             if journal.records:
                 say(f"going on with {folder}: {len(journal.records)} of {len(experiment.keys)} samples are done")
             write_atomic(folder / "config.yaml", OmegaConf.to_yaml(experiment.cfg, resolve=True).encode())
-            _describe(experiment, record)
-            with _session(record, folder) as session:
+            _describe(experiment, record, origin)
+            if journal.records and (changed := _other_machine(record)):
+                say(f"the samples that are done are another machine's: {changed}; run.json names both")
+            with _session(record, folder, origin) as session:
                 try:
                     compute_missing(experiment, journal, session)
                 finally:
@@ -271,7 +313,12 @@ def execute(experiment: Experiment, *, resume: bool, say: Callable[[str], None],
 
 
 def run_experiment(
-    cfg: DictConfig, *, method: str, parts: Parts | None = None, say: Callable[[str], None] = note
+    cfg: DictConfig,
+    *,
+    method: str,
+    parts: Parts | None = None,
+    say: Callable[[str], None] = note,
+    origin: Origin | None = None,
 ) -> Run:
     """Run one experiment, and the full cache on the same samples when it is not there yet.
 
@@ -280,6 +327,7 @@ def run_experiment(
         method: Name of the method's configuration; names the folder and the row of the table.
         parts: The loaders; runs that get the same ones share what `default_parts` says. New ones by default.
         say: Takes one-line notes; stderr by default.
+        origin: What asked for it, for `run.json`.
 
     Returns:
         The run. Its status is `failed` when its result must not be used.
@@ -297,8 +345,16 @@ def run_experiment(
         say(f"counted again: {row['file']}:{row['line']}: {row['reason']}")
     full = None
     if cfg.reference == "auto" and method != FULL:
-        full = execute(prepare(reference_config(cfg), FULL, parts), resume=True, say=say, reference=None)
+        full = execute(prepare(reference_config(cfg), FULL, parts), resume=True, say=say, reference=None, origin=origin)
         if full.record.status != "complete":
             say(f"no comparison with the full cache, whose run failed: {full.record.message}")
             full = None
-    return execute(experiment, resume=cfg.resume, say=say, reference=full)
+    if experiment.forces_own and method != FULL:
+        if full is None:
+            raise ValueError(
+                f"fidelity.on={OWN} forces the full cache's answers, and there are none: set reference=auto"
+                + (", or see why the run of full failed" if cfg.reference == "auto" else "")
+            )
+        answers = {item["sample_id"]: item["token_ids"] for item in full.samples if item["repeat"] == 0}
+        experiment = experiment.forcing(answers)
+    return execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)

@@ -18,6 +18,7 @@ from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
 NONE = "-"
+DRIFT_FROM = 32  # answers that end before this token have no drift to show
 
 
 def percent(estimate: Estimate | None, signed: bool = False) -> str:
@@ -97,6 +98,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     notes = ["[a, b] is a 95 % interval; vs full is measured on the same samples; % of bytes is of an FP16 full cache."]
     if _reads_parts(records):
         notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
+    notes += _fidelity_notes(records[-1])
     slow = [record.method for record in records if record.backend == "torch"]
     if slow:
         who = ", ".join(slow)
@@ -138,6 +140,46 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
 
 def _settings(record: RunRecord) -> dict:
     return record.identity.get("method") or {}
+
+
+def _fidelity_notes(record: RunRecord) -> list[str]:
+    """What NLL and KL are over: which answer, which tokens, which weights, how many samples."""
+    found = record.fidelity.get(KL.numerator[-1])
+    if found is None:
+        return []
+    settings = record.identity.get("fidelity", {})
+    whose = "the full cache's own answer" if settings.get("on") == "own" else "the gold answer"
+    most = settings.get("max_tokens")
+    length = f"its first {most} tokens" if most else "all its tokens"
+    counts = {what.short: n for what in (NLL, KL) if (n := _num_fidelity(record, what))}
+    each = ", ".join(f"{name} n={count}" for name, count in counts.items())
+    return [
+        f"{NLL.short} and {KL.short}: {whose} is forced, {length} but the first, which every method predicts exactly; "
+        f"mean over a sample's tokens, then over a subset's samples, then over subsets ({each})."
+    ]
+
+
+def _num_fidelity(record: RunRecord, what: Measure) -> int:
+    found = record.fidelity.get(what.numerator[-1])
+    return found.num_samples if found else 0
+
+
+def _drift(records: Sequence[RunRecord]) -> list[Table]:
+    """How far the predictions are from the full cache's along the answer, where answers are long enough to tell."""
+    ranges = {one.first: one.last for record in records for one in record.drift}
+    if max(ranges, default=0) < DRIFT_FROM:
+        return []
+    table = terminal.plain_table("Along the answer: KL to the full cache, nats per token (same first choice, %)")
+    table.add_column("tokens", no_wrap=True)
+    for label in label_runs(records):
+        table.add_column(label, justify="right")
+    table.add_column("n", justify="right")
+    for first, last in sorted(ranges.items()):
+        here = [next((one for one in record.drift if one.first == first), None) for record in records]
+        cells = [NONE if one is None else f"{one.kl:.2g} ({SCORE.scale * one.top1:.0f})" for one in here]
+        count = max(one.num_samples for one in here if one is not None)
+        table.add_row(f"{first + 1} on" if last is None else f"{first + 1}-{last + 1}", *cells, str(count))
+    return [table]
 
 
 def _answer(name: str, form: str, factor: float = 1.0) -> Cell:
@@ -219,7 +261,7 @@ def render(records: Sequence[RunRecord]) -> Group:
         Text(),
         _table("Cost: cache bytes per sample, and time", records, cost),
         Text(),
-        *(part for table in _answers(records) for part in (table, Text())),
+        *(part for table in (*_answers(records), *_drift(records)) for part in (table, Text())),
         *(Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)),
     )
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from kvbench.kernels.bench.report import plain_table
 from kvbench.kernels.bench.rounds import (
     Variant,
     choose_timer,
@@ -63,13 +64,47 @@ def test_ratios_are_formed_within_rounds():
         sink.clear()
         work()
         done["count"] += 1
-        return sink[0] * 1.5 ** ((done["count"] - 1) // 2)
+        return sink[0] * 1.5 ** ((done["count"] - 1) // 3)  # two variants, and the baseline again
 
     cell = measure_cell({"n": 1}, variants, baselines=["slow"], rounds=9, seed=0, timer=timer)
     rows = {row["name"]: row for row in cell["variants"]}
     assert rows["fast"]["q3"] > 2 * rows["fast"]["q1"]  # the times themselves are spread
     assert rows["fast"]["ratios"]["slow"] == pytest.approx({"median": 3.0, "q1": 3.0, "q3": 3.0})
     assert rows["slow"]["ratios"]["slow"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+
+
+def test_the_baseline_is_timed_twice_and_names_the_noise():
+    """The first baseline runs a second time in every round, in a place of its own; how far it is from itself is the
+    noise, and it is no row of the table."""
+    log = []
+    names = ("slow", "fast")
+    variants = [Variant(name=name, call=lambda _, name=name: log.append(name)) for name in names]
+    turns = iter(range(10**6))
+
+    def timer(work):
+        work()
+        return 1.0 + 0.2 * (next(turns) % 2)
+
+    cell = measure_cell({}, variants, baselines=["absent", "fast"], rounds=8, seed=0, timer=timer)
+    assert log.count("fast") == 2 * log.count("slow") == 18  # a warm-up and eight rounds
+    assert [row["name"] for row in cell["variants"]] == list(names)
+    twice = cell["twice"]
+    assert twice["name"] == "fast" and twice["q1"] <= twice["median"] <= twice["q3"]
+    assert twice["noise"] == max(abs(twice["q1"] - 1), abs(twice["q3"] - 1)) > 0
+    still = measure_cell({}, variants, baselines=["fast"], rounds=4, seed=0, timer=lambda work: work() or 1.0)
+    assert still["twice"]["noise"] == 0.0
+    alone = measure_cell({}, variants[:1], baselines=[], rounds=2, seed=0, timer=lambda work: work() or 1.0)
+    assert alone["twice"]["name"] == "slow"
+
+
+def test_every_table_says_its_noise():
+    """The plain table and the one of rich name the A/A pair of each cell; documents of before have none."""
+    cell = measure_cell({"n": 1}, counting("ab", []), baselines=["a"], rounds=3, seed=0, timer=wall_timer)
+    document = {"what": "prefill", "cells": [cell], "settings": {}, "notes": []}
+    assert "A/A: a timed twice is" in plain_table(document)
+    assert "are noise" in plain_table(document)
+    del cell["twice"]
+    assert "A/A" not in plain_table(document)
 
 
 def test_spread_is_median_and_inclusive_quartiles():

@@ -146,7 +146,7 @@ def test_rates_count_the_batch():
 def test_one_sequence_that_does_not_fit_is_said(model):
     """No batch of zero is timed."""
     notes = []
-    settings = throughput.Settings(**COMMON, kv_mb=1, new_tokens=3, max_batch=2)
+    settings = throughput.Settings(**COMMON, kv_mb=1, new_tokens=8, max_batch=2)
     assert throughput.fitting(settings, 2_000_000, "full", notes) == 0
     assert throughput.fitting(settings, 100_000, "kivi", notes) == 2
     assert "full: one sequence holds 2.0 MB" in notes[0] and "max_batch=2" in notes[1]
@@ -155,7 +155,7 @@ def test_one_sequence_that_does_not_fit_is_said(model):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (throughput.Settings, {"new_tokens": 5}, "new_tokens=5 is below the 48 tokens"),
+        (throughput.Settings, {"new_tokens": 5}, "new_tokens=5 is below the 96 tokens"),
         (decode.Settings, {"methods": []}, "methods=.. must be one or more"),
         (decode.Settings, {"methods": ["full", "full"]}, "each once"),
         (decode.Settings, {"methods": ["fulll"]}, "method=fulll does not exist. Did you mean full"),

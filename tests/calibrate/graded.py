@@ -71,9 +71,9 @@ class Engine:
     """Answers each request with the loss that the settings have."""
 
     def __init__(self, bench: Bench, cfg, policy: Graded) -> None:
-        self.bench, self.policy, self.backend = bench, policy, SimpleNamespace(name="torch")
+        self.bench, self.policy, self.backend = bench, policy, SimpleNamespace(name="torch", isa="")
 
-    def run(self, requests, *, on_outcome, on_step=None, sizing=None) -> None:
+    def run(self, requests, *, on_outcome, on_step=None, sizing=None, own=False) -> None:
         """One outcome per request; Ctrl-C after as many as the test says."""
         policy, bench = self.policy, self.bench
         for request in requests:

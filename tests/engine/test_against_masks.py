@@ -156,16 +156,16 @@ def masked(model, masks):
 
 @torch.no_grad()
 def masked_nll(model, prompt, gold, masks):
-    """Mean negative log-likelihood of the gold tokens, read one by one."""
+    """Mean negative log-likelihood of the gold tokens behind the first, read one by one."""
     with masked(model, masks):
         cache = DynamicCache()
-        logits = model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]
-        total = -logits.log_softmax(-1)[gold[0]]
+        model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+        total = torch.zeros(())
         for index, token in enumerate(gold[:-1]):
             place = torch.tensor([[len(prompt) + index]])
             out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True, position_ids=place)
             total = total - out.logits[0, -1].log_softmax(-1)[gold[index + 1]]
-    return float(total) / len(gold)
+    return float(total) / (len(gold) - 1)
 
 
 @pytest.mark.parametrize("name", METHODS)

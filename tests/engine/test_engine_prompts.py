@@ -167,24 +167,26 @@ def test_reference_nll_is_that_of_an_uncompressed_forward_pass(loaded, name, seg
     fidelity = answers(loaded, METHODS[name], [request("a", *parts, gold=gold)])["a", 0].fidelity
     logp = own_logits(loaded, [*prompt, *gold], len(prompt) - 1)[:12].log_softmax(-1)
     nll = -logp[torch.arange(12), torch.tensor(gold)]
-    assert fidelity["nll_full"] == pytest.approx(float(nll.mean()), abs=1e-4)
-    assert fidelity["num_tokens"] == 12
+    first = segments == 1  # the prompt's own pass predicts it, which is exact for every method
+    assert fidelity["nll_full"] == pytest.approx(float(nll[first:].mean()), abs=1e-4)
+    assert (fidelity["num_tokens"], fidelity["num_measured"]) == (12, 12 - first)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_fidelity_equals_a_plain_computation(loaded, name):
-    """NLL, KL, agreement and matches of a forced continuation, computed from the two sets of logits by hand."""
+    """NLL, KL, agreement and matches of a forced continuation, computed from the two sets of logits by hand, all over
+    the same tokens: those behind the first, which is exact for every method."""
     prompt, gold = random_tokens(90), random_tokens(12, seed=2)
     got = answers(loaded, METHODS[name], [request("a", prompt, gold=gold)])["a", 0].fidelity
     ours = forced_logits(loaded, METHODS[name], [prompt], [gold])[0][:12].double().log_softmax(-1)
     full = own_logits(loaded, [*prompt, *gold], 89)[:12].double().log_softmax(-1)
     kl = (full.exp() * (full - ours)).sum(-1)
     right = ours.argmax(-1) == torch.tensor(gold)
-    assert got["nll"] == pytest.approx(-float(ours[torch.arange(12), torch.tensor(gold)].mean()), abs=1e-4)
+    assert got["nll"] == pytest.approx(-float(ours[torch.arange(12), torch.tensor(gold)][1:].mean()), abs=1e-4)
     assert got["kl_mean"] == pytest.approx(float(kl[1:].mean()), abs=1e-4)
     assert got["kl_max"] == pytest.approx(float(kl[1:].max()), abs=1e-4)
     assert got["top1_agreement"] == pytest.approx(float((ours.argmax(-1) == full.argmax(-1))[1:].double().mean()))
-    assert got["gold_argmax_share"] == pytest.approx(float(right.double().mean()))
+    assert got["gold_argmax_share"] == pytest.approx(float(right[1:].double().mean()))
     assert got["gold_exact"] == 0.0
     assert (got["kl_max"] < 1e-6) == (name in ("full", "kivi"))
 
@@ -198,14 +200,56 @@ def test_gold_that_the_model_would_say_itself(loaded):
     assert got["nll"] == pytest.approx(got["nll_full"], abs=1e-5)
 
 
-@pytest.mark.parametrize(("gold_tokens", "limit", "forced"), [(1, 64, 1), (20, 8, 8), (20, 0, None), (20, 64, 20)])
+@pytest.mark.parametrize(
+    ("gold_tokens", "limit", "forced"), [(1, 64, 1), (20, 8, 8), (20, 0, None), (20, 64, 20), (20, None, 20)]
+)
 def test_how_many_gold_tokens_are_forced(loaded, gold_tokens, limit, forced):
-    """Never more than fidelity_max_tokens; a single token has an NLL, but nothing was read from the cache yet."""
+    """Never more than fidelity_max_tokens; of a single token nothing was read from the cache yet."""
     asked = request("a", random_tokens(30), gold=random_tokens(gold_tokens, seed=2), max_new_tokens=3)
     fidelity = answers(loaded, NATIVE, [asked], fidelity_max_tokens=limit)["a", 0].fidelity
     assert (fidelity and fidelity["num_tokens"]) == forced
     if forced == 1:
-        assert (fidelity["kl_mean"], fidelity["kl_max"], fidelity["top1_agreement"]) == (None, None, None)
+        means = ("nll", "nll_full", "kl_mean", "kl_max", "top1_agreement", "gold_argmax_share")
+        assert [fidelity[name] for name in means] == [None] * 6 and fidelity["num_measured"] == 0
+
+
+def test_bins_add_up_to_the_means(loaded):
+    """The sums along the answer are over the same tokens as the means; token i is in the last bin that begins at or
+    before i, and the first token is in none."""
+    asked = request("a", random_tokens(60), gold=random_tokens(40, seed=2), max_new_tokens=3)
+    outcome = answers(loaded, METHODS["snapkv"], [asked])["a", 0]
+    assert outcome.drift["tokens"] == [0.0, 15.0, 16.0, 8.0]  # 0; 1-15; 16-31; 32-39
+    for name, key in (
+        ("nll", "nll"),
+        ("nll_full", "nll_full"),
+        ("kl", "kl_mean"),
+        ("same_first_choice", "top1_agreement"),
+    ):
+        assert sum(outcome.drift[name]) / 39 == pytest.approx(outcome.fidelity[key], rel=1e-5)
+    apart = request("a", random_tokens(40), random_tokens(20, seed=1), gold=random_tokens(40, seed=2))
+    assert answers(loaded, METHODS["snapkv"], [apart])["a", 0].drift["tokens"] == [1.0, 15.0, 16.0, 8.0]
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_the_full_caches_own_answer_is_forced(loaded, segments):
+    """With `own` the full cache is forced to give its own answer, to the last token, and finds it the likeliest; a
+    method that is forced to give it is measured over the same tokens."""
+    parts = (random_tokens(90),) if segments == 1 else (random_tokens(70), random_tokens(20, seed=1))
+    asked = [
+        request(name, *parts, gold=random_tokens(5), max_new_tokens=count) for name, count in (("a", 20), ("b", 33))
+    ]
+    outcomes = answers(loaded, NATIVE, asked, own=True)
+    for name, count in (("a", 20), ("b", 33)):
+        outcome = outcomes[name, 0]
+        assert len(outcome.token_ids) == outcome.fidelity["num_tokens"] == count
+        assert (outcome.fidelity["gold_exact"], outcome.fidelity["top1_agreement"]) == (1.0, 1.0)
+        assert outcome.fidelity["kl_max"] < 1e-4
+        forced = request(name, *parts, gold=tuple(outcome.token_ids), max_new_tokens=count)
+        got = answers(loaded, METHODS["snapkv"], [forced])[name, 0]
+        assert got.fidelity["nll_full"] == pytest.approx(outcome.fidelity["nll_full"], abs=1e-4)
+        assert got.fidelity["num_measured"] == outcome.fidelity["num_measured"] and got.fidelity["kl_mean"] > 1e-4
+    (short,) = answers(loaded, NATIVE, asked[:1], own=True, fidelity_max_tokens=7).values()
+    assert short.fidelity["num_tokens"] == 7
 
 
 def test_gold_never_goes_beyond_the_context(loaded):

@@ -202,10 +202,12 @@ def test_tiers_have_their_methods_names(tmp_path):
     del settings["tier"]
     names = report_content.tier_names(run, 2)
     assert names[1] == "16-bit buffer" and "2" in names[0]
-    assert report_content.tier_shares(run) == pytest.approx({names[0]: 0.6, names[1]: 0.4})
+    assert report_content.shares_by_name(run) == pytest.approx({names[0]: 0.6, names[1]: 0.4})
+    assert 19.0 < float(report_content._at_length(run)) < 19.4  # the audit's own count of Llama-3-8B at 32k is 19.1
     settings.clear()
     settings["_target_"] = f"{Planted.__module__}.Planted"
     assert report_content.tier_names(run, 2) == ["tier 0", "tier 1"] and not Planted.made
+    assert report_content._at_length(run) == "-"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The record of a run and its identity."""
 
 import ast
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,3 +125,36 @@ def test_method_files_follow_imports(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         own = __import__(f"own_method_{number}").Own
         assert set(provenance.method_files(own)) == {f"own_method_{number}", "kvbench.methods.snapkv"}
+
+
+def test_method_files_follow_a_users_own_modules(tmp_path, monkeypatch):
+    """A module of one's own that a method imports counts, at any remove, however it is imported and even where it is
+    not loaded yet; Python's modules, libraries and what nobody imports do not."""
+    files = {
+        "own_pack/__init__.py": "from .near import x",
+        "own_pack/near.py": "x = 1",
+        "own_pack/method.py": "import math, torch\nfrom own_helper import share\nfrom . import near\n"
+        "class Own:\n    def late(self):\n        from own_loose import deep\n",
+        "own_helper.py": "import own_further as f\nshare = 0.25",
+        "own_further.py": "y = 2",
+        "own_loose/deep.py": "z = 3",  # a package without __init__
+        "own_unused.py": "w = 4",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_pack.method").Own
+    counted = {path.relative_to(tmp_path).as_posix() for path in provenance.method_files(own).values()}
+    assert counted == set(files) - {"own_unused.py"}
+    before = hash_files(provenance.method_files(own))
+    (tmp_path / "own_helper.py").write_text("import own_further as f\nshare = 0.9")
+    assert hash_files(provenance.method_files(own)) != before
+
+
+def test_no_method_counts_a_file_that_it_does_not_import():
+    """A new or changed method makes no stored run of another one stale."""
+    full = importlib.import_module("kvbench.methods.full").Full
+    ada = importlib.import_module("kvbench.methods.ada_snapkv").AdaSnapKV
+    assert set(provenance.method_files(full)) == {"kvbench.methods.full"}
+    assert "kvbench.methods.full" not in provenance.method_files(ada)

@@ -1,11 +1,15 @@
 """What one run is: the hash over everything that changes an answer, and the settings that are refused."""
 
+from dataclasses import replace
+
 import pytest
 from fake_parts import FakePolicy, make_cfg, make_parts
 from omegaconf import OmegaConf
 from places import CONF
 
 from kvbench.config import code
+from kvbench.kernels.cpu.abi import ISA_VARIABLE, best_isa
+from kvbench.kernels.dispatch import get_backend
 from kvbench.results import provenance
 from kvbench.runs.experiment import check_config, prepare
 from kvbench.runs.run import run_experiment
@@ -121,3 +125,32 @@ def test_check_config_accepts_the_defaults(tmp_path):
     shipped = OmegaConf.load(CONF / "config.yaml")
     del shipped["defaults"], shipped["hydra"]
     check_config(shipped)
+
+
+def test_hash_sees_the_instruction_set_of_the_kernels(tmp_path):
+    """Two builds of the kernels sum in another order, and int4 moved by 0.05 nats between two: they are two runs. A
+    backend without builds says nothing."""
+
+    parts = make_parts()
+
+    def prepared(isa):
+        def make_engine(*given):
+            engine = parts.make_engine(*given)
+            engine.backend.isa = isa
+            return engine
+
+        return prepare(make_cfg(tmp_path), "half", replace(parts, make_engine=make_engine))
+
+    found = {isa: prepared(isa) for isa in ("", "avx2", "avx512vnni")}
+    assert len({experiment.hash for experiment in found.values()}) == 3
+    assert found["avx2"].identity["code"]["isa"] == "avx2"
+    assert "isa" not in found[""].identity["code"]
+
+
+def test_the_cpu_backend_names_its_instruction_set(monkeypatch):
+    """What KVBENCH_CPU_ISA forces is what the backend says."""
+    backends = []
+    for isa in ("portable", best_isa()):
+        monkeypatch.setenv(ISA_VARIABLE, isa)
+        backends.append(get_backend("cpu").isa)
+    assert backends == ["portable", best_isa()]

@@ -1,0 +1,105 @@
+"""The command `rerun`: a stored run once more, and whether it came out the same."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.text import Text
+
+from kvbench.config.settings import read_config
+from kvbench.results.record import RunRecord
+from kvbench.results.sample import SampleRecord, key_of, read_samples
+from kvbench.runs.experiment import OWN
+from kvbench.runs.run import Origin, run_experiment
+from kvbench.show import terminal
+
+SHOWN = 5  # differences that are printed
+
+
+def main(cfg: DictConfig) -> int:
+    """Run it and compare.
+
+    Args:
+        cfg: As conf/command/rerun.yaml says.
+
+    Returns:
+        0 when hash and records are the same, else 1.
+
+    Raises:
+        ValueError: The folder holds no run, or names code that the user did not agree to.
+    """
+    if not cfg.run:
+        raise ValueError("rerun needs the folder of a stored run: python -m kvbench rerun FOLDER")
+    folder = Path(cfg.run)
+    stored = RunRecord.load(folder)
+    if stored is None or not (folder / "config.yaml").is_file():
+        raise ValueError(f"run={folder} holds no stored run; give the folder that has run.json and config.yaml")
+    settings = read_config(folder / "config.yaml")
+    if not cfg.trust:
+        _check_trust(settings, folder)
+    root = folder.absolute().parents[3]
+    target = Path(cfg.results_dir) if cfg.results_dir else root.with_name(f"{root.name}-rerun")
+    if target.absolute() == root:
+        raise ValueError(f"results_dir={target} is where the stored run lies; give another folder")
+    # Where the full cache's answers are forced, it has to give them again.
+    reference = "auto" if settings.fidelity.get("on") == OWN else "none"
+    settings.results_dir, settings.reference, settings.resume = str(target), reference, True
+    origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
+    again = run_experiment(settings, method=stored.method, origin=origin)
+    return _report(stored, read_samples(folder / "samples.jsonl", stored.hash)[0], again.record, again.samples)
+
+
+def _check_trust(settings: DictConfig, folder: Path) -> None:
+    """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's."""
+    method, task = settings.get("method") or {}, settings.get("task") or {}
+    found = [
+        f"method._target_={method.get('_target_')}"
+        if not str(method.get("_target_", "")).startswith("kvbench.methods.")
+        else "",
+        f"task.include_path={task.get('include_path')}" if task.get("include_path") else "",
+        "task.allow_code_execution=true" if task.get("allow_code_execution") else "",
+    ]
+    if any(found):
+        named = ", ".join(filter(None, found))
+        raise ValueError(f"{folder}/config.yaml has {named}, which runs code; if the folder is yours, add trust=true")
+
+
+def _report(
+    stored: RunRecord, before: Mapping[Any, SampleRecord], again: RunRecord, samples: list[SampleRecord]
+) -> int:
+    """Print what is the same and what is not; returns the exit code."""
+    lines = [f"{name}: {old} then, {new} now" for name, old, new in differences(stored.identity, again.identity)]
+    heading = "the same hash" if stored.hash == again.hash else "another hash, since these differ"
+    text = [f"{heading}: {again.hash[:12]}", *(f"  {line}" for line in lines)]
+    after = {key_of(record): record for record in samples}
+    keys = [key for key in before if key in after]
+    changed = [key for key in keys if _answer(before[key]) != _answer(after[key])]
+    text.append(f"{len(keys) - len(changed)} of {len(before)} records are the same, times apart")
+    for key in changed[:SHOWN]:
+        found = next(differences(_answer(before[key]), _answer(after[key])))
+        text.append(f"  {key[0]} (answer {key[1]}): {found[0]} was {found[1]}, is {found[2]}")
+    if len(changed) > SHOWN:
+        text.append(f"  and {len(changed) - SHOWN} more")
+    missing = len(set(before) ^ set(after))
+    if missing:
+        text.append(f"{missing} samples are in one of the two runs alone")
+    console = terminal.console(100)
+    for line in text:
+        console.print(Text(line))
+    return 0 if stored.hash == again.hash and not changed and not missing else 1
+
+
+def _answer(record: SampleRecord) -> dict[str, Any]:
+    """A record without what differs between two runs of the same thing; `read_samples` has no token ids."""
+    return {key: value for key, value in record.items() if key not in ("timing", "token_ids", "seal")}
+
+
+def differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
+    """Where two nested dicts differ: dotted name, and the two values in short."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}, key=str):
+            inner = f"{name}.{key}" if name else str(key)
+            yield from differences(before.get(key), after.get(key), inner)
+    elif before != after:
+        yield name, str(before)[:60], str(after)[:60]

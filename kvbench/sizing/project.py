@@ -1,0 +1,181 @@
+"""The bytes that a method would hold on a model of another size: the store's own decisions and its own ledger, on pages
+without memory.
+
+Nothing here repeats a formula of the cache. A prompt goes through the method's plan, the page tables and the rings of a
+real store, and the ledger counts what they name; only keys, values and codes are not there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.ledger import Ledger
+from kvbench.cache.store import CompressedStore
+from kvbench.policy import ALL_QUERIES, Policy, ScoreSpec
+from kvbench.sizing.shadow import Shadow, ShadowPool
+
+SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
+GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """The ledger of one sequence that is not there."""
+
+    items: dict[str, int]
+    """The items of the ledger and their sum, as `Ledger.itemise` gives them."""
+    fp16_bytes: int
+    """An FP16 full cache of the same tokens."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is held when the answer ends."""
+        return self.items["resident_bytes"]
+
+    @property
+    def ratio(self) -> float:
+        """Share of the FP16 full cache."""
+        return self.resident_bytes / self.fp16_bytes
+
+
+def project(
+    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None = None
+) -> tuple[Projection, Projection]:
+    """What one sequence holds when its answer ends: the least and the most that attention can make of it.
+
+    A method with a budget keeps the same however attention looks, and both are one. One that decides by thresholds
+    keeps the least where queries attend to one token alone, and the most where they attend to all alike.
+
+    Args:
+        policy: The method.
+        shape: The model's shape; its device must be a CPU.
+        prompt_tokens: Tokens of the prompt, >= 1.
+        new_tokens: Tokens read behind it, >= 0.
+        options: Memory layout.
+
+    Returns:
+        The smaller and the larger one.
+
+    Raises:
+        ValueError: The method does not fit the model.
+    """
+    least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
+    if is_one_number(least, most):  # then it is one at any length, and half the work shows which
+        only = _run(policy, shape, prompt_tokens, new_tokens, options, is_even=True)
+        return only, only
+    return _both(policy, shape, prompt_tokens, new_tokens, options)
+
+
+def _both(
+    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None
+) -> tuple[Projection, Projection]:
+    peaked, even = (_run(policy, shape, prompt_tokens, new_tokens, options, is_even) for is_even in (False, True))
+    return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
+
+
+def is_one_number(least: Projection, most: Projection) -> bool:
+    """True when a method keeps the same whatever attention looks like."""
+    return most.resident_bytes - least.resident_bytes <= SAME * most.resident_bytes
+
+
+def project_shares(
+    policy: Policy,
+    shape: ModelShape,
+    prompt_tokens: int,
+    new_tokens: int,
+    shares: Sequence[float],
+    options: StoreOptions | None = None,
+) -> Projection:
+    """What one sequence holds when the method gives each tier a known share of all tokens, as a stored run measured it.
+
+    Lists differ by up to half a page from the mean, so that slack is what it is on average.
+
+    Args:
+        policy, shape, prompt_tokens, new_tokens, options: As for `project`; a method with a residual buffer has no
+            shares of its own.
+        shares: Slots of each tier, as a share of tokens x lists.
+
+    Raises:
+        ValueError: The method does not fit the model, or has another number of tiers.
+    """
+    store = _store(policy, shape, prompt_tokens, new_tokens, options, is_even=True)
+    if len(shares) != len(policy.tiers) or policy.residual is not None:
+        raise ValueError(f"{type(policy).__name__} has {len(policy.tiers)} tiers, not {len(shares)} shares")
+    row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
+    spread = (lists + 0.5) / len(lists) - 0.5
+    for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
+        count = (share * tokens + (spread if tier % 2 else -spread) * fmt.tokens_per_page).round().long()
+        store.pages.table.reserve(lists, tier, count.clamp(min=0) if share else torch.zeros_like(lists))
+    return _projection(store.ledger, row, shape, tokens)
+
+
+def _run(
+    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None, is_even: bool
+) -> Projection:
+    """Reads a prompt and steps through an answer."""
+    store = _store(policy, shape, prompt_tokens, new_tokens, options, is_even)
+    row, heads = store.open_row(), shape.num_kv_heads
+    nothing = torch.zeros(1, 1, 1, dtype=shape.dtype)
+    prompt = nothing.expand(heads, prompt_tokens, 1)
+    score = _prompt_scores(policy.score, prompt_tokens, is_even)
+    given = None if score is None else score.expand(heads * store.copies, -1)
+    if (
+        given is not None and policy.scope != "head"
+    ):  # heads that compete get unequal shares, and pages that are not full
+        share = torch.linspace(0.5, 1.5, len(given))[:, None]
+        given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
+    for layer in range(shape.num_layers):
+        store.place_layer(row, layer, prompt, prompt, given)
+    rows, q, kv = torch.tensor([row]), nothing.expand(1, shape.num_q_heads, 1), nothing.expand(1, heads, 1)
+    for _ in range(new_tokens):
+        store.begin_step(rows)
+        if policy.score.track:
+            for layer in range(shape.num_layers):
+                store.attend(layer, q, kv, kv, 1.0)
+        store.end_step()
+    return _projection(store.ledger, row, shape, prompt_tokens + new_tokens)
+
+
+def _projection(ledger: Ledger, row: int, shape: ModelShape, tokens: int) -> Projection:
+    return Projection(items=ledger.itemise(row), fp16_bytes=shape.fp16_bytes(tokens))
+
+
+def _store(
+    policy: Policy, shape: ModelShape, prompt_tokens: int, new_tokens: int, options: StoreOptions | None, is_even: bool
+) -> CompressedStore:
+    angles = (
+        None if shape.inv_freq is None else torch.zeros(0)
+    )  # keys of one channel, which nobody looks at, turn by none
+    return CompressedStore(
+        policy,
+        replace(shape, inv_freq=angles),
+        rows=1,
+        max_prompt_tokens=prompt_tokens,
+        max_new_tokens=new_tokens,
+        options=options or StoreOptions(),
+        backend=Shadow(is_even),
+        pool=ShadowPool,
+    )
+
+
+def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | None:
+    """fp32 [N]: what the queries of a prompt give its keys, as `Shadow` says; None where no query counts."""
+    if not spec.prefill_queries:
+        return None
+    if spec.statistic == "below_uniform" and is_even:
+        return torch.zeros(num_tokens)
+    queries = torch.arange(num_tokens)
+    if spec.prefill_queries != ALL_QUERIES:
+        queries = queries[-spec.prefill_queries :]
+    if is_even:
+        each = torch.zeros(num_tokens).index_add_(0, queries, (1.0 / (queries + 1.0)) ** spec.power)
+        return each.flip(0).cumsum(0).flip(0)  # a key is seen by the queries from its own on
+    if spec.statistic == "below_uniform":
+        score = -(queries[None] >= torch.arange(num_tokens)[:, None]).sum(1).float()
+    else:
+        score = torch.zeros(num_tokens)
+    score[0] = len(queries) if spec.statistic == "probability" else 0.0
+    return score

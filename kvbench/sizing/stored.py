@@ -1,0 +1,75 @@
+"""What a stored run says that a projection needs: its method, and the shares of its tiers where data decide on them."""
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvbench.policy import Policy
+from kvbench.results.sample import SampleRecord
+from kvbench.sizing.project import Projection, is_one_number, project, project_shares
+from kvbench.sizing.shapes import NamedShape
+
+
+def policy_of(identity: Mapping[str, Any]) -> Policy | None:
+    """The method of a stored run, made again; None where the code no longer fits its settings.
+
+    What a results folder names is loaded from kvbench's own methods and from nowhere else.
+    """
+    settings = dict(identity.get("method") or {})
+    module, _, name = str(settings.pop("_target_", "")).rpartition(".")
+    if not module.startswith("kvbench.methods."):
+        return None
+    try:
+        kind = getattr(importlib.import_module(module), name)
+        return kind(**settings) if issubclass(kind, Policy) else None
+    except Exception:  # of settings that are not ours a method may make anything
+        return None
+
+
+def tier_shares(records: Iterable[SampleRecord]) -> list[float]:
+    """Slots of each tier at the end of the answers, as a share of tokens x lists; empty where no record says."""
+    slots: list[float] = []
+    tokens = 0.0
+    for record in records:
+        per_tier, ratio = record["kept"].get("slots_per_tier"), record["kept"].get("slot_ratio")
+        if record["status"] != "ok" or not per_tier or not ratio or None in per_tier:
+            continue
+        if slots and len(slots) != len(per_tier):  # a method has the same tiers in all its samples
+            continue
+        slots = [a + b for a, b in zip(slots or [0.0] * len(per_tier), per_tier, strict=True)]
+        tokens += sum(per_tier) / ratio
+    return [count / tokens for count in slots] if tokens else []
+
+
+def projected(
+    identity: Mapping[str, Any], records: Iterable[SampleRecord], shape: NamedShape, prompt_tokens: int, new_tokens: int
+) -> Projection | None:
+    """What one sequence of another model would hold under the method of a stored run.
+
+    Where data decide how much a method keeps, it keeps the shares that the run measured.
+
+    Returns:
+        None where the method fits the other model or today's code no more, or where nothing was measured.
+    """
+    policy = policy_of(identity)
+    if policy is None:
+        return None
+    try:
+        least, most = _both(policy, shape, prompt_tokens, new_tokens)
+        if is_one_number(least, most):
+            return most
+        shares = tier_shares(records)
+        return project_shares(policy, shape.store_shape, prompt_tokens, new_tokens, shares) if shares else None
+    except ValueError:  # a table of heads, a window or a group that is for another shape
+        return None
+
+
+def _both(policy: Policy, shape: NamedShape, prompt_tokens: int, new_tokens: int) -> tuple[Projection, Projection]:
+    """`project`, once for each method and length: the seeds and tasks of a study share it."""
+    key = f"{policy!r} {shape!r} {prompt_tokens} {new_tokens}"  # dataclasses, whose text is their settings
+    if key not in _projected:
+        _projected[key] = project(policy, shape.store_shape, prompt_tokens, new_tokens)
+    return _projected[key]
+
+
+_projected: dict[str, tuple[Projection, Projection]] = {}

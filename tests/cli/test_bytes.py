@@ -1,0 +1,67 @@
+"""The command `bytes`, from the command line to its table and its CSV."""
+
+import csv
+
+import pytest
+
+from kvbench.cli.main import main
+from kvbench.engine.requests import Outcome, Request
+from kvbench.results.record import RunRecord
+from kvbench.results.sample import journal_record, write_line
+
+
+def lines(path):
+    """The rows of a CSV file."""
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_method_a_model_a_length_and_a_batch(tmp_path, capsys):
+    """The table has a row per length; a batch is so many sequences, and FP16 is 2 x layers x heads x dim x 2 bytes."""
+    out = tmp_path / "bytes.csv"
+    assert main(["bytes", "method=kivi", "model=llama3.2-1b", "length=[1000,3000]", "batch=16", f"out={out}"]) == 0
+    shown = capsys.readouterr().out
+    assert "Bytes on llama3.2-1b: 16 layers, 8 KV heads of 64 channels" in shown
+    assert "meta-llama/Llama-3.2-1B" in shown
+    assert all(len(line) <= 100 for line in shown.splitlines())
+    short, long = lines(out)
+    assert [row["tokens"] for row in (short, long)] == ["1000", "3000"]
+    assert int(long["fp16_bytes"]) == 16 * 3000 * 16 * 8 * 64 * 2 * 2
+    items = [int(count) for name, count in long.items() if name.endswith("_bytes") and name != "fp16_bytes"]
+    assert sum(items) == 2 * int(long["resident_bytes"])  # the items and their sum
+    assert float(long["ratio"]) == int(long["resident_bytes"]) / int(long["fp16_bytes"]) < float(short["ratio"])
+
+
+def test_what_data_decide_has_two_rows_and_a_run_makes_them_one(tmp_path, capsys):
+    """diffkv is shown from least to most; run=FOLDER takes the method and the shares of a stored run."""
+    out, words = tmp_path / "bytes.csv", ["model=smollm2-135m", "length=600", "answer=4"]
+    assert main(["bytes", "method=diffkv", *words, f"out={out}"]) == 0
+    assert "run=FOLDER" in " ".join(capsys.readouterr().out.split())
+    least, most = lines(out)
+    assert [row["method"] for row in (least, most)] == ["diffkv, at least", "diffkv, at most"]
+    outcome = Outcome(sample_id="a", kept={"slots_per_tier": [50.0, 25.0], "slot_ratio": 0.75}, ledger={})
+    request = Request(sample_id="a", subset="s", segments=((1,),))
+    record = RunRecord(method="diffkv", hash="h", identity={"method": {"_target_": "kvbench.methods.diffkv.DiffKV"}})
+    record.save(tmp_path)
+    (tmp_path / "samples.jsonl").write_bytes(write_line(journal_record(request, outcome, {}, {}), "h"))
+    assert main(["bytes", *words, f"run={tmp_path}", f"out={out}"]) == 0
+    (row,) = lines(out)
+    assert row["method"] == "diffkv, as measured"
+    assert int(least["resident_bytes"]) < int(row["resident_bytes"]) < int(most["resident_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["model=llama3-9b"], "model=llama3-9b does not exist. Did you mean llama3-8b"),
+        (["length=0"], "length=0 must be a whole number of tokens from 1"),
+        (["length=64"], "answer=64 must be a whole number of tokens from 0 to 63"),
+        (["batch=0"], "batch=0 must be"),
+        (["method=duo_attention"], "gates belong to one model"),
+        (["run=nowhere"], "run=nowhere holds no run.json"),
+    ],
+)
+def test_a_wrong_setting_is_named(words, match, capsys):
+    """Each mistake is one message that says what is allowed."""
+    assert main(["bytes", *words]) == 2
+    assert match in capsys.readouterr().err

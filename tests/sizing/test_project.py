@@ -1,0 +1,148 @@
+"""Projected bytes are those that a run really holds, for every method; shapes are what they say."""
+
+import json
+import os
+import resource
+from functools import cache
+
+import pytest
+import torch
+from engine_helpers import answers, random_tokens, request
+from omegaconf import OmegaConf
+
+from kvbench.config import files
+from kvbench.config.settings import read_config
+from kvbench.engine import hf
+from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.full import Full
+from kvbench.methods.kivi import Kivi
+from kvbench.models.load import load_model
+from kvbench.models.random_weights import PRESETS
+from kvbench.runs.parts import make_policy
+from kvbench.sizing.project import is_one_number, project, project_shares
+from kvbench.sizing.shapes import find_shape, presets
+from kvbench.sizing.stored import policy_of, projected, tier_shares
+
+HEADS, NEW_TOKENS = 2, 16
+# What is kept depends on the data, be it in all or in each head: slack then is not the same to the byte.
+BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv"}
+OPEN = {"duo_attention": {"table": [[0.9, 0.1], [0.2, 0.8]], "sinks": 4, "recent": 20}}
+METHODS = sorted(set(files.options("method")) - {"leankv"})  # another name of diffkv
+LONG = "KVBENCH_FULL_TESTS"  # set by `make test-bytes`
+
+
+def method_of(name):
+    """A method at the settings of its YAML; what that leaves open fits the tiny model."""
+    settings = read_config(files.conf_folder() / "method" / f"{name}.yaml")
+    return make_policy(OmegaConf.merge(settings, OPEN.get(name, {})))
+
+
+@cache
+def tiny(layers):
+    """A tiny model."""
+    return load_model({"kind": "random", "preset": "tiny", "num_layers": layers, "max_tokens": 4096, "device": "cpu"})
+
+
+def check(method, model, lengths):
+    """Runs a method and projects it: to the byte, and within 1 % where data decide."""
+    policy, shape = method_of(method), hf.model_shape(model.model)
+    for length in lengths:
+        asked = request("a", random_tokens(length), max_new_tokens=NEW_TOKENS)
+        outcome = answers(model, policy, [asked])["a", 0]
+        new = outcome.kept["tokens_seen"] - length
+        assert new > 0 and outcome.status == "ok"
+        least, most = project(policy, shape, length, new)
+        found = most
+        if not is_one_number(least, most):
+            assert method in BY_DATA
+            assert least.resident_bytes <= outcome.ledger["resident_bytes"] <= most.resident_bytes * 1.01
+            shares = tier_shares([{"status": "ok", "kept": outcome.kept}])
+            found = project_shares(policy, shape, length, new, shares)
+        measured = {item: outcome.ledger[item] for item in found.items}
+        assert found.fp16_bytes == outcome.ledger["fp16_bytes"]
+        if method in BY_DATA:
+            assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0.01), length
+        else:
+            assert found.items == measured, length
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - BY_DATA))
+def test_a_projection_is_what_a_run_holds(method):
+    """At three lengths, prompt and answer, every item of the projected ledger is the measured one."""
+    check(method, tiny(2), (150, 400, 700))
+
+
+@pytest.mark.parametrize("method", sorted(BY_DATA))
+def test_a_projection_is_near_what_a_run_holds_where_data_decide(method):
+    """At three lengths the projected bytes are within 1 % of the measured ones; only slack is not certain."""
+    check(method, tiny(4), (1300, 1700, 2100))
+
+
+@pytest.mark.skipif(not os.environ.get(LONG), reason=f"takes minutes; `make test-bytes` sets {LONG}")
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(OPEN)))
+def test_a_projection_is_what_the_embedded_model_holds(method, embedded_model):
+    """The same on SmolLM2-135M, whose 90 lists leave slack little room."""
+    check(method, embedded_model, (512, 1024, 2048))
+
+
+def test_a_large_cache_is_counted_without_its_memory():
+    """4 GiB of cache are counted in a process that does not grow by them; the figure is a hand count."""
+    shape, before = find_shape("llama2-7b").store_shape, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, found = project(Full(), shape, 8184, 8)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert found.fp16_bytes == 8192 * 2 * 32 * 32 * 128 * 2 == 4 * 2**30
+    assert found.items["payload_bytes"] == found.fp16_bytes
+    assert 1.0 < found.ratio < 1.01
+
+
+def test_kivi_costs_more_than_int4_at_1k_and_less_at_4k():
+    """A ring of 128 tokens is a large part of a short cache: the order of two methods turns with the length."""
+    shape, int4 = find_shape("llama3-8b").store_shape, method_of("int4")
+    ratios = {n: [project(policy, shape, n, 0)[1].ratio for policy in (Kivi(bits=2), int4)] for n in (1024, 4096)}
+    assert ratios[1024][0] > ratios[1024][1] and ratios[4096][0] < 0.85 * ratios[4096][1]
+
+
+def test_what_data_decide_is_a_range_and_a_stored_run_settles_it():
+    """DiffKV's projection has two ends; with the shares of a run it is one number between them."""
+    settings = {"_target_": "kvbench.methods.diffkv.DiffKV"}
+    records = [
+        {"status": "ok", "kept": {"slots_per_tier": [300.0, 100.0], "slot_ratio": 0.5}},
+        {"status": "oom", "kept": {}},
+        {"status": "ok", "kept": {"slots_per_tier": [100.0, 100.0], "slot_ratio": 0.5}},
+    ]
+    assert tier_shares(records) == pytest.approx([400 / 1200, 200 / 1200])
+    shape = find_shape("smollm2-135m")
+    least, most = project(DiffKV(), shape.store_shape, 1000, 8)
+    found = projected({"method": settings}, records, shape, 1000, 8)
+    assert not is_one_number(least, most)
+    assert least.resident_bytes < found.resident_bytes < most.resident_bytes
+    assert projected({"method": settings}, [], shape, 1000, 8) is None
+    assert projected({"method": {"_target_": "os.path.join"}}, records, shape, 1000, 8) is None
+    assert policy_of({"method": settings | {"no_such": 1}}) is None
+
+
+def test_shapes_agree_with_the_presets_of_random_weights():
+    """A model that both lists have is the same in both."""
+    both = set(presets()) & set(PRESETS)
+    assert len(both) >= 8
+    for name in both:
+        shape, config = presets()[name], PRESETS[name]
+        heads = config["num_attention_heads"]
+        assert shape.layers == config["num_hidden_layers"] and shape.q_heads == heads
+        assert shape.kv_heads == config["num_key_value_heads"]
+        assert shape.head_dim == config.get("head_dim", config["hidden_size"] // heads)
+        assert shape.context == config["max_position_embeddings"]
+
+
+def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
+    """config.json gives the same shape as the preset; an unknown name and a broken file say what to do."""
+    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    found, preset = find_shape(tmp_path).store_shape, find_shape("llama3-8b").store_shape
+    assert (found.num_layers, found.num_kv_heads, found.head_dim) == (32, 8, preset.head_dim)
+    assert found.dtype == preset.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"Did you mean llama3-8b\?.*A folder with a config.json"):
+        find_shape("llama-3-8b")
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    with pytest.raises(ValueError, match="does not say how many layers and heads"):
+        find_shape(tmp_path)
