@@ -43,6 +43,7 @@ class FakeTask:
     protocol: dict = field(default_factory=lambda: {"query_aware": True})
     quarantined: list = field(default_factory=list)
     primary: str = "exact"
+    weighting: str = "subset"
 
     @property
     def metrics(self) -> dict:

@@ -1,9 +1,9 @@
 """Methods at equal bytes: the curve of each over its budgets, read at one number of bytes or over a range of them.
 
 A budget in tokens is not the same number of bytes under two methods. So the value at equal bytes is interpolated
-between the runs of a method, linear in the logarithm of the resident bytes. Each sample gets the value that it adds to the
-interpolated mean, the part that its own bytes have in it included. Resampling these is a joint bootstrap of quality and
-bytes, and the differences of two methods stay paired.
+between the runs of a method, linear in the logarithm of the resident bytes. Each sample gets the value that it adds
+to the interpolated mean, the part that its own bytes have in it included. Resampling these is a joint bootstrap of
+quality and bytes, and the differences of two methods stay paired.
 """
 
 import dataclasses

@@ -19,8 +19,8 @@ from kvbench.show.text import safe
 from kvbench.stats.paired import ALPHA
 
 ESTIMATORS = (
-    "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised bootstrap's; "
-    "it reaches zero where the test does not exclude zero"
+    "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised "
+    "bootstrap's; it reaches zero where the test does not exclude zero"
 )
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 Tables = Sequence[tuple[Group, list[ComparedRun], list[str]]]
@@ -114,15 +114,15 @@ def legend(num_family: int) -> list[str]:
     return [
         f"[a, b]: 95 % interval of the paired difference, {ESTIMATORS}. {NO_INTERVAL}: too few samples for one.",
         "p: sign-flip test with the weights of the mean; for yes-or-no scores that weigh alike it is McNemar's exact "
-        "test; for other values the larger p of it and of the studentised bootstrap. Under `p >margin`, for nearness to "
-        "the full cache: of a difference no larger than the margin.",
+        "test; for other values the larger p of it and of the studentised bootstrap. `p >margin`, for nearness to the "
+        "full cache: of a difference no larger than the margin.",
         f"p Holm: corrected over the {num_family} rows of this command (a narrower filter makes a smaller family). "
         f"worse, better: p Holm < {ALPHA:.2g}, and no missing answer could change the sign.",
         "p equal: one-sided, for a difference inside the margin above it, corrected likewise, the missing answers as "
         f"bad as they can be. equal: below {EQUAL_LEVEL:.3g}. worst case: the difference if every missing answer were "
         "wrong and every one that the other run lacks right. Below 90 % of the answers there is no verdict.",
-        "would show: the smallest true difference that p Holm shows with 80 % probability, at the upper end of the share "
-        "of answers that change at all. `cannot tell` is not `equal`.",
+        "would show: the smallest true difference that p Holm shows with 80 % probability, at the upper end of the "
+        "share of answers that change at all. `cannot tell` is not `equal`.",
     ]
 
 

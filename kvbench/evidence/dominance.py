@@ -92,7 +92,7 @@ def standing(panel: Panel, axis: str) -> dict[str, str]:
     """Where each point stands.
 
     A point dominates another if it is cheaper by more than 1 % and its quality is better beyond chance, at 5 % for the
-    whole table: Holm's correction is over all pairs of which one is cheaper. Times are no evidence and give no standing.
+    whole table: Holm's correction is over all pairs of which one is cheaper. Times give no standing.
 
     Args:
         panel: The points.

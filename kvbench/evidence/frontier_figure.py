@@ -260,8 +260,8 @@ def _words(drawing: Drawing) -> list[str]:
         papers = ", ".join(sorted({point.row.paper for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
     lines.append(
-        f"Whiskers: 95 % intervals over the {panel.num_samples} questions that all runs share (Newcombe's for yes or no, "
-        "else the studentised bootstrap's)."
+        f"Whiskers: 95 % intervals over the {panel.num_samples} questions that all runs share (Newcombe's for yes or "
+        "no, else the studentised bootstrap's)."
     )
     return [piece for line in lines for piece in textwrap.wrap(line, FOOT_LENGTH)]
 

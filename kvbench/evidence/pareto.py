@@ -180,13 +180,7 @@ def main(cfg: DictConfig) -> int:
                 if picture is not None:
                     written.append(out / f"{file_stem(panel)}_{axis}.{kind}")
                     write_file(written[-1], picture)
-    console.print(
-        Text(
-            f"\n[a, b]: 95 % interval, {ESTIMATORS}. "
-            + ". ".join(f"{name}: {text}" for name, text in MEANING.items())
-            + ".",
-            style="dim",
-        )
-    )
+    words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
+    console.print(Text("\n" + ". ".join(words) + ".", style="dim"))
     terminal.print_paths(written, console)
     return 0

@@ -168,7 +168,7 @@ class RunRecord:
     counts: Counts = field(default_factory=Counts)
     """Samples by outcome."""
     weighting: Weighting = "subset"
-    """What weighs the same in every mean over subsets: each `subset`, or each `sample`, as the task's makers have it."""
+    """What weighs the same in every mean over subsets: each `subset` or each `sample`, as the task's makers have it."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """The task's scores, each with n and a 95 % interval."""
     task_aggregate: dict = field(default_factory=dict)

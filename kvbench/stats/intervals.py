@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbench.stats import studentised
-from kvbench.stats.strata import Strata, Weighting, weighed
+from kvbench.stats.strata import Strata, Weighting, has_spread, weighed
 
 Z_95 = 1.959963984540054  # two-sided 95 % point of the normal distribution
 YES_NO = (0.0, 1.0)
@@ -36,26 +36,27 @@ class Estimate:
         return None if self.low is None or self.high is None else (self.low, self.high)
 
 
-def wilson(successes: float, trials: float) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a rate.
+def wilson(successes: float, trials: float, z: float = Z_95) -> tuple[float, float]:
+    """Wilson's score interval of a rate.
 
     Args:
         successes: Number of successes, 0..trials.
         trials: Number of trials, above 0.
+        z: Point of the normal distribution; 1.96 makes 95 %.
 
     Returns:
         Lower and upper end, each in [0, 1].
 
     Source: Wilson 1927, JASA 22:209; without continuity correction.
     """
-    rate, z2 = successes / trials, Z_95 * Z_95
+    rate, z2 = successes / trials, z * z
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = Z_95 / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
+    half = z / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def newcombe(both: int, first_only: int, second_only: int, neither: int) -> tuple[float, float]:
-    """95 % interval of the difference (first - second) of two rates measured on the same samples.
+def newcombe(both: int, first_only: int, second_only: int, neither: int, z: float = Z_95) -> tuple[float, float]:
+    """Interval of the difference (first - second) of two rates measured on the same samples.
 
     It has a width when no sample differs, so "no difference seen" is not mistaken for "no difference".
 
@@ -64,6 +65,7 @@ def newcombe(both: int, first_only: int, second_only: int, neither: int) -> tupl
         first_only: Samples where only the first succeeded.
         second_only: Samples where only the second succeeded.
         neither: Samples where neither did.
+        z: Point of the normal distribution; 1.96 makes 95 %.
 
     Returns:
         Lower and upper end, each in [-1, 1].
@@ -72,7 +74,7 @@ def newcombe(both: int, first_only: int, second_only: int, neither: int) -> tupl
     """
     n = both + first_only + second_only + neither
     p1, p2 = (both + first_only) / n, (both + second_only) / n
-    (l1, u1), (l2, u2) = wilson(both + first_only, n), wilson(both + second_only, n)
+    (l1, u1), (l2, u2) = wilson(both + first_only, n, z), wilson(both + second_only, n, z)
     product: float = both * neither - first_only * second_only
     scale = math.sqrt((both + first_only) * (second_only + neither) * (both + second_only) * (first_only + neither))
     if product > 0:
@@ -91,7 +93,7 @@ def estimate(
     bounds: tuple[float, float] | None = None,
     weighting: Weighting = "subset",
 ) -> Estimate:
-    """Weighted mean over subsets with a 95 % interval: Wilson's for yes-or-no values, else the studentised bootstrap.
+    """Weighted mean over subsets with a 95 % interval: Wilson's for yes-or-no values, else the studentised bootstrap's.
 
     Args:
         strata: Values of each subset, one per sample.
@@ -107,12 +109,34 @@ def estimate(
         result.low, result.high = _rate(found)
         result.interval = WILSON
         return result
-    ends = studentised.interval(found)
+    ends = _graded(found)
     if ends is not None:
         low, high = bounds or (-math.inf, math.inf)
         result.low, result.high = max(low, ends[0]), min(high, ends[1])
         result.interval = BOOTSTRAP
     return result
+
+
+def _graded(found: Strata) -> tuple[float, float] | None:
+    """Interval of a weighted mean of values that are not all yes or no.
+
+    A subset that is all right has no spread, yet doubt remains: it contributes Wilson's interval. The subsets that do
+    differ contribute one bootstrap interval together.
+    """
+    same = [bool(all(item in YES_NO for item in values)) and not has_spread(values) for values in found.values]
+    if not any(same):
+        return studentised.interval(found)
+    rest = [(v, w) for v, w, is_same in zip(found.values, found.weights, same, strict=True) if not is_same]
+    share = sum(weight for _, weight in rest)
+    others = Strata(tuple(values for values, _ in rest), tuple(weight / share for _, weight in rest))
+    ends = studentised.interval(others)
+    if ends is None:
+        return None
+    sure = [(v, w) for v, w, is_same in zip(found.values, found.weights, same, strict=True) if is_same]
+    parts = [(float(v.mean()), *wilson(float(v.sum()), len(v))) for v, _ in sure] + [(float(others.mean()), *ends)]
+    below, above = mover(parts, [*(weight for _, weight in sure), share])
+    value = float(found.mean())
+    return value - below, value + above
 
 
 def _rate(found: Strata) -> tuple[float, float]:

@@ -3,7 +3,9 @@
 One estimator answers one question everywhere, in run tables, `compare`, `pareto` and `calibrate`:
 
 - The p value decides whether there is a difference, and its direction is that of the weighted mean. Yes-or-no values
-  take the sign-flip test with the weights of the mean, which is McNemar's exact test where every sample weighs the same.
+  take the sign-flip test with the weights of the mean: McNemar's exact test where every sample weighs the same. Where
+  samples weigh unlike, subsets may pull in opposite ways, which the sign-flip test takes for impossible; there the p
+  value is no smaller than the one at which the interval begins to exclude zero.
   Other values take the larger p value of the sign-flip test, which is exact if differences are symmetric, and of the
   studentised bootstrap, which allows for skewness.
 - The interval is Newcombe's for yes-or-no values and the studentised bootstrap's for others. It reaches zero wherever
@@ -18,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from kvbench.stats import studentised, yes_no
-from kvbench.stats.intervals import BOOTSTRAP, FEW_DIFFER, NEWCOMBE, YES_NO, Estimate, mover, newcombe, wilson
+from kvbench.stats.intervals import BOOTSTRAP, FEW_DIFFER, NEWCOMBE, YES_NO, Z_95, Estimate, mover, newcombe, wilson
 from kvbench.stats.signs import DRAWS, sign_flip
 from kvbench.stats.strata import FEWEST_SAMPLES, Strata, Weighting, standard_error, weighed
 from kvbench.stats.studentised import LEVEL, RESAMPLES, SEED, resamples_for
@@ -101,15 +103,17 @@ class Paired:
         """Name of the test that `p` is of."""
         if self.pairs is None:
             return "sign flip and studentised bootstrap"
-        return "mcnemar" if self.strata.weighs_samples_alike else "weighted sign flip"
+        return "mcnemar" if self.strata.weighs_samples_alike else "weighted sign flip and newcombe"
 
     @cached_property
     def p(self) -> float | None:
         """Two-sided p value of no difference; None where nothing can be said."""
         draws = max(DRAWS, resamples_for(self.num_tests, self.resamples))
         flipped = sign_flip(self.strata, draws=draws, seed=self.seed)
-        if self.pairs is not None or flipped == 1.0:
+        if flipped == 1.0 or (self.pairs is not None and self.strata.weighs_samples_alike):
             return flipped
+        if self.pairs is not None:
+            return max(flipped, self._newcombe_p())
         tails = self._tail(0.0, True), self._tail(0.0, False)
         if tails[0] is None or tails[1] is None:
             return flipped if self.few_differ else None
@@ -176,12 +180,26 @@ class Paired:
             return self._clopper_pearson(), FEW_DIFFER
         return None, ""
 
-    def _newcombe(self) -> tuple[float, float]:
+    def _newcombe_p(self) -> float:
+        """Level at which Newcombe's interval begins to exclude zero."""
+        from scipy.optimize import brentq
+        from scipy.stats import norm
+
+        def end(z: float) -> float:
+            low, high = self._newcombe(z)
+            return low if self.value > 0 else -high
+
+        if self.value == 0:
+            return 1.0
+        largest = 12.0
+        return 0.0 if end(largest) > 0 else float(2 * norm.sf(brentq(end, 0.0, largest)))
+
+    def _newcombe(self, z: float = Z_95) -> tuple[float, float]:
         groups = self.pairs or ()
         if self.strata.weighs_samples_alike:
             groups = [[pair for group in groups for pair in group]]
         ends = [
-            newcombe(*(sum(pair == kind for pair in group) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))))
+            newcombe(*(sum(pair == kind for pair in group) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))), z=z)
             for group in groups
         ]
         if len(groups) == 1:

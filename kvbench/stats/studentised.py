@@ -100,7 +100,7 @@ def t_statistics(strata: Strata, resamples: int, seed: int) -> np.ndarray:
 
 def rank(resamples: int, tail: float = (1 - LEVEL) / 2) -> int:
     """Place, from the outside, of the resample that is the end of an interval: the last whose p value is too large."""
-    return max(1, math.ceil(tail * (resamples + 1)) - 1)
+    return max(1, math.ceil(tail * (resamples + 1) - 1e-9) - 1)
 
 
 def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float] | None:

@@ -86,8 +86,8 @@ class TaskSet:
 
         Returns:
             `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
-            `overall`: the mean over subsets with the task's weights; `length_buckets`, for subsets that have them: name -> bucket ->
-            the same numbers; `answers`: their length, the share that the limit cut, parse failures.
+            `overall`: the mean over subsets with the task's weights; `length_buckets`, for subsets that have them: name
+            -> bucket -> the same numbers; `answers`: their length, the share that the limit cut, parse failures.
         """
         records = list(records)
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
