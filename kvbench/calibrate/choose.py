@@ -87,13 +87,13 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
     """What a trial loses, sample by sample, with its 95 % interval as every table has it; positive when worse.
 
-    Where no sample's NLL or KL differs at all, nothing was changed, and the interval has no width.
+    Where every sample loses the same NLL or KL, most often none, the interval has no width.
     """
     found, what = losses_of(trial, reference, criterion, rule)
     if found is None:
         return Estimate()
     result = found.estimate()
-    if not what.bounded and found.count >= FEWEST_SAMPLES and not found.num_lower + found.num_higher:
+    if not what.bounded and found.count >= FEWEST_SAMPLES and not has_spread(found.strata.flat):
         result.low = result.high = found.value
         result.interval = "identical"
     return result

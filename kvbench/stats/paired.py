@@ -96,7 +96,11 @@ class Paired:
         draws = self._t_for_tests
         place = int(np.searchsorted(draws, t, "left" if above else "right"))
         found = len(draws) - place if above else place
-        return (1 + found) / (1 + len(draws))
+        p = (1 + found) / (1 + len(draws))
+        if null == 0 or p >= ALPHA:
+            return p
+        # Of few samples no tail is known: the signs about the null are the second witness, as they are about zero.
+        return max(p, sign_flip(self.strata.map(lambda values: values - null), seed=self.seed) / 2)
 
     @property
     def test(self) -> str:
@@ -198,10 +202,9 @@ class Paired:
         groups = self.pairs or ()
         if self.strata.weighs_samples_alike:
             groups = [[pair for group in groups for pair in group]]
-        ends = [
-            newcombe(*(sum(pair == kind for pair in group) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))), z=z)
-            for group in groups
-        ]
+        kinds = ((1, 1), (1, 0), (0, 1), (0, 0))
+        counts = [[sum(pair == kind for pair in group) for kind in kinds] for group in groups]
+        ends = [newcombe(both, mine, theirs, neither, z) for both, mine, theirs, neither in counts]
         if len(groups) == 1:
             return ends[0]
         parts = [(float(v.mean()), *end) for v, end in zip(self.strata.values, ends, strict=True)]

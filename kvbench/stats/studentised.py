@@ -93,8 +93,10 @@ def t_blocks(strata: Strata, resamples: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def t_statistics(strata: Strata, resamples: int, seed: int) -> np.ndarray:
-    """All of `t_blocks`, for one column."""
-    columns = strata.map(lambda values: values[:, None])
+    """All of `t_blocks`, for one column, whatever the order of samples and subsets."""
+    parts = [(len(v), w, tuple(np.sort(v).tolist())) for v, w in zip(strata.values, strata.weights, strict=True)]
+    parts.sort()
+    columns = Strata(tuple(np.array(v)[:, None] for _, _, v in parts), tuple(weight for _, weight, _ in parts))
     return np.concatenate([block[:, 0] for block in t_blocks(columns, resamples, seed)])
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import verdict_simulation
 from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
@@ -180,7 +181,7 @@ def test_dominance_is_corrected_and_has_a_tie(tmp_path):
 
 @pytest.mark.parametrize("sizes", [(2,), (1, 1), (3, 3), (9, 1)])
 def test_no_standing_without_an_interval(tmp_path, capsys, sizes):
-    """One or two samples per subset: no run is dominated, and the table says why. Draws without width were certainty."""
+    """One or two samples per subset: no run is dominated, and the table says why. Once that was certainty."""
     scores = {name: [1] * size for name, size in zip("ab", sizes, strict=False)}
     store(tmp_path, "full", scores, ratio=1.0, nll=0.9)
     store(tmp_path, "bad", scores, ratio=0.9, nll=0.8)
@@ -211,7 +212,8 @@ def test_one_number_has_one_interval(tmp_path):
         cfg = compose_command("pareto", [f"results_dir={root}"])
         (panel,) = panels_of(load_groups(cfg), cfg)
         point = next(point for point in panel.points if point.method == "half")
-        assert own.ends == row.interval == point.interval and own.interval == row.interval_kind
+        assert own.ends == pytest.approx(row.interval, abs=1e-12) and point.interval == row.interval
+        assert own.interval == row.interval_kind
         assert own.value == pytest.approx(row.value) == pytest.approx(point.quality)
 
 
@@ -220,6 +222,16 @@ def summary_hash(folder):
     from kvbench.results.record import RunRecord
 
     return RunRecord.load(folder).hash
+
+
+@pytest.mark.parametrize("kind", ["normal", "skewed"])
+def test_false_verdicts_are_rare(kind):
+    """A short `make simulate`: of 120 tables of twelve equal methods, in two unequal subsets of 24 samples, at most 5 %
+    (and three standard errors) hold a false worse, better, equal or dominated, and intervals cover."""
+    found = verdict_simulation.graded(kind, (16, 8), 120)
+    most = 0.05 + 3 * np.sqrt(0.05 * 0.95 / 120)
+    assert all(found[name] <= most for name in ("compare", "equal", "dominated")), found
+    assert 0.93 <= found["covered"] <= 0.985
 
 
 def curves(root, *, sizes):
@@ -262,7 +274,7 @@ def test_areas_are_trapezoids_and_bytes_have_their_part(tmp_path):
     """The mean over a range is numpy's trapezoid of the means over log bytes, and the interval is that of a plain joint
     bootstrap in which the bytes vary too."""
     curves(tmp_path, sizes={"a": 40})
-    cfg = compose_command("compare", [f"results_dir={tmp_path}", "at_bytes=[15,40]"])
+    cfg = compose_command("compare", [f"results_dir={tmp_path}", "at_bytes=[20,40]"])
     (group,) = load_groups(cfg)
     ((thick, thin), _) = comparison.compare_group(group, cfg)
     runs = series_of([run for run in group.runs if run.method == "thin"])["thin"]
@@ -273,12 +285,12 @@ def test_areas_are_trapezoids_and_bytes_have_their_part(tmp_path):
 
     def area(rows):
         x = np.log(held[rows].sum(axis=0)[:, 0] / held[rows].sum(axis=0)[:, 1])
-        knots = np.concatenate([[np.log(0.15)], x[(x > np.log(0.15)) & (x < np.log(0.4))], [np.log(0.4)]])
-        mean = np.trapezoid(np.interp(knots, x, values[rows].mean(axis=0)), knots) / np.log(40 / 15)
+        knots = np.concatenate([[np.log(0.2)], x[(x > np.log(0.2)) & (x < np.log(0.4))], [np.log(0.4)]])
+        mean = np.trapezoid(np.interp(knots, x, values[rows].mean(axis=0)), knots) / np.log(2)
         return mean - full[rows].mean()
 
     assert thin.value == pytest.approx(area(np.arange(40)), abs=1e-9)
     rng = np.random.default_rng(0)
     draws = [area(rng.integers(0, 40, 40)) for _ in range(1500)]
     assert np.ptp(thin.interval) == pytest.approx(np.ptp(np.percentile(draws, [2.5, 97.5])), rel=0.12)
-    assert thick.label == "thick, 15 to 40 %" and set(COSTS) >= {"resident"}
+    assert thick.label == "thick, 20 to 40 %" and set(COSTS) >= {"resident"}
