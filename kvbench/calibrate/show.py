@@ -65,9 +65,7 @@ def _doubt(result: Result) -> str:
     rate = result.false_confirmations
     if rate is None:
         return ""
-    text = (
-        f" Were the true loss of every setting the margin, this plan would confirm one in {100 * rate:.1f} % of cases"
-    )
+    text = f" If every setting truly lost the margin, this plan would confirm one in {100 * rate:.1f} % of cases"
     if result.looks > 1:
         text += (
             f"; these held-out samples have judged {result.looks} calibrations, so count on up to "

@@ -129,10 +129,11 @@ def _standing(panel: Panel, axis: str) -> dict[str, str]:
     for point in points:
         key, cost = point.key, point.costs[axis].value
         best = max((quality[other.key] for other in points if other.costs[axis].value < cost), default=-np.inf)
+        tied = [other for other in points if cost <= other.costs[axis].value <= cost / (1 - TIE)]
         clear = max((quality[other] for other in cheaper[key]), default=-np.inf)
         if key in beaten:
             result[key] = DOMINATED
-        elif best >= quality[key]:
+        elif best >= quality[key] or max(quality[other.key] for other in tied) > quality[key] + panel.margin:
             result[key] = OPEN
         else:
             result[key] = FRONTIER if quality[key] - clear > panel.margin else NEAR

@@ -172,11 +172,13 @@ def test_dominance_is_corrected_and_has_a_tie(tmp_path):
         ("cheap", 0.4975, better),
         ("same", 0.5, better + 2 + 0.1 * rng.random(24)),
         ("dear", 0.9, better + 2 + 0.1 * rng.random(24)),
+        ("twin", 0.5, better + 3 + 0.1 * rng.random(24)),
         ("dearest", 0.95, better - 0.004 + 0.001 * rng.random(24)),
     ):
         store(tmp_path / "tie", name, scores, ratio=ratio, nll=lambda n, v=values: float(v[n]))
     (panel,) = panels(tmp_path / "tie", "metric=nll")
-    assert places_of(panel) == {"cheap": "frontier", "same": "open", "dear": "dominated", "dearest": "within margin"}
+    expected = {"cheap": "frontier", "same": "open", "twin": "open", "dear": "dominated", "dearest": "within margin"}
+    assert places_of(panel) == expected
 
 
 @pytest.mark.parametrize("sizes", [(2,), (1, 1), (3, 3), (9, 1)])
