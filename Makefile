@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes fuzz mutants smoke clean
+.PHONY: setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes fuzz mutants simulate smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -53,6 +53,10 @@ fuzz: setup ## CASES random calls of the C++ kernels from SEED on, right and wro
 
 mutants: setup model ## change methods, policy and cache in 200 random spots and say which changes no test notices (an hour or more)
 	$(PYTHON) tests/mutants.py number=200 seed=0 at_least=0.95
+
+TABLES ?= 1000
+simulate: setup ## how often verdicts are wrong and intervals miss, by simulation (TABLES=1000: an hour or more)
+	PYTHONPATH=$(CURDIR) $(PYTHON) tests/evidence/verdict_simulation.py trials=$(TABLES)
 
 smoke: ## one short experiment of every part, on the embedded model
 	$(PYTHON) -m kvbench method=diffkv task=longctx limit=1

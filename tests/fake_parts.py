@@ -46,6 +46,7 @@ class FakeTask:
     grading_limit_s: float | None = 60.0
     grading_workers: int = 0
     copies: list = field(default_factory=list)
+    weighting: str = "subset"
 
     @property
     def metrics(self) -> dict:

@@ -1,19 +1,20 @@
 """From measured trials to a choice: what each loses against the full cache, what it holds, and which is the cheapest
 that loses no more than the margin."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvbench.calibrate.measure import Trial
 from kvbench.calibrate.plan import Number, Rule
-from kvbench.results.measures import LOSSES, RESIDENT, SCORE, score
+from kvbench.results.measures import LOSSES, RESIDENT, SCORE, Measure, score
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import values_by_sample
-from kvbench.stats import paired as stats
-from kvbench.stats.intervals import Estimate, paired_difference
+from kvbench.stats import studentised
+from kvbench.stats.intervals import BOOTSTRAP, Estimate
+from kvbench.stats.paired import Paired, paired
+from kvbench.stats.strata import FEWEST_SAMPLES, has_spread, weighed
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,8 @@ class Measured:
     """Of the slots held, the share in each tier."""
     samples: list[dict]
     """One row per answer: its score, NLL, KL and resident bytes."""
+    lost: list[float] = field(default_factory=list)
+    """Loss of each sample in the rule's criterion."""
     within: bool = False
     """The rule accepts it."""
 
@@ -75,42 +78,41 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
         tier_shares=[float(share) for share in held / held.sum()] if np.size(held) and held.sum() else [],
         samples=[_row(record, task.primary) for record in trial.records],
     )
+    decides, _ = losses_of(trial, reference, rule.criterion, rule)
+    result.lost = [] if decides is None else decides.strata.flat.tolist()
     result.within = accepts(rule, result)
     return result
 
 
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
-    """What a trial loses, sample by sample, with a 95 % interval; positive when worse.
+    """What a trial loses, sample by sample, with its 95 % interval as every table has it; positive when worse.
 
-    Scores take Newcombe's interval where they are yes or no, which has a width even when no sample differs. NLL and KL
-    take a bootstrap within the subsets; identical values give an interval of no width.
+    Where every sample loses the same NLL or KL, most often none, the interval has no width.
     """
+    found, what = losses_of(trial, reference, criterion, rule)
+    if found is None:
+        return Estimate()
+    result = found.estimate()
+    if not what.bounded and found.count >= FEWEST_SAMPLES and not has_spread(found.strata.flat):
+        result.low = result.high = found.value
+        result.interval = "identical"
+    return result
+
+
+def losses_of(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> tuple[Paired | None, Measure]:
+    """The losses of the samples that ended well in both, and the measure they are in; None without one."""
     task = trial.experiment.task
     own = score(task.primary, task.metrics[task.primary].higher_is_better)
     what = own if criterion == SCORE.name else LOSSES[criterion].measure
-    sign = -1.0 if what.higher_is_better else 1.0
     mine, theirs = (values_by_sample(item.records, what.above)[0] for item in (trial, reference))
     pairs = {
-        subset: [
-            (sign * value, sign * theirs[subset][name]) for name, value in values.items() if name in theirs[subset]
-        ]
+        subset: [(value, theirs[subset][name]) for name, value in values.items() if name in theirs[subset]]
         for subset, values in mine.items()
         if subset in theirs
     }
-    pairs = {subset: values for subset, values in pairs.items() if values}
-    if not pairs:
-        return Estimate()
-    if criterion == SCORE.name:
-        # The interval's arithmetic wants values in [0, 1]; the sign goes on afterwards.
-        plain = {subset: [(abs(a), abs(b)) for a, b in values] for subset, values in pairs.items()}
-        return paired_difference(plain) if sign > 0 else _negated(paired_difference(plain))
-    strata = [np.array([a - b for a, b in values]) for values in pairs.values()]
-    interval = stats.bootstrap(strata, resamples=rule.resamples, seed=rule.seed)
-    count, value = sum(map(len, strata)), stats.mean(strata)
-    if interval is None and min(map(len, strata)) > 1:
-        interval = (value, value)
-    low, high = interval or (None, None)
-    return Estimate(value=value, num_samples=count, low=low, high=high, interval="bootstrap" if interval else "")
+    if what.higher_is_better:
+        pairs = {subset: [(b, a) for a, b in values] for subset, values in pairs.items()}
+    return paired(pairs, task.weighting, bounded=what.bounded, resamples=rule.resamples, seed=rule.seed), what
 
 
 def accepts(rule: Rule, measured: Measured) -> bool:
@@ -163,19 +165,17 @@ def _row(record: SampleRecord, primary: str) -> dict:
     }
 
 
-def _negated(estimate: Estimate) -> Estimate:
-    value, low, high = (None if item is None else -item for item in (estimate.value, estimate.high, estimate.low))
-    return dataclasses.replace(estimate, value=value, low=low, high=high)
-
-
 def _bytes(records: Sequence[SampleRecord], rule: Rule) -> tuple[Estimate, float]:
     """Share of the FP16 cache with its interval over samples, and mean bytes."""
     if not records:
         return Estimate(), 0.0
     resident = np.array([RESIDENT.above(record) for record in records], dtype=float)
     fp16 = np.array([RESIDENT.below(record) for record in records], dtype=float)
-    draws = stats.resampled_means([np.stack([resident, fp16], axis=1)], rule.resamples, rule.seed)
-    low, high = stats.percentiles(draws[:, 0] / draws[:, 1])
     value = float(resident.sum() / fp16.sum())
-    share = Estimate(value=value, num_samples=len(records), low=low, high=high, interval="bootstrap")
+    shares = value + (resident - value * fp16) / fp16.mean()
+    found = studentised.interval(weighed([shares]), resamples=rule.resamples, seed=rule.seed)
+    if found is None and len(records) >= FEWEST_SAMPLES and not has_spread(shares):
+        found = (value, value)
+    low, high = found or (None, None)
+    share = Estimate(value=value, num_samples=len(records), low=low, high=high, interval=BOOTSTRAP if found else "")
     return share, float(resident.mean())

@@ -7,15 +7,18 @@ Differs: the paper states no rule for the choice beyond near-lossless accuracy; 
 The paper has no held-out verdict and no intervals.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.calibrate import figure as calibrate_figure
 from kvbench.calibrate import show as calibrate_show
 from kvbench.calibrate import write as calibrate_write
 from kvbench.calibrate.choose import Measured, choose, evaluate
+from kvbench.calibrate.curse import false_confirmations
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Number, Plan, read_plan, split
 from kvbench.calibrate.write import Choice, Result, StageResult
@@ -72,6 +75,8 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
         tuned = _tune(sweep, plan, tuning, result)
         if tuned is not None:
             result.choice = _judged(sweep, plan, held_out, default, tuned)
+            result.false_confirmations = _curse(plan, result, tuned)
+            result.looks = 1 + _earlier_looks(folder, digest, held_out.fingerprint)
         result.prompts_read, result.prompts_reused = sweep.prompts.num_read, sweep.prompts.num_reused
         result.sets = {"tuning": _described(tuning), "held_out": _described(held_out)}
         files = calibrate_write.write(result, out=wanted.out)
@@ -154,6 +159,34 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
         held_out_default=evaluate(default, full, plan.rule),
         against_default=evaluate(best, default, plan.rule),
     )
+
+
+def _curse(plan: Plan, result: Result, tuned: Measured) -> float:
+    """How often this plan confirms a setting that loses just the margin, at the losses' shape that was seen."""
+    return false_confirmations(
+        np.asarray(tuned.lost),
+        plan.rule,
+        num_points=sum(len(stage.points) for stage in result.stages),
+        num_tuning=tuned.num_samples,
+        num_held_out=result.choice.held_out.num_samples if result.choice else tuned.num_samples,
+    )
+
+
+def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
+    """How many other calibrations of the method were judged on the same held-out samples.
+
+    Each has another margin, grid or rule; who asks often enough is told yes by chance.
+    """
+    count = 0
+    for path in folder.glob("*/calibration.json"):
+        try:
+            found = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if not isinstance(found, dict) or found.get("hash") == digest or found.get("chosen") is None:
+            continue
+        count += found.get("sets", {}).get("held_out", {}).get("fingerprint") == held_out
+    return count
 
 
 def _distinct(trials: list[Trial]) -> list[Trial]:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.calibrate.choose import Measured, beside, settings_text
+from kvbench.calibrate.curse import ALLOWED
 from kvbench.calibrate.plan import Rule
 from kvbench.calibrate.write import Choice, Result, StageResult
 from kvbench.config.files import FULL
@@ -55,7 +56,24 @@ def verdict(result: Result) -> str:
     return (
         f"{settings_text(choice.settings)}: {state} on {choice.held_out.num_samples} held-out samples, {lost.short} "
         f"{loss}, asked {what}; {RESIDENT.scale * (choice.held_out.bytes_ratio.value or 0):.1f} % of the FP16 bytes."
+        + _doubt(result)
     )
+
+
+def _doubt(result: Result) -> str:
+    """How far a confirmation can be trusted."""
+    rate = result.false_confirmations
+    if rate is None:
+        return ""
+    text = f" If every setting truly lost the margin, this plan would confirm one in {100 * rate:.1f} % of cases"
+    if result.looks > 1:
+        text += (
+            f"; these held-out samples have judged {result.looks} calibrations, so count on up to "
+            f"{100 * min(1.0, rate * result.looks):.1f} %"
+        )
+    if min(1.0, rate * result.looks) > ALLOWED:
+        text += ". That is too often: take more held-out samples, calibrate.proof=interval, or another split_seed"
+    return f"{text}."
 
 
 def interval(estimate: Estimate | None, scale: float = 1.0) -> str:

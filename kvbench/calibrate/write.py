@@ -77,6 +77,10 @@ class Result:
     """None when a stage found no value that is good enough."""
     sets: dict = field(default_factory=dict)
     """`tuning` and `held_out`: fingerprint, number and names of the samples."""
+    false_confirmations: float | None = None
+    """Share of simulated calibrations that confirm a setting which loses just the margin; None without a choice."""
+    looks: int = 1
+    """Calibrations that these held-out samples judged, this one included."""
     prompts_read: int = 0
     prompts_reused: int = 0
 
@@ -126,6 +130,8 @@ def _file(result: Result, choice: Choice) -> dict:
         "target": origin["target"],
         "settings": choice.settings,
         "confirmed": choice.confirmed,
+        "false_confirmations": _rounded(result.false_confirmations),
+        "looks": result.looks,
         "replaces": origin["replaces"],
         "base": origin["base"],
         "rule": plan.rule.text(),
@@ -223,6 +229,8 @@ def _everything(result: Result) -> dict:
         "chosen": None if choice is None else choice.settings,
         **{name: None if choice is None else dataclasses.asdict(getattr(choice, name)) for name in judged},
         "confirmed": choice is not None and choice.confirmed,
+        "false_confirmations": result.false_confirmations,
+        "looks": result.looks,
         "sets": result.sets,
         "prompts_read": result.prompts_read,
         "prompts_reused": result.prompts_reused,

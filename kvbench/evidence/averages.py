@@ -1,16 +1,17 @@
-"""The mean over tasks of the methods that were run on all of them."""
+"""The mean over groups of the methods that were run on all of them.
+
+Groups may ask the same questions: under other seeds, protocols or lengths. So questions are resampled, not rows: all
+answers to one question, a task's sample id, stay together, and n is the number of distinct questions.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvbench.evidence.costs import Cost, Interval
-from kvbench.evidence.frontier import Panel, Point
+from kvbench.evidence.costs import Cost, cost_interval
+from kvbench.evidence.frontier import Panel, Point, Question, score_interval, set_quality
 from kvbench.results.measures import COSTS
-from kvbench.stats import paired as stats
-from kvbench.stats.intervals import mover
-
-SHIFT = 7  # resamples; those of two groups have nothing to do with each other, so they are shifted against each other
+from kvbench.stats.strata import Strata
 
 
 def averages(panels: Sequence[Panel]) -> list[Panel]:
@@ -41,51 +42,88 @@ def _average(title: str, panels: Sequence[Panel]) -> Panel:
     found = {point.key: [other for panel in panels if (other := panel.find(point.key))] for point in panels[0].points}
     shared = {key: points for key, points in found.items() if len(points) == len(panels)}
     references = {panel.reference for panel in panels}
+    questions = [panel.questions for panel in panels]
+    first = panels[0]
     result = Panel(
         title=title,
-        kin=panels[0].kin,
-        what=panels[0].what,
-        points=[_point(points) for points in shared.values()],
-        num_samples=sum(panel.num_samples for panel in panels),
-        total=sum(panel.total for panel in panels),
-        freedom=sum(panel.freedom for panel in panels),
-        reference=panels[0].reference if len(references) == 1 and panels[0].reference in shared else None,
+        kin=first.kin,
+        what=first.what,
+        points=[_point(points, questions) for points in shared.values()],
+        questions=_joined(questions),
+        total=len({question for panel in panels for part in panel.questions for question in part}),
+        reference=first.reference if len(references) == 1 and first.reference in shared else None,
+        margin=first.margin,
+        resamples=first.resamples,
+        seed=first.seed,
     )
+    for point in result.points:
+        point.score_interval = score_interval(point.scores, result.what)
+    set_quality(result)
     result.notes.append(f"over: {'; '.join(panel.title for panel in panels)}")
+    rows = sum(panel.num_samples for panel in panels)
+    if rows > result.num_samples:
+        result.notes.append(
+            f"{result.num_samples} distinct questions in {rows} answers: the groups share questions, which were "
+            "resampled together"
+        )
     return result
 
 
-def _point(parts: Sequence[Point]) -> Point:
+def _joined(groups: Sequence[list[list[Question]]]) -> list[list[Question]]:
+    """The distinct questions of some groups, in strata of task and subset."""
+    strata: dict[tuple[str, str], dict[Question, None]] = {}
+    for group in groups:
+        for members in group:
+            for question in members:
+                strata.setdefault(question[:2], {})[question] = None
+    return [sorted(strata[name]) for name in sorted(strata)]
+
+
+def together(questions: Sequence[list[list[Question]]], values: Sequence[Strata]) -> Strata:
+    """What each distinct question adds to the mean of some groups' weighted means.
+
+    Args:
+        questions: Of each group, those of each of its subsets.
+        values: Of each group, a value for each question.
+
+    Returns:
+        Subsets of task and subset name, whose weighted mean is the mean of the groups' means. A question that is not in
+        every group adds what it has.
+    """
+    joined = _joined(questions)
+    place = {question: (index, row) for index, members in enumerate(joined) for row, question in enumerate(members)}
+    sums = [np.zeros(len(members)) for members in joined]
+    weights = np.zeros(len(joined))
+    for group, strata in zip(questions, values, strict=True):
+        for members, own, weight in zip(group, strata.values, strata.weights, strict=True):
+            index, share = place[members[0]][0], weight / len(questions)
+            rows = [place[question][1] for question in members]
+            weights[index] += share
+            sums[index] += share * own.mean()
+            sums[index][rows] += share * (len(joined[index]) / len(own)) * (own - own.mean())
+    # Rounded, so that four equal answers of yes are a yes.
+    return Strata(tuple(np.round(s / w, 12) for s, w in zip(sums, weights, strict=True)), tuple(weights.tolist()))
+
+
+def _point(parts: Sequence[Point], questions: Sequence[list[list[Question]]]) -> Point:
     costs = {}
     for name in COSTS:
-        if all(name in part.costs for part in parts):
-            draws = _mean([part.costs[name].draws for part in parts])
-            value = float(np.mean([part.costs[name].value for part in parts]))
-            costs[name] = Cost(value=value, interval=stats.percentiles(draws), draws=draws)
+        held = [part.costs[name] for part in parts if name in part.costs]
+        if len(held) < len(parts):
+            continue
+        value = float(np.mean([cost.value for cost in held]))
+        known = [cost.shares for cost in held if cost.shares is not None]
+        shares = together(questions, known) if len(known) == len(held) else None
+        costs[name] = Cost(value=value, interval=cost_interval(shares) if shares else None, shares=shares)
     return Point(
         key=parts[0].key,
         label=parts[0].label,
         method=parts[0].method,
         family=parts[0].family,
-        score=float(np.mean([part.score for part in parts])),
-        score_interval=_together([(part.score, part.score_interval) for part in parts]),
-        quality=float(np.mean([part.quality for part in parts])),
-        interval=_together([(part.quality, part.interval) for part in parts]),
-        draws=_mean([part.draws for part in parts]),
+        scores=together(questions, [part.scores for part in parts]),
+        score_interval=None,
+        quality=0.0,
+        interval=None,
         costs=costs,
         names=[name for part in parts for name in part.names],
     )
-
-
-def _mean(draws: Sequence[np.ndarray]) -> np.ndarray:
-    return np.sum([np.roll(values, SHIFT * index) for index, values in enumerate(draws)], axis=0) / len(draws)
-
-
-def _together(parts: Sequence[tuple[float, Interval | None]]) -> Interval | None:
-    """The interval of a mean of independent values; None where one of them has none."""
-    ends = [(value, *interval) for value, interval in parts if interval is not None]
-    if len(ends) < len(parts):
-        return None
-    middle = sum(value for value, _ in parts) / len(parts)
-    below, above = mover(ends, len(parts))
-    return middle - below, middle + above

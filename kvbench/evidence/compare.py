@@ -1,6 +1,6 @@
 """`kvbench compare`: is a method worse than the full cache, or than another method, on the same samples?"""
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from kvbench.errors import check_whole
 from kvbench.evidence import compare_table
@@ -14,11 +14,26 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ValueError: Names the setting, its value and the rule.
     """
-    margin = cfg.margin
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or margin <= 0:
-        raise ValueError(f"margin={margin} is not a number above 0; 0.01 means one point of score")
+    check_margin(cfg.margin)
+    wanted = cfg.get("at_bytes")
+    if wanted is not None:
+        ends = list(wanted) if isinstance(wanted, ListConfig | list | tuple) else [wanted]
+        numbers = [end for end in ends if isinstance(end, int | float) and not isinstance(end, bool) and end > 0]
+        if len(numbers) < len(ends) or len(ends) not in (1, 2) or sorted(set(ends)) != ends:
+            raise ValueError(
+                f"at_bytes={wanted} is neither a percentage of an FP16 full cache nor two of them, the smaller first; "
+                "write at_bytes=25 or 'at_bytes=[12.5,50]'"
+            )
     for name, least in (("resamples", 100), ("seed", 0), ("regressions", 0)):
         check_whole(name, cfg.get(name, least), least)
+
+
+def check_margin(margin: object) -> None:
+    """Refuse a margin that is neither null nor a number above 0."""
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or margin <= 0):
+        raise ValueError(
+            f"margin={margin} is not a number above 0; 0.01 means one point of score, null is the metric's own margin"
+        )
 
 
 def main(cfg: DictConfig) -> int:

@@ -8,15 +8,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.evidence.comparison import ComparedRun
-from kvbench.evidence.pairing import Change
+from kvbench.evidence.changes import Change
+from kvbench.evidence.comparison import EQUAL_LEVEL, ComparedRun
 from kvbench.evidence.runs import Group
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
-from kvbench.show.terminal import number, p_text
+from kvbench.show.terminal import NO_INTERVAL, number, p_text
 from kvbench.show.text import safe
+from kvbench.stats.paired import ALPHA
 
+ESTIMATORS = (
+    "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised "
+    "bootstrap's; it reaches zero where the test does not exclude zero"
+)
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 Tables = Sequence[tuple[Group, list[ComparedRun], list[str]]]
 
@@ -26,39 +31,33 @@ def difference(row: ComparedRun) -> str:
     scale = row.what.scale
     text = number(row.value, scale, signed=True)
     if row.interval is None:
-        return text
+        return f"{text} {NO_INTERVAL}"
     low, high = (number(end, scale, signed=True) for end in row.interval)
     return f"{text} [{low}, {high}]"
 
 
-def _table(title: str, rows: Sequence[ComparedRun], margin: float) -> Table:
+def worst(row: ComparedRun) -> str:
+    """The difference if the missing answers were as bad as they can be, in shown units."""
+    return "unknown" if row.worst is None else number(row.worst, row.what.scale, signed=True)
+
+
+def _table(title: str, rows: Sequence[ComparedRun]) -> Table:
     what = rows[0].what
     table = terminal.plain_table(title)
-    table.add_column("run", justify="left", overflow="fold")
-    for heading in (
-        "n",
-        f"difference, {what.unit}",
-        "lost/gained",
-        "p",
-        "p Holm",
-        f"p equal\n+-{number(margin, what.scale)}",
-        "would\nshow",
-        "verdict",
-    ):
+    table.add_column("run", justify="left", overflow="fold", min_width=8)
+    margin = number(rows[0].margin, what.scale)
+    is_short = any(row.extremes is not None for row in rows)
+    headings = ["n", f"difference, {what.unit}"]
+    headings += ["worst\ncase"] if is_short else []
+    headings += ["lost/gained", f"p\n>{margin}" if rows[0].null else "p", "p Holm", f"p equal\n+-{margin}"]
+    for heading in (*headings, "would\nshow", "verdict"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         count, total = row.pairs.num_samples, row.pairs.total
-        table.add_row(
-            row.run.label,
-            f"{count}" if count == total else f"{count} of {total}",
-            difference(row),
-            f"{row.num_lost}/{row.num_gained}",
-            p_text(row.p),
-            p_text(row.p_holm),
-            p_text(row.p_equal),
-            number(row.detectable, what.scale),
-            row.verdict,
-        )
+        cells = [f"{count}" if count == total else f"{count} of {total}", difference(row)]
+        cells += [worst(row)] if is_short else []
+        cells += [f"{row.num_lost}/{row.num_gained}", *map(p_text, (row.p, row.p_holm, row.p_equal_holm))]
+        table.add_row(row.label, *cells, number(row.detectable, what.scale), row.verdict)
     return table
 
 
@@ -83,7 +82,7 @@ def show(tables: Tables, cfg: DictConfig, num_family: int, console: Console | No
 
     Args:
         tables: Group, its rows, its notes.
-        cfg: `margin`, `regressions`.
+        cfg: `regressions`.
         num_family: Rows that Holm's correction is over.
         console: Where to print; stdout by default.
     """
@@ -92,18 +91,18 @@ def show(tables: Tables, cfg: DictConfig, num_family: int, console: Console | No
     for group, rows, notes in tables:
         console.print()
         if rows:
-            others = " and ".join(dict.fromkeys(row.other.label for row in rows))
+            others = " and ".join(dict.fromkeys(row.other_label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
             title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {others}"
-            console.print(_table(title, rows, cfg.margin))
+            console.print(_table(title, rows))
         for note in (*group.notes, *notes):
             console.print(Text(f"! {note}"), soft_wrap=True)
         for row in rows:
             shown = list(_shown(row, cfg.regressions))
             if shown:
-                console.print(Text(f"\n{row.run.label}: {row.num_lost} lost, {row.num_gained} gained", style="bold"))
+                console.print(Text(f"\n{row.label}: {row.num_lost} lost, {row.num_gained} gained", style="bold"))
             for change in shown:
-                for line in change_lines(change, row.what.scale, (row.other.label, row.run.label)):
+                for line in change_lines(change, row.what.scale, (row.other_label, row.label)):
                     console.print(Text(line), soft_wrap=True)
     console.print()
     for line in legend(num_family):
@@ -113,12 +112,17 @@ def show(tables: Tables, cfg: DictConfig, num_family: int, console: Console | No
 def legend(num_family: int) -> list[str]:
     """How the columns are computed, in sentences."""
     return [
-        "[a, b]: 95 % bootstrap interval of the paired difference, resampled inside each subset; every subset weighs "
-        "the same. Where no yes-or-no answer differs: Newcombe's interval.",
-        "p: exact McNemar test for yes-or-no scores, else a sign-flip permutation test; "
-        f"p Holm: corrected over the {num_family} rows above. p equal: two one-sided t tests with the margin above it.",
-        "would show: the smallest true difference that these samples show with 80 % probability. `cannot tell` is "
-        "not `equal`.",
+        f"[a, b]: 95 % interval of the paired difference, {ESTIMATORS}. {NO_INTERVAL}: too few samples for one.",
+        "p: sign-flip test with the weights of the mean; for yes-or-no scores that weigh alike it is McNemar's exact "
+        "test; for other values the larger p of it and of the studentised bootstrap. `p >margin`, for nearness to the "
+        "full cache: of a difference no larger than the margin.",
+        f"p Holm: corrected over the {num_family} rows of this command (a narrower filter makes a smaller family). "
+        f"worse, better: p Holm < {ALPHA:.2g}, and no missing answer could change the sign.",
+        "p equal: one-sided, for a difference inside the margin above it, corrected likewise, the missing answers as "
+        f"bad as they can be. equal: below {EQUAL_LEVEL:.3g}. worst case: the difference if every missing answer were "
+        "wrong and every one that the other run lacks right. Below 90 % of the answers there is no verdict.",
+        "would show: the smallest true difference that p Holm shows with 80 % probability, at the upper end of the "
+        "share of answers that change at all. `cannot tell` is not `equal`.",
     ]
 
 
@@ -133,8 +137,8 @@ def write_csv(tables: Tables, path: str) -> None:
         ValueError: The folder does not exist or cannot be written.
     """
     headings = (
-        "group,run,hash,against,metric,n,of,difference,low,high,interval,lost,gained,test,p,p_holm,p_equal,"
-        "detectable,needed,verdict".split(",")
+        "group,run,hash,against,metric,n,of,difference,low,high,interval,worst,lost,gained,test,null,p,p_holm,margin,"
+        "p_equal,p_equal_holm,detectable,needed,verdict".split(",")
     )
     cells: list[list[Cell]] = []
     for group, rows, _ in tables:
@@ -143,9 +147,9 @@ def write_csv(tables: Tables, path: str) -> None:
             cells.append(
                 [
                     group.title,
-                    row.run.label,
-                    row.run.record.hash[:12],
-                    row.other.record.hash[:12],
+                    row.label,
+                    row.run.record.hash[:12] if row.run else None,
+                    row.other_label,
                     row.what.key,
                     row.pairs.num_samples,
                     row.pairs.total,
@@ -153,12 +157,16 @@ def write_csv(tables: Tables, path: str) -> None:
                     low,
                     high,
                     row.interval_kind,
+                    row.worst,
                     row.num_lost,
                     row.num_gained,
                     row.test,
+                    row.null,
                     row.p,
                     row.p_holm,
+                    row.margin,
                     row.p_equal,
+                    row.p_equal_holm,
                     row.detectable,
                     row.needed,
                     row.verdict,

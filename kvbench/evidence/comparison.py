@@ -1,47 +1,104 @@
 """Runs beside one another on the samples that both have: differences, intervals, tests, verdicts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
 from kvbench.config.files import FULL
+from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of, unbounded
+from kvbench.evidence.changes import Change, changes
 from kvbench.evidence.load import fits_settings
-from kvbench.evidence.pairing import Change, NoCommonSample, Pairs, changes, measure, pair
+from kvbench.evidence.pairing import Curve, NoCommonSample, Pairs, curve_of, measure, noise, pair
 from kvbench.evidence.runs import Group, StoredRun
 from kvbench.results.measures import Measure
-from kvbench.stats import paired as stats
-from kvbench.stats.intervals import paired_difference
+from kvbench.stats.paired import ALPHA, Paired, holm
+from kvbench.stats.studentised import resamples_for
+
+EQUAL_LEVEL = ALPHA / 2  # one-sided: `equal` needs the whole 95 % interval inside the margin
+TOO_FEW = "too few answers"
 
 
 @dataclass(kw_only=True)
 class ComparedRun:
     """One run beside the run that it is compared with, and what the comparison proves."""
 
-    run: StoredRun
-    other: StoredRun
+    label: str
+    other_label: str
+    run: StoredRun | None
+    """None for a value that was interpolated between runs."""
     what: Measure
     pairs: Pairs
-    value: float
-    """Mean difference, run minus other, in the metric's unit."""
-    interval: tuple[float, float] | None
-    """95 % interval of it; None where nothing can be said."""
-    interval_kind: str
-    """`bootstrap`, or `newcombe` where no yes-or-no answer differs and a bootstrap has no width."""
-    p: float
-    """Two-sided p value of no difference."""
-    test: str
-    """`mcnemar` or `sign flip`."""
-    p_holm: float
-    """The p value after Holm's correction over all rows of the command."""
-    p_equal: float | None
-    """p value of the equivalence test with the stated margin."""
-    detectable: float | None
-    """Smallest true difference that would have been seen with 80 % probability."""
-    needed: int | None
-    """Samples that would show a true difference of the margin's size with 80 % probability."""
+    found: Paired
+    extremes: tuple[Paired | None, Paired | None] | None
+    """The same with every missing answer as bad, and as good, as it can be, in the direction of the values; None where
+    none is missing, a None inside where a missing value could be anything."""
+    margin: float
+    """Largest difference that counts as none."""
+    null: float
+    """What `p` refuses: no difference (0), or for nearness to the full cache one of at most the margin."""
     changes: list[Change]
-    """Samples that got worse or better."""
+    """Samples that got worse or better by more than noise."""
+    num_family: int = 1
+    """Rows that were corrected together."""
+    p_holm: float | None = None
+    """`p` after Holm's correction over all rows of the command; None where it is not known."""
+    p_equal_holm: float | None = None
+    """`p_equal`, likewise."""
+
+    @property
+    def value(self) -> float:
+        """Mean difference, run minus other, in the metric's unit."""
+        return self.found.value
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of it; None where nothing can be said."""
+        return self.found.interval[0]
+
+    @property
+    def interval_kind(self) -> str:
+        """How it was computed; empty without one."""
+        return self.found.interval[1]
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p value of a difference no larger than `null`."""
+        return self.found.p_beyond(self.null)
+
+    @property
+    def test(self) -> str:
+        """Name of the test."""
+        return self.found.test
+
+    @property
+    def p_equal(self) -> float | None:
+        """p value of the equivalence test, the largest that missing answers allow."""
+        found = [self.found.p_within(self.margin)]
+        for extreme in self.extremes or ():
+            found.append(extreme.p_within(self.margin) if extreme is not None else None)
+        known = [p for p in found if p is not None]
+        return max(known) if len(known) == len(found) else None
+
+    @property
+    def detectable(self) -> float | None:
+        """Smallest true difference that the corrected test would have shown with 80 % probability."""
+        least = self.found.detectable(ALPHA / self.num_family)
+        return None if least is None else least + self.null
+
+    @property
+    def needed(self) -> int | None:
+        """Samples that would show a true difference of the margin's size with 80 % probability."""
+        return self.found.needed(self.margin, ALPHA / self.num_family)
+
+    @property
+    def worst(self) -> float | None:
+        """Mean difference if every missing answer of this run is the worst possible and the other's the best; `value`
+        where none is missing, None where a missing value could be anything."""
+        if self.extremes is None:
+            return self.value
+        end = self.extremes[0 if self.what.higher_is_better else 1]
+        return None if end is None else end.value
 
     @property
     def num_lost(self) -> int:
@@ -55,12 +112,21 @@ class ComparedRun:
 
     @property
     def verdict(self) -> str:
-        """What is shown: `worse`, `better`, `equal`, or `cannot tell`."""
-        if self.p_holm < 1 - stats.LEVEL:
+        """What is shown: `worse`, `better`, `equal`, `cannot tell`, or `too few answers`."""
+        if not self.pairs.is_enough:
+            return TOO_FEW
+        if self.p_holm is not None and self.p_holm < ALPHA and self._stands():
             return "worse" if (self.value < 0) == self.what.higher_is_better else "better"
-        if self.p_equal is not None and self.p_equal < 1 - stats.LEVEL:
+        if self.p_equal_holm is not None and self.p_equal_holm < EQUAL_LEVEL:
             return "equal"
         return "cannot tell"
+
+    def _stands(self) -> bool:
+        """Whatever the missing answers were, the difference would have the sign it has, beyond the null."""
+        if self.extremes is None:
+            return True
+        end = self.extremes[0 if self.value > 0 else 1]
+        return end is not None and end.value * self.value > 0 and abs(end.value) > self.null
 
 
 def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
@@ -96,79 +162,117 @@ def _reference(group: Group, run: StoredRun, against: StoredRun) -> StoredRun:
     return next((full for full in group.repeats if full.conditions == run.conditions), against)
 
 
-def compare_runs(run: StoredRun, other: StoredRun, what: Measure, cfg: DictConfig) -> ComparedRun:
-    """Compare two runs on the samples both have.
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    curve: Curve
+    run: StoredRun | None
+    is_full: bool
 
-    Args:
-        run: The run that is judged.
-        other: What it is compared with.
-        what: The metric.
-        cfg: `margin`, `resamples`, `seed`.
 
-    Raises:
-        NoCommonSample: They have no sample in common.
-    """
-    pairs = pair(run, other, what)
-    values, yes_no, bounded = pairs.differences, pairs.yes_no, what.bounded
-    interval, kind = stats.bootstrap(values, resamples=cfg.resamples, seed=cfg.seed), "bootstrap"
-    if interval is None and yes_no:
-        found = paired_difference(pairs.pairs())
-        interval, kind = found.ends, "newcombe"
-    elif interval is not None and bounded:
-        interval = max(-1.0, interval[0]), min(1.0, interval[1])
-    found_changes = changes(run, other, pairs, what)
-    lost = sum(item.lost for item in found_changes)
-    p = stats.mcnemar(lost, len(found_changes) - lost) if yes_no else stats.sign_flip(values, seed=cfg.seed)
+def _compare(mine: _Side, theirs: _Side, what: Measure, cfg: DictConfig, tolerance: float) -> ComparedRun:
+    """Compare two sides on the samples both have; raises NoCommonSample without one."""
+    pairs = pair(mine.curve, theirs.curve, what)
+    margin = margin_of(cfg, what)
     return ComparedRun(
-        run=run,
-        other=other,
+        label=mine.curve.label,
+        other_label=theirs.curve.label,
+        run=mine.run,
         what=what,
         pairs=pairs,
-        value=stats.mean(values),
-        interval=interval,
-        interval_kind=kind if interval else "",
-        p=p,
-        test="mcnemar" if yes_no else "sign flip",
-        p_holm=p,
-        p_equal=stats.equivalence(values, cfg.margin, bounded=bounded),
-        detectable=stats.detectable(values, yes_no=yes_no),
-        needed=stats.samples_needed(values, cfg.margin),
-        changes=found_changes,
+        found=pairs.paired(what, cfg.resamples, cfg.seed),
+        extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
+        margin=margin,
+        null=margin if what.is_fidelity and theirs.is_full else 0.0,
+        changes=changes(mine.run, theirs.run, pairs, what, tolerance),
     )
 
 
+def margin_of(cfg: DictConfig, what: Measure) -> float:
+    """The margin that was asked for, or the metric's own."""
+    return what.margin if cfg.margin is None else float(cfg.margin)
+
+
 def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], list[str]]:
-    """Compare every run of a group with one of them.
+    """Compare every run of a group with one of them, or every method with one at equal bytes.
 
     Args:
         group: The runs.
-        cfg: `against`, `metric`, `margin`, `resamples`, `seed`.
+        cfg: `against`, `metric`, `margin`, `at_bytes`, `resamples`, `seed`.
 
     Returns:
-        Rows whose p values are not corrected yet, and one sentence for each run that could not be compared.
+        Rows whose p values are corrected over this group, and one sentence for each run that could not be compared.
 
     Raises:
         ValueError: The metric does not exist, or `against` fits several runs.
     """
+    wanted = cfg.get("at_bytes")
+    what = measure(str(cfg.metric), group)
+    tolerance, source = noise(group, what)
+    notes = [f"{what.title}: differences of a sample up to {tolerance:.2g} count as noise ({source})"] if source else []
+    if margin_of(cfg, what) < tolerance:
+        notes.append(f"margin={margin_of(cfg, what):g} is below the noise of a sample, so it proves nothing small")
+    if wanted is not None:
+        rows, said = _at_equal_bytes(group, what, wanted, cfg, tolerance)
+        return rows, [*said, *(notes if rows else [])]
     against = find(group, str(cfg.against), cfg.get("where"))
     if against is None:
         return [], [f"{group.title}: no run fits against={cfg.against}, so nothing is compared"]
-    what, rows, notes = measure(str(cfg.metric), group), [], []
+    rows = []
     for run in group.runs:
         if run is against:
             continue
         other = _reference(group, run, against)
+        sides = [_Side(curve=curve_of(item, what), run=item, is_full=item.method == FULL) for item in (run, other)]
         try:
-            rows.append(compare_runs(run, other, what, cfg))
+            rows.append(_compare(sides[0], sides[1], what, cfg, tolerance))
         except NoCommonSample as error:
             notes.append(f"not compared: {error}")
             continue
         if run.conditions != other.conditions:
             notes.append(f"{run.label} and {other.label} ran with another batch size or backend, which adds noise")
+    correct(rows)
+    return rows, notes
+
+
+def _at_equal_bytes(
+    group: Group, what: Measure, wanted: object, cfg: DictConfig, tolerance: float
+) -> tuple[list[ComparedRun], list[str]]:
+    """Compare the methods' curves over their budgets at the same bytes; the full cache is what it is."""
+    bytes_wanted = (float(wanted[0]), float(wanted[1])) if not isinstance(wanted, int | float) else float(wanted)  # type: ignore[index]
+    name, smooth = str(cfg.against), unbounded(what)
+    sides: dict[str, _Side] = {}
+    notes = []
+    for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
+        try:
+            sides[title] = _Side(curve=at_bytes(title, runs, what, bytes_wanted), run=None, is_full=False)
+        except OutOfRange as error:
+            notes.append(f"not compared: {error}")
+    if name == FULL:
+        full = group.reference
+        against = None if full is None else _Side(curve=curve_of(full, what), run=None, is_full=True)
+    else:
+        fits = [title for title in sides if name in (title, title.split()[0])]
+        if len(fits) > 1:
+            raise ValueError(f"against={name} fits {len(fits)} curves; give one of them in quotes: {', '.join(fits)}")
+        against = sides.pop(fits[0]) if fits else None
+    if against is None:
+        return [], [*notes, f"{group.title}: no curve fits against={name}, so nothing is compared"]
+    rows = []
+    for side in sides.values():
+        try:
+            rows.append(_compare(side, against, smooth, cfg, tolerance))
+        except NoCommonSample as error:
+            notes.append(f"not compared: {error}")
+    correct(rows)
     return rows, notes
 
 
 def correct(rows: Sequence[ComparedRun]) -> None:
-    """Correct the p values of a family, in place."""
-    for row, p in zip(rows, stats.holm([row.p for row in rows]), strict=True):
-        row.p_holm = p
+    """Correct the p values of a family, in place: those of a difference, and those of equality."""
+    for row in rows:
+        row.num_family = len(rows)
+        least = row.found.resamples
+        if resamples_for(len(rows), least) != resamples_for(row.found.num_tests, least):
+            row.found = replace(row.found, num_tests=len(rows))
+    for row, p, equal in zip(rows, holm([r.p for r in rows]), holm([r.p_equal for r in rows]), strict=True):
+        row.p_holm, row.p_equal_holm = p, equal

@@ -1,13 +1,26 @@
-"""Which points are on the frontier, which might be, and which are not: dominance that respects the intervals."""
+"""Which points are on the frontier, which might be, and which are not: dominance that no chance can make."""
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
-from kvbench.evidence.frontier import Panel
-from kvbench.stats import paired as stats
+from kvbench.evidence.budget_curves import TIE
+from kvbench.evidence.costs import Cost
+from kvbench.evidence.frontier import Panel, Point, difference
+from kvbench.stats import studentised
+from kvbench.stats.paired import ALPHA, Paired, holm
+from kvbench.stats.signs import sign_flips
+from kvbench.stats.strata import Strata, has_spread, standard_error
+from kvbench.stats.studentised import LEVEL
 
-FRONTIER, OPEN, DOMINATED = "frontier", "open", "dominated"
+FRONTIER, NEAR, OPEN, DOMINATED, TOO_FEW = "frontier", "within margin", "open", "dominated", "n too small"
+MEANING = {
+    FRONTIER: "better than every cheaper run by more than the margin",
+    NEAR: "on the frontier of the estimates, but a cheaper run is as good within the margin",
+    OPEN: "a cheaper run has a better estimate, which can be chance",
+    DOMINATED: f"a cheaper run is better (p < {ALPHA:.2g}, Holm over all pairs of the table)",
+}
 
 
 def best_so_far(costs: Sequence[float], qualities: Sequence[float], higher_is_better: bool) -> list[int]:
@@ -27,49 +40,101 @@ def best_so_far(costs: Sequence[float], qualities: Sequence[float], higher_is_be
     return kept
 
 
-def surely_below(draws: np.ndarray, than: np.ndarray, freedom: float) -> np.ndarray:
-    """For which columns the 95 % interval of the paired difference to another column lies below zero.
+def is_cheaper(mine: Cost, theirs: Cost) -> bool:
+    """By more than a tie of 1 %, and not only on these samples: the paired 95 % interval says so too."""
+    if mine.shares is None or theirs.shares is None or mine.value >= (1 - TIE) * theirs.value:
+        return False
+    gap = mine.shares.flat - (1 - TIE) * theirs.shares.flat
+    from scipy.stats import t  # slow to import
 
-    Args:
-        draws: [resamples, points] values in the resamples.
-        than: [resamples] values of one point in the same resamples.
-        freedom: Degrees of freedom of the differences.
+    weighted = Strata((gap,), (1.0,)) if mine.shares.weighs_samples_alike else None
+    if weighted is None:
+        places = np.cumsum(mine.shares.sizes)[:-1]
+        weighted = Strata(tuple(np.split(gap, places)), mine.shares.weights)
+    if not any(map(has_spread, weighted.values)):
+        return True
+    error = standard_error(weighted)
+    if error is None:
+        return False
+    return bool(float(weighted.mean()) + t.ppf((1 + LEVEL) / 2, error[1]) * error[0] < 0)
 
-    Returns:
-        bool [points].
-    """
-    upper = 100 * stats.tails(freedom)[1]
-    return np.percentile(draws - than[:, None], upper, axis=0) < 0
+
+def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
+    """Two-sided p value of a difference in quality of every two points, by their keys; 1 where nothing can be said."""
+    points = panel.points
+    pairs = list(combinations(points, 2))
+    draws = studentised.resamples_for(len(pairs) or 1, panel.resamples)
+    found: dict[tuple[str, str], float] = {}
+    graded: list[tuple[Point, Point, Paired]] = []
+    for first, second in pairs:
+        both = difference(first.scores, second.scores, panel.what, draws, panel.seed)
+        error = both.error
+        if both.pairs is not None:
+            p: float | None = both.p
+        elif both.few_differ or error is None or abs(both.value) <= error[0]:
+            p = 1.0  # a difference of one standard error is none, and needs no resampling to see it
+        else:
+            graded.append((first, second, both))
+            continue
+        found[first.key, second.key] = 1.0 if p is None else p
+    if graded:
+        values = tuple(np.stack(parts, axis=1) for parts in zip(*(g[2].strata.values for g in graded), strict=True))
+        columns = Strata(values, graded[0][2].strata.weights)
+        above, below = studentised.p_values(columns, resamples=draws, seed=panel.seed)
+        flipped = sign_flips(columns, draws=draws, seed=panel.seed)
+        both_tests = np.maximum(np.minimum(1.0, 2 * np.fmin(above, below)), flipped)
+        for (first, second, _), value in zip(graded, np.nan_to_num(both_tests, nan=1.0), strict=True):
+            found[first.key, second.key] = float(value)
+    return found | {(b, a): p for (a, b), p in found.items()}
 
 
 def standing(panel: Panel, axis: str) -> dict[str, str]:
     """Where each point stands.
 
-    A point beats another beyond chance when the intervals of both paired differences, of cost and of quality, exclude
-    zero. Paired intervals are narrower than the points' own, and are what decides; they are not corrected for the
-    number of pairs.
+    A point dominates another if it is cheaper by more than 1 % and its quality is better beyond chance, at 5 % for the
+    whole table: Holm's correction is over all pairs of which one is cheaper. Times give no standing.
 
     Args:
         panel: The points.
         axis: Name of the cost; points without it have no standing.
 
     Returns:
-        Key -> `frontier` (no estimate is both cheaper and better), `open` (one is, but that can be chance), or
-        `dominated` (some other point is cheaper and better beyond chance).
+        Key -> one of `MEANING`, or `n too small` for all.
     """
-    points = [point for point in panel.points if axis in point.costs]
+    known: dict[str, dict[str, str]] = panel.__dict__.setdefault("_standing", {})
+    if axis not in known:
+        known[axis] = _standing(panel, axis)
+    return known[axis]
+
+
+def _standing(panel: Panel, axis: str) -> dict[str, str]:
+    points = [p for p in panel.points if axis in p.costs and p.costs[axis].shares is not None]
     if not points:
         return {}
-    costs, qualities = [point.costs[axis].value for point in points], [point.quality for point in points]
-    front = set(best_so_far(costs, qualities, panel.what.higher_is_better))
-    cost_draws = np.stack([point.costs[axis].draws for point in points], axis=1)
-    worse = np.stack([point.draws for point in points], axis=1) * (-1 if panel.what.higher_is_better else 1)
+    if not panel.is_enough:
+        return {point.key: TOO_FEW for point in points}
+    if "_pairs" not in panel.__dict__:
+        panel.__dict__["_pairs"] = pair_p_values(panel)
+    p_of = panel.__dict__["_pairs"]
+    sign = 1 if panel.what.higher_is_better else -1
+    quality = {point.key: sign * point.quality for point in points}
+    cheaper = {
+        point.key: [other.key for other in points if is_cheaper(other.costs[axis], point.costs[axis])]
+        for point in points
+    }
+    pairs = [(mine, other) for mine, others in cheaper.items() for other in others]
+    corrected = holm([p_of[pair] if quality[pair[1]] > quality[pair[0]] else 1.0 for pair in pairs])
+    beaten = {mine for (mine, _), p in zip(pairs, corrected, strict=True) if p is not None and p < ALPHA}
     result = {}
-    for index, point in enumerate(points):
-        if index in front:
-            result[point.key] = FRONTIER
-            continue
-        cheaper = surely_below(cost_draws, cost_draws[:, index], panel.freedom)
-        better = surely_below(worse[:, cheaper], worse[:, index], panel.freedom)
-        result[point.key] = DOMINATED if better.any() else OPEN
+    for point in points:
+        key, cost = point.key, point.costs[axis].value
+        best = max((quality[other.key] for other in points if other.costs[axis].value < cost), default=-np.inf)
+        tied = [other for other in points if cost <= other.costs[axis].value <= cost / (1 - TIE)]
+        clear = max((quality[other] for other in cheaper[key]), default=-np.inf)
+        if key in beaten:
+            result[key] = DOMINATED
+        elif best >= quality[key] or max(quality[other.key] for other in tied) > quality[key] + panel.margin:
+            result[key] = OPEN
+        else:
+            result[key] = FRONTIER if quality[key] - clear > panel.margin else NEAR
     return result

@@ -3,20 +3,25 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from omegaconf import DictConfig
 
-from kvbench.evidence.costs import Cost, Interval, cost_of
+from kvbench.evidence.budget_curves import series_of
+from kvbench.evidence.comparison import margin_of
+from kvbench.evidence.costs import NO_EVIDENCE, Cost, Interval, costs_of
 from kvbench.evidence.load import version
-from kvbench.evidence.pairing import SampleName, measure, num_samples, strata, values_of
+from kvbench.evidence.pairing import ENOUGH, SampleName, curve_of, measure, strata
 from kvbench.evidence.published import PublishedPoint
 from kvbench.evidence.runs import Group, StoredRun
 from kvbench.results.measures import COSTS, Measure
-from kvbench.stats import paired as stats
-from kvbench.stats.intervals import YES_NO, paired_difference
+from kvbench.stats.intervals import YES_NO, estimate
+from kvbench.stats.paired import Paired
+from kvbench.stats.strata import FEWEST_SAMPLES, Strata, weighed
+from kvbench.stats.studentised import RESAMPLES, SEED
 
-ENOUGH = 0.9  # a run that lacks more than a tenth of the samples is not drawn: it would take them from all others
+Question = tuple[str, str, str]  # task, subset, sample id
 
 
 @dataclass(kw_only=True)
@@ -29,16 +34,21 @@ class Point:
     method: str
     family: str
     """`16 bits, keeps all`, `quantises`, `evicts`, or `quantises and evicts`: what it was seen to do."""
-    score: float
-    """Mean of the metric."""
+    scores: Strata
+    """The metric of each sample."""
     score_interval: Interval | None
     quality: float
     """What is drawn: the paired difference to the full cache, or the score without one."""
     interval: Interval | None
-    draws: np.ndarray
+    """95 % interval of the quality; None where nothing can be said, and for the full cache beside itself."""
     costs: dict[str, Cost]
     names: list[str] = field(default_factory=list)
     """Folders of the runs."""
+
+    @property
+    def score(self) -> float:
+        """Mean of the metric."""
+        return float(self.scores.mean())
 
 
 @dataclass(kw_only=True)
@@ -50,25 +60,59 @@ class Panel:
     """Model and version of the code: what panels must share to be averaged."""
     what: Measure
     points: list[Point]
-    num_samples: int
+    questions: list[list[Question]]
+    """The samples of each subset."""
     total: int
-    freedom: float
-    """Degrees of freedom of the pairwise differences."""
     reference: str | None
     """Key of the full cache that the quality is a difference to; None when there is none."""
+    margin: float
+    """Largest difference of quality that counts as none."""
+    resamples: int = RESAMPLES
+    seed: int = SEED
     band: Interval | None = None
     """Where the full cache lands when it is run again with another batch size or backend."""
     notes: list[str] = field(default_factory=list)
     published: list[PublishedPoint] = field(default_factory=list)
     """What papers printed for the task; not measured here."""
 
+    @property
+    def num_samples(self) -> int:
+        """Distinct questions."""
+        return sum(map(len, self.questions))
+
+    @cached_property
+    def is_enough(self) -> bool:
+        """There are samples enough to say that one run is better than another."""
+        whole = all(np.isin(point.scores.flat, YES_NO).all() for point in self.points)
+        return self.num_samples >= FEWEST_SAMPLES and (whole or min(map(len, self.questions)) > 1)
+
     def find(self, key: str | None) -> Point | None:
         """The point of a key."""
         return next((point for point in self.points if point.key == key), None)
 
 
+def difference(mine: Strata, theirs: Strata, what: Measure, resamples: int, seed: int) -> Paired:
+    """Two columns of values as a paired difference."""
+    groups = [list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in zip(mine.values, theirs.values, strict=True)]
+    is_yes_no = what.bounded and bool(np.isin(mine.flat, YES_NO).all() and np.isin(theirs.flat, YES_NO).all())
+    return Paired(
+        strata=Strata(tuple(a - b for a, b in zip(mine.values, theirs.values, strict=True)), mine.weights),
+        pairs=groups if is_yes_no else None,
+        bounded=what.bounded,
+        resamples=resamples,
+        seed=seed,
+    )
+
+
+def score_interval(scores: Strata, what: Measure) -> Interval | None:
+    """95 % interval of a mean, as the table of a run has it."""
+    groups = {str(index): values.tolist() for index, values in enumerate(scores.values)}
+    alike = scores.weighs_samples_alike and len(set(scores.sizes)) > 1
+    return estimate(groups, 0, (0.0, 1.0) if what.bounded else None, "sample" if alike else "subset").ends
+
+
 def family(runs: Sequence[StoredRun]) -> str:
-    """Say what a method did in any of its runs: store fewer bits, keep fewer tokens, both or neither."""
+    """Say what a method did in any of some runs: store fewer bits, keep fewer tokens, both or neither."""
     evicts = quantises = False
     for run in runs:
         for record in run.samples.values():
@@ -88,11 +132,11 @@ def family(runs: Sequence[StoredRun]) -> str:
 
 def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[SampleName, float]]:
     """The quality values of the runs that can be drawn, by folder."""
-    found = {run.name: values_of(run, what) for run in group.runs}
-    whole = max((num_samples(run) for run in group.runs if run.complete), default=0)
+    curves = {run.name: curve_of(run, what) for run in group.runs}
+    whole = max((curves[run.name].total for run in group.runs if run.complete), default=0)
     result = {}
     for run in group.runs:
-        values = found[run.name]
+        values = curves[run.name].values
         if not run.complete and not incomplete:
             notes.append(f"{run.label} is not drawn: it is incomplete ({run.progress})")
         elif not values:
@@ -109,7 +153,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
 
     Args:
         group: The runs.
-        cfg: `metric`, `quality`, `incomplete`, `resamples`, `seed`.
+        cfg: `metric`, `quality`, `margin`, `incomplete`, `resamples`, `seed`.
 
     Returns:
         None when there is nothing to draw; the group's notes then say why.
@@ -124,32 +168,28 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     if not shared:
         group.notes = [*notes, f"{group.title}: no sample that all runs share, so nothing is drawn"]
         return None
-    samples, total = strata(shared), max(map(num_samples, runs))
+    samples, total = strata(shared), max(curve_of(run, what).total for run in runs)
     if len(shared) < total:
         notes.append(f"every number here is over the {len(shared)} of {total} samples that all drawn runs have")
-    scores = [np.array([[found[run.name][s] for run in runs] for s in members]) for members in samples.values()]
     reference = group.reference if group.reference in runs and cfg.quality == "difference" else None
     if cfg.quality == "difference" and reference is None:
         notes.append(f"{group.title}: there is no complete run of the full cache, so scores are drawn, not differences")
-    column = runs.index(reference) if reference else None
-    quality = scores if column is None else [values - values[:, column : column + 1] for values in scores]
-    score_draws = stats.resampled_means(scores, cfg.resamples, cfg.seed)
-    draws = score_draws if column is None else score_draws - score_draws[:, column : column + 1]
-    costs = {name: cost_of(axis, runs, samples, cfg) for name, axis in COSTS.items()}
+    costs = {name: costs_of(axis, runs, samples) for name, axis in COSTS.items()}
+    families = {run.name: family(members) for members in series_of(runs).values() for run in members}
     points = []
     for index, run in enumerate(runs):
+        values = [[found[run.name][s] for s in members] for members in samples.values()]
+        scores = weighed(values, run.record.weighting)
         points.append(
             Point(
                 key=_key(run),
                 label=run.label,
                 method=run.method,
-                family=family([other for other in runs if other.method == run.method]),
-                score=stats.mean([values[:, index] for values in scores]),
-                score_interval=_interval([values[:, index] for values in scores], score_draws[:, index]),
-                quality=stats.mean([values[:, index] for values in quality]),
-                interval=_interval([values[:, index] for values in quality], draws[:, index])
-                or (_unseen(scores, index, column) if column not in (None, index) else None),
-                draws=draws[:, index],
+                family=families[run.name],
+                scores=scores,
+                score_interval=score_interval(scores, what),
+                quality=float(scores.mean()),
+                interval=None,
                 costs={name: cost for name, of_run in costs.items() if (cost := of_run[index]) is not None},
                 names=[run.name],
             )
@@ -159,14 +199,22 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         kin=f"{group.model}, code {version(group.runs[0])}",
         what=what,
         points=points,
-        num_samples=len(shared),
+        questions=[[(group.task, *sample) for sample in members] for members in samples.values()],
         total=total,
-        freedom=max(1, len(shared) - len(samples)),
         reference=_key(reference) if reference else None,
+        margin=margin_of(cfg, what),
+        resamples=cfg.resamples,
+        seed=cfg.seed,
         notes=notes,
     )
+    set_quality(panel)
     repeats = [_key(run) for run in group.repeats if run in runs]
     _set_band(panel, repeats)
+    if not panel.is_enough:
+        panel.notes.append(
+            f"n too small: {panel.num_samples} samples, and {FEWEST_SAMPLES} are needed (two in each subset), so "
+            "nothing is said of which run is better"
+        )
     _check_time(panel, runs)
     return panel
 
@@ -176,17 +224,17 @@ def _key(run: StoredRun) -> str:
     return " ".join([run.method, settings, *run.conditions])
 
 
-def _interval(values: Sequence[np.ndarray], draws: np.ndarray) -> Interval | None:
-    error = stats.standard_error(values)
-    return stats.percentiles(draws, error[1]) if error else None
-
-
-def _unseen(scores: Sequence[np.ndarray], index: int, column: int) -> Interval | None:
-    """Newcombe's interval where no yes-or-no answer differs: a bootstrap has no width there, yet doubt remains."""
-    if not all(np.isin(values[:, [index, column]], YES_NO).all() for values in scores):
-        return None
-    found = paired_difference({str(place): list(map(tuple, v[:, [index, column]])) for place, v in enumerate(scores)})
-    return found.ends
+def set_quality(panel: Panel) -> None:
+    """Set what is drawn of each point: the difference to the reference with its interval, or the score without one."""
+    full = panel.find(panel.reference)
+    for point in panel.points:
+        if full is None:
+            point.quality, point.interval = point.score, point.score_interval
+        elif point is full:
+            point.quality, point.interval = 0.0, None
+        else:
+            found = difference(point.scores, full.scores, panel.what, panel.resamples, panel.seed)
+            point.quality, point.interval = found.value, found.interval[0]
 
 
 def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
@@ -207,7 +255,13 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
     places = {run.record.machine.device if run.record.machine else "" for run in runs}
     if len(places) > 1:
         for point in panel.points:
-            point.costs.pop("time", None)
+            for name in NO_EVIDENCE:
+                point.costs.pop(name, None)
         panel.notes.append(f"no time axis: the runs were made on {len(places)} machines ({', '.join(sorted(places))})")
-    elif any(run.record.backend == "torch" for run in runs):
-        panel.notes.append("times with backend torch are no claim: it is the plain reference, made to be right")
+    else:
+        panel.notes.append(
+            "times are no evidence: each run was timed by itself, with whatever else the machine did; they have no "
+            "interval and no standing. `kvbench bench` times methods in turn"
+        )
+        if any(run.record.backend == "torch" for run in runs):
+            panel.notes.append("times with backend torch are no claim: it is the plain reference, made to be right")

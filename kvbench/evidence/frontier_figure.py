@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
-from kvbench.evidence.dominance import DOMINATED, FRONTIER
+from kvbench.evidence.dominance import DOMINATED, FRONTIER, NEAR, TOO_FEW
 from kvbench.evidence.frontier import Panel, Point
 from kvbench.evidence.frontier_layout import Drawing, spread, ticks
 from kvbench.results.measures import RESIDENT
 from kvbench.show.palette import PANEL_COLOURS, PANEL_MARKERS, SKY, STYLES
 from kvbench.show.picture import picture_bytes
+from kvbench.stats.paired import ALPHA
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +74,7 @@ def _frame(axes: "Axes", drawing: Drawing, limits: tuple[float, float, float, fl
 def _marks(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: str, size: float = 4.2) -> None:
     """One point with its whiskers; hollow where another one beats it beyond chance, ringed on the frontier."""
     across, along = drawing.spans(point)
-    where = drawing.standing[point.key]
+    where = drawing.standing.get(point.key)
     axes.errorbar(
         drawing.x(point),
         drawing.y(point),
@@ -94,6 +95,7 @@ def _marks(axes: "Axes", drawing: Drawing, point: Point, colour: str, marker: st
         zorder=4,
         markerfacecolor="white" if where == DOMINATED else colour,
         markeredgecolor="black" if where == FRONTIER else colour,
+        fillstyle="full" if point.interval or point.method == FULL else "top",
         markeredgewidth=1.1 if where == FRONTIER else 0.9,
     )
 
@@ -174,12 +176,12 @@ def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
     ends = []
     for point in drawing.points:
         marker = shapes[point.family] if point.method != FULL else "*"
-        if drawing.standing[point.key] == FRONTIER:
+        if drawing.standing.get(point.key) in (FRONTIER, NEAR):
             colour = PANEL_COLOURS[0] if point.method != FULL else "black"
             _marks(axes, drawing, point, colour, marker, 5)
             ends.append((_short(point.label), point, colour))
         else:
-            hollow = "white" if drawing.standing[point.key] == DOMINATED else PALE
+            hollow = "white" if drawing.standing.get(point.key) == DOMINATED else PALE
             axes.plot(
                 drawing.x(point),
                 drawing.y(point),
@@ -238,15 +240,29 @@ def _words(drawing: Drawing) -> list[str]:
     if any(point.method == FP8 for point in drawing.points):
         words.append("Dashed: FP8.")
     lines = [" ".join([*words, "Wide grey: frontier of the estimates."])]
-    lines.append(
-        "Ringed: on that frontier. Hollow: another run costs less and is better, beyond chance. Full: may be chance."
-    )
+    margin = f"{panel.margin * drawing.scale:.2g} {panel.what.unit}"
+    if TOO_FEW in drawing.standing.values():
+        lines.append(f"n = {panel.num_samples} is too small to say which run is better.")
+    elif drawing.standing:
+        lines.append(
+            f"Ringed: better by more than {margin} than all that is cheaper. Hollow: a cheaper run is better (p < "
+            f"{ALPHA:.2g}, Holm over all pairs of the table). Others: may be chance."
+        )
+    else:
+        lines.append(
+            "Times of runs are no evidence: each was measured by itself. They have no whiskers and no standing."
+        )
+    if any(point.interval is None and point is not full for point in drawing.points):
+        lines.append("Half-filled: NO interval could be computed.")
     shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in _shapes(drawing).items())
     lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
     if panel.published and drawing.axis.name == RESIDENT.name:
         papers = ", ".join(sorted({point.row.paper for point in panel.published}))
         lines.append(f"Crosses: printed by {papers} for other models, memory as stated there; NOT measured here.")
-    lines.append(f"Whiskers: 95 % bootstrap intervals over {panel.num_samples} samples that all runs share.")
+    lines.append(
+        f"Whiskers: 95 % intervals over the {panel.num_samples} questions that all runs share (Newcombe's for yes or "
+        "no, else the studentised bootstrap's)."
+    )
     return [piece for line in lines for piece in textwrap.wrap(line, FOOT_LENGTH)]
 
 

@@ -100,7 +100,8 @@ class Drawing:
 
     def spans(self, point: Point) -> tuple[list[list[float]], list[list[float]]]:
         """Lengths of the whiskers below and above, for both axes."""
-        low, high = (end * self.axis.scale for end in point.costs[self.axis.name].interval)
+        cost = point.costs[self.axis.name]
+        low, high = (end * self.axis.scale for end in cost.interval or (cost.value, cost.value))
         across = [[max(0.0, self.x(point) - low)], [max(0.0, high - self.x(point))]]
         low, high = (end * self.scale for end in point.interval or (point.quality,) * 2)
         return across, [[max(0.0, self.y(point) - low)], [max(0.0, high - self.y(point))]]

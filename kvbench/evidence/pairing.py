@@ -1,28 +1,76 @@
-"""Two runs sample by sample: the values of a metric, the samples both have, the answers that were lost or gained."""
+"""Two runs sample by sample: the values of a metric, the samples both have, and what those could be that one lacks."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvbench.errors import unknown_name
 from kvbench.evidence.runs import Group, StoredRun
 from kvbench.results.measures import FIDELITY, SCORE, Measure, score
-from kvbench.results.sample import SampleRecord
-from kvbench.results.summary import values_by_sample
-from kvbench.stats.intervals import YES_NO
+from kvbench.stats.paired import Paired, paired
+from kvbench.stats.strata import Weighting
 
 SampleName = tuple[str, str]  # subset, sample id
+Range = tuple[float, float]
+ENOUGH = 0.9  # of the samples; a run that lacks more than a tenth of them proves nothing
 
 
 class NoCommonSample(ValueError):
     """Two runs share no sample, so nothing can be said about them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One value per sample, of a run or of what was made from several runs."""
+
+    label: str
+    values: dict[SampleName, float]
+    """The samples of which every answer ended well."""
+    ranges: dict[SampleName, Range]
+    """Smallest and largest possible value of every sample that was answered; the two are one where it is known."""
+    total: int
+    """Samples that there should be, those to which the metric does not apply left out."""
+    weighting: Weighting
+    progress: str = ""
+
+
+def curve_of(run: StoredRun, what: Measure) -> Curve:
+    """The values of a run, and what the samples could be that did not end well: anything a score can be."""
+    unknown = (0.0, 1.0) if what.bounded else (-math.inf, math.inf)
+    found: dict[SampleName, list[Range]] = {}
+    others: set[SampleName] = set()
+    for record in run.samples.values():
+        name = (record["subset"], record["sample_id"])
+        try:
+            value = what.above(record) if record["status"] == "ok" else None
+        except (KeyError, TypeError):
+            others.add(name)
+            continue
+        if value is not None:
+            found.setdefault(name, []).append((float(value), float(value)))
+        elif what.is_fidelity and record["status"] == "ok":
+            others.add(name)  # the metric does not apply: no gold token was read from the compressed cache
+        else:
+            found.setdefault(name, []).append(unknown)
+    ranges = {name: (_mean(low for low, _ in each), _mean(high for _, high in each)) for name, each in found.items()}
+    return Curve(
+        label=run.label,
+        values={name: low for name, (low, high) in ranges.items() if low == high},
+        ranges=ranges,
+        total=num_samples(run) - len(others - set(found)),
+        weighting=run.record.weighting,
+        progress=run.progress,
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
 def values_of(run: StoredRun, what: Measure) -> dict[SampleName, float]:
-    """One value per sample, the mean over its answers; without the samples that did not end well."""
-    found, _ = values_by_sample(run.samples.values(), what.above)
-    return {(subset, sample): value for subset, values in found.items() for sample, value in values.items()}
+    """One value per sample, the mean over its answers; without the samples of which an answer did not end well."""
+    return curve_of(run, what).values
 
 
 def measure(name: str, group: Group) -> Measure:
@@ -61,8 +109,8 @@ class Pairs:
 
     samples: dict[str, list[SampleName]]
     """Subset -> samples."""
-    mine: dict[SampleName, float]
-    theirs: dict[SampleName, float]
+    mine: Curve
+    theirs: Curve
     total: int
     """Samples at least one of the two was asked or is still to be asked."""
 
@@ -72,39 +120,64 @@ class Pairs:
         return sum(map(len, self.samples.values()))
 
     @property
-    def differences(self) -> list[np.ndarray]:
-        """This run minus the other, for each subset."""
-        return [np.array([self.mine[s] - self.theirs[s] for s in members]) for members in self.samples.values()]
+    def is_enough(self) -> bool:
+        """At most a tenth of the samples is missing."""
+        return self.num_samples >= ENOUGH * self.total
 
-    @property
-    def yes_no(self) -> bool:
-        """Every value is 0 or 1."""
-        return all(values[s] in YES_NO for values in (self.mine, self.theirs) for m in self.samples.values() for s in m)
+    def paired(self, what: Measure, resamples: int, seed: int) -> Paired:
+        """The differences with their statistics."""
+        groups = {n: [(self.mine.values[s], self.theirs.values[s]) for s in m] for n, m in self.samples.items()}
+        return _paired(groups, self.mine.weighting, what, resamples, seed)
 
-    def pairs(self) -> dict[str, list[tuple[float, float]]]:
-        """(mine, theirs) for each subset."""
-        return {name: [(self.mine[s], self.theirs[s]) for s in members] for name, members in self.samples.items()}
+    def extremes(self, what: Measure, resamples: int, seed: int) -> tuple[Paired | None, Paired | None] | None:
+        """The differences if every missing answer of this run were the worst and every one of the other's the best, and
+        the other way round, in the direction of the values.
+
+        Returns:
+            None where no sample is missing; None for the two where a missing value could be anything.
+        """
+        everything = set(self.mine.ranges) | set(self.theirs.ranges)
+        if self.num_samples == self.total == len(everything):
+            return None
+        unknown = (0.0, 1.0) if what.bounded else (-math.inf, math.inf)
+        found: list[Paired | None] = []
+        for end in (0, 1):
+            groups = {
+                name: [(self.mine.ranges.get(s, unknown)[end], self.theirs.ranges.get(s, unknown)[1 - end]) for s in m]
+                for name, m in strata(everything).items()
+            }
+            finite = all(math.isfinite(value) for pairs in groups.values() for pair in pairs for value in pair)
+            found.append(_paired(groups, self.mine.weighting, what, resamples, seed) if finite else None)
+        return found[0], found[1]
 
 
-def pair(run: StoredRun, other: StoredRun, what: Measure) -> Pairs:
+def _paired(
+    groups: dict[str, list[tuple[float, float]]], weighting: Weighting, what: Measure, resamples: int, seed: int
+) -> Paired:
+    found = paired(groups, weighting, bounded=what.bounded, resamples=resamples, seed=seed)
+    assert found is not None  # there is a pair: `pair` refuses others
+    return found
+
+
+def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
     """Put two runs side by side on the samples both have.
 
     Args:
-        run: The run that is judged.
-        other: What it is compared with.
+        mine: The run that is judged.
+        theirs: What it is compared with.
         what: The metric.
 
     Raises:
         NoCommonSample: They share no sample that ended well in both.
     """
-    mine, theirs = values_of(run, what), values_of(other, what)
-    shared = mine.keys() & theirs.keys()
+    shared = mine.values.keys() & theirs.values.keys()
     if not shared:
         raise NoCommonSample(
-            f"{run.label} and {other.label} have no sample with {what.title} in common ({run.progress} and "
-            f"{other.progress} are there); a paired comparison needs the same samples in both"
+            f"{mine.label} and {theirs.label} have no sample with {what.title} in common ({mine.progress} and "
+            f"{theirs.progress} are there); a paired comparison needs the same samples in both"
         )
-    return Pairs(samples=strata(shared), mine=mine, theirs=theirs, total=num_samples(run, other))
+    total = max(mine.total, theirs.total, len(set(mine.ranges) | set(theirs.ranges)))
+    return Pairs(samples=strata(shared), mine=mine, theirs=theirs, total=total)
 
 
 def num_samples(*runs: StoredRun) -> int:
@@ -117,72 +190,20 @@ def num_samples(*runs: StoredRun) -> int:
     return max(len(known), *totals)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A sample whose score got worse or better."""
-
-    sample: str
-    subset: str
-    mine: float
-    theirs: float
-    text: str
-    """Answer of the run; the first one whose score differs, when there are several."""
-    other_text: str
-    """Answer of the other run."""
-    expected: str
-    """The right answer, when the task keeps it."""
-    lost: bool
-
-
-def changes(run: StoredRun, other: StoredRun, pairs: Pairs, what: Measure) -> list[Change]:
-    """The samples that differ, the largest losses first, then the largest gains.
+def noise(group: Group, what: Measure) -> tuple[float, str]:
+    """The largest difference of a sample that is only numerical noise, and where it is from.
 
     Args:
-        run: The run that is judged.
-        other: What it is compared with.
-        pairs: `pair(run, other, what)`.
+        group: Its repetitions of the full cache with other batches or kernels measure the noise of the full cache.
         what: The metric.
     """
-    sign = 1 if what.higher_is_better else -1
-    found = []
-    for members in pairs.samples.values():
-        for sample in members:
-            mine, theirs = pairs.mine[sample], pairs.theirs[sample]
-            if mine == theirs:
-                continue
-            answers = _answers(run, other, sample[1], what)
-            found.append(
-                Change(
-                    sample=sample[1],
-                    subset=sample[0],
-                    mine=mine,
-                    theirs=theirs,
-                    text=answers[0].get("text", "") if answers else "",
-                    other_text=answers[1].get("text", "") if answers else "",
-                    expected=_expected(answers[0]) if answers else "",
-                    lost=sign * (mine - theirs) < 0,
-                )
-            )
-    return sorted(found, key=lambda item: (not item.lost, -abs(item.mine - item.theirs), item.subset, item.sample))
-
-
-def _answers(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> tuple[SampleRecord, SampleRecord] | None:
-    """The first answers to a sample whose values differ, else the first ones; None where no answer is in both runs."""
-    both = [
-        (record, other.samples[key]) for key, record in run.samples.items() if key[0] == sample and key in other.samples
+    if not what.tolerance:
+        return 0.0, ""
+    reference = group.reference
+    base = values_of(reference, what) if reference else {}
+    largest = [
+        abs(value - base[name]) for run in group.repeats for name, value in values_of(run, what).items() if name in base
     ]
-    differ = (pair for pair in both if _value(pair[0], what) != _value(pair[1], what))
-    return next(differ, both[0] if both else None)
-
-
-def _value(record: SampleRecord, what: Measure) -> float | None:
-    try:
-        return what.above(record)
-    except (KeyError, TypeError):
-        return None
-
-
-def _expected(record: SampleRecord) -> str:
-    meta = record.get("meta") or {}
-    found = next((meta[key] for key in ("answer", "answers", "gold", "target") if key in meta), "")
-    return "; ".join(map(str, found)) if isinstance(found, list) else str(found)
+    if largest and max(largest) > what.tolerance:
+        return max(largest), "measured: the full cache run again"
+    return what.tolerance, "the largest that other batches and orders ever made"

@@ -10,8 +10,11 @@ from rich.text import Text
 from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence import frontier_figure, published
 from kvbench.evidence.averages import averages
-from kvbench.evidence.dominance import standing
-from kvbench.evidence.frontier import Panel, build
+from kvbench.evidence.compare import check_margin
+from kvbench.evidence.compare_table import ESTIMATORS
+from kvbench.evidence.costs import NO_EVIDENCE
+from kvbench.evidence.dominance import MEANING, standing
+from kvbench.evidence.frontier import Panel, Point, build
 from kvbench.evidence.load import load_groups, patterns
 from kvbench.evidence.runs import Group
 from kvbench.results.identity import folder_name
@@ -19,7 +22,7 @@ from kvbench.results.measures import COSTS, SCORE
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
-from kvbench.show.terminal import number
+from kvbench.show.terminal import NO_INTERVAL, number
 
 KINDS = ("png", "svg")
 QUALITIES = ("difference", "score")
@@ -37,6 +40,7 @@ def check(cfg: DictConfig) -> None:
                 raise unknown_name(name, value, known)
     if cfg.quality not in QUALITIES:
         raise unknown_name("quality", cfg.quality, QUALITIES)
+    check_margin(cfg.margin)
     for name in ("incomplete", "published"):
         if not isinstance(cfg[name], bool):
             raise ValueError(f"{name}={cfg[name]} is neither true nor false")
@@ -86,35 +90,45 @@ def render(panel: Panel, axis: str, console: Console) -> None:
     places = standing(panel, axis)
     for point in sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value):
         cost, scale = point.costs[axis], COSTS[axis].scale
-        low, high = (end * scale for end in cost.interval)
-        quality = number(point.quality, panel.what.scale, signed=panel.reference is not None)
-        if point.interval:
-            ends = [number(end, panel.what.scale, signed=panel.reference is not None) for end in point.interval]
-            quality += f" [{ends[0]}, {ends[1]}]"
+        held = f"{cost.value * scale:.3g}"
+        if axis not in NO_EVIDENCE:
+            ends = "[{:.3g}, {:.3g}]".format(*(end * scale for end in cost.interval)) if cost.interval else NO_INTERVAL
+            held += f" {ends}"
         table.add_row(
             point.label,
-            f"{cost.value * scale:.3g} [{low:.3g}, {high:.3g}]",
+            held,
             number(point.score, panel.what.scale),
-            quality,
-            places[point.key],
+            quality_text(panel, point),
+            places.get(point.key, "-"),
         )
     console.print(table)
     for note in panel.notes:
         console.print(Text(f"! {note}"), soft_wrap=True)
 
 
+def quality_text(panel: Panel, point: Point) -> str:
+    """What is drawn of a point, with its interval, in shown units."""
+    signed, scale = panel.reference is not None, panel.what.scale
+    text = number(point.quality, scale, signed=signed)
+    if point.interval:
+        return f"{text} [{', '.join(number(end, scale, signed=signed) for end in point.interval)}]"
+    return text if point.key == panel.reference else f"{text} {NO_INTERVAL}"
+
+
 def csv_of(panels: Sequence[Panel]) -> bytes:
     """Every point of every panel with all its costs, unrounded: ratios, seconds, and the metric's own unit."""
     rows: list[list[Cell]] = []
-    costs = [f"{name}{end}" for name in COSTS for end in ("", "_low", "_high", "_standing")]
+    axes = [name for name in COSTS if name not in NO_EVIDENCE]  # a time in a table looks like a measurement
+    costs = [f"{name}{end}" for name in axes for end in ("", "_low", "_high", "_standing")]
     headings = "group,run,method,family,metric,n,score,quality,quality_low,quality_high".split(",") + costs
     for panel in panels:
-        places = {name: standing(panel, name) for name in COSTS}
+        places = {name: standing(panel, name) for name in axes}
         for point in panel.points:
             cells: list[Cell] = []
-            for name in COSTS:
+            for name in axes:
                 cost = point.costs.get(name)
-                cells += [cost.value, *cost.interval, places[name][point.key]] if cost else [None] * 4
+                ends = (cost.interval if cost else None) or (None, None)
+                cells += [cost.value, *ends, places[name].get(point.key)] if cost else [None] * 4
             low, high = point.interval or (None, None)
             rows.append(
                 [
@@ -166,12 +180,7 @@ def main(cfg: DictConfig) -> int:
                 if picture is not None:
                     written.append(out / f"{file_stem(panel)}_{axis}.{kind}")
                     write_file(written[-1], picture)
-    console.print(
-        Text(
-            "\n[a, b]: 95 % bootstrap interval. frontier: no estimate is both cheaper and better. open: one is, but "
-            "that can be chance. dominated: one is, beyond chance (both paired intervals exclude zero).",
-            style="dim",
-        )
-    )
+    words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
+    console.print(Text("\n" + ". ".join(words) + ".", style="dim"))
     terminal.print_paths(written, console)
     return 0

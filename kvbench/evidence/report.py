@@ -110,7 +110,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
     rows = [row for item in found for row in item["rows"]]
     comparison.correct(rows)
     for item, group in zip(found, (group for group in groups if group.runs), strict=True):
-        item["table"] = content.methods_table(group, item["rows"], item["panel"], cfg.margin, len(rows))
+        item["table"] = content.methods_table(group, item["rows"], item["panel"], len(rows))
     means = averages([item["panel"] for item in found if item["panel"] is not None])
     for item in found:  # why there is no mean, where there is none
         item["notes"] += [note for note in (item["panel"].notes if item["panel"] else ()) if note not in item["notes"]]

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterable, Sequence
 
 from kvbench.config.files import FULL
-from kvbench.evidence.compare_table import difference, legend
+from kvbench.evidence.compare_table import difference, legend, worst
 from kvbench.evidence.comparison import ComparedRun
-from kvbench.evidence.dominance import standing
+from kvbench.evidence.dominance import DOMINATED, FRONTIER, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel
 from kvbench.evidence.pairing import values_of
 from kvbench.evidence.runs import Group, StoredRun
@@ -17,6 +17,7 @@ from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
 from kvbench.sizing.shapes import HEADLINE, find_shape
 from kvbench.sizing.stored import policy_of, projected, tier_shares
+from kvbench.stats.strata import weighed
 
 NUM_STYLES = 8
 LAST_TOKENS = 16  # of a projection's tokens, those that an answer added
@@ -28,19 +29,16 @@ def bytes_of(run: StoredRun) -> dict[str, float]:
     return summary.ledger(list(run.samples.values()))
 
 
-def methods_table(
-    group: Group, rows: Sequence[ComparedRun], panel: Panel | None, margin: float, num_family: int
-) -> dict:
+def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None, num_family: int) -> dict:
     """The table of methods: quality, difference to the full cache, bytes and time of every run.
 
     Args:
         group: The runs.
         rows: Their comparisons.
         panel: Their points, for the standing.
-        margin: Of the equivalence test.
         num_family: Rows that Holm's correction is over.
     """
-    by_run = {row.run.name: row for row in rows}
+    by_run = {row.run.name: row for row in rows if row.run}
     places = {}
     if panel is not None:
         keys = standing(panel, RESIDENT.name)
@@ -55,7 +53,7 @@ def methods_table(
         verdict = row.verdict if row else "reference" if run is group.reference else "-"
         shown.append({"label": run.label, "cells": cells, "verdict": verdict, "style": verdict.replace(" ", "-")})
     title, unit = (what.title, what.unit) if what else (SCORE.title, SCORE.unit)
-    width = number(margin, what.scale if what else SCORE.scale)
+    width = number(rows[0].margin if rows else SCORE.margin, what.scale if what else SCORE.scale)
     headings = [
         "run",
         "verdict",
@@ -81,9 +79,9 @@ def methods_table(
             *legend(num_family),
             f"% at {HEADLINE[1] // 1024}k on {HEADLINE[0]}: what the method would hold there, by the same count; "
             "-: its settings are for this model alone. Where data decide what is kept, it keeps this run's shares.",
-            "frontier: no estimate is both cheaper (resident bytes) and better; open: one is, but that can be chance; "
-            "dominated: one is, and both paired 95 % intervals exclude zero.",
-            f"{TIME.unit} / token: of the whole engine, teacher-forced rows included; no claim for backend torch.",
+            "; ".join(f"{name}: {text}" for name, text in MEANING.items()) + " (by resident bytes).",
+            f"{TIME.unit} / token: of the whole engine, teacher-forced rows included, each run timed by itself: no "
+            "evidence of a difference. `kvbench bench` times methods in turn.",
         ],
     }
 
@@ -94,18 +92,18 @@ def _score(run: StoredRun, what: Measure | None) -> str:
     subsets: dict[str, list[float]] = {}
     for (subset, _), value in values_of(run, what).items():
         subsets.setdefault(subset, []).append(value)
-    means = [sum(values) / len(values) for values in subsets.values()]
-    return number(sum(means) / len(means), what.scale) if means else "-"
+    found = weighed(list(subsets.values()), run.record.weighting) if subsets else None
+    return number(float(found.mean()), what.scale) if found else "-"
 
 
 def _comparison(row: ComparedRun) -> list[str]:
     count, total = row.pairs.num_samples, row.pairs.total
     return [
         f"{count}" if count == total else f"{count} of {total}",
-        difference(row),
+        difference(row) + (f"; worst case {worst(row)}" if row.extremes is not None else ""),
         f"{row.num_lost} / {row.num_gained}",
         p_text(row.p_holm),
-        p_text(row.p_equal),
+        p_text(row.p_equal_holm),
         number(row.detectable, row.what.scale),
     ]
 
@@ -231,8 +229,8 @@ def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dic
             scores = [number(value, row.what.scale) for value in (item.theirs, item.mine)]
             changes.append([who, int(item.lost), subset, sample, place(item.other_text), place(item.text), *scores])
     return {
-        "runs": [row.run.label for row in used],
-        "others": [row.other.label for row in used],
+        "runs": [row.label for row in used],
+        "others": [row.other_label for row in used],
         "subsets": list(subsets),
         "samples": [list(key) for key in samples],
         "texts": list(texts),
@@ -287,12 +285,12 @@ def settings_rows(group: Group) -> list[dict]:
 def picture_words(panel: Panel, axis: str) -> str:
     """Describe a picture in words, for readers who cannot see it."""
     places = standing(panel, axis)
-    front = [point.label for point in panel.points if places.get(point.key) == "frontier"]
-    beaten = sum(place == "dominated" for place in places.values())
-    return (
-        f"{panel.title}: {panel.what.title} against {COSTS[axis].title} for {len(places)} runs. On the frontier: "
-        f"{', '.join(front)}. Beaten beyond chance: {beaten}. All numbers are in the table of methods."
-    )
+    front = [point.label for point in panel.points if places.get(point.key) in (FRONTIER, NEAR)]
+    beaten = sum(place == DOMINATED for place in places.values())
+    words = f"{panel.title}: {panel.what.title} against {COSTS[axis].title} for {len(panel.points)} runs."
+    if front:
+        words += f" On the frontier of the estimates: {', '.join(front)}."
+    return f"{words} Dominated at 5 % for the whole table: {beaten}. All numbers are in the table of methods."
 
 
 def reference_words(group: Group, rows: Sequence[ComparedRun]) -> str:

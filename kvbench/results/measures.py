@@ -11,6 +11,11 @@ from kvbench.results.sample import SampleRecord
 from kvbench.stats.intervals import Estimate
 
 Path = tuple[str, ...]
+SCORE_MARGIN = 0.01  # one point
+NATS_MARGIN = 0.05
+# Twelve prompts of SmolLM2-135M in batches of 1, 4 and 12 and in either order: no method's NLL moved by more than
+# 0.0024 nats per token (diffkv's; the full cache's by 0.00005).
+NATS_TOLERANCE = 0.0025
 NATS, POINTS, PERCENT_OF_FULL = "nats per token", "points", "% of an FP16 full cache"
 
 
@@ -38,6 +43,13 @@ class Measure:
     """Direction."""
     bounded: bool = False
     """A score in [0, 1]: no difference is larger than 1, so even samples of which none differs prove something."""
+    margin: float = 0.0
+    """Largest difference that counts as none where a command does not say otherwise, in the unit of the records."""
+    tolerance: float = 0.0
+    """Largest difference of a sample that is only numerical noise, in the unit of the records."""
+    is_fidelity: bool = False
+    """Nearness to the full cache. Beside the full cache itself everything is farther away, so only a difference beyond
+    the margin says anything."""
 
     @property
     def key(self) -> str:
@@ -99,6 +111,7 @@ def score(name: str = "score", higher_is_better: bool = True) -> Measure:
         scale=100.0,
         higher_is_better=higher_is_better,
         bounded=True,
+        margin=SCORE_MARGIN,
     )
 
 
@@ -106,7 +119,15 @@ SCORE = score()  # unit and scale of every score
 
 # How far the answer's probabilities are from the full cache's, on the gold answer.
 NLL = Measure(
-    name="nll", title="gold NLL", short="gold NLL", numerator=("fidelity", "nll"), in_run=("fidelity", "nll"), unit=NATS
+    name="nll",
+    title="gold NLL",
+    short="gold NLL",
+    numerator=("fidelity", "nll"),
+    in_run=("fidelity", "nll"),
+    unit=NATS,
+    margin=NATS_MARGIN,
+    tolerance=NATS_TOLERANCE,
+    is_fidelity=True,
 )
 KL = Measure(
     name="kl",
@@ -115,6 +136,9 @@ KL = Measure(
     numerator=("fidelity", "kl_mean"),
     in_run=("fidelity", "kl_mean"),
     unit=NATS,
+    margin=NATS_MARGIN,
+    tolerance=NATS_TOLERANCE,
+    is_fidelity=True,
 )
 TOP1 = Measure(
     name="top1",
@@ -125,6 +149,9 @@ TOP1 = Measure(
     unit=POINTS,
     scale=100.0,
     higher_is_better=True,
+    bounded=True,
+    margin=SCORE_MARGIN,
+    is_fidelity=True,
 )
 FIDELITY = {measure.name: measure for measure in (NLL, KL, TOP1)}
 

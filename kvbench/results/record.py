@@ -18,6 +18,7 @@ from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.typed import Misfit, fit, read_json
 from kvbench.results.writing import plain, read_regular, write_atomic
 from kvbench.stats.intervals import Estimate
+from kvbench.stats.strata import Weighting
 
 SCHEMA_VERSION = 1
 
@@ -45,7 +46,7 @@ IDENTITY: dict[str, typing.Any] = {
 
 @dataclass(kw_only=True)
 class Metric(Estimate):
-    """One metric of the task, over all subsets (mean of the subsets' means) and for each."""
+    """One metric of the task, over all subsets (with the weights that `RunRecord.weighting` names) and for each."""
 
     higher_is_better: bool = True
     """Direction of the metric."""
@@ -204,6 +205,8 @@ class RunRecord:
     """Every stretch of work."""
     counts: Counts = field(default_factory=Counts)
     """Samples by outcome."""
+    weighting: Weighting = "subset"
+    """What weighs the same in every mean over subsets: each `subset` or each `sample`, as the task's makers have it."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """The task's scores, each with n and a 95 % interval."""
     task_aggregate: dict = field(default_factory=dict)

@@ -12,7 +12,9 @@ from kvbench.engine.requests import BINS, Request
 from kvbench.results.measures import PEAK, PREFILL, RATE, RESIDENT, Measure, at
 from kvbench.results.record import Comparison, Counts, DriftBin, Metric, Timing
 from kvbench.results.sample import SampleRecord
-from kvbench.stats.intervals import Estimate, estimate, paired_difference
+from kvbench.stats.intervals import Estimate, estimate
+from kvbench.stats.paired import paired_difference
+from kvbench.stats.strata import Weighting
 
 SCORES = (0.0, 1.0)  # every score of a task lies in between
 
@@ -62,19 +64,22 @@ def values_by_sample(
     return means, num_nonfinite
 
 
-def metrics(records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], primary: str) -> dict[str, Metric]:
+def metrics(
+    records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], primary: str, weighting: Weighting = "subset"
+) -> dict[str, Metric]:
     """Every metric of a task over the records.
 
     Args:
         records: Journal records.
         infos: Name -> what the task says of the metric.
         primary: Name of the metric that tables show.
+        weighting: What weighs the same in the mean over subsets.
     """
     result = {}
     for name, info in infos.items():
         means, num_nonfinite = values_by_sample(records, partial(at, path=("scores", name)))
         strata = {subset: list(values.values()) for subset, values in means.items()}
-        whole = estimate(strata, num_nonfinite, SCORES)
+        whole = estimate(strata, num_nonfinite, SCORES, weighting)
         result[name] = Metric(
             **vars(whole),
             higher_is_better=info.higher_is_better,
@@ -85,7 +90,7 @@ def metrics(records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], pr
     return result
 
 
-def fidelity(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
+def fidelity(records: Sequence[SampleRecord], weighting: Weighting = "subset") -> dict[str, Estimate]:
     """Teacher-forced measurements over the records that have them, each with its own number of samples; empty when none
     has. An answer of one token, which the prompt's exact pass predicts, has none."""
     names = dict.fromkeys(name for record in records for name in record.get("fidelity") or ())
@@ -93,7 +98,8 @@ def fidelity(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
     for name in names:
         measured = [record for record in records if (record["fidelity"] or {}).get("num_measured", 1)]
         means, num_nonfinite = values_by_sample(measured, partial(at, path=("fidelity", name)))
-        result[name] = estimate({subset: list(values.values()) for subset, values in means.items()}, num_nonfinite)
+        strata = {subset: list(values.values()) for subset, values in means.items()}
+        result[name] = estimate(strata, num_nonfinite, weighting=weighting)
     return result
 
 
@@ -133,6 +139,7 @@ def compare(
     metric: str,
     folder: str,
     higher_is_better: bool = True,
+    weighting: Weighting = "subset",
 ) -> Comparison:
     """Difference to the reference on the samples that ended well in both.
 
@@ -142,6 +149,7 @@ def compare(
         metric: Name of the metric to compare.
         folder: Folder of the reference, for the record.
         higher_is_better: Direction of the metric, for what counts as worse.
+        weighting: What weighs the same in the mean over subsets.
     """
     pick = partial(at, path=("scores", metric))
     mine, theirs = values_by_sample(records, pick)[0], values_by_sample(reference, pick)[0]
@@ -154,7 +162,7 @@ def compare(
     return Comparison(
         reference=folder,
         metric=metric,
-        difference=paired_difference(pairs),
+        difference=paired_difference(pairs, weighting),
         num_worse=sum(a < b if higher_is_better else a > b for a, b in flat),
         num_better=sum(a > b if higher_is_better else a < b for a, b in flat),
     )

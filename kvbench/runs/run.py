@@ -202,9 +202,10 @@ def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
 def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
     """Fill the numbers of `run.json` from the journal."""
     task, records = experiment.task, list(journal.records.values())
-    record.metrics = summary.metrics(records, task.metrics, task.primary)
+    record.weighting = task.weighting
+    record.metrics = summary.metrics(records, task.metrics, task.primary, task.weighting)
     record.task_aggregate = task.aggregate(summary.for_task(records))
-    record.fidelity, record.drift = summary.fidelity(records), summary.drift(records)
+    record.fidelity, record.drift = summary.fidelity(records, task.weighting), summary.drift(records)
     record.ledger = summary.ledger(records)
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
@@ -302,7 +303,7 @@ def execute(
         if reference is not None and (primary := record.metrics.get(record.primary)):
             name = reference.folder.relative_to(Path(experiment.cfg.results_dir)).as_posix()
             record.comparison = summary.compare(
-                records, reference.samples, record.primary, name, primary.higher_is_better
+                records, reference.samples, record.primary, name, primary.higher_is_better, record.weighting
             )
         record.message = verdict(experiment, records)
         record.status = "failed" if record.message else "complete"

@@ -29,6 +29,9 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
         # From the ninth method on colours come again: the lines tell those apart.
         style |= {"linestyle": STYLES[index // len(COLOURS) % len(STYLES)], "linewidth": 1.2}
         counts = f"{min(count)}" if min(count) == max(count) else f"{min(count)}-{max(count)}"
+        if any(not (a or b) for a, b in zip(*span, strict=True)):
+            counts += ", no interval"
+            style["fillstyle"] = "none"
         axes.errorbar(ratio, value, yerr=span, capsize=4, markersize=7, label=f"{safe(method)} (n={counts})", **style)
     axes.set_xlim(left=0, right=max(110, 1.1 * axes.get_xlim()[1]))
     bottom, top = axes.get_ylim()

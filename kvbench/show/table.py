@@ -28,7 +28,7 @@ def percent(estimate: Estimate | None, signed: bool = False) -> str:
     form = "{:+.1f}" if signed else "{:.1f}"
     text = form.format(_tidy(SCORE.scale * estimate.value))
     if estimate.low is None or estimate.high is None:
-        return text
+        return f"{text} {terminal.NO_INTERVAL}"
     low, high = (form.format(_tidy(SCORE.scale * end)) for end in (estimate.low, estimate.high))
     return f"{text} [{low}, {high}]"
 
@@ -93,9 +93,19 @@ def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str
     return table
 
 
+def _estimators(records: Sequence[RunRecord]) -> str:
+    """The names of the intervals in the table, as `compare` and `pareto` name them."""
+    found = [metric.interval for r in records if (metric := r.metrics.get(r.primary))]
+    found += [record.comparison.difference.interval for record in records if record.comparison]
+    return ", ".join(dict.fromkeys(name for name in found if name)) or "too few samples for one"
+
+
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     """What a reader must know to read the numbers right."""
-    notes = ["[a, b] is a 95 % interval; vs full is measured on the same samples; % of bytes is of an FP16 full cache."]
+    notes = [
+        f"[a, b] is a 95 % interval ({_estimators(records)}); vs full is measured on the same samples; % of bytes is "
+        "of an FP16 full cache."
+    ]
     if _reads_parts(records):
         notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
     notes += _fidelity_notes(records[-1])

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from kvbench.show.text import visible
 
+NO_INTERVAL = "[no interval]"  # in the place of an interval that cannot be computed
+
 
 class PlainConsole(Console):
     """A console on which no text is an instruction, neither rich's markup nor a terminal's escape: names in tables,

@@ -1,265 +1,328 @@
-"""Paired statistics over subsets: the mean of the subsets' means, its interval, tests, and what could have been seen.
+"""A paired difference: its interval, its tests, and what they would have shown.
 
-Everywhere `strata` are the values of each subset, one per sample, and every subset has the same weight. scipy and
-statsmodels do the work where they have the case; they have no stratified paired test, so the t statistic is put
-together here and compared with theirs in the tests.
+One estimator answers one question everywhere, in run tables, `compare`, `pareto` and `calibrate`:
+
+- The p value decides whether there is a difference, and its direction is that of the weighted mean. Yes-or-no values
+  take the sign-flip test with the weights of the mean: McNemar's exact test where every sample weighs the same. Where
+  samples weigh unlike, subsets may pull in opposite ways, which the sign-flip test takes for impossible; there the p
+  value is no smaller than the one at which the interval begins to exclude zero.
+  Other values take the larger p value of the sign-flip test, which is exact if differences are symmetric, and of the
+  studentised bootstrap, which allows for skewness.
+- The interval is Newcombe's for yes-or-no values and the studentised bootstrap's for others. It reaches zero wherever
+  the test does not exclude zero.
 """
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from kvbench.stats.intervals import welch_satterthwaite
+from kvbench.stats import studentised, yes_no
+from kvbench.stats.intervals import BOOTSTRAP, FEW_DIFFER, NEWCOMBE, YES_NO, Z_95, Estimate, mover, newcombe, wilson
+from kvbench.stats.signs import DRAWS, sign_flip
+from kvbench.stats.strata import FEWEST_SAMPLES, Strata, Weighting, standard_error, weighed
+from kvbench.stats.studentised import LEVEL, RESAMPLES, SEED, resamples_for
 
-LEVEL = 0.95
-POWER = 0.8
-MIN_DISCORDANT = 6  # fewer than six differing samples, all one way, are no p < 0.05: 2 * 0.5^6 = 0.03
-BLOCK = 500  # resamples
-LARGE, FEWEST = 10.0, 3  # an effect of ten standard deviations shows in three samples; the solver fails on larger ones
-MAX_EXACT = 1 << 14  # sign patterns that are all tried; beyond that as many are drawn
-
-Strata = Sequence[np.ndarray]
+ALPHA = 1 - LEVEL
+POWER = yes_no.POWER
+FEWEST_DIFFERENT = 6  # fewer than six differing samples, all one way, are no p < 0.05: 2 * 0.5^6 = 0.03
+Pair = tuple[float, float]
 
 
-@lru_cache(maxsize=4)
-def resample_counts(sizes: tuple[int, ...], resamples: int, seed: int) -> np.ndarray:
-    """How often each sample is drawn in each bootstrap resample, drawn inside each subset.
+@dataclass(kw_only=True)
+class Paired:
+    """The differences of two runs on the same samples."""
 
-    The draws are those of `scipy.stats.bootstrap` with the same generator, so that the two can be compared.
+    strata: Strata
+    """Differences of each subset, with the subsets' weights."""
+    pairs: Sequence[Sequence[Pair]] | None = None
+    """The values of each subset where all are yes or no."""
+    bounded: bool = False
+    """No difference can be larger than 1: then samples that do not differ prove something too."""
+    resamples: int = RESAMPLES
+    seed: int = SEED
+    num_tests: int = 1
+    """Tests that are corrected together: more of them need more resamples, or no p value could be small enough."""
+
+    @property
+    def count(self) -> int:
+        """Samples."""
+        return self.strata.count
+
+    @cached_property
+    def value(self) -> float:
+        """The weighted mean."""
+        return float(self.strata.mean())
+
+    @cached_property
+    def num_lower(self) -> int:
+        """Samples whose difference is below zero."""
+        return int(np.sum(self.strata.flat < 0))
+
+    @cached_property
+    def num_higher(self) -> int:
+        """Samples whose difference is above zero."""
+        return int(np.sum(self.strata.flat > 0))
+
+    @property
+    def few_differ(self) -> bool:
+        """So few samples of a bounded score differ that only their number says something."""
+        return self.bounded and self.num_lower + self.num_higher < FEWEST_DIFFERENT
+
+    @cached_property
+    def error(self) -> tuple[float, float] | None:
+        """Standard error and degrees of freedom; None where nothing can be said of spread."""
+        return standard_error(self.strata) if self.count >= FEWEST_SAMPLES else None
+
+    @cached_property
+    def _t(self) -> np.ndarray:
+        return self._sorted(self.resamples)
+
+    def _sorted(self, resamples: int) -> np.ndarray:
+        return np.sort(studentised.t_statistics(self.strata, resamples, self.seed))
+
+    @cached_property
+    def _t_for_tests(self) -> np.ndarray:
+        many = resamples_for(self.num_tests, self.resamples)
+        return self._t if many == self.resamples else self._sorted(many)
+
+    def _tail(self, null: float, above: bool) -> float | None:
+        """One-sided p value of the studentised bootstrap: small where the mean is above (or below) the null."""
+        if self.error is None:
+            return None
+        t = (self.value - null) / self.error[0]
+        draws = self._t_for_tests
+        place = int(np.searchsorted(draws, t, "left" if above else "right"))
+        found = len(draws) - place if above else place
+        p = (1 + found) / (1 + len(draws))
+        if null == 0 or p >= ALPHA:
+            return p
+        # Of few samples no tail is known: the signs about the null are the second witness, as they are about zero.
+        return max(p, sign_flip(self.strata.map(lambda values: values - null), seed=self.seed) / 2)
+
+    @property
+    def test(self) -> str:
+        """Name of the test that `p` is of."""
+        if self.pairs is None:
+            return "sign flip and studentised bootstrap"
+        return "mcnemar" if self.strata.weighs_samples_alike else "weighted sign flip and newcombe"
+
+    @cached_property
+    def p(self) -> float | None:
+        """Two-sided p value of no difference; None where nothing can be said."""
+        draws = max(DRAWS, resamples_for(self.num_tests, self.resamples))
+        flipped = sign_flip(self.strata, draws=draws, seed=self.seed)
+        if flipped == 1.0 or (self.pairs is not None and self.strata.weighs_samples_alike):
+            return flipped
+        if self.pairs is not None:
+            return max(flipped, self._newcombe_p())
+        tails = self._tail(0.0, True), self._tail(0.0, False)
+        if tails[0] is None or tails[1] is None:
+            return flipped if self.few_differ else None
+        return max(flipped, min(1.0, 2 * min(tails[0], tails[1])))
+
+    def p_beyond(self, margin: float) -> float | None:
+        """Two-sided p value of a difference that is no larger than a margin; `p` with margin 0, None likewise."""
+        if margin == 0:
+            return self.p
+        if abs(self.value) <= margin or self.few_differ:
+            return 1.0
+        tail = self._tail(math.copysign(margin, self.value), self.value > 0)
+        return None if tail is None else min(1.0, 2 * tail)
+
+    def p_within(self, margin: float) -> float | None:
+        """The larger of two one-sided p values: is the mean difference inside (-margin, margin)?
+
+        Yes-or-no values are tested exactly. Where fewer than six bounded values differ, each counts as a whole answer.
+
+        Args:
+            margin: Largest difference that counts as none, in the unit of the values; above 0.
+
+        Returns:
+            None where nothing can be said.
+
+        Source: Schuirmann 1987, J. Pharmacokin. Biopharm. 15:657 (two one-sided tests).
+        """
+        if self.pairs is not None or self.few_differ:
+            # Cautious where samples weigh unlike: the subset whose samples weigh most.
+            each = self.strata.per_sample
+            count = max(1, int(1 / each.max() + 1e-9))
+            sides = []
+            for sign in (-1, 1):
+                lost, gained = (float(each[sign * self.strata.flat * side > 0].sum()) * count for side in (1, -1))
+                gained = gained if self.pairs is not None else 0.0
+                whole = min(count, math.ceil(lost - 1e-9))
+                sides.append(yes_no.within(whole, min(count - whole, int(gained + 1e-9)), count, margin))
+            return max(sides)
+        above, below = self._tail(-margin, True), self._tail(margin, False)
+        return None if above is None or below is None else max(above, below)
+
+    @cached_property
+    def interval(self) -> tuple[tuple[float, float] | None, str]:
+        """95 % interval of the mean and how it was computed; None and an empty name where nothing can be said."""
+        found, name = self._raw_interval()
+        if found is None or self.p is None:
+            return None, ""
+        low, high = found
+        if self.bounded:
+            low, high = max(-1.0, low), min(1.0, high)
+        if self.p >= ALPHA:
+            low, high = min(low, 0.0), max(high, 0.0)
+        return (low, high), name
+
+    def _raw_interval(self) -> tuple[tuple[float, float] | None, str]:
+        if self.pairs is not None:
+            return self._newcombe(), NEWCOMBE
+        if self.error is not None and not self.few_differ:
+            place = studentised.rank(self.resamples)
+            low, high = (self.value - float(self._t[end]) * self.error[0] for end in (-place, place - 1))
+            if math.isfinite(low) and math.isfinite(high):
+                return (low, high), BOOTSTRAP
+        if self.bounded:
+            return self._clopper_pearson(), FEW_DIFFER
+        return None, ""
+
+    def _newcombe_p(self) -> float:
+        """Level at which Newcombe's interval begins to exclude zero."""
+        from scipy.optimize import brentq
+        from scipy.stats import norm
+
+        def end(z: float) -> float:
+            low, high = self._newcombe(z)
+            return low if self.value > 0 else -high
+
+        if self.value == 0:
+            return 1.0
+        largest = 12.0
+        return 0.0 if end(largest) > 0 else float(2 * norm.sf(brentq(end, 0.0, largest)))
+
+    def _newcombe(self, z: float = Z_95) -> tuple[float, float]:
+        groups = self.pairs or ()
+        if self.strata.weighs_samples_alike:
+            groups = [[pair for group in groups for pair in group]]
+        kinds = ((1, 1), (1, 0), (0, 1), (0, 0))
+        counts = [[sum(pair == kind for pair in group) for kind in kinds] for group in groups]
+        ends = [newcombe(both, mine, theirs, neither, z) for both, mine, theirs, neither in counts]
+        if len(groups) == 1:
+            return ends[0]
+        parts = [(float(v.mean()), *end) for v, end in zip(self.strata.values, ends, strict=True)]
+        below, above = mover(parts, self.strata.weights)
+        return self.value - below, self.value + above
+
+    def _clopper_pearson(self) -> tuple[float, float]:
+        """Ends that hold whatever the size of a change: no more is lost than the share of samples that lost."""
+        from scipy.stats import beta
+
+        count = max(1, int(1 / self.strata.per_sample.max() + 1e-9))
+        each, ends = self.strata.per_sample, []
+        for sign in (-1, 1):
+            share = float(each[sign * self.strata.flat > 0].sum())
+            whole = min(count, math.ceil(share * count - 1e-9))
+            most = 1.0 if whole == count else float(beta.ppf(1 - ALPHA / 2, whole + 1, count - whole))
+            ends.append(sign * most)
+        return ends[0], ends[1]
+
+    @property
+    def churn(self) -> float:
+        """Upper end of Wilson's interval of the share of samples that differ."""
+        share = float(self.strata.per_sample[self.strata.flat != 0].sum())
+        count = self.strata.effective_count
+        return wilson(share * count, count)[1]
+
+    def detectable(self, level: float = ALPHA) -> float | None:
+        """The smallest true difference that `p` shows with 80 % probability.
+
+        Args:
+            level: What the p value must be below: 0.05 divided by the number of rows that are corrected together.
+
+        Returns:
+            In the unit of the values; None where it cannot be known, or where no difference would show.
+        """
+        if self.pairs is not None or self.few_differ:
+            return yes_no.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
+        differ = self.num_lower + self.num_higher
+        if self.error is None or 2.0 ** (1 - differ) >= level:
+            return None
+        return self.error[0] * _noncentral(self.error[1], level)
+
+    def needed(self, difference: float, level: float = ALPHA) -> int | None:
+        """How many samples would show a true difference of this size with 80 % probability, at the churn or the spread
+        seen here."""
+        if self.pairs is not None or self.few_differ:
+            return yes_no.samples_needed(difference, self.churn, level)
+        if self.error is None:
+            return None
+        found = self.count
+        for _ in range(20):  # the t quantile depends weakly on the number looked for
+            ratio = _noncentral(max(2.0, found - 1.0), level) * self.error[0] / difference
+            wanted = max(FEWEST_SAMPLES, math.ceil(self.count * ratio**2))
+            if wanted == found:
+                break
+            found = wanted
+        return found
+
+    def estimate(self) -> Estimate:
+        """Value, interval and number of samples."""
+        ends, name = self.interval
+        low, high = ends or (None, None)
+        return Estimate(value=self.value, num_samples=self.count, low=low, high=high, interval=name)
+
+
+def _noncentral(freedom: float, level: float) -> float:
+    """Difference, in standard errors, that a two-sided t test shows with 80 % probability."""
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    critical = t.ppf(1 - level / 2, freedom)
+    return float(brentq(lambda shift: nct.sf(critical, freedom, shift) - POWER, 0.0, critical * 4 + 20))
+
+
+def paired(
+    groups: Mapping[str, Sequence[Pair]],
+    weighting: Weighting = "subset",
+    *,
+    bounded: bool = True,
+    resamples: int = RESAMPLES,
+    seed: int = SEED,
+) -> Paired | None:
+    """Pair the values of two runs.
 
     Args:
-        sizes: Samples of each subset.
-        resamples: Number of resamples.
+        groups: Subset -> (first, second) of each sample; the difference is first - second.
+        weighting: What weighs the same: every subset, or every sample.
+        bounded: Values are in [0, 1].
+        resamples: Number of bootstrap resamples.
         seed: Seed of the draws.
 
     Returns:
-        uint16 [resamples, sum(sizes)]; no sample is drawn 65,536 times.
+        None without a pair.
     """
-    rng = np.random.default_rng(seed)
-    parts = []
-    for size in sizes:
-        drawn = rng.integers(0, size, (resamples, size)) + size * np.arange(resamples)[:, None]
-        parts.append(np.bincount(drawn.ravel(), minlength=resamples * size).reshape(resamples, size))
-    return np.concatenate(parts, axis=1).astype(np.uint16)
-
-
-def resampled_sums(sizes: tuple[int, ...], values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """The sum of the drawn values in each bootstrap resample.
-
-    Args:
-        sizes: Samples of each subset.
-        values: [sum(sizes)] or [sum(sizes), columns].
-        resamples: Number of resamples.
-        seed: Seed of the draws.
-
-    Returns:
-        [resamples] or [resamples, columns].
-    """
-    counts = resample_counts(sizes, resamples, seed)
-    # In blocks: as float64 all at once, 10,000 resamples of 3,000 samples would be a quarter of a gigabyte.
-    return np.concatenate([counts[start : start + BLOCK] @ values for start in range(0, resamples, BLOCK)])
-
-
-def stretched(strata: Strata) -> np.ndarray:
-    """The values with each subset stretched about its mean, one after the other, along the first axis.
-
-    A resample of n values from n has a variance that is too small by (n - 1) / n, which with six samples per subset
-    makes a 95 % interval one of 92 %. Stretching by sqrt(n / (n - 1)) puts it right and leaves the mean alone.
-
-    Source: Rao and Wu 1988, JASA 83:231.
-    """
-    parts = []
-    for values in strata:
-        values = np.asarray(values, dtype=float)
-        mean = values.mean(axis=0)
-        parts.append(mean + math.sqrt(len(values) / max(1, len(values) - 1)) * (values - mean))
-    return np.concatenate(parts)
-
-
-def resampled_means(strata: Strata, resamples: int, seed: int) -> np.ndarray:
-    """The mean of the subsets' means in each bootstrap resample.
-
-    Args:
-        strata: Values of each subset, [n] or [n, columns]; the columns share their draws, so their differences are
-            paired.
-        resamples: Number of resamples.
-        seed: Seed of the draws.
-
-    Returns:
-        [resamples] or [resamples, columns].
-    """
-    sizes = tuple(len(values) for values in strata)
-    weights = np.repeat([1 / (len(sizes) * size) for size in sizes], sizes)
-    values = stretched(strata)
-    weighted = values * (weights if values.ndim == 1 else weights[:, None])
-    return resampled_sums(sizes, weighted, resamples, seed)
-
-
-def percentiles(draws: np.ndarray, freedom: float = math.inf) -> tuple[float, float]:
-    """The two ends of a 95 % percentile interval, expanded for few samples as Student's t expands a normal one.
-
-    Args:
-        draws: A statistic in each resample.
-        freedom: Degrees of freedom of its standard error.
-
-    Source: Hesterberg 2015, The American Statistician 69:371, section 3.3 (expanded percentile interval).
-    """
-    low, high = np.percentile(draws, [100 * share for share in tails(freedom)])
-    return float(low), float(high)
-
-
-def tails(freedom: float) -> tuple[float, float]:
-    """Shares of the draws below the two ends: 0.025 and 0.975 for very many samples, further out for few."""
-    from scipy.stats import norm, t
-
-    below = float(norm.cdf(t.ppf((1 - LEVEL) / 2, freedom)))
-    return below, 1 - below
-
-
-def bootstrap(strata: Strata, *, resamples: int, seed: int) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the mean of the subsets' means.
-
-    Returns:
-        None where nothing can be said: a subset has one sample, or no value differs from the others of its subset.
-    """
-    error = standard_error(strata)
-    if error is None:
+    filled = [list(pairs) for pairs in groups.values() if pairs]
+    if not filled:
         return None
-    return percentiles(resampled_means(strata, resamples, seed), error[1])
-
-
-def mean(strata: Strata) -> float:
-    """The mean of the subsets' means."""
-    return float(np.mean([np.mean(values) for values in strata]))
-
-
-def standard_error(strata: Strata) -> tuple[float, float] | None:
-    """Standard error of the mean of the subsets' means, and its degrees of freedom.
-
-    With one subset this is the paired t test's. With several it is the contrast 1/k of a model with one mean per subset
-    and HC2 errors.
-
-    Returns:
-        None where a subset has one sample, or where no value differs.
-    """
-    if not strata or min(map(len, strata)) < 2 or all(np.ptp(values) == 0 for values in strata):
-        return None
-    total, freedom = welch_satterthwaite(
-        [(float(np.var(values, ddof=1)) / len(values) / len(strata) ** 2, len(values) - 1) for values in strata]
+    is_yes_no = bounded and all(value in YES_NO for pairs in filled for pair in pairs for value in pair)
+    return Paired(
+        strata=weighed([[a - b for a, b in pairs] for pairs in filled], weighting),
+        pairs=filled if is_yes_no else None,
+        bounded=bounded,
+        resamples=resamples,
+        seed=seed,
     )
-    return math.sqrt(total), freedom
 
 
-def equivalence(strata: Strata, margin: float, *, bounded: bool = False) -> float | None:
-    """Two one-sided t tests: is the mean difference inside (-margin, margin)?
-
-    Args:
-        strata: Differences of each subset.
-        margin: Largest difference that counts as none, in the unit of the values; above 0.
-        bounded: No difference can be larger than 1. Then samples of which none differs prove something too: with a
-            true share of `margin` that differ, seeing none has the probability (1 - margin)^n.
-
-    Returns:
-        The larger of the two p values; below 0.05 the two are equal within the margin. None where nothing can be said.
-
-    Source: Schuirmann 1987, J. Pharmacokin. Biopharm. 15:657.
-    """
-    from scipy.stats import t
-
-    error = standard_error(strata)
-    if error is None:
-        identical = bool(strata) and all(not np.any(values) for values in strata)
-        count = len(strata) * min(map(len, strata), default=0)  # cautious where the subsets are of unequal size
-        return (1 - min(1.0, margin)) ** count if bounded and identical else None
-    value = mean(strata)
-    return float(max(t.sf((value + margin) / error[0], error[1]), t.sf((margin - value) / error[0], error[1])))
+def paired_difference(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset") -> Estimate:
+    """Weighted mean difference (first - second) of scores in [0, 1], with its 95 % interval; empty without a pair."""
+    found = paired(groups, weighting)
+    return Estimate() if found is None else found.estimate()
 
 
-def mcnemar(lost: int, gained: int) -> float:
-    """Exact two-sided McNemar test.
-
-    Args:
-        lost: Samples that only the reference got right.
-        gained: Samples that only the other got right.
-
-    Returns:
-        The p value; 1 when no sample differs.
-    """
-    from statsmodels.stats.contingency_tables import mcnemar as test
-
-    return float(test([[0, lost], [gained, 0]], exact=True).pvalue) if lost + gained else 1.0
-
-
-def sign_flip(strata: Strata, *, seed: int) -> float:
-    """Two-sided permutation test of a zero difference: under it, each sample's sign might as well be the other.
-
-    All sign patterns of the samples that differ are tried when they are few, else 16,383 are drawn.
-
-    Returns:
-        The p value; 1 when no sample differs.
-    """
-    from scipy.stats import permutation_test
-
-    weighted = np.concatenate([np.asarray(values, dtype=float) / len(values) for values in strata])
-    # A zero has no sign, and leaving it out makes the exact test reach further.
-    weighted = weighted[weighted != 0]
-    if not len(weighted):
-        return 1.0
-    if len(weighted) == 1:
-        return 1.0
-    result = permutation_test(
-        (weighted,),
-        lambda values, axis: np.sum(values, axis=axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=MAX_EXACT - 1,
-        batch=max(1, 4_000_000 // len(weighted)),
-        rng=np.random.default_rng(seed),
-    )
-    return float(min(1.0, result.pvalue))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """The p values after Holm's correction for having asked all of them."""
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """The p values after Holm's correction for having asked all of them; one that is not known counts as 1."""
     from statsmodels.stats.multitest import multipletests
 
-    return [float(p) for p in multipletests(p_values, method="holm")[1]] if len(p_values) else []
-
-
-def detectable(strata: Strata, *, yes_no: bool = False) -> float | None:
-    """The smallest true difference that these samples would have shown with 80 % probability, at p < 0.05.
-
-    Args:
-        strata: Differences of each subset.
-        yes_no: The values are 0 or 1. Then there is an answer where no sample differs too: the smallest pure loss of
-            which the six samples that McNemar's test needs at least would have been seen.
-
-    Returns:
-        In the unit of the values; None where it cannot be known.
-    """
-    from scipy.optimize import brentq
-    from scipy.stats import binom
-    from statsmodels.stats.power import TTestPower
-
-    error, count = standard_error(strata), sum(map(len, strata))
-    if error is not None:
-        effect = TTestPower().solve_power(nobs=count, alpha=1 - LEVEL, power=POWER)
-        return float(effect) * math.sqrt(count) * error[0]
-    if not yes_no or count < MIN_DISCORDANT or any(np.any(values) for values in strata):
-        return None
-    return float(brentq(lambda share: binom.sf(MIN_DISCORDANT - 1, count, share) - POWER, 0.0, 1.0))
-
-
-def samples_needed(strata: Strata, difference: float) -> int | None:
-    """How many samples would show a true difference of this size with 80 % probability, at the spread seen here."""
-    from statsmodels.stats.power import TTestPower
-
-    error = standard_error(strata)
-    if error is None:
-        return None
-    effect = difference / (error[0] * math.sqrt(sum(map(len, strata))))
-    if effect > LARGE:
-        return FEWEST
-    return max(FEWEST, math.ceil(TTestPower().solve_power(effect_size=effect, alpha=1 - LEVEL, power=POWER)))
+    if not len(p_values):
+        return []
+    found = multipletests([1.0 if p is None else p for p in p_values], method="holm")[1]
+    return [None if p is None else float(q) for p, q in zip(p_values, found, strict=True)]

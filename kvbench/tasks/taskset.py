@@ -9,6 +9,7 @@ from statistics import fmean
 
 from kvbench.config.code import hash_files, libraries
 from kvbench.engine.requests import Request
+from kvbench.stats.strata import Weighting
 from kvbench.tasks.sampling_stats import answer_statistics
 
 
@@ -36,6 +37,7 @@ class TaskSet:
         requests: What to ask, subset by subset.
         quarantined: Rows that were set aside: `file`, `line`, `reason`.
         copies: Rows that are the same as earlier ones, or have the same id, likewise; they are asked and counted again.
+        weighting: What weighs the same in the mean over subsets: every `subset`, or every `sample`.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
         scorer: (sample id, answer) -> scores.
@@ -55,6 +57,7 @@ class TaskSet:
     copies: list[dict] = field(default_factory=list)
     grading_limit_s: float | None = 120.0
     grading_workers: int = 0
+    weighting: Weighting = "subset"
 
     def score(self, request: Request, text: str) -> dict[str, float]:
         """Score one answer.
@@ -90,15 +93,16 @@ class TaskSet:
 
         Returns:
             `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
-            `overall`: the unweighted mean over subsets; `length_buckets`, for subsets that have them: name -> bucket ->
-            the same numbers; `answers`: their length, the share that the limit cut, parse failures.
+            `overall`: the mean over subsets with the task's weights; `length_buckets`, for subsets that have them: name
+            -> bucket -> the same numbers; `answers`: their length, the share that the limit cut, parse failures.
         """
         records = list(records)
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
         result: dict = {"subsets": subsets, "overall": {}}
         for metric in self.metrics:
-            means = [numbers[metric] for numbers in subsets.values() if numbers[metric] is not None]
-            result["overall"][metric] = fmean(means) if means else None
+            known = [numbers for numbers in subsets.values() if numbers[metric] is not None]
+            weights = [numbers["num_samples"] if self.weighting == "sample" else 1 for numbers in known]
+            result["overall"][metric] = fmean((n[metric] for n in known), weights) if known else None
         if answers := answer_statistics(records):
             result["answers"] = answers
         bucketed = [record for record in records if (record.get("meta") or {}).get("length_bucket")]

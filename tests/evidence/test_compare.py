@@ -178,12 +178,12 @@ def test_other_metrics_and_other_references(tmp_path):
     (group,) = load_groups(cfg)
     rows, _ = comparison.compare_group(group, cfg)
     assert [row.verdict for row in rows] == ["worse", "worse"] and rows[0].value == pytest.approx(0.5, abs=0.05)
-    assert rows[0].test == "sign flip" and rows[0].num_lost == 30
+    assert rows[0].test == "sign flip and studentised bootstrap" and rows[0].num_lost == 30
     with pytest.raises(ValueError, match="against=snapkv fits 2 runs of toy with tiny; give the digits of one"):
         comparison.compare_group(group, settings(tmp_path, "against=snapkv"))
     digits = next(run.record.hash for run in group.runs if run.label.endswith("0.25"))[:8]
     found, notes = comparison.compare_group(group, settings(tmp_path, "metric=nll", f"against='{digits}'"))
-    assert not notes
+    assert len(notes) == 1 and "count as noise" in notes[0]
     assert [row.verdict for row in found] == ["better", "better"]
     narrowed = settings(tmp_path, "metric=nll", "against=snapkv", "where={budget:0.25}")
     (kept,) = load_groups(narrowed, also=["snapkv"])
@@ -207,7 +207,7 @@ def test_reference_of_the_same_conditions_is_preferred(tmp_path):
     (group,) = load_groups(cfg)
     assert group.reference.label == "full" and [run.label for run in group.repeats] == ["full batch 8"]
     rows, notes = comparison.compare_group(group, cfg)
-    others = {row.run.label: (row.other.label, row.num_lost) for row in rows}
+    others = {row.label: (row.other_label, row.num_lost) for row in rows}
     assert others["x batch 8"] == ("full batch 8", 0) and others["x"] == ("full", 0)
     assert others["full batch 8"] == ("full", 2)
     assert notes == [

@@ -1,5 +1,6 @@
-"""The statistics against scipy, statsmodels and plain loops, and their behaviour on the same thing measured twice."""
+"""Paired differences against scipy, statsmodels, enumeration and plain loops; one answer to one question."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,168 +9,231 @@ import scipy.stats
 import statsmodels.api as sm
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.power import TTestPower
-from statsmodels.stats.weightstats import ttost_paired
 
-from kvbench.stats import intervals
 from kvbench.stats import paired as stats
+from kvbench.stats import yes_no
+from kvbench.stats.intervals import mover, newcombe
+from kvbench.stats.signs import sign_flip, sign_flips
+from kvbench.stats.strata import Strata, standard_error, weighed
+
+
+def answers(lost, gained, count, right=None):
+    """Pairs (mine, theirs) of yes-or-no answers."""
+    same = count - lost - gained
+    right = same if right is None else right
+    return [(0.0, 1.0)] * lost + [(1.0, 0.0)] * gained + [(1.0, 1.0)] * right + [(0.0, 0.0)] * (same - right)
+
+
+def graded(*groups, weighting="subset", bounded=False, **settings):
+    """The statistics of differences."""
+    pairs = {str(i): [(float(x), 0.0) for x in values] for i, values in enumerate(groups)}
+    return stats.paired(pairs, weighting, bounded=bounded, **settings)
 
 
 @pytest.fixture
-def strata():
+def groups():
     """Differences of three subsets of unequal size and spread."""
     rng = np.random.default_rng(3)
     return [rng.normal(0.02, spread, size) for size, spread in ((11, 0.2), (40, 0.1), (7, 0.5))]
 
 
-def test_bootstrap_is_scipys(strata):
-    """With the same generator the interval is scipy's percentile interval of the independent, stretched subsets at the
-    level that Student's t puts in the place of 95 %."""
-    stretched = [np.mean(v) + math.sqrt(len(v) / (len(v) - 1)) * (v - np.mean(v)) for v in strata]
-    for values, given in ((strata, stretched), (strata[:1], stretched[:1])):
-        freedom = stats.standard_error(values)[1]
-        level = 1 - 2 * scipy.stats.norm.cdf(scipy.stats.t.ppf(0.025, freedom))
-        assert 0.95 < level < 0.99
-        # scipy draws all subsets in turn from one generator, as one batch.
-        expected = scipy.stats.bootstrap(
-            given,
-            lambda *samples, axis: sum(np.mean(item, axis=axis) for item in samples) / len(samples),
-            n_resamples=1500,
-            confidence_level=level,
-            method="percentile",
-            vectorized=True,
-            rng=np.random.default_rng(8),
-        ).confidence_interval
-        assert stats.bootstrap(values, resamples=1500, seed=8) == pytest.approx(tuple(expected), abs=1e-12)
-
-
-def test_bootstrap_says_nothing_without_spread():
-    """One sample in a subset, or values that are all the same, give no interval."""
-    assert stats.bootstrap([np.array([0.3])], resamples=200, seed=0) is None
-    assert stats.bootstrap([np.zeros(9), np.full(3, 0.5)], resamples=200, seed=0) is None
-    assert stats.bootstrap([], resamples=200, seed=0) is None
-
-
-def test_columns_share_their_draws(strata):
-    """The differences of two columns are the resamples of the differences."""
-    two = [np.stack([values, 2 * values + 1], axis=1) for values in strata]
-    means = stats.resampled_means(two, 300, 4)
-    alone = stats.resampled_means([values + 1 for values in strata], 300, 4)
-    np.testing.assert_allclose(means[:, 1] - means[:, 0], alone, atol=1e-12)
-
-
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (1, 0), (5, 1), (3, 3), (17, 4), (0, 6), (150, 201)])
-def test_mcnemar_is_the_binomial_test(lost, gained):
-    """The exact test is statsmodels', and scipy's binomial test of a fair coin over the samples that differ."""
+def test_one_subset_of_yes_or_no_is_mcnemars_test(lost, gained):
+    """The sign-flip test is then statsmodels' exact test, and scipy's of a fair coin over the samples that differ."""
+    found = stats.paired({"a": answers(lost, gained, lost + gained + 16)})
     expected = scipy.stats.binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
-    assert stats.mcnemar(lost, gained) == pytest.approx(expected, abs=1e-12)
-    assert stats.mcnemar(lost, gained) == pytest.approx(mcnemar([[7, gained], [lost, 9]], exact=True).pvalue, abs=1e-6)
+    assert found.p == pytest.approx(expected, abs=1e-12) and found.test == "mcnemar"
+    if lost + gained:
+        assert found.p == pytest.approx(mcnemar([[7, gained], [lost, 9]], exact=True).pvalue, abs=1e-6)
 
 
-def test_equivalence_is_statsmodels_paired_tost(strata):
-    """With one subset the p value is that of statsmodels' paired test, whatever the margin."""
+@pytest.mark.parametrize("seed", range(12))
+def test_sign_flip_is_every_pattern(seed):
+    """With unequal subsets the p value is the share of all sign patterns as far from zero, with the mean's weights."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, 7, rng.integers(1, 4))
+    kinds = [rng.choice([-1.0, 0.0, 1.0], size) if seed % 2 else rng.normal(0.3, 1, size) for size in sizes]
+    strata = weighed(kinds, "sample" if seed % 3 == 0 else "subset")
+    weighted = strata.flat * strata.per_sample
+    sums = [abs(float(np.dot(signs, weighted))) for signs in itertools.product((-1, 1), repeat=len(weighted))]
+    expected = np.mean([total >= abs(weighted.sum()) - 1e-12 for total in sums])
+    assert sign_flip(strata) == pytest.approx(expected, abs=1e-12)
+    columns = strata.map(lambda values: np.stack([values, 2 * values], axis=1))
+    assert sign_flips(columns, draws=4000) == pytest.approx(expected, abs=0.04)
+
+
+def test_direction_and_significance_never_disagree():
+    """Subsets of unequal size pull in opposite ways: p is never smaller than that of a permutation oracle with the
+    mean's weights, the interval excludes zero exactly where p is below 0.05, and on the side of the mean."""
     rng = np.random.default_rng(0)
-    mine = rng.random(50)
-    theirs = mine + rng.normal(0.01, 0.05, 50)
-    for margin in (0.005, 0.02, 0.1):
-        expected = ttost_paired(mine, theirs, -margin, margin)[0]
-        assert stats.equivalence([mine - theirs], margin) == pytest.approx(expected, abs=1e-6)
+    significant = 0
+    for trial in range(60):
+        pairs = {"big": answers(*rng.integers(0, 30, 2), 200), "small": answers(*rng.integers(0, 6, 2), 12)}
+        found = stats.paired(pairs, "sample" if trial % 4 == 0 else "subset")
+        low, high = found.interval[0]
+        assert (found.p < 0.05) == (low > 0 or high < 0) and low <= found.value <= high
+        significant += found.p < 0.05
+        weighted = found.strata.flat * found.strata.per_sample
+        draws = np.abs(np.random.default_rng(trial).choice([-1, 1], (2000, len(weighted))) @ weighted)
+        assert found.p >= np.mean(draws >= abs(found.value) - 1e-12) - 0.04
+    assert significant > 5
 
 
-def test_standard_error_is_the_contrast_of_subset_means(strata):
-    """With several subsets it is the error of the contrast 1/k of a model with one mean per subset and HC2 errors."""
-    values = np.concatenate(strata)
-    which = np.repeat(np.arange(3), list(map(len, strata)))
-    fitted = sm.OLS(values, (which[:, None] == np.arange(3)).astype(float)).fit(cov_type="HC2")
-    contrast = fitted.t_test(np.full((1, 3), 1 / 3))
-    error, freedom = stats.standard_error(strata)
-    assert stats.mean(strata) == pytest.approx(contrast.effect[0], abs=1e-12)
-    assert error == pytest.approx(contrast.sd[0, 0], rel=1e-9)
-    assert 6 < freedom < 55
-    welch = scipy.stats.ttest_ind(strata[0], -strata[1], equal_var=False)  # half the sum of two means
-    assert stats.standard_error(strata[:2])[1] == pytest.approx(welch.df, rel=1e-9)
+def test_subsets_that_pull_in_opposite_ways_are_no_proof():
+    """The big subset truly loses what the small one truly gains, so the weighted mean is zero: a direction is claimed
+    in at most 5 % of 400 tables. A pooled McNemar test claims it in half of them."""
+    rng = np.random.default_rng(5)
+    false = pooled = 0
+    for _ in range(400):
+        lost, gained = rng.binomial(200, 0.12), rng.binomial(12, 0.12)
+        pairs = {"big": answers(lost, 0, 200), "small": answers(0, gained, 12)}
+        false += stats.paired(pairs).p < 0.05
+        pooled += scipy.stats.binomtest(int(lost), int(lost + gained)).pvalue < 0.05
+    assert false <= 20 and pooled > 200
 
 
-def test_equivalence_of_identical_answers_needs_many_samples():
-    """When no sample differs, 299 prove a margin of one point and 298 do not; unbounded values prove nothing."""
-    assert stats.equivalence([np.zeros(299)], 0.01, bounded=True) == pytest.approx(0.99**299)
-    assert (
-        stats.equivalence([np.zeros(299)], 0.01, bounded=True)
-        < 0.05
-        < stats.equivalence([np.zeros(298)], 0.01, bounded=True)
+def test_better_is_not_said_when_more_was_lost():
+    """The audit's case: 34 of 200 lost and 10 gained in one subset, 5 of 10 gained in the other. The mean over subsets
+    is +19 points; pooled, significantly more was lost. Neither is shown."""
+    pairs = {"big": answers(34, 10, 200), "small": answers(0, 5, 10)}
+    found = stats.paired(pairs)
+    assert found.value == pytest.approx(0.19) and found.p > 0.05 and found.interval[0][0] <= 0
+    pooled = stats.paired(pairs, "sample")
+    assert pooled.value < 0 and pooled.test == "mcnemar" and pooled.p == pytest.approx(stats.paired(
+        {"all": [pair for group in pairs.values() for pair in group]}).p)  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "lost", "gained"), [(30, 0, 0), (30, 1, 0), (30, 1, 1), (100, 1, 0), (100, 9, 3)])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_would_show_is_the_power_of_the_test(count, lost, gained, rows):
+    """At the printed loss, with the churn allowed for, the corrected exact test shows a loss in 75 to 85 % of
+    simulated runs; one lost answer makes no claim better than none."""
+    found = stats.paired({"a": answers(lost, gained, count)})
+    level = 0.05 / rows
+    effect = found.detectable(level)
+    churn = max(found.churn, effect)
+    rng = np.random.default_rng(1)
+    lost_n, gained_n, _ = rng.multinomial(count, [(churn + effect) / 2, max(0, churn - effect) / 2, 1 - churn], 4000).T
+    shown = [scipy.stats.binomtest(int(a), int(a + b)).pvalue < level if a > b else False
+             for a, b in set(zip(lost_n, gained_n, strict=True))]  # fmt: skip
+    known = dict(zip(set(zip(lost_n, gained_n, strict=True)), shown, strict=True))
+    power = np.mean([known[pair] for pair in zip(lost_n, gained_n, strict=True)])
+    assert 0.75 <= power <= 0.85
+    assert effect >= stats.paired({"a": answers(0, 0, count)}).detectable(level) - 1e-12
+
+
+def test_would_show_of_graded_values():
+    """The power of the t test at the spread that was seen: statsmodels' for one test, and less for twelve."""
+    values = np.random.default_rng(4).normal(0.0, 0.2, 40)
+    found = graded(values)
+    effect = found.detectable() / np.std(values, ddof=1)
+    assert TTestPower().power(effect, 40, 0.05) == pytest.approx(0.8, abs=1e-3)
+    assert TTestPower().power(found.detectable(0.05 / 12) / np.std(values, ddof=1), 40, 0.05 / 12) == pytest.approx(
+        0.8, abs=1e-3
     )
-    assert stats.equivalence([np.zeros(20), np.zeros(4)], 0.01, bounded=True) == pytest.approx(0.99**8)
-    assert stats.equivalence([np.zeros(299)], 0.01) is None
-    assert stats.equivalence([np.full(299, 0.1)], 0.01, bounded=True) is None
+    assert found.needed(found.detectable()) == 40
+    assert graded(np.zeros(40)).detectable() is None
+    assert graded(values[:8]).detectable(0.005) is None  # 2^-7 is the smallest p of eight samples
 
 
-def test_sign_flip_is_every_pattern():
-    """A few differences: the p value is the share of all sign patterns that are as far from zero; the subsets weigh
-    the same."""
-    groups = [np.array([0.5, -0.1, 0.0, 0.4]), np.array([0.3, 0.9])]
-    weighted = np.concatenate([values / len(values) for values in groups])
-    weighted = weighted[weighted != 0]
-    patterns = np.array(np.meshgrid(*[[-1, 1]] * len(weighted))).reshape(len(weighted), -1)
-    sums = weighted @ patterns
-    expected = np.mean(np.abs(sums) >= abs(weighted.sum()) - 1e-12)
-    assert stats.sign_flip(groups, seed=0) == pytest.approx(expected, abs=1e-12)
-    assert stats.sign_flip([np.zeros(5)], seed=0) == 1.0 == stats.sign_flip([np.array([0.0, 0.3])], seed=0)
-    # Yes-or-no values in one subset: the same question as McNemar's.
-    many = np.array([-1.0] * 9 + [1.0] * 2 + [0.0] * 30)
-    assert stats.sign_flip([many], seed=0) == pytest.approx(stats.mcnemar(9, 2), abs=1e-12)
+def test_unequal_subsets_would_show_what_simulation_shows():
+    """Where samples weigh unlike, the effective number of samples takes the place of the number."""
+    sizes = (60, 30, 10)
+    found = stats.paired({str(n): answers(n // 10, n // 20, n) for n in sizes})
+    effect, churn = found.detectable(), found.churn
+    rng, hits = np.random.default_rng(2), 0
+    for _ in range(300):
+        values = [rng.choice([-1.0, 1.0, 0.0], n, p=[(churn + effect) / 2, (churn - effect) / 2, 1 - churn])
+                  for n in sizes]  # fmt: skip
+        pairs = {str(i): answers(int(np.sum(v < 0)), int(np.sum(v > 0)), len(v)) for i, v in enumerate(values)}
+        other = stats.paired(pairs, resamples=99)
+        hits += other.value < 0 and other.p < 0.05
+    assert 0.72 <= hits / 300 <= 0.88
+
+
+@pytest.mark.parametrize(("lost", "gained", "count"), [(0, 0, 299), (1, 0, 300), (3, 1, 200), (10, 10, 400)])
+def test_within_a_margin_is_the_exact_probability(lost, gained, count):
+    """The p value is the share of simulated runs that look as good although they lose the margin."""
+    margin = 0.03
+    rate = max(
+        np.linspace(0, 0.1, 2001),
+        key=lambda r: (
+            lost * math.log(r + margin)
+            + (gained * math.log(r) if r else (-math.inf if gained else 0.0))
+            + (count - lost - gained) * math.log(1 - 2 * r - margin)
+        ),
+    )
+    rng = np.random.default_rng(0)
+    a, b, _ = rng.multinomial(count, [rate + margin, rate, 1 - 2 * rate - margin], 40_000).T
+    assert yes_no.within(lost, gained, count, margin) == pytest.approx(np.mean(b - a >= gained - lost), abs=0.01)
+
+
+def test_equality_of_identical_answers_needs_many_samples():
+    """When no sample differs, 299 prove a margin of one point and 298 do not; unbounded values prove nothing."""
+    for count in (299, 298):
+        found = graded(np.zeros(count), bounded=True)
+        assert found.p_within(0.01) == pytest.approx(0.99**count)
+        assert stats.paired({"a": answers(0, 0, count)}).p_within(0.01) == pytest.approx(0.99**count)
+    assert graded(np.zeros(20), np.zeros(4), bounded=True).p_within(0.01) == pytest.approx(0.99**8)
+    assert graded(np.zeros(299)).p_within(0.01) is None
+    # One lost answer of 300 is no proof of less than one point: a t test says p = 0.02.
+    assert stats.paired({"a": answers(1, 0, 300)}).p_within(0.01) == pytest.approx(scipy.stats.binom.cdf(1, 300, 0.01))
+
+
+def test_four_lost_and_none_gained_is_no_proof():
+    """At every n the interval of 4 lost answers reaches zero, as McNemar's p of 0.125 does."""
+    for count in (8, 30, 100, 1000):
+        found = stats.paired({"a": answers(4, 0, count)})
+        assert found.p == 0.125 and found.interval[0][1] >= 0 > found.value
+    assert stats.paired({"a": answers(4, 0, 30)}).interval == (newcombe(26, 0, 4, 0), "newcombe")
+
+
+def test_few_samples_have_no_interval():
+    """Fewer than eight graded samples, a subset of one, or no spread: nothing is said."""
+    rng = np.random.default_rng(0)
+    assert graded(rng.random(7)).interval == (None, "") == graded(rng.random(20), rng.random(1)).interval
+    assert graded(np.full(20, 0.3)).interval == (None, "")
+    assert graded(rng.random(7)).p is None is graded(rng.random(20), rng.random(1)).p
+    bounded = graded(np.append(np.zeros(20), [0.3, -0.1]), bounded=True)
+    (low, high), name = bounded.interval
+    assert name == "clopper-pearson" and low < 0 < high and bounded.p == 1.0
+
+
+def test_standard_error_is_the_contrast_of_subset_means(groups):
+    """With several subsets it is the error of the contrast of a model with one mean per subset and HC2 errors."""
+    values = np.concatenate(groups)
+    which = np.repeat(np.arange(3), list(map(len, groups)))
+    fitted = sm.OLS(values, (which[:, None] == np.arange(3)).astype(float)).fit(cov_type="HC2")
+    for weighting in ("subset", "sample"):
+        strata = weighed(groups, weighting)
+        contrast = fitted.t_test(np.array([strata.weights]))
+        error, freedom = standard_error(strata)
+        assert strata.mean() == pytest.approx(contrast.effect[0], abs=1e-12)
+        assert error == pytest.approx(contrast.sd[0, 0], rel=1e-9) and 6 < freedom < 58
+    welch = scipy.stats.ttest_ind(groups[0], -groups[1], equal_var=False)  # half the sum of two means
+    assert standard_error(weighed(groups[:2]))[1] == pytest.approx(welch.df, rel=1e-9)
+    assert weighed(groups, "sample").effective_count == pytest.approx(58)
+    assert mover([(0.5, 0.2, 0.9), (0.1, 0.1, 0.4)], (0.5, 0.5)) == pytest.approx((0.15, 0.25))
 
 
 def test_holm_by_hand():
-    """The smallest p value is multiplied by their number, the next by one less, and none falls below one before it."""
+    """The smallest p value is multiplied by their number, the next by one less, and none falls below one before it; an
+    unknown one still counts."""
     assert stats.holm([0.04, 0.001, 0.03]) == pytest.approx([0.06, 0.003, 0.06])
-    assert stats.holm([]) == []
+    assert stats.holm([0.01, None]) == [0.02, None] and stats.holm([]) == []
 
 
-def test_detectable_difference(strata):
-    """The smallest difference that would show: statsmodels' power is 80 % at it, and as many samples as it says are
-    needed for it."""
-    values = strata[1:2]
-    smallest = stats.detectable(values)
-    effect = smallest / np.std(values[0], ddof=1)
-    assert TTestPower().power(effect, len(values[0]), 0.05) == pytest.approx(0.8, abs=1e-6)
-    assert stats.samples_needed(values, smallest) == len(values[0])
-    assert stats.samples_needed([np.array([0.5, 0.5 + 1e-16, 0.5, 0.5])], 0.3) == 3
-    assert stats.detectable([np.zeros(40)]) is None
-    loss = stats.detectable([np.zeros(40)], yes_no=True)
-    assert scipy.stats.binom.sf(5, 40, loss) == pytest.approx(0.8)
-    assert stats.mcnemar(6, 0) < 0.05 < stats.mcnemar(5, 0)
-    assert stats.detectable([np.zeros(5)], yes_no=True) is None is stats.detectable([np.zeros(9), np.ones(9)])
+def test_a_large_family_can_still_be_significant():
+    """With 500 rows a difference that every sample has is shown: the resamples grow with the family."""
+    values = np.random.default_rng(0).normal(1.0, 0.2, 40)
+    alone, among = graded(values), graded(values)
+    among.num_tests = 500
+    assert 500 * alone.p > 0.05 and stats.holm([among.p] + [1.0] * 499)[0] < 0.05
 
 
-@pytest.mark.parametrize("sizes", [(100,), (6, 6, 6, 6), (60, 20, 40)])
-def test_same_thing_twice_covers_zero(sizes):
-    """The full cache against itself with noise, 1,000 times: the 95 % interval covers zero in 93 to 97 % of them."""
-    rng = np.random.default_rng(11)
-    covered = 0
-    for trial in range(1000):
-        # 40 % of the answers change at all; which of the two runs is the better one is chance.
-        differences = [(rng.random(size) < 0.4) * (rng.random(size) - rng.random(size)) for size in sizes]
-        low, high = stats.bootstrap(differences, resamples=400, seed=trial)
-        covered += low <= 0 <= high
-    assert 930 <= covered <= 970
-
-
-def test_same_thing_twice_covers_zero_for_yes_or_no():
-    """The same for right and wrong answers of which one in eight changes."""
-    rng = np.random.default_rng(12)
-    covered = 0
-    for trial in range(1000):
-        differences = [rng.choice([-1.0, 0.0, 1.0], size=50, p=[1 / 16, 7 / 8, 1 / 16]) for _ in range(4)]
-        low, high = stats.bootstrap(differences, resamples=400, seed=trial)
-        covered += low <= 0 <= high
-    assert 930 <= covered <= 970
-
-
-def test_both_intervals_of_a_mean_rest_on_one_variance(strata):
-    """The t interval of `estimate` is that of `standard_error`, which the sum of the subsets' variances decides; the
-    interval of a mean of means reaches as far as its parts together."""
-    made = intervals.estimate({str(index): list(values) for index, values in enumerate(strata)})
-    error, freedom = stats.standard_error(strata)
-    assert (made.high - made.low) / 2 == pytest.approx(scipy.stats.t.ppf(0.975, freedom) * error)
-    below, above = intervals.mover([(0.5, 0.2, 0.9), (0.1, 0.1, 0.4)], 2)
-    assert (below, above) == pytest.approx((0.15, 0.25))
-    assert intervals.mover([], 4, 0.8) == pytest.approx((0.2, 0.2))
+def test_strata_weights():
+    """Weights by sample are the pooled mean; a single subset weighs samples alike."""
+    strata = weighed([[1.0, 2.0, 3.0], [], [10.0]], "sample")
+    assert strata.mean() == pytest.approx(4.0) and strata.weighs_samples_alike
+    assert weighed([[1.0, 2.0, 3.0], [10.0]]).mean() == pytest.approx(6.0)
+    assert Strata((np.eye(2),), (1.0,)).column(1).mean() == 0.5

@@ -197,3 +197,12 @@ def test_the_fingerprint_is_the_same_in_another_process(folder, tmp_path, monkey
     (config,) = (str(item) for item in hashed[0].values() if len(item) == 3)
     assert " at 0x" in str(task.docs["far/0"].task.dump_config())
     assert "functools.partial(<function ask>" in config and " at 0x" not in config
+
+
+def test_groups_weigh_their_tasks_as_lm_eval_does():
+    """MMLU's questions weigh alike, as its YAML says; a group without a mean of its own has equal tasks, and a single
+    task has no weights."""
+    from kvbench.tasks.harness.find import weighting_of
+
+    assert weighting_of("mmlu") == weighting_of("mmlu_pro") == "sample"
+    assert weighting_of("gsm8k") == "subset"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.engine.requests import Request
 from kvbench.errors import check_whole, unknown_name
 from kvbench.tasks.choices import choice_request
-from kvbench.tasks.harness.find import build_tasks
+from kvbench.tasks.harness.find import build_tasks, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
 from kvbench.tasks.prompts import (
     PromptBuilder,
@@ -107,6 +107,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
         primary=_primary(cfg.get("metric"), metrics),
         scorer=lambda key, text: docs[key].score_text(text),
         docs=docs,
+        weighting=weighting_of(name, cfg.get("include_path")) if len(tasks) > 1 else "subset",
     )
 
 

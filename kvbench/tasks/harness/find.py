@@ -11,6 +11,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.stats.strata import Weighting
 from kvbench.tasks.lmeval import lmeval_tasks_folder, quiet
 from kvbench.tasks.source import MissingDataError
 
@@ -187,6 +188,28 @@ def missing_package(what: str, error: ImportError) -> ValueError:
         f"{what} needs the package {package}, which is not installed; `{line}`, or see the README of the task in "
         "lm-eval"
     )
+
+
+def weighting_of(name: str, include_path: str | None = None) -> Weighting:
+    """What weighs the same in the mean that lm-eval reports for a group.
+
+    Args:
+        name: A task, a group or a tag.
+        include_path: Folder with further task YAMLs, or None.
+
+    Returns:
+        `sample` where the group and every group in it are weighted by size, as MMLU is; else `subset`.
+    """
+    index = manager_of([name], [include_path] if include_path else []).task_index
+    todo, groups = [name], []
+    while todo:
+        entry = index.get(todo.pop())
+        if entry is not None and entry.kind.name == "GROUP":
+            groups.append((entry.cfg or {}).get("aggregate_metric_list"))
+            todo += [child for child in (entry.cfg or {}).get("task") or () if isinstance(child, str)]
+    # lm-eval's own default is true.
+    by_size = [[item.get("weight_by_size", True) for item in ([g] if isinstance(g, dict) else g or [])] for g in groups]
+    return "sample" if groups and all(flags and all(flags) for flags in by_size) else "subset"
 
 
 def _load(manager: "TaskManager", name: str, specs: list) -> "dict[str, Task]":

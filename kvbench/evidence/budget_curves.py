@@ -1,0 +1,153 @@
+"""Methods at equal bytes: the curve of each over its budgets, read at one number of bytes or over a range of them.
+
+A budget in tokens is not the same number of bytes under two methods. So the value at equal bytes is interpolated
+between the runs of a method, linear in the logarithm of the resident bytes. Each sample gets the value that it adds
+to the interpolated mean, the part that its own bytes have in it included. Resampling these is a joint bootstrap of
+quality and bytes, and the differences of two methods stay paired.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvbench.evidence.pairing import Curve, SampleName, curve_of, strata
+from kvbench.evidence.runs import StoredRun
+from kvbench.results.measures import RESIDENT, Measure
+from kvbench.stats.strata import Strata, weighed
+
+TIE = 0.01  # bytes within this share of one another are the same
+STEP = 1e-6
+Range = tuple[float, float]
+
+
+class OutOfRange(ValueError):
+    """The runs of a method do not span the bytes asked for."""
+
+
+def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
+    """The runs that one line may join: those of a method whose settings differ in numbers only.
+
+    A tier is no step on the way from one budget to the next.
+
+    Returns:
+        Name -> runs; a name is the method and, where it has several series, the words that tell this one.
+    """
+    found: dict[tuple, list[StoredRun]] = {}
+    for run in runs:
+        settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
+        words = tuple((key, str(value)) for key, value in settings.items() if not is_number(value))
+        found.setdefault((run.method, words, run.conditions), []).append(run)
+    names: dict[str, list[StoredRun]] = {}
+    for (method, words, conditions), members in found.items():
+        others = [key for key in found if key[0] == method]
+        told = [f"{k}={v}" for k, v in words if any((k, v) not in key[1] for key in others)]
+        told += list(conditions) if len({key[2] for key in others}) > 1 else []
+        name = " ".join([method, *told])
+        names.setdefault(name, []).extend(members)
+    return names
+
+
+def is_number(value: object) -> bool:
+    """A budget or another number; one that is not set is a number too."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return True
+    return isinstance(value, str) and value[:1].isdigit() and not value.isalpha()
+
+
+def resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
+    """What each sample adds to the share of the FP16 cache that a run holds; the mean of these is that share."""
+    sums: dict[SampleName, list[float]] = {}
+    for record in run.samples.values():
+        if record["status"] != "ok":
+            continue
+        above, below = RESIDENT.above(record), RESIDENT.below(record)
+        if above is not None and below:
+            both = sums.setdefault((record["subset"], record["sample_id"]), [0.0, 0.0])
+            both[0] += above
+            both[1] += below
+    held = np.array([sums[name] for name in names])
+    share = held[:, 0].sum() / held[:, 1].sum()
+    return share + (held[:, 0] - share * held[:, 1]) / held[:, 1].mean()
+
+
+def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: float | Range) -> Curve:
+    """A method's values at some bytes, or their mean over a range of bytes.
+
+    Args:
+        name: Of the series.
+        runs: Of one series.
+        what: The metric.
+        wanted: Percent of an FP16 full cache; two of them ask for the mean over the logarithm of the bytes between
+            them, which is the area under the budget curve divided by its width.
+
+    Raises:
+        OutOfRange: The runs do not span these bytes.
+    """
+    curves = [curve_of(run, what) for run in runs]
+    shared = set.intersection(*(set(curve.values) for curve in curves))
+    ends = np.log(np.atleast_1d(np.asarray(wanted, dtype=float)) / 100)
+    if len(runs) < 2 or not shared:
+        raise OutOfRange(f"{name} has no two runs with common samples, so it has no curve over bytes")
+    members = strata(shared)
+    names = [sample for group in members.values() for sample in group]
+    shares = np.stack([resident_share(run, names) for run in runs], axis=1)
+    order = np.argsort(shares.mean(axis=0))
+    shares, curves = shares[:, order], [curves[index] for index in order]
+    means = shares.mean(axis=0)
+    x = np.log(means)
+    if ends[0] < x[0] - TIE or ends[-1] > x[-1] + TIE:
+        low, high = 100 * means[[0, -1]]
+        raise OutOfRange(
+            f"{name} was run from {low:.1f} to {high:.1f} % of the bytes only, and nothing is guessed beyond"
+        )
+    values = weighed(
+        [np.array([[c.values[s] for c in curves] for s in group]) for group in members.values()], curves[0].weighting
+    )
+    read = _at if len(ends) == 1 else _area
+    pseudo = _pseudo_values(values, (shares - means) / means, x, lambda y, places: read(y, places, ends))
+    text = f"{name} at {wanted:g} %" if len(ends) == 1 else f"{name}, {100 * np.exp(ends[0]):g} to "
+    text += "" if len(ends) == 1 else f"{100 * np.exp(ends[1]):g} %"
+    found = dict(zip(names, pseudo.tolist(), strict=True))
+    total = max(curve.total for curve in curves)
+    return Curve(
+        label=text,
+        values=found,
+        ranges={sample: (value, value) for sample, value in found.items()},
+        total=total,
+        weighting=curves[0].weighting,
+        progress=f"{len(found)} of {total} samples",
+    )
+
+
+def _at(values: np.ndarray, x: np.ndarray, ends: np.ndarray) -> float:
+    return float(np.interp(ends[0], x, values))
+
+
+def _area(values: np.ndarray, x: np.ndarray, ends: np.ndarray) -> float:
+    inside = x[(x > ends[0]) & (x < ends[1])]
+    knots = np.concatenate([ends[:1], inside, ends[1:]])
+    return float(np.trapezoid(np.interp(knots, x, values), knots) / (ends[1] - ends[0]))
+
+
+def _pseudo_values(
+    values: Strata, shifts: np.ndarray, x: np.ndarray, read: Callable[[np.ndarray, np.ndarray], float]
+) -> np.ndarray:
+    """What each sample adds to a function of the runs' means and of their log bytes, to first order.
+
+    Args:
+        values: [n, runs] of each subset.
+        shifts: [count, runs], what each sample adds to the log bytes of each run; the mean of each column is 0.
+        x: [runs] log bytes.
+        read: (means, log bytes) -> number; linear in the means.
+    """
+    means = np.asarray(values.mean())
+    middle = read(means, x)
+    slopes = np.array([read(means + unit, x) - middle for unit in np.eye(len(x))])
+    drift = np.array([(read(means, x + unit) - read(means, x - unit)) / (2 * STEP) for unit in STEP * np.eye(len(x))])
+    return values.flat @ slopes + (shifts @ drift) / (values.count * values.per_sample)
+
+
+def unbounded(what: Measure) -> Measure:
+    """The metric as interpolated values have it: they are neither yes nor no, and may leave [0, 1]."""
+    return dataclasses.replace(what, bounded=False)

@@ -1,0 +1,111 @@
+"""Values in subsets, the weight of each subset, their weighted mean and its standard error.
+
+Everything in this room works on one `Strata`, so that an estimate, its interval and its tests weigh the subsets alike.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Weighting = Literal["subset", "sample"]
+FEWEST_SAMPLES = 8  # fewer prove nothing but yes-or-no answers: spread and skewness cannot be told from them
+ROUNDING = 1e-12  # of the largest value; a smaller spread is the rounding of a mean
+
+
+@dataclass(frozen=True)
+class Strata:
+    """Values of each subset and the subsets' weights.
+
+    Args:
+        values: One array for each subset, [n] or [n, columns], n >= 1; a column is one thing measured.
+        weights: One for each subset, above 0, with the sum 1.
+    """
+
+    values: tuple[np.ndarray, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each subset."""
+        return tuple(map(len, self.values))
+
+    @property
+    def count(self) -> int:
+        """Samples of all subsets."""
+        return sum(self.sizes)
+
+    @property
+    def flat(self) -> np.ndarray:
+        """The values of all subsets, one after the other."""
+        return np.concatenate(self.values)
+
+    @property
+    def per_sample(self) -> np.ndarray:
+        """What each sample weighs in the mean, [count]; the sum is 1."""
+        return np.repeat([weight / size for weight, size in zip(self.weights, self.sizes, strict=True)], self.sizes)
+
+    @property
+    def weighs_samples_alike(self) -> bool:
+        """Every sample has the same weight, so that the subsets are one sample."""
+        each = self.per_sample
+        return bool(np.ptp(each) <= ROUNDING)
+
+    @property
+    def effective_count(self) -> float:
+        """The samples of one subset whose mean would be as uncertain: 1 / sum of squared weights."""
+        return float(1 / np.sum(self.per_sample**2))
+
+    def mean(self) -> np.ndarray | float:
+        """The weighted mean, a number for each column."""
+        found = sum(w * v.mean(axis=0) for w, v in zip(self.weights, self.values, strict=True))
+        return found if self.values[0].ndim > 1 else float(found)
+
+    def column(self, index: int) -> "Strata":
+        """One column by itself."""
+        return Strata(tuple(values[:, index] for values in self.values), self.weights)
+
+    def map(self, change: "object") -> "Strata":
+        """The same subsets with each one's values changed by a function."""
+        return Strata(tuple(change(values) for values in self.values), self.weights)  # type: ignore[operator]
+
+
+def weighed(values: Sequence[Sequence[float] | np.ndarray], weighting: Weighting = "subset") -> Strata:
+    """Put values into subsets with weights.
+
+    Args:
+        values: Of each subset; empty ones are dropped.
+        weighting: `subset`: every subset weighs the same; `sample`: every sample does.
+    """
+    arrays = tuple(np.asarray(item, dtype=float) for item in values if len(item))
+    total = sum(map(len, arrays))
+    weights = tuple(len(item) / total if weighting == "sample" else 1 / len(arrays) for item in arrays)
+    return Strata(arrays, weights)
+
+
+def has_spread(values: np.ndarray) -> bool:
+    """True when values differ by more than rounding."""
+    return bool(np.ptp(values) > ROUNDING * max(1e-300, float(np.max(np.abs(values)))))
+
+
+def standard_error(strata: Strata) -> tuple[float, float] | None:
+    """Standard error of the weighted mean, and its degrees of freedom.
+
+    With one subset this is the paired t test's. With several it is that of a contrast in a model with one mean per
+    subset and HC2 errors.
+
+    Returns:
+        None where a subset has one sample, or where no value differs.
+
+    Source: Satterthwaite 1946, Biometrics Bulletin 2:110; Welch 1947, Biometrika 34:28.
+    """
+    if not strata.values or min(strata.sizes) < 2 or not any(map(has_spread, strata.values)):
+        return None
+    terms = [
+        (weight**2 * float(np.var(values, ddof=1)) / len(values), len(values) - 1)
+        for values, weight in zip(strata.values, strata.weights, strict=True)
+    ]
+    total = sum(variance for variance, _ in terms)
+    return math.sqrt(total), total**2 / sum(variance**2 / freedom for variance, freedom in terms)

@@ -1,0 +1,86 @@
+"""Right and wrong answers, paired: exact power, and an exact test that two rates differ by less than a margin."""
+
+import math
+
+import numpy as np
+
+POWER = 0.8
+MOST_SAMPLES = 1 << 20
+
+
+def within(lost: int, gained: int, count: int, margin: float) -> float:
+    """One-sided test: is the share gained less the share lost above -margin?
+
+    The share gained that the margin makes most likely is put in for the unknown one; the rest is exact.
+
+    Args:
+        lost: Samples that only the other run got right.
+        gained: Samples that only this run got right.
+        count: All samples.
+        margin: Largest loss that counts as none, in (0, 1).
+
+    Returns:
+        Probability of a difference at least this good if the true loss is the margin.
+
+    Source: Tango 1998, Statistics in Medicine 17:891, for the restricted estimate; Lloyd 2008, Australian & New Zealand
+        J. Statistics 50:329, for the exact probability at it.
+    """
+    from scipy.stats import binom
+
+    if margin >= 1:
+        return 0.0
+    linear = (lost + gained) * (1 - margin) - 2 * gained * margin - 2 * (count - lost - gained) * margin
+    better = (linear + math.sqrt(linear**2 + 8 * count * gained * margin * (1 - margin))) / (4 * count)
+    better = min(max(better, 0.0), (1 - margin) / 2)
+    differ = np.arange(count + 1)
+    shares = binom.pmf(differ, count, 2 * better + margin)
+    # Of `differ` answers at least this many must be gained: gained - lost >= what was seen.
+    least = np.ceil((differ + gained - lost) / 2)
+    return float(np.sum(shares * binom.sf(least - 1, differ, better / (2 * better + margin))))
+
+
+def power(loss: float, churn: float, count: int, level: float) -> float:
+    """Probability that McNemar's exact test shows a true loss, with the right sign.
+
+    Args:
+        loss: Share lost less share gained, in (0, 1].
+        churn: Share of the samples that differ at all; at least the loss is taken.
+        count: Samples.
+        level: The test shows what has a p value below it.
+    """
+    from scipy.stats import binom
+
+    churn = min(1.0, max(churn, loss))
+    differ = np.arange(count + 1)
+    most = binom.ppf(level / 2, differ, 0.5)  # gained answers that still are few enough
+    most = most - (binom.cdf(most, differ, 0.5) >= level / 2)
+    gained = (churn - loss) / (2 * churn)
+    return float(np.sum(binom.pmf(differ, count, churn) * binom.cdf(most, differ, gained)))
+
+
+def detectable(churn: float, count: int, level: float) -> float | None:
+    """The smallest loss that McNemar's exact test shows with 80 % probability; None where no loss would.
+
+    Args:
+        churn: Share of the samples that differ at all, of which one cannot be sure: the upper end of its interval.
+        count: Samples.
+        level: Of the test.
+    """
+    from scipy.optimize import brentq
+
+    if count < 1 or power(1.0, 1.0, count, level) < POWER:
+        return None
+    return float(brentq(lambda loss: power(loss, churn, count, level) - POWER, 1e-9, 1.0))
+
+
+def samples_needed(loss: float, churn: float, level: float) -> int | None:
+    """How many samples show a loss with 80 % probability; None for more than a million."""
+    few, many = 1, 8
+    while power(loss, churn, many, level) < POWER:
+        few, many = many, 2 * many
+        if many > MOST_SAMPLES:
+            return None
+    while many - few > max(1, few // 200):
+        middle = (few + many) // 2
+        few, many = (few, middle) if power(loss, churn, middle, level) >= POWER else (middle, many)
+    return many
