@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.config import code, files
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, copy_config, read_config
-from kvbench.errors import check_keys, check_whole, unknown_name
+from kvbench.errors import check_keys, unknown_name
 from kvbench.results import identity, provenance
 from kvbench.results.sample import Key
 from kvbench.results.writing import check_writable
@@ -88,8 +88,9 @@ def check_config(cfg: DictConfig) -> None:
         check_keys(OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg, known, prefix=prefix)
     for key, rule in RULES.items():
         rule.check(key, OmegaConf.select(cfg, key))
-    if cfg.limit is not None:
-        check_whole("limit", cfg.limit, 1, ", or null for all samples")
+    from kvbench.tasks.draw import Limit
+
+    Limit.read(cfg.limit)
     if cfg.fidelity.max_tokens is not None:
         Whole(0, unit="tokens").check("fidelity.max_tokens", cfg.fidelity.max_tokens)
     if cfg.fidelity.get("on", GOLD) not in (GOLD, OWN):

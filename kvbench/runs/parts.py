@@ -32,14 +32,14 @@ class TaskLoader(Protocol):
     """Loads a task for a model."""
 
     def __call__(
-        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
+        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: DictConfig
     ) -> "TaskSet":
         """Load the task of a task group.
 
         Args:
             cfg: The task group.
             model: Whose tokenizer and context length the prompts are for.
-            limit: Samples per subset; None for all.
+            limit: Samples per subset, `first:` and a number for the first ones; None for all.
             seed: Decides generated data.
             protocol: The protocol group.
         """
@@ -277,7 +277,7 @@ class Loaders:
         return self._model.get(as_dict(cfg), load)
 
     def load_task(
-        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
+        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: DictConfig
     ) -> "TaskSet":
         """The task of a task group."""
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import unknown_name
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -31,7 +32,7 @@ def load_task(
     task_cfg: Mapping[str, Any],
     model: "LoadedModel",
     *,
-    limit: int | None,
+    limit: int | str | Limit | None,
     seed: int,
     protocol: Mapping[str, Any] | None = None,
 ) -> TaskSet:
@@ -41,7 +42,7 @@ def load_task(
         task_cfg: The `task` group of the configuration; `name` says which task, the other keys are that task's own.
             With `harness: lm_eval` it is a task of lm-eval.
         model: Its tokenizer, context length and chat template are used; its weights are not.
-        limit: Samples per subset, the first ones; None for all.
+        limit: How many samples per subset, a fixed random choice; `first:20` for the first ones; None for all.
         seed: Decides generated data.
         protocol: The `protocol` group of the configuration; None takes its defaults.
 
@@ -57,9 +58,7 @@ def load_task(
     package = "harness" if harness else BENCHMARKS.get(str(name))
     if package is None:
         raise unknown_name("task.name", name, BENCHMARKS)
-    if limit is not None:
-        check_whole("limit", limit, 1, ", or null for all samples")
     if model.tokenizer is None:
         raise ValueError(f"task={name} needs a tokenizer and model {model.name} has none; choose another model")
     load = import_module(f"kvbench.tasks.{package}").load
-    return load(task_cfg, model, limit=limit, seed=seed, protocol=Protocol.from_mapping(protocol))
+    return load(task_cfg, model, limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.requests import Request
+from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
@@ -62,7 +63,7 @@ def load_problems(
     yaml_names: Sequence[str],
     metadata: Mapping[str, Any],
     model: "LoadedModel",
-    limit: int | None,
+    limit: Limit | None,
     protocol: Protocol,
     metrics: Mapping[str, MetricInfo],
     primary: str,
@@ -84,7 +85,7 @@ def load_problems(
         yaml_names: Tasks in it; one group of problems each.
         metadata: Passed to the function that reads the data.
         model: Tokenizes the prompts.
-        limit: Problems per YAML, the first ones; None for all.
+        limit: Which problems of each YAML; None for all.
         protocol: How the problems are asked.
         metrics: Name -> meaning of the scores.
         primary: The one that stands for the task; its values are 0 and 1.
@@ -110,7 +111,7 @@ def load_problems(
     builders = [PromptBuilder(model, protocol, PromptRules.from_yaml(task.config)) for task in tasks.values()]
     for (yaml_name, task), builder in zip(tasks.items(), builders, strict=True):
         rows = task.dataset["test"]
-        docs = [doc for _, doc in task.doc_iterator(limit=limit)]
+        docs = [task.eval_docs[at] for at in drawn(len(task.eval_docs), limit, yaml_name if len(tasks) > 1 else name)]
         reasons = unusable(docs)
         quarantined += [*rows.quarantined, *(rows.set_aside(index, reason) for index, reason in reasons.items())]
         copies += rows.copies

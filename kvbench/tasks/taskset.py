@@ -148,7 +148,7 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
         64 hex digits.
     """
     own = [*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml")]
-    files = {path.relative_to(folder.parent).as_posix(): path for path in own if "cage" not in path.parts}
+    files = {path.relative_to(folder.parent).as_posix(): path for path in own if folder / "cage" not in path.parents}
     digest = hashlib.sha256(hash_files(files).encode())
     digest.update(json.dumps(libraries(files.values())).encode())
     for request in requests:

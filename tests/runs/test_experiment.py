@@ -85,8 +85,8 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
     [
         ("batch_size", 0, "batch_size=0 must be a whole number of samples from 1 to 65536"),
         ("batch_size", "four", "batch_size='four' must be a whole number"),
-        ("limit", 0, "limit=0 must be a whole number of at least 1, or null for all samples"),
-        ("limit", True, "limit=True must be a whole number"),
+        ("limit", 0, "limit=0 is no number of samples; write a whole number"),
+        ("limit", True, "limit=True is no number of samples"),
         ("seed", -1, "seed=-1"),
         ("fidelity__max_tokens", -1, "fidelity.max_tokens=-1"),
         ("reference", "atuo", "reference=atuo does not exist. Did you mean auto?"),

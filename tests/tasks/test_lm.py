@@ -44,7 +44,7 @@ def test_lmeval_runs_our_tasks(lm: KvbenchLM, tmp_path: Path) -> None:
     samples = result["samples"]["kvbench_longbench_samsum"]
     assert len(samples) == 2
     settings = {"name": "longbench", "subsets": "samsum", "data_dir": str(tmp_path)}
-    task = load_task(settings, lm.model, limit=2, seed=0, protocol=dict(lm.cfg.protocol))
+    task = load_task(settings, lm.model, limit="first:2", seed=0, protocol=dict(lm.cfg.protocol))
     outcomes = lm._run(task.requests, fidelity_max_tokens=0)
     for sample, request in zip(samples, task.requests, strict=True):
         assert sample["resps"][0][0] == outcomes[request.sample_id].text

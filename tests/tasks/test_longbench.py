@@ -50,7 +50,7 @@ def load(model, folder: Path, subsets: object, **more: object):
     """The task with its data in a folder."""
     protocol, limit = more.pop("protocol", None), more.pop("limit", None)
     settings = {"name": "longbench", "subsets": subsets, "data_dir": str(folder)} | more
-    return load_task(settings, model, limit=limit, seed=0, protocol=protocol)
+    return load_task(settings, model, limit=limit and f"first:{limit}", seed=0, protocol=protocol)
 
 
 @pytest.mark.parametrize("subset", ENGLISH)

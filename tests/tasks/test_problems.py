@@ -10,6 +10,7 @@ from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
 from kvbench.config.files import conf_folder
 from kvbench.tasks import aime, load_task
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.gsm8k.shots import COT8
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.mathematics.dataset import SUBJECTS
@@ -35,7 +36,7 @@ def load(model, name: str, folder: Path, **settings: object):
     limit, seed = settings.pop("limit", None), settings.pop("seed", 0)
     consent = {"allow_code_execution": True} if name in CODE_TASKS else {}
     cfg = {"name": name, "data_dir": str(folder)} | consent | settings
-    return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
+    return load_task(cfg, model, limit=limit and f"first:{limit}", seed=seed, protocol=protocol)
 
 
 def prompt_of(model, request) -> str:
@@ -49,7 +50,7 @@ def test_every_task_has_a_configuration_that_fits_it(name: str, model, tmp_path:
     cfg = OmegaConf.to_container(OmegaConf.load(conf_folder() / "task" / f"{name}.yaml"))
     cfg |= {"data_dir": str(folder_of(tmp_path, name))} | ({"subjects": "algebra"} if name == "math" else {})
     cfg |= {"allow_code_execution": True} if name in CODE_TASKS else {}
-    task = load_task(cfg, model, limit=2, seed=0, protocol={"max_new_tokens": 64})
+    task = load_task(cfg, model, limit="first:2", seed=0, protocol={"max_new_tokens": 64})
     assert [request.sample_id for request in task.requests] == [f"{name}/0", f"{name}/1"]
     assert {request.subset for request in task.requests} == {name}
     assert all(request.gold and request.meta["index"] in (0, 1) for request in task.requests)
@@ -230,7 +231,7 @@ def test_rows_that_nothing_can_be_graded_against_are_set_aside(model, tmp_path: 
             yaml_names=["kvbench_aime24"],
             metadata={"data_dir": str(tmp_path)},
             model=model,
-            limit=limit,
+            limit=limit and Limit(limit, first=True),
             protocol=Protocol(max_new_tokens=64),
             metrics=aime.METRICS,
             primary="correct",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.tasks.aime.metrics import vote
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys, draw_sizes
@@ -20,14 +21,16 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
     """Load the problems of one year.
 
     Args:
         cfg: `name` (`aime24` or `aime25`), `data_dir`, `k`.
         model: Tokenizes the prompts; its context must hold the answer, 32,768 tokens unless `protocol.max_new_tokens`
             says otherwise.
-        limit: Problems, from the start of the file; None for all.
+        limit: Which problems; None for all.
         seed: Not used: the engine derives what it needs for sampled answers.
         protocol: How the problems are asked; `num_samples` answers to each.
 

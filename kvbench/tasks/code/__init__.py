@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys, one_of
@@ -43,13 +44,15 @@ def _unusable(name: str, docs: Sequence[dict]) -> dict[int, str]:
     return unusable(DATASETS[name], ((doc["index"], json.loads(doc["row"])) for doc in docs))
 
 
-def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
     """Load the problems in one form.
 
     Args:
         cfg: `name` (`humaneval_plus` or `mbpp_plus`), `form` (of `FORMS`), `data_dir`, `allow_code_execution`.
         model: Tokenizes the prompts.
-        limit: Problems, from the start of the file; None for all.
+        limit: Which problems; None for all.
         seed: Not used: nothing here is random.
         protocol: How the problems are asked.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys, one_of
@@ -24,13 +25,15 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
     """Load the test file in one form.
 
     Args:
         cfg: `form` (of `FORMS`), `data_dir`.
         model: Tokenizes the prompts.
-        limit: Problems, from the start of the file; None for all.
+        limit: Which problems; None for all.
         seed: Chooses the examples of `fewshot5`.
         protocol: How the problems are asked; with `query_aware=false` the examples are the context.
 

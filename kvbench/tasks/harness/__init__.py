@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.engine.requests import Request
 from kvbench.errors import check_whole, unknown_name
 from kvbench.tasks.choices import choice_request
+from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.harness.find import build_tasks, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
 from kvbench.tasks.prompts import (
@@ -45,13 +46,15 @@ _FOLDER = Path(__file__).resolve().parent
 _OTHER_WAY = "`python -m kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
 
 
-def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
     """Load a task, a group or a tag of lm-eval.
 
     Args:
         cfg: `name` (lm-eval's), `num_fewshot`, `include_path`, `data_dir`, `metric` (the one that stands for the task).
         model: Tokenizes the prompts; its chat template is used with `protocol.chat_template=always` only.
-        limit: Documents per task, the first ones; None for all.
+        limit: Which documents of each task; None for all.
         seed: Chooses few-shot examples and shuffled choices; 0 gives lm-eval's own.
         protocol: How the documents are asked; with `query_aware=false` everything in front of the question is the
             context.
@@ -167,10 +170,11 @@ class _Asker:
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return render_chat(self.model, messages, self.settings, add_generation_prompt)
 
-    def ask(self, leaf: str, task: "Task", limit: int | None) -> "list[tuple[Request, Doc]]":
-        """The requests of a task's first documents, each with what scores it."""
-        asked = []
-        for doc_id, doc in task.doc_iterator(limit=limit):
+    def ask(self, leaf: str, task: "Task", limit: Limit | None) -> "list[tuple[Request, Doc]]":
+        """The requests of a task's documents that a run asks, each with what scores it."""
+        found = []
+        for doc_id in drawn(len(task.eval_docs), limit, leaf):
+            doc = task.eval_docs[doc_id]
             text = task.fewshot_context(
                 doc,
                 num_fewshot=task.get_config("num_fewshot"),
@@ -187,8 +191,8 @@ class _Asker:
                 raise ValueError(f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}")
             build = self._generation if task.OUTPUT_TYPE == "generate_until" else self._choices
             request, opened = build(f"{leaf}/{doc_id}", leaf, task, doc, instances)
-            asked.append((request, Doc(leaf, task, doc, instances, self.rendered, opened)))
-        return asked
+            found.append((request, Doc(leaf, task, doc, instances, self.rendered, opened)))
+        return found
 
     def _border(self, leaf: str, task: "Task", doc: dict, text: str) -> int:
         """Where the question begins; the end of the prompt when the protocol does not divide it."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import check_whole
+from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longbench.dataset import length_bucket
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
@@ -61,13 +62,15 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
     """Load the subsets that the configuration names.
 
     Args:
         cfg: `subsets` (a group of `GROUPS` or a list of groups and subsets), `data_dir`, `max_prompt_tokens`.
         model: Tokenizes the prompts; its context length limits them.
-        limit: Samples per subset, from the start of the file; None for all.
+        limit: Which samples of each subset; None for all.
         seed: Not used: nothing here is random.
         protocol: How the samples are asked.
 
@@ -99,7 +102,8 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
             "max_prompt_tokens": builder.max_prompt_tokens,
             "thinking": builder.thinking,
         }
-        for _, doc in task.doc_iterator(limit=limit):
+        docs = task.eval_docs
+        for doc in (docs[at] for at in drawn(len(docs), limit, subset)):
             request = make_request(task, builder, doc, subset)
             requests.append(request)
             thoughts = {"thinking_opened": builder.opens_thoughts(request)} if builder.chat else {}

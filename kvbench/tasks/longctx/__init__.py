@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import check_whole
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longctx.dataset import DEFAULT_ITEMS, DEFAULT_LENGTH
 from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH, TooShort, tokens_needed
@@ -35,7 +36,9 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
     """Generate the documents and their requests.
 
     Args:
@@ -53,7 +56,7 @@ def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, see
     length = check_whole("task.length", cfg.get("length", DEFAULT_LENGTH), MIN_LENGTH)
     items = check_whole("task.items", cfg.get("items", DEFAULT_ITEMS), 1)
     names = {kind: f"kvbench_longctx_{kind}" for kind in kinds}
-    items = min(items, limit or items)
+    items = min(items, limit.count) if limit else items
     metadata = {"tokenizer": model.tokenizer, "length": length, "items": items, "seed": seed}
     if length >= model.max_tokens:
         raise ValueError(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.mathematics.dataset import MATH500, SUBJECTS
 from kvbench.tasks.mathematics.grade import vote
 from kvbench.tasks.problem_set import load_problems
@@ -28,14 +29,16 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(cfg: Mapping[str, Any], model: "LoadedModel", *, limit: int | None, seed: int, protocol: Protocol) -> TaskSet:
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
     """Load MATH-500, or subjects of MATH.
 
     Args:
         cfg: `name` (`math500` or `math`), `form` (of `FORMS`), `data_dir`, `k`; for `math` also `subjects`, of
             `SUBJECTS`.
         model: Tokenizes the prompts.
-        limit: Problems, for `math` per subject, from the start of the file; None for all.
+        limit: Which problems, for `math` per subject; None for all.
         seed: Not used: nothing here is random.
         protocol: How the problems are asked; with `query_aware=false` the examples of `minerva4` are the context.
 
