@@ -222,11 +222,12 @@ def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any
 
 def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
     """A `generate` that refuses what a compressed cache cannot do before anything is read, and begins a new cache."""
-    generate = model.generate
+    own: Any = model  # the types of transformers give `generate` to the classes of the models only
+    generate: Callable[..., Any] = own.generate
 
     @functools.wraps(generate)
     def entry(*args: Any, **kwargs: Any) -> Any:
-        asked = _arguments(type(model).generate, model, args, kwargs)
+        asked = _arguments(type(own).generate, model, args, kwargs)
         given = asked.get("generation_config")
         sources = (asked, {} if given is None else vars(given), vars(model.generation_config))
 
