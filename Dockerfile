@@ -1,4 +1,4 @@
-# kvbench on a CPU: docker build -t kvbench . && docker run -v "$PWD/results:/work/results" kvbench method=snapkv
+# kvbench on a CPU: docker build -t kvbench . && docker run -v "$PWD/results:/app/results" kvbench method=snapkv
 FROM python:3.12-slim
 
 # The C++ kernels are compiled on first use; without a compiler kvbench falls back to plain PyTorch, which is slow.
@@ -15,9 +15,9 @@ COPY conf /src/conf
 RUN pip install --no-cache-dir /src && rm -rf /src
 
 # Nobody's user runs it; results and the cached model are its own.
-RUN useradd --create-home kvbench && install --directory --owner=kvbench /work
+RUN useradd --create-home kvbench && install --directory --owner=kvbench /app
 USER kvbench
-WORKDIR /work
+WORKDIR /app
 ENV OMP_WAIT_POLICY=PASSIVE
 # The model is fetched now, so that a container needs no network.
 RUN python -c "from kvbench.models.embedded import ensure_embedded; ensure_embedded()"

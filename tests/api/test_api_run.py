@@ -1,10 +1,12 @@
 """`kvbench.run`, `sweep` and `load`: the runs of the command line, and stored results as a DataFrame."""
 
 import re
+import subprocess
 import sys
 import warnings
 
 import pytest
+from places import ROOT
 from stored import store, yes_no
 
 import kvbench
@@ -202,3 +204,6 @@ def test_what_the_package_offers():
     assert re.fullmatch(r"\d+\.\d+\.\d+", kvbench.__version__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = kvbench.nothing
+    script = "import sys, kvbench; dir(kvbench); print({'torch', 'pandas', 'hydra', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"  # the import takes no time; what a name needs comes with the name
