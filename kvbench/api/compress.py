@@ -231,8 +231,8 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
         given = asked.get("generation_config")
         sources = (asked, {} if given is None else vars(given), vars(model.generation_config))
 
-        def wanted(name: str) -> Any:
-            return next((source[name] for source in sources if source.get(name) is not None), None)
+        def wanted(name: str, places: int = 3) -> Any:
+            return next((source[name] for source in sources[:places] if source.get(name) is not None), None)
 
         for name in _REFUSED:
             _check(name, wanted(name))
@@ -240,8 +240,8 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
         prompt = asked["inputs"] if asked.get("inputs") is not None else asked.get("input_ids")
         if (new_tokens := wanted("max_new_tokens")) is not None:
             cache._new_tokens = int(new_tokens)
-        elif wanted("max_length") is not None and prompt is not None:
-            cache._new_tokens = int(wanted("max_length")) - prompt.shape[1]
+        elif (length := wanted("max_length", places=2)) is not None and prompt is not None:
+            cache._new_tokens = int(length) - prompt.shape[1]  # a model's own may be a default that adds to the prompt
         return generate(*args, **kwargs | {"past_key_values": cache})
 
     return entry

@@ -83,6 +83,15 @@ def test_a_second_generate_begins_a_new_cache(tiny_model):
         cache.bytes(1)
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_length": 30}, {"generation_config": GenerationConfig(max_new_tokens=21)}])
+def test_a_limit_may_be_said_in_any_way(tiny_model, limit):
+    """However the longest answer is said, or not at all, the cache has room for it, and the tokens are the same."""
+    loaded, inputs = tiny_model(), padded(tiny_model(), TEXTS[1:2])
+    own = loaded.model.generate(**inputs, do_sample=False, **limit)
+    with kvbench.compress(loaded.model, "full", tier="native"):
+        assert torch.equal(loaded.model.generate(**inputs, do_sample=False, **limit), own)
+
+
 def test_a_streamer_sees_the_tokens(tiny_model):
     """Tokens are streamed while they are made, the prompt first."""
     loaded, inputs = tiny_model(), padded(tiny_model(), TEXTS[:1])
