@@ -4,7 +4,7 @@ FROM python:3.12-slim
 # The C++ kernels are compiled on first use; without a compiler kvbench falls back to plain PyTorch, which is slow.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
-# The CPU build of torch, which is a tenth of the CUDA build. Its own layer: it seldom changes.
+# The CPU build of torch, several GB smaller than the CUDA build. Its own layer: it seldom changes.
 RUN pip install --no-cache-dir 'torch>=2.11,<2.14' --index-url https://download.pytorch.org/whl/cpu
 
 COPY pyproject.toml README.md LICENSE /src/

@@ -82,6 +82,7 @@ def test_pythons_agree():
 def test_torch_is_asked_for_alike():
     """The README's line for CPUs and the Dockerfile's ask for the torch that the package asks for."""
     wanted = next(text for text in PROJECT["project"]["dependencies"] if Requirement(text).name == "torch")
+    assert re.search(r"\d GB", (ROOT / "README.md").read_text())  # and how much that is
     line = f"pip install '{wanted}' --index-url https://download.pytorch.org/whl/cpu"
     assert line in (ROOT / "README.md").read_text()
     assert line.removeprefix("pip install ") in (ROOT / "Dockerfile").read_text()
