@@ -1,5 +1,6 @@
 """The documents: those that are generated, what the others name, and the published protocols."""
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -11,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from places import ROOT
 
+import kvbench
 from kvbench.cli import method_table, texts
 from kvbench.cli.commands import compose_command
 from kvbench.config import files as listing
@@ -213,14 +215,33 @@ def test_every_published_method_runs(tiny_model):
     assert len(seen) > 30
 
 
+def python_in(name):
+    """The code of a document's Python blocks that use kvbench, in their order."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+    return [block for block in blocks if "kb." in block]
+
+
 def test_the_lines_of_python_in_the_readme_run(embedded_model, monkeypatch, capsys):
-    """They print an answer, and that the cache holds about a quarter of the full one."""
+    """They print an answer, that the cache holds about a quarter of the full one, and what KIVI's is made of."""
     monkeypatch.chdir(ROOT)
-    (lines,) = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-        if "import kvbench" in block
-    ]
+    (lines,) = python_in("README.md")
     exec(compile(lines, "README.md", "exec"), {})
-    held, full = map(int, re.search(r"(\d+) bytes held; (\d+) in", capsys.readouterr().out).groups())
+    printed = capsys.readouterr().out
+    held, full = map(int, re.search(r"(\d+) bytes held; (\d+) in", printed).groups())
     assert 0.25 < held / full < 0.3
+    items = ast.literal_eval(printed.splitlines()[-1])
+    assert 0 < items["quant_meta_bytes"] < items["resident_bytes"] < 0.6 * items["fp16_bytes"]
+
+
+def test_the_lines_of_the_page_on_python_run(embedded_model, monkeypatch, tmp_path, capsys):
+    """The blocks of docs/python.md run one after the other, from a folder that is no clone, and leave nothing there."""
+    monkeypatch.chdir(tmp_path)
+    names, printed = {}, []
+    for block in python_in("docs/python.md"):
+        exec(compile(block, "docs/python.md", "exec"), names)
+        printed.append(capsys.readouterr().out)
+    assert len(printed) == 6 and all(printed) and not list(tmp_path.iterdir())
+    assert "Paris" in printed[0] and "vs full" in printed[3]
+    assert names["result"].record.status == "complete" and len(names["several"]) == 4
+    assert len(names["runs"]) == 5 and len(names["answers"]) == 5
+    kvbench.release()

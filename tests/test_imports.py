@@ -15,7 +15,7 @@ from places import ROOT
 
 # Folders of the repository -> where they live as packages.
 SOURCES = {"kvbench": "kvbench", "kernels": "kvbench/kernels", "methods": "kvbench/methods", "conf": "kvbench/conf"}
-DATA_SUFFIXES = {".py", ".csv", ".jinja", ".yaml", ".txt", ".json", ".cpp", ".h"}
+DATA_SUFFIXES = {".py", ".typed", ".csv", ".jinja", ".yaml", ".txt", ".json", ".cpp", ".h"}
 
 
 def source_files(root):

@@ -5,6 +5,8 @@ the new keys on without concatenating anything. `update()` hangs its layer objec
 function finds it there. Nothing is patched.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,8 +113,8 @@ def attention(
     layer = getattr(key, TAG, None)
     if layer is None:
         raise RuntimeError(
-            "the kvbench attention runs only with a kvbench cache; call the model through kvbench.engine, or set attn "
-            "back to sdpa"
+            "the kvbench attention runs only with a kvbench cache; call the model inside kvbench.compress(model, ...), "
+            "or give it back its own attention with model.set_attn_implementation('sdpa')"
         )
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
@@ -216,6 +218,21 @@ def attach(model: PreTrainedModel) -> None:
     """
     check_supported(model)
     model.set_attn_implementation(NAME)
+
+
+@contextmanager
+def attached(model: PreTrainedModel) -> Iterator[None]:
+    """Routes the model's attention through kvbench, and gives it back its own, whichever that was, at the end.
+
+    Raises:
+        UnsupportedModel: See `check_supported`.
+    """
+    before = model.config._attn_implementation
+    attach(model)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import kvbench
 from kvbench.config.code import hash_files, sources
 from kvbench.config.files import package_folder, sibling_folder
+from kvbench.config.version import VERSION
 
 # What an answer depends on, beside the task, the method and the backend that runs: these folders of kvbench/ ...
 ANSWER_FOLDERS = ("policy", "cache", "engine", "models", "runs")
@@ -83,7 +83,7 @@ def versions() -> Versions:
     """Read the installed versions without importing the libraries."""
     return Versions(
         python=platform.python_version(),
-        kvbench=kvbench.__version__,
+        kvbench=VERSION,
         torch=_version("torch"),
         transformers=_version("transformers"),
         lm_eval=_version("lm_eval"),

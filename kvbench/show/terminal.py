@@ -24,7 +24,8 @@ class PlainConsole(Console):
     """
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
-        super().__init__(file=file, width=width, markup=False, emoji=False)
+        # In a notebook rich would show what it is told to write into a file.
+        super().__init__(file=file, width=width, markup=False, emoji=False, force_jupyter=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """As `Console.render_str`, made visible before its width is measured."""

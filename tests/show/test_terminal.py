@@ -66,3 +66,12 @@ def test_colours_of_a_picture_are_distinct():
     """No two methods of one panel share a colour or a marker."""
     for group in (palette.COLOURS, palette.MARKERS, palette.PANEL_COLOURS, palette.PANEL_MARKERS):
         assert len(set(group)) == len(group)
+
+
+def test_a_file_gets_its_text_in_a_notebook_too(monkeypatch):
+    """Inside of a notebook's kernel, what is printed to a file is in the file, and is not shown as a display."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *args: pytest.fail("it was displayed"))
+    target = io.StringIO()
+    terminal.console(60, file=target).print("a table")
+    assert target.getvalue() == "a table\n"

@@ -1,0 +1,1 @@
+"""kvbench from Python: what `import kvbench` offers beside the building blocks."""

@@ -1,0 +1,156 @@
+"""Stored runs as a table of pandas."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.results.measures import FIDELITY, RESIDENT
+from kvbench.results.record import RunRecord
+from kvbench.results.sample import SampleRecord, read_samples
+from kvbench.show.text import visible
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+# Parts of a run's identity that the command line spells otherwise, and those that are no settings.
+_SPELLED = {"generation": "protocol", "task.protocol": "task", "task.limit": "limit"}
+_NO_SETTINGS = ("code", "method._target_", "task.name")
+
+
+def load(results_dir: str | Path = "results", *, samples: bool = False) -> "DataFrame":
+    """Read stored runs into a DataFrame; nothing is run.
+
+    A folder that cannot be read is named in a warning and in `.attrs["left_out"]`, and the others are read.
+
+    Args:
+        results_dir: The folder that runs landed in.
+        samples: One row for each answer; else one for each run.
+
+    Returns:
+        Runs: `task`, `model`, `method`, `hash`, `status`, `message`, `folder`; the score as a share with its 95 %
+        interval, the metric's name and the number of samples; `difference`, `difference_low`, `difference_high` to the
+        full cache; the fidelity and the bytes as `run.json` has them; times; then every setting by the name that the
+        command line gives it, such as `method.budget`. Answers: sample, answer, scores, fidelity and bytes.
+
+    Raises:
+        ValueError: There is no such folder.
+    """
+    import pandas as pd
+
+    root = Path(results_dir)
+    if not root.is_dir():
+        raise ValueError(f"results_dir={results_dir} is not a folder; run an experiment first, or give its folder")
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for folder, record in _runs(root, left_out):
+        if not samples:
+            rows.append(run_row(record, folder))
+            continue
+        try:
+            found, damaged = read_samples(folder / "samples.jsonl", record.hash)
+        except (ValueError, OSError) as error:
+            left_out[folder.relative_to(root).as_posix()] = str(error)
+            continue
+        if damaged:
+            left_out[folder.relative_to(root).as_posix()] = f"{damaged} damaged lines of samples.jsonl do not count"
+        rows += [sample_row(record, folder, sample) for sample in found.values()]
+    for name, reason in left_out.items():
+        warnings.warn(visible(f"{name}: {reason}"), stacklevel=2)
+    table = pd.DataFrame(rows)
+    table.attrs["left_out"] = left_out
+    return table
+
+
+def _runs(root: Path, left_out: dict[str, str]) -> Iterator[tuple[Path, RunRecord]]:
+    """The runs below a folder, in the order of their names; what cannot be read goes to `left_out`."""
+    for path in sorted(root.glob("*/*/*/*/run.json")):
+        try:
+            record = RunRecord.load(path.parent)
+        except (ValueError, OSError) as error:
+            left_out[path.parent.relative_to(root).as_posix()] = str(error)
+            continue
+        if record is not None:  # else somebody removes the folder right now
+            yield path.parent, record
+
+
+def run_row(record: RunRecord, folder: Path) -> dict[str, Any]:
+    """One run as a row.
+
+    Args:
+        record: Content of its `run.json`.
+        folder: Where it lies.
+    """
+    score = record.metrics.get(record.primary)
+    difference = record.comparison.difference if record.comparison else None
+    row: dict[str, Any] = {
+        **_name(record, folder),
+        "status": record.status,
+        "message": record.message,
+        "metric": record.primary or None,
+        "score": score.value if score else None,
+        "score_low": score.low if score else None,
+        "score_high": score.high if score else None,
+        "num_samples": score.num_samples if score else 0,
+        "difference": difference.value if difference else None,
+        "difference_low": difference.low if difference else None,
+        "difference_high": difference.high if difference else None,
+    }
+    row |= {name: measure.of_run(record) for name, measure in FIDELITY.items()}
+    row |= dict(record.ledger)
+    row |= {name: value for name, value in vars(record.timing).items() if name != "decode_tokens"}
+    row |= {"started": record.started, "ended": record.ended}
+    return row | settings_of(record)
+
+
+def sample_row(record: RunRecord, folder: Path, sample: SampleRecord) -> dict[str, Any]:
+    """One answer as a row.
+
+    Args:
+        record: Content of its run's `run.json`.
+        folder: Where the run lies.
+        sample: The answer.
+    """
+    fidelity = sample["fidelity"] or {}
+    return {
+        **_name(record, folder),
+        **{key: sample[key] for key in ("sample_id", "subset", "repeat", "status", "finish", "text")},
+        "score": sample["scores"].get(record.primary),
+        **{f"scores.{name}": value for name, value in sample["scores"].items()},
+        **{name: fidelity.get(measure.key) for name, measure in FIDELITY.items()},
+        RESIDENT.key: sample["ledger"].get(RESIDENT.key),
+        "fp16_bytes": sample["ledger"].get("fp16_bytes"),
+        "peak_bytes": sample["ledger"].get("peak_bytes"),
+        "num_prompt_tokens": sample["num_prompt_tokens"],
+        "truncated": sample["truncated"],
+        **{f"meta.{name}": value for name, value in sample["meta"].items()},
+    }
+
+
+def settings_of(record: RunRecord) -> dict[str, Any]:
+    """Every setting that is part of a run's identity, by the name that the command line gives it."""
+    found: dict[str, Any] = {}
+
+    def take(name: str, value: object) -> None:
+        if name in _NO_SETTINGS:
+            return
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                inner = f"{name}.{key}"
+                take(_SPELLED.get(inner, inner), item)
+        else:
+            found[name] = value
+
+    for part, value in record.identity.items():
+        take(_SPELLED.get(part, part), value)
+    return found
+
+
+def _name(record: RunRecord, folder: Path) -> dict[str, Any]:
+    return {
+        "task": record.task,
+        "model": record.model,
+        "method": record.method,
+        "hash": record.hash,
+        "folder": str(folder),
+    }

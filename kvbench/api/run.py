@@ -1,0 +1,228 @@
+"""Experiments from Python: the same runs in the same folders as the command line's."""
+
+import html
+import io
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.api.choose import words
+from kvbench.api.load import run_row, sample_row
+from kvbench.config.compose import compose
+from kvbench.config.files import FULL
+from kvbench.results import provenance
+from kvbench.results.record import RunRecord
+from kvbench.runs.parts import Loaders, policy_class
+from kvbench.runs.run import Run, run_experiment
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_WIDTH = 100  # columns of a table
+
+
+class _Tables:
+    """What one run and several of them show alike."""
+
+    def _runs(self) -> list[Run]:
+        raise NotImplementedError
+
+    @property
+    def _records(self) -> list[RunRecord]:
+        found = [record for run in self._runs() for record in (run.reference, run.record) if record is not None]
+        return sorted(found, key=lambda record: record.method != FULL)
+
+    @property
+    def table(self) -> str:
+        """The table that the command line prints, as text."""
+        from kvbench.show import table, terminal
+
+        target = io.StringIO()
+        table.show(self._records, console=terminal.console(_WIDTH, file=target))
+        return "\n".join(line.rstrip() for line in target.getvalue().strip("\n").splitlines())
+
+    @property
+    def picture(self) -> Path:
+        """The picture of scores and bytes, a PNG file beside the results."""
+        raise NotImplementedError
+
+    @property
+    def frame(self) -> "DataFrame":
+        """One row per run, with the columns of `kvbench.load`."""
+        import pandas as pd
+
+        return pd.DataFrame([run_row(run.record, run.folder) for run in self._runs()])
+
+    @property
+    def samples(self) -> "DataFrame":
+        """One row per answer, with the columns of `kvbench.load(samples=True)`."""
+        import pandas as pd
+
+        return pd.DataFrame([sample_row(run.record, run.folder, item) for run in self._runs() for item in run.samples])
+
+    def __repr__(self) -> str:
+        return self.table
+
+    def _repr_html_(self) -> str:
+        image = b64encode(self.picture.read_bytes()).decode()
+        return (
+            f'<pre style="line-height:1.2">{html.escape(self.table)}</pre>'
+            f'<img alt="scores with intervals against resident bytes" src="data:image/png;base64,{image}">'
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Result(_Tables):
+    """One run, beside the full cache on the same samples."""
+
+    run: Run
+    """The records and samples as they were stored."""
+
+    def _runs(self) -> list[Run]:
+        return [self.run]
+
+    @property
+    def record(self) -> RunRecord:
+        """Content of `run.json`; its status is `failed` when the result must not be used."""
+        return self.run.record
+
+    @property
+    def reference(self) -> RunRecord | None:
+        """The full cache's `run.json`; None without one."""
+        return self.run.reference
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lies."""
+        return self.run.folder
+
+    @property
+    def picture(self) -> Path:
+        return self.folder / "result.png"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Results(_Tables, Sequence[Result]):
+    """Several runs of one task and model, in the order of the sweep."""
+
+    results: list[Result]
+    """One for each combination."""
+
+    def _runs(self) -> list[Run]:
+        return [result.run for result in self.results]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.results[index]
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    @property
+    def picture(self) -> Path:
+        from kvbench.show import figure
+
+        return figure.draw(self._records, self.results[0].folder.parent.parent / "sweep.png")
+
+
+@cache
+def _loaders() -> Loaders:
+    """The runs of one process share the last model, the last task and the prompts that were read."""
+    return Loaders()
+
+
+def release() -> None:
+    """Let go of the model, the task and the prompts that `run` keeps for the next run."""
+    _loaders.cache_clear()
+
+
+def run(
+    method: str = "diffkv",
+    *,
+    task: str = "longctx",
+    model: str = "smollm2-135m",
+    protocol: str = "default",
+    limit: int | None = None,
+    results_dir: str | Path = "results",
+    resume: bool = True,
+    config_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **method_settings: Any,
+) -> Result:
+    """Run one experiment as the command line does: resumed where it was stopped, stored, compared with the full cache.
+
+    A run that is there already is read, not run again. The model and the task stay loaded for the next call; `release`
+    lets them go.
+
+    Args:
+        method: Name in conf/method.
+        task: Name in conf/task.
+        model: Name in conf/model.
+        protocol: Name in conf/protocol.
+        limit: Samples per subset; None for all.
+        results_dir: Where runs land.
+        resume: False starts this run again from nothing.
+        config_dir: A folder with `method/NAME.yaml` of one's own, as `--config-dir` takes it.
+        settings: Any other settings by the names of the command line, such as `{"task.subsets": ["trec"],
+            "protocol.max_new_tokens": 64}`.
+        **method_settings: Settings of the method, such as `budget=0.25`.
+
+    Raises:
+        ValueError: A setting is unknown or out of range, or data or weights are missing.
+        RuntimeError: The method's source was changed after Python had imported it.
+    """
+    choices = {"method": method, "task": task, "model": model, "protocol": protocol}
+    asked = [f"{group}={name}" for group, name in choices.items()]
+    if config_dir is not None:
+        asked += words({"hydra.searchpath": [f"file://{Path(config_dir).expanduser().absolute()}"]})
+    asked += words({"limit": limit, "results_dir": str(results_dir), "resume": resume})
+    asked += words(settings or {}) + words(method_settings, "method.")
+    cfg = compose(asked)
+    _check_source(cfg.method._target_)
+    finished = run_experiment(cfg, method=method, parts=_loaders().parts())
+    from kvbench.show import figure
+
+    result = Result(run=finished)
+    figure.draw(result._records, result.picture)
+    return result
+
+
+def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
+    """Run every combination of settings, as `-m` does on the command line.
+
+    Args:
+        method: Name, or names.
+        **choices: As `run` takes them; a list or tuple holds the values to try. `settings` are given as they are. A
+            setting whose value is itself a list goes there.
+
+    Raises:
+        ValueError, RuntimeError: As `run`. What was finished before is stored.
+    """
+    tried = {"method": method} | choices
+    fixed = {"settings": tried.pop("settings")} if "settings" in tried else {}
+    lists = [value if isinstance(value, list | tuple) else [value] for value in tried.values()]
+    if not all(lists):
+        raise ValueError(f"{next(key for key, found in zip(tried, lists, strict=True) if not found)}=[] is empty")
+    return Results(results=[run(**dict(zip(tried, each, strict=True)), **fixed) for each in product(*lists)])
+
+
+_sources: dict[str, str] = {}  # file of a method -> hash of what was in it when it was used first in this process
+
+
+def _check_source(target: object) -> None:
+    """Refuse a method whose file is no longer what Python runs: its result would be stored under the wrong hash.
+
+    A command ends soon; a notebook stays open while files are edited.
+    """
+    from kvbench.config.code import hash_files
+
+    for name, path in provenance.method_files(policy_class(target)).items():
+        found = hash_files({name: path})
+        if _sources.setdefault(str(path), found) != found:
+            raise RuntimeError(
+                f"{path} was changed after this Python had imported it, so the old code would run under the new "
+                "code's name; restart Python (or the notebook's kernel) and repeat the call"
+            )
