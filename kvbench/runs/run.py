@@ -19,7 +19,7 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.results import provenance, summary
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
-from kvbench.results.sample import SampleRecord, journal_record
+from kvbench.results.sample import TAIL_TOKENS, SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
 from kvbench.runs.beside import Beside
 from kvbench.runs.experiment import OWN, Experiment, check_config, prepare, reference_config
@@ -142,7 +142,8 @@ def record_answers(
     by_id = {request.sample_id: request for request in requests}
 
     def write(request: Request, graded: tuple[Outcome, dict[str, float]]) -> None:
-        record = journal_record(request, *graded, task.protocol)
+        tail = engine.text_of(request.prompt[-TAIL_TOKENS:])
+        record = journal_record(request, *graded, task.protocol, tail)
         if not with_timing:
             del record["timing"]
         journal.append(record)

@@ -271,7 +271,15 @@ class PromptBuilder:
         )
 
     def build(
-        self, *, sample_id: str, subset: str, context: str, question: str, gold: str = "", meta: dict | None = None
+        self,
+        *,
+        sample_id: str,
+        subset: str,
+        context: str,
+        question: str,
+        gold: str = "",
+        answers: Sequence[str] = (),
+        meta: dict | None = None,
     ) -> Request:
         """Make the request of one sample.
 
@@ -282,6 +290,7 @@ class PromptBuilder:
             question: Rest of the prompt; empty when the prompt is not divided. The prompt is `context + question`
                 whatever the protocol, so both protocols run the same tokens.
             gold: Reference answer for teacher forcing; empty for none.
+            answers: The right answers, for people; `gold` by default.
             meta: What the journal keeps beside the answer.
 
         Returns:
@@ -311,6 +320,7 @@ class PromptBuilder:
             subset=subset,
             segments=self._segments(ids, rendered, *parts),
             gold=self._gold(ids, rendered, gold),
+            answers=tuple(answers) or ((gold,) if gold else ()),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=min(self.rules.min_new_tokens, self.max_new_tokens),
             stop=self.rules.stop,
