@@ -66,7 +66,7 @@ def main(cfg: DictConfig) -> int:
     else:
         parts = [("prompt, its end as stored", _tail(record))]
     for title, text in [*parts, *_answers(record)]:
-        console.print(Text(f"--- {title}", style="bold"))
+        console.print(Text(f"--- {title}", style="bold"), soft_wrap=True)
         console.print(Text(text), soft_wrap=True)
     for line in _numbers(record):
         console.print(Text(line), soft_wrap=True)
