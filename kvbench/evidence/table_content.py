@@ -135,6 +135,8 @@ def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
     records = [record for run in group.runs for record in run.samples.values()]
     if all(record["meta"].get("length_bucket") for record in records):
         return lambda record: str(record["meta"]["length_bucket"])
+    if all(record["subset"].endswith(f"/{record['meta'].get('length')}") for record in records):
+        return lambda record: str(record["meta"]["length"])  # a task of several lengths, each with its subsets
     length = group.runs[0].record.protocol.get("length") if group.runs else None
     if isinstance(length, int):
         return lambda record: str(length)

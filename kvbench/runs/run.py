@@ -21,6 +21,7 @@ from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import TAIL_TOKENS, SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
+from kvbench.runs import tracking
 from kvbench.runs.beside import Beside
 from kvbench.runs.experiment import OWN, Experiment, check_config, prepare, reference_config
 from kvbench.runs.grading import grade_outcome
@@ -359,4 +360,6 @@ def run_experiment(
             )
         answers = {item["sample_id"]: item["token_ids"] for item in full.samples if item["repeat"] == 0}
         experiment = experiment.forcing(answers)
-    return execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)
+    done = execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)
+    tracking.track(cfg, done.record, done.samples, done.folder, say)
+    return done

@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from stored import flips, store, yes_no
@@ -14,7 +15,7 @@ from kvbench.evidence import frontier_figure
 from kvbench.evidence.averages import averages
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier_layout import Drawing, spread, ticks
-from kvbench.evidence.frontier_marks import short_label
+from kvbench.evidence.frontier_marks import STYLE, short_label
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of
 from kvbench.show.palette import METHODS, method_style
@@ -338,9 +339,9 @@ def test_no_colour_is_twice_in_a_panel(tmp_path):
 
 def test_one_panel_fits_a_column(sweep):
     """3.4 inches wide; every method's name is there once, outside the panel, and no text is cut or covers another."""
-    made = frontier_figure.LAYOUTS["one"](panel_of(sweep), "resident")
-    canvas = FigureCanvasAgg(made)
-    canvas.draw()
+    with rc_context(STYLE):
+        made = frontier_figure.LAYOUTS["one"](panel_of(sweep), "resident")
+        FigureCanvasAgg(made).draw()
     assert len(made.axes) == 1 and made.get_figwidth() == pytest.approx(3.4)
     axes = made.axes[0]
     assert sorted(text.get_text() for text in axes.texts) == ["close", "dear", "fp8", "full", "good"]
