@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> int:
     record = samples.get((str(cfg.sample), cfg.repeat))
     if record is None:
         raise ValueError(_missing(str(cfg.sample), cfg.repeat, samples))
-    parts, is_same = [], True
+    is_same = True
     if cfg.prompt == WHOLE:
         parts, is_same = _prompt(cfg, folder, record)
     else:

@@ -170,14 +170,15 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
         having = [entry for entry in entries if key in entry.values]
         if having:
             shared[key] = sorted(set.intersection(*(set(entry.values[key]) for entry in having)))
-            _fill(rows, key, having, shared[key], weighting, what, cfg, lambda entry, key=key: entry.values[key])
+            values = {id(entry): entry.values[key] for entry in having}
+            _fill(rows, key, having, shared[key], weighting, what, cfg, values)
             most = max(len(entry.values[key]) for entry in having)
             if len(shared[key]) < most:
                 notes.append(f"{columns[key]}: over the {len(shared[key])} of {most} samples that all its rows have")
     whole = [entry for entry in entries if all(key in entry.values for key in shared)]
     samples = [sample for members in shared.values() for sample in members]
     if whole and samples:
-        _fill(rows, AVERAGE, whole, samples, weighting, what, cfg, _everything)
+        _fill(rows, AVERAGE, whole, samples, weighting, what, cfg, {id(entry): _everything(entry) for entry in whole})
     missing = [columns[key] for key in columns if key not in shared]
     count = len(columns) - len(missing)
     columns[AVERAGE] = f"Avg ({count} of {len(columns)})" if missing else "Avg"
@@ -270,7 +271,7 @@ def _fill(
     weighting: Weighting,
     what: Measure,
     cfg: Mapping,
-    values_in: Callable[[_Entry], Mapping[Sample, float]],
+    values: Mapping[int, Mapping[Sample, float]],
 ) -> None:
     """Put one column into the rows that have it, and mark what is best."""
     if not samples:
@@ -280,8 +281,8 @@ def _fill(
         by_subset.setdefault((sample[0], sample[2]), []).append(sample)
     found: dict[int, Strata] = {}
     for entry in entries:
-        values = values_in(entry)
-        found[id(entry)] = weighed([[values[s] for s in part] for part in by_subset.values()], weighting)
+        own = values[id(entry)]
+        found[id(entry)] = weighed([[own[s] for s in part] for part in by_subset.values()], weighting)
         rows[id(entry)].cells[key] = Cell(
             value=float(found[id(entry)].mean()),
             interval=score_interval(found[id(entry)], what),

@@ -86,7 +86,7 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
                 left += count * scale
                 continue
             place = item_place(name)
-            style = {"facecolor": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white"}
+            style: dict[str, Any] = {"facecolor": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white"}
             shown[name] = style
             axes.barh(row, count * scale, left=left, height=0.5, linewidth=0.6, **style)
             left += count * scale
@@ -99,8 +99,15 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
     axes.set_xlabel("memory, % of an FP16 full cache")
     handles = [Patch(label=item_title(name), **style) for name, style in shown.items()]
     if len(handles) > 1:
-        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": min(4, len(handles))}
-        axes.legend(handles=handles, frameon=False, handlelength=1.2, columnspacing=1.2, **place)  # type: ignore[arg-type]
+        axes.legend(
+            handles=handles,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=min(4, len(handles)),
+            frameon=False,
+            handlelength=1.2,
+            columnspacing=1.2,
+        )
 
 
 def draw(records: Sequence[RunRecord], path: Path) -> Path:
