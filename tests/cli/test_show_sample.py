@@ -103,10 +103,10 @@ def test_a_run_of_before_is_shown_unchecked(stored, capsys):
 
 def test_a_folder_of_somebody_else_runs_no_code(stored, capsys):
     """A task that brings code is loaded only when the user says so."""
-    change(stored, task__include_path="/tmp/evil")
+    change(stored, task__include_path="elsewhere/evil")
     assert main(["show", str(stored), "passkey/0"]) == 2
     assert (
-        "task.include_path=/tmp/evil, which runs code; if the folder is yours, add trust=true"
+        "task.include_path=elsewhere/evil, which runs code; if the folder is yours, add trust=true"
         in capsys.readouterr().err
     )
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -45,7 +46,7 @@ def test_lm_evals_own_code_reads_the_results(results, capsys):
         "toy_a",
         "toy_b",
     }
-    found = json.loads(open(path).read())
+    found = json.loads(Path(path).read_text())
     table = utils.make_table(found)
     kept = {
         "a": [value for place, value in enumerate(SCORES["a"]) if place not in (1, 2)],
