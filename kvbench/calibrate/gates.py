@@ -36,6 +36,7 @@ def main(cfg: DictConfig) -> int:
     for key, least in (("prompts", 1), ("sinks", 0), ("recent", 1)):
         check_whole(f"gates.{key}", own[key], least)
     parts = default_parts()
+    parts.check_task(cfg)
     model = parts.load_model(cfg.model)
     task = parts.load_task(cfg.task, model, limit=own.prompts, seed=cfg.seed, protocol=cfg.protocol)
     requests = [request for request in task.requests if request.gold]

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
 from kvbench.config.settings import read_config
-from kvbench.errors import unknown_name
+from kvbench.errors import unknown_setting
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -85,6 +85,6 @@ def _check_keys(name: str, arguments: list[str]) -> None:
         for part in word.partition("=")[0].lstrip("+~").split("."):
             known = [prefix + str(item) for item in node if not str(item).startswith("_")] if node else []
             if prefix + part not in known:
-                raise unknown_name("key", prefix + part, known)
+                raise unknown_setting(prefix + part, known)
             inner = node[part] if node else None
             node, prefix = (inner if isinstance(inner, DictConfig) else None), f"{prefix}{part}."

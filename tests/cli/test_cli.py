@@ -74,7 +74,7 @@ def test_sweep_sets_a_key_that_the_default_method_lacks(fakes, capsys):
     record = RunRecord.load(next((fakes / "results").rglob("run.json")).parent)
     assert record.identity["method"]["budget"] == 9
     assert cli.main(["-m", "method=snapkv,diffkv", "method.budget=9", "reference=none"]) == 2
-    assert "key=method.budget does not exist" in capsys.readouterr().err
+    assert "there is no setting method.budget" in capsys.readouterr().err
 
 
 def test_sweep_with_glob(fakes):
@@ -100,18 +100,18 @@ def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
         (["task=longbnch"], "task=longbnch does not exist. Did you mean longbench? Known: longbench, longctx."),
         (["model=llama"], "model=llama does not exist."),
         (["-m", "method=snapkv,kiwi"], "method=kiwi does not exist. Did you mean kivi?"),
-        (["method.ration=0.5"], "key=method.ration does not exist. Did you mean method.ratio? Known: method."),
+        (["method.ration=0.5"], "there is no setting method.ration. Did you mean method.ratio? Known: method."),
         (
             ["method=snapkv", "method.budgte=1"],
             "Did you mean method.budget? Known: method.budget, method.calibration, method.ratio. (method=snapkv)",
         ),
-        (["-m", "method=snapkv,kivi", "method.budget=1"], "key=method.budget does not exist."),
-        (["method.levels.hihg=2"], "key=method.levels.hihg does not exist. Did you mean method.levels.high?"),
+        (["-m", "method=snapkv,kivi", "method.budget=1"], "there is no setting method.budget."),
+        (["method.levels.hihg=2"], "there is no setting method.levels.hihg. Did you mean method.levels.high?"),
         (["method.ratio.x=2"], "method.ratio has no keys of its own, so method.ratio.x cannot be set"),
-        (["bacth_size=2"], "key=bacth_size does not exist. Did you mean batch_size?"),
-        (["metod=kivi"], "key=metod does not exist. Did you mean method?"),
-        (["store.page_byte=2"], "key=store.page_byte does not exist. Did you mean store.page_bytes?"),
-        (["+surprise=1"], "key=surprise does not exist."),
+        (["bacth_size=2"], "there is no setting bacth_size. Did you mean batch_size?"),
+        (["metod=kivi"], "there is no setting metod. Did you mean method?"),
+        (["store.page_byte=2"], "there is no setting store.page_byte. Did you mean store.page_bytes?"),
+        (["+surprise=1"], "there is no setting surprise."),
         (["method=snapkv,kivi"], "-m"),
         (["method.ratio=2"], "method.ratio=2 is outside (0, 1]; give the share of the cache to keep"),
         (["batch_size=0"], "batch_size=0 must be a whole number of samples from 1 to 65536"),
