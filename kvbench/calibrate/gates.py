@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> int:
         f"gates from {far[-1]:.3f} to {far[0]:.3f}, median {far.median():.3f}",
         file=sys.stderr,
     )
-    print(f"use it: python -m kvbench method=duo_attention method.table={own.out}")
+    print(f"use it: kvbench method=duo_attention method.table={own.out}")
     return 0
 
 

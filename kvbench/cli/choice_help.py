@@ -41,7 +41,7 @@ def _one(word: str, width: int) -> str:
             return texts.command_help(word, width)
         if word in files.GROUPS or word.removesuffix("s") in files.GROUPS:
             return texts.list_text([word], width)
-        found = [group for group in files.GROUPS if word in files.options(group)]
+        found = [group for group in (*files.GROUPS, "launcher") if word in files.options(group)]
         names = word
         known = texts.commands() | {name: "" for group in files.GROUPS for name in files.options(group)}
     if not found:
@@ -63,8 +63,13 @@ def choice_help(group: str, name: str, width: int = 80) -> str:
         return method_help(name, width)
     text = files.path_of(group, name).read_text(encoding="utf-8")
     about = texts.purpose(text, width)
-    scope = "settings" if "@package _global_" in text else f"settings ({group}.KEY=VALUE)"
-    return f"{group}={name}\n\n{about}\n\n{scope}\n{texts.settings_text(text, width)}"
+    title, scope = f"{group}={name}", f"settings ({group}.KEY=VALUE)"
+    if "@package _global_" in text:
+        scope = "settings"
+    elif group == "launcher":
+        title, scope = f"hydra/{title}", "settings ; the plugin has more"
+    settings = texts.settings_text(text, width, ("defaults:",))
+    return f"{title}\n\n{about}\n\n{scope}\n{settings}"
 
 
 def method_help(name: str, width: int = 80) -> str:

@@ -1,6 +1,6 @@
 """The commands beside `run`: each is one YAML in conf/command/ that names its function and lists its settings.
 
-A command's YAML is its whole documentation: `python -m kvbench <command> --help` prints it.
+A command's YAML is its whole documentation: `kvbench <command> --help` prints it.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     for word in arguments:
         if "=" not in word:
             raise ValueError(
-                f"{word} is no setting of {name}; settings are key=value. `python -m kvbench {name} --help` lists them"
+                f"{word} is no setting of {name}; settings are key=value. `kvbench {name} --help` lists them"
             )
         if word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")

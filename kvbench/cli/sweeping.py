@@ -1,15 +1,18 @@
 """How a sweep begins: what is known of its jobs, its folder, and Hydra's launcher."""
 
+import json
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvbench.cli import words
 from kvbench.cli.jobs import Jobs, check_data
 from kvbench.config import files
+from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.results.sweep import FOLDER, Sweep
 from kvbench.results.writing import check_writable
@@ -22,7 +25,8 @@ PLUGINS = {
     "submitit_slurm": ("hydra_submitit_launcher", "hydra-submitit-launcher"),
     "ray": ("hydra_ray_launcher", "hydra-ray-launcher"),
 }
-LAUNCHER = "hydra/launcher"
+LAUNCHER = "hydra/launcher"  # Hydra's group
+PRESETS = "launcher"  # ours
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
@@ -38,8 +42,8 @@ def check_launcher(arguments: Sequence[str]) -> None:
         key, sign, name = word.partition("=")
         if key != LAUNCHER or not sign:
             continue
-        known = {"basic", *PLUGINS, *files.options(LAUNCHER)}
-        if name not in known:
+        known = {"basic", *PLUGINS}
+        if name not in known and not _has_plugin(name):
             raise unknown_name(LAUNCHER, name, known)
         package, distribution = PLUGINS.get(name, ("", ""))
         if package and (find_spec("hydra_plugins") is None or find_spec(f"hydra_plugins.{package}") is None):
@@ -49,6 +53,40 @@ def check_launcher(arguments: Sequence[str]) -> None:
             )
         if not is_sweep(arguments):
             raise ValueError(f"{LAUNCHER}={name} launches the jobs of a sweep, and this is one run; add -m")
+
+
+def _has_plugin(name: str) -> bool:
+    """True for a launcher of a plugin that kvbench does not know."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # finds all and lets them register their files
+    return f"{name}.yaml" in ConfigStore.instance().list(LAUNCHER)
+
+
+def with_preset(arguments: Sequence[str]) -> list[str]:
+    """The arguments with kvbench's own settings of their launcher (conf/launcher/), where they name none themselves.
+
+    They are no files of Hydra's group of launchers: the plugins have files of the same names there.
+
+    Args:
+        arguments: The command line without the command.
+    """
+    given = {word.partition("=")[0].lstrip("+") for word in arguments}
+    name = next((word.partition("=")[2] for word in arguments if word.startswith(f"{LAUNCHER}=")), "")
+    if name not in files.options(PRESETS):
+        return list(arguments)
+    preset = _flat(as_dict(read_config(files.path_of(PRESETS, name))))
+    return [*arguments, *(f"++{key}={value}" for key, value in preset.items() if key not in given)]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as `a.b.c` and the value as Hydra's command line writes it."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value)}
+    return found
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:

@@ -171,7 +171,7 @@ def purpose(text: str, width: int) -> str:
     return "\n".join(textwrap.fill(part, width, **_WHOLE) for part in parts)
 
 
-def settings_text(text: str, width: int) -> str:
+def settings_text(text: str, width: int, skipped: tuple[str, ...] = ("defaults:", "hydra:")) -> str:
     """The settings of a YAML file with their comments, without what belongs to the configuration library."""
     shown: list[str] = []
     skip, is_body = False, False
@@ -180,7 +180,7 @@ def settings_text(text: str, width: int) -> str:
         if not is_body or line.startswith("_target_:"):
             continue
         if line and not line.startswith((" ", "#", "-")):
-            skip = line.startswith(("defaults:", "hydra:"))
+            skip = line.startswith(skipped)
         if not skip:
             shown += fold(f"  {line}".rstrip(), width)
     return "\n".join(shown).strip("\n")

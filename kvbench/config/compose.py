@@ -75,7 +75,7 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
     if isinstance(error, OverrideParseException):
         return ValueError(
             f"{error.override} cannot be read as key=value; quote special characters for the shell and for Hydra, "
-            f"for example 'key=\"a b\"'. `python -m kvbench --help` shows the grammar"
+            f"for example 'key=\"a b\"'. `kvbench --help` shows the grammar"
         )
     found = re.search(r"Could not (?:override|append|delete)[^']*'([^'@]+)", str(error))
     if found:

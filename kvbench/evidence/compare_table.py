@@ -34,7 +34,7 @@ def difference(row: ComparedRun) -> str:
 def _table(title: str, rows: Sequence[ComparedRun], margin: float) -> Table:
     what = rows[0].what
     table = terminal.plain_table(title)
-    table.add_column("run", justify="left", overflow="fold")
+    table.add_column("run", justify="left", overflow="fold", min_width=min(16, max(len(row.run.label) for row in rows)))
     for heading in (
         "n",
         f"difference, {what.unit}",
