@@ -7,7 +7,6 @@ import difflib
 import re
 import textwrap
 
-import kvbench
 from kvbench.config import files
 
 # The commands that have no file in conf/command/: what each does, and how it is written.
@@ -83,7 +82,7 @@ def overview(width: int = 80) -> str:
     """The answer to `kvbench` alone: what it can do, in one screen of 80 x 24."""
     names = textwrap.fill("  " + " ".join(commands()), width, subsequent_indent="  ")
     return (
-        f"{TAGLINE} ({kvbench.__version__})\n\nstart\n{rows(STARTS, width, 'kvbench ')}\n\n"
+        f"{TAGLINE}\n\nstart\n{rows(STARTS, width, 'kvbench ')}\n\n"
         f"look around\n{rows(LOOKS, width, 'kvbench ')}\n\ncommands\n{names}"
     )
 
@@ -147,7 +146,8 @@ def command_help(name: str, width: int = 80) -> str:
     """The answer to `kvbench <command> --help`: its purpose and every setting with its meaning."""
     if name in USAGES:
         more = {"run": f"\n\n{help_text(width)}"}.get(name, "")
-        return f"usage: {USAGES[name]}\n\n{textwrap.fill(f'{COMMANDS[name]}.', width)}{more}"
+        usage = textwrap.fill(f"usage: {USAGES[name]}", width, subsequent_indent=" " * 7, **_WHOLE)
+        return f"{usage}\n\n{textwrap.fill(f'{COMMANDS[name]}.', width)}{more}"
     text = (files.conf_folder() / "command" / f"{name}.yaml").read_text(encoding="utf-8")
     usage = f"usage: kvbench {name} [key=value ...]"
     return f"{usage}\n\n{purpose(text, width)}\n\n{settings_text(text, width)}"

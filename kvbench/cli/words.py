@@ -173,8 +173,8 @@ def _translated(name: str, value: str) -> Iterator[str]:
         yield from _kept(value)
     elif HABITS.get(key) == "task":
         yield from _task(value)
-    elif key in HABITS or _is_setting(name):
-        yield f"{HABITS.get(key, name)}={value}"
+    elif key in HABITS or _is_setting(key):
+        yield f"{HABITS.get(key, key)}={value}"
 
 
 def _kept(ratio: str) -> Iterator[str]:

@@ -47,7 +47,7 @@ def test_habits_name_settings_that_exist():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--foo", "--foo is no flag of kvbench. Settings are key=value, without dashes; flags are --cfg,"),
+        ("--foo", "--foo is no flag of kvbench. Did you mean --info? Settings are key=value, without dashes; flags are"),
         ("--multrun method=kivi", "--multrun is no flag of kvbench. Did you mean --multirun?"),
         ("--foo 3 --bar", "--foo and --bar are no flags of kvbench."),
         ("compare --metric nll", "--metric is no flag"),
