@@ -1,4 +1,4 @@
-"""One GPU for each worker of a sweep: workers on one machine share out those they see, without talking to each other."""
+"""One GPU for each worker of a sweep: workers on one machine share out those they see, without a word to each other."""
 
 import fcntl
 import os

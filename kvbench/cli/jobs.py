@@ -180,7 +180,9 @@ def show_sweep(sweep: Sweep) -> int:
     ]
     if groups:
         table.show([record for records in groups.values() for record in records], pictures)
-    counts = {state: sum(item == state for item in states.values()) for state in ("done", "failed", "running", "lost", "left")}
+    counts = {
+        state: sum(item == state for item in states.values()) for state in ("done", "failed", "running", "lost", "left")
+    }
     counted = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
     note(f"{len(states)} jobs: {counted}; log: {sweep.log}")
     named: dict[str, list[str]] = {}

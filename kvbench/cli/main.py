@@ -17,7 +17,6 @@ import kvbench
 from kvbench.cli import endings, texts, words
 from kvbench.cli.report import report
 from kvbench.config import files
-from kvbench.show.progress import note
 
 KEEPING = ("run", "calibrate")  # the commands whose finished samples stay when they are stopped
 WIDEST = 100  # columns of help; longer lines are hard to read

@@ -51,7 +51,10 @@ EXAMPLES = (
 FLAGS = (
     ("-m, --multirun", "take every combination of comma lists and glob(*)"),
     ("--cfg job", "show the configuration instead of running (-p method shows one part)"),
-    ("--config-dir DIR", "a folder of your own with method/, task/, ... files to add to the choices; any command takes it"),
+    (
+        "--config-dir DIR",
+        "a folder of your own with method/, task/, ... files to add to the choices; any command takes it",
+    ),
     ("--version", "version of kvbench"),
     ("--hydra-help", "flags of the configuration library underneath, tab completion among them"),
 )

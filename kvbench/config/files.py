@@ -37,12 +37,16 @@ def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
     before, found = _own_folders, tuple(folder.resolve() for folder in folders)
     for folder, given in zip(found, folders, strict=True):
         if not folder.is_dir():
-            raise ValueError(f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files")
+            raise ValueError(
+                f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files"
+            )
         for group in GROUPS:
             both = options(group, folder).keys() & options(group, conf_folder()).keys()
             if both:
                 name = min(both)
-                raise ValueError(f"{folder / group / name}.yaml has the name of kvbench's own {group}={name}; rename it")
+                raise ValueError(
+                    f"{folder / group / name}.yaml has the name of kvbench's own {group}={name}; rename it"
+                )
     _own_folders = found
     try:
         yield

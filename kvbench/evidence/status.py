@@ -52,7 +52,9 @@ def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
     record, states, jobs = sweep.record(), sweep.states(), sweep.jobs()
     counts = Counter({state: sum(found == state for found in states.values()) for state in STATES})
     left = sweep.left_s() if counts["left"] or counts["running"] else None
-    console.print(Text(f"\nsweep of {record.started} on {safe(record.host)}: {safe(record.command, 300)}", style="bold"))
+    console.print(
+        Text(f"\nsweep of {record.started} on {safe(record.host)}: {safe(record.command, 300)}", style="bold")
+    )
     console.print(Text(f"{len(states)} jobs: {counted(counts)}{f'; {format_seconds(left)} left' if left else ''}"))
     for state in STATES[1:]:
         numbers = [number for number, found in states.items() if found == state]

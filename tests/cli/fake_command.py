@@ -1,7 +1,7 @@
 """Run as a program: `fake_command.py CONF SAMPLES PAUSE_S WORDS`, a kvbench command on fakes, with its own exit code.
 
-With HANG=1 the process stays for a minute where Python leaves, and says so on stderr first. With FAIL=1 no answer fits in
-memory.
+With HANG=1 the process stays for a minute where Python leaves, and says so on stderr first. With FAIL=1 no answer fits
+in memory.
 """
 
 import atexit

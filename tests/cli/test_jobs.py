@@ -118,7 +118,9 @@ def test_missing_data_ends_a_sweep_before_it_begins(fakes, monkeypatch, capsys):
     monkeypatch.setattr("kvbench.models.files.hub_reachable", lambda: False)
     (fakes / "data").mkdir()
     for task, subsets in (("longbench", "[trec,lcc,qasper]"), ("math", "[algebra,geometry]")):
-        (fakes.parent / "conf" / "task" / f"{task}.yaml").write_text((ROOT / "conf" / "task" / f"{task}.yaml").read_text())
+        (fakes.parent / "conf" / "task" / f"{task}.yaml").write_text(
+            (ROOT / "conf" / "task" / f"{task}.yaml").read_text()
+        )
         key = {"longbench": "subsets", "math": "subjects"}[task]
         words = [f"task={task}", f"task.{key}={subsets}", "task.data_dir=data"]
         for line in (["-m", "method=snapkv,kivi,diffkv", *words], ["method=kivi", *words]):

@@ -46,7 +46,9 @@ def mine(tmp_path, monkeypatch):
     (folder / "own_toy.py").write_text(MODULE)
     (folder / "method" / "toy.yaml").write_text("# The first part of a prompt.\n_target_: own_toy.Toy\nshare: 0.5\n")
     (folder / "model" / "mini.yaml").write_text("# A small one.\nkind: random\npreset: tiny\nname: mini\nseed: 0\n")
-    (folder / "task" / "short.yaml").write_text("# A short one.\ndefaults:\n  - longctx\n  - _self_\nitems: 1\nkinds: [kv]\n")
+    (folder / "task" / "short.yaml").write_text(
+        "# A short one.\ndefaults:\n  - longctx\n  - _self_\nitems: 1\nkinds: [kv]\n"
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     return folder
@@ -105,7 +107,10 @@ def test_run_with_own_choices(mine):
     """A run, and a sweep beside a method of kvbench's, take method, model and task from there."""
     words = ["model=mini", "task=short", "task.length=400", "reference=none", "fidelity.max_tokens=0", "batch_size=1"]
     assert main(["--config-dir", str(mine), "-m", "method=toy,snapkv", *words]) == 0
-    assert sorted(path.parent.parent.name for path in mine.parent.glob("results/*/mini/*/*/run.json")) == ["snapkv", "toy"]
+    assert sorted(path.parent.parent.name for path in mine.parent.glob("results/*/mini/*/*/run.json")) == [
+        "snapkv",
+        "toy",
+    ]
 
 
 def test_name_of_kvbenchs_own_is_refused(mine, capsys):

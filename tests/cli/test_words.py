@@ -15,7 +15,10 @@ from kvbench.config import files
         ("--method=snapkv --limit 10", "kvbench method=snapkv limit=10"),
         ("--press snapkv --compression_ratio 0.75", "kvbench method=snapkv method.budget=0.25"),
         ("--model hf --tasks gsm8k", "kvbench model=hf task=gsm8k"),
-        ("--model hf --model_args pretrained=Qwen/Qwen3-8B,dtype=bfloat16", "kvbench model=hf model.path=Qwen/Qwen3-8B"),
+        (
+            "--model hf --model_args pretrained=Qwen/Qwen3-8B,dtype=bfloat16",
+            "kvbench model=hf model.path=Qwen/Qwen3-8B",
+        ),
         ("--model Qwen/Qwen3-8B", "kvbench model=hf model.path=Qwen/Qwen3-8B"),
         ("--tasks gsm8k,math500", "kvbench -m task=gsm8k,math500"),
         ("--tasks hellaswag", "kvbench task=lm_eval task.name=hellaswag"),
@@ -47,7 +50,10 @@ def test_habits_name_settings_that_exist():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--foo", "--foo is no flag of kvbench. Did you mean --info? Settings are key=value, without dashes; flags are"),
+        (
+            "--foo",
+            "--foo is no flag of kvbench. Did you mean --info? Settings are key=value, without dashes; flags are",
+        ),
         ("--multrun method=kivi", "--multrun is no flag of kvbench. Did you mean --multirun?"),
         ("--foo 3 --bar", "--foo and --bar are no flags of kvbench."),
         ("compare --metric nll", "--metric is no flag"),
