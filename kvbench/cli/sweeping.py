@@ -77,7 +77,9 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
     if name not in files.options(PRESETS):
         return list(arguments)
     preset = _flat(as_dict(read_config(files.path_of(PRESETS, name))))
-    return [*arguments, *(f"++{key}={value}" for key, value in preset.items() if key not in given)]
+    # Some plugins take any word of their engine's, which Hydra calls new; a word that no plugin takes is refused still.
+    own = [f"++{word}" if word.startswith("hydra.launcher.") else word for word in arguments]
+    return [*own, *(f"++{key}={value}" for key, value in preset.items() if key not in given)]
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

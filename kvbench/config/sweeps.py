@@ -58,7 +58,7 @@ def planned(arguments: Sequence[str]) -> Planned | None:
             params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
             overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *arguments])
             batches = BasicSweeper.split_arguments(
-                [item for item in overrides if not item.get_key_element().startswith("hydra")], None
+                [item for item in overrides if not item.get_key_element().lstrip("+~").startswith("hydra")], None
             )
             return Planned(launcher=launcher, jobs=batches[0])
     except (HydraException, OmegaConfBaseException, AssertionError):
