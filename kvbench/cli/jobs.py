@@ -193,9 +193,9 @@ def show_sweep(sweep: Sweep) -> int:
         elif state in ("lost", "running", "left"):
             reason = {"lost": "ended without a word, as after a kill", "running": "still running", "left": "not begun"}
             named.setdefault(f"{reason[state]}; give the same command again to go on", []).append(label)
-    for reason, which in list(named.items())[:MAX_NAMED]:
+    for why, which in list(named.items())[:MAX_NAMED]:
         more = f" and {len(which) - MAX_NAMED} more" if len(which) > MAX_NAMED else ""
-        note(f"job{'s' * (len(which) > 1)} {', '.join(which[:MAX_NAMED])}{more} {reason}")
+        note(f"job{'s' * (len(which) > 1)} {', '.join(which[:MAX_NAMED])}{more} {why}")
     codes = [jobs[number].code if state in ("done", "failed") else EXIT_FAILED for number, state in states.items()]
     return max((code or 0 for code in codes), default=0)
 

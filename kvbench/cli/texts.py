@@ -6,6 +6,7 @@ Nothing heavy is imported for it. `width` is always that of the reader's termina
 import difflib
 import re
 import textwrap
+from typing import Any
 
 from kvbench.config import files
 
@@ -205,4 +206,4 @@ def fold(line: str, width: int) -> list[str]:
     return textwrap.wrap(comment, width, initial_indent=f"{setting} # ", subsequent_indent=mark, **_WHOLE)
 
 
-_WHOLE = {"break_long_words": False, "break_on_hyphens": False}
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

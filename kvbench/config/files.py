@@ -124,7 +124,7 @@ def path_of(group: str, name: str) -> Path:
 
 def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
     """The files of a group by name, kvbench's own first."""
-    found = {}
+    found: dict[str, Path] = {}
     for root in [conf] if conf else [conf_folder(), *_own_folders]:
         folder = root / group
         found |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}

@@ -88,7 +88,7 @@ def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
     assert cli.main(["-m", "method=snapkv", "method.ratio=0.5,1.5,0.25", "reference=none"]) == 2
     assert len(list((fakes / "results").rglob("run.json"))) == 2
     error = capsys.readouterr().err
-    assert "job 2 of 3: snapkv ratio=1.5\n" in error
+    assert "job 2 of 3: snapkv ratio=1.5" in error
     assert "3 jobs: 2 done, 1 failed; log: " in error and "job 2 (snapkv ratio=1.5) failed: method.ratio=1.5" in error
     assert "error: method.ratio=1.5 is outside (0, 1]" in error
     assert "Traceback" not in error
@@ -117,7 +117,7 @@ def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
         (["method.ratio=2"], "method.ratio=2 is outside (0, 1]; give the share of the cache to keep"),
         (["batch_size=0"], "batch_size=0 must be a whole number of samples from 1 to 65536"),
         (["limit=4", "kivi"], "kivi cannot be read as key=value"),
-        (["kivi"], "kivi is no command. Did you mean method=kivi? Commands: run, list, lm_eval, help; settings are"),
+        (["kivi"], "kivi is no command. Did you mean method=kivi? Commands: run, list, lm_eval, help, "),
         (["lsit"], "lsit is no command. Did you mean list?"),
         (["list", "metods"], "metods is none of the lists. Did you mean methods? There are: method, task, model,"),
     ],
