@@ -288,6 +288,6 @@ def test_the_files_at_hand(task, capsys) -> None:
 def test_the_data_command_writes_what_the_tests_read() -> None:
     """The command that a skipped test names fetches the file that the test misses."""
     reason = need_data("gsm8k/no-such-file.jsonl").kwargs["reason"]
-    assert f"`kvbench data task=gsm8k to={DATA / 'gsm8k'}`" in reason
+    assert f"`python -m kvbench data task=gsm8k to={DATA / 'gsm8k'}`" in reason
     for task, names in READ_BY_TESTS.items():
         assert names <= {file.name for file in catalogue.files_of(task)}
