@@ -1,7 +1,13 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes fuzz mutants simulate smoke clean
+.PHONY: help setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes fuzz mutants simulate smoke clean
+
+help: ## show the targets; `make` alone does too
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
+	awk -F'|' '{ printf "  make %-12s ", $$1; n = split($$2, words, " "); used = 20; \
+	for (i = 1; i <= n; i++) { if (used + length(words[i]) > 79) { printf "\n%20s", ""; used = 20 } \
+	printf "%s ", words[i]; used += length(words[i]) + 1 }; print "" }'
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'

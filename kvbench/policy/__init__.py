@@ -31,6 +31,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - duo_attention: any tier; none; head; all tokens or sinks and recent, by a table; as streaming_llm for some heads.
 """
 
+from kvbench.errors import NotForModel
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier
@@ -61,6 +62,7 @@ __all__ = [
     "DecodePlan",
     "DecodeView",
     "Extreme",
+    "NotForModel",
     "Number",
     "Policy",
     "PrefillPlan",

@@ -61,9 +61,7 @@ def load(where: str) -> Calibration:
     path = shipped().get(where, Path(where).expanduser())
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
-            raise ValueError(
-                f"method.calibration={where} does not exist; `python -m kvbench calibrate method=...` writes one"
-            )
+            raise ValueError(f"method.calibration={where} does not exist; `kvbench calibrate method=...` writes one")
         raise unknown_name("method.calibration", where, shipped())
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
@@ -74,7 +72,7 @@ def load(where: str) -> Calibration:
     if missing:
         raise ValueError(
             f"method.calibration={where} is no calibration file: it lacks {', '.join(missing)}; "
-            "`python -m kvbench calibrate method=...` writes one"
+            "`kvbench calibrate method=...` writes one"
         )
     if content.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(

@@ -75,6 +75,8 @@ class Parts:
     """Task group and model -> task."""
     make_engine: EngineMaker
     """Whole configuration, model, policy -> engine."""
+    check_task: Callable[[DictConfig], None] = lambda cfg: None
+    """Whole configuration; refuses a task whose data are missing, before its model is loaded."""
 
 
 def make_policy(cfg: DictConfig) -> "Policy":
@@ -186,6 +188,21 @@ def make_engine(
     )
 
 
+def check_task(cfg: DictConfig) -> None:
+    """Refuse a task that cannot be loaded whatever the model is.
+
+    Args:
+        cfg: The whole configuration.
+
+    Raises:
+        MissingDataError: Names every part of the data that is missing.
+        ValueError: A setting of the task is unknown or out of range.
+    """
+    from kvbench.tasks import check_task
+
+    check_task(cfg.task, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
+
+
 def store_options(cfg: Mapping[str, Any]) -> "StoreOptions":
     """The layout of memory that the `store` group asks for.
 
@@ -261,7 +278,11 @@ class Loaders:
     def parts(self) -> Parts:
         """The loaders, for a run."""
         return Parts(
-            make_policy=make_policy, load_model=self.load_model, load_task=self.load_task, make_engine=self.make_engine
+            make_policy=make_policy,
+            load_model=self.load_model,
+            load_task=self.load_task,
+            make_engine=self.make_engine,
+            check_task=check_task,
         )
 
     def load_model(self, cfg: DictConfig) -> "LoadedModel":

@@ -17,7 +17,26 @@ ID_FIELDS = ("_id", "id", "task_id", "unique_id")  # LongBench, AIME, EvalPlus, 
 
 
 class MissingDataError(ValueError):
-    """Data is neither on this machine nor to be had from it; the message holds the command that gets it."""
+    """Data is neither on this machine nor to be had from it; the message holds the command that gets it.
+
+    Args:
+        text: The message, or what makes it from the names of the parts that are missing.
+        part: The part that is missing.
+    """
+
+    def __init__(self, text: str | Callable[[Sequence[str]], str], part: str = "") -> None:
+        super().__init__(text if isinstance(text, str) else text([part]))
+        self._text, self._part = text, part
+
+    @staticmethod
+    def of_all(errors: "Sequence[MissingDataError]") -> "MissingDataError":
+        """One error that names every part that is missing.
+
+        Args:
+            errors: Of one task; at least one.
+        """
+        first, parts = errors[0], [error._part for error in errors]
+        return first if isinstance(first._text, str) or len(parts) == 1 else MissingDataError(first._text(parts))
 
 
 class Rows(list[dict[str, Any]]):

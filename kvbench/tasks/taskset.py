@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from kvbench.config.code import hash_files, libraries
+from kvbench.config.code import hash_files, libraries, reached
 from kvbench.engine.requests import Request
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.sampling_stats import answer_statistics
@@ -142,13 +142,17 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
         requests: Their prompts, gold tokens, limits and stop rules count.
         references: Sample id -> what its answer is scored against, as JSON types.
         folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
-            do the modules beside it that all tasks share. The versions of the libraries that these import count too.
+            do the modules of other folders of tasks that they import, at any remove. The versions of the libraries that
+            all these import count too.
 
     Returns:
         64 hex digits.
     """
-    own = [*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml")]
-    files = {path.relative_to(folder.parent).as_posix(): path for path in own if folder / "cage" not in path.parents}
+    own = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
+    counted = {
+        path for path in (*own, *reached(own, "kvbench.tasks", folder.parent)) if "cage" not in path.parts[-2:-1]
+    }
+    files = {path.relative_to(folder.parent).as_posix(): path for path in sorted(counted)}
     digest = hashlib.sha256(hash_files(files).encode())
     digest.update(json.dumps(libraries(files.values())).encode())
     for request in requests:

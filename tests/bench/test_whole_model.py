@@ -106,7 +106,7 @@ def test_throughput_fills_the_memory_and_no_more():
         **COMMON,
         methods=["full", "snapkv budget=0.25 window=8", "kivi bits=2 residual_tokens=32"],
         kv_mb=1,
-        new_tokens=3,
+        new_tokens=6,
     )
     settings.check()
     document = throughput.run(settings)

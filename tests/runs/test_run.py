@@ -189,20 +189,25 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
         results = tmp_path / status
         parts = make_parts()
         made = prepare(make_cfg(results), "half", parts)
-        score, calls = type(made.task).score, []
 
-        def broken(self, request, text, error=error, score=score, calls=calls):
-            calls.append(text)
-            if len(calls) == 6:
-                raise error
-            return score(self, request, text)
+        def make_engine(*args, error=error, **kwargs):
+            engine = make_parts().make_engine(*args, **kwargs)
+            run, count = engine.run, []
 
-        type(made.task).score = broken
-        try:
-            with pytest.raises(type(error)):
-                run_experiment(make_cfg(results), method="half", parts=parts, **QUIET)
-        finally:
-            type(made.task).score = score
+            def broken(requests, *, on_outcome, **more):
+                def five(outcome):
+                    if len(count) == 5:
+                        raise error
+                    count.append(outcome)
+                    on_outcome(outcome)
+
+                return run(requests, on_outcome=five, **more)
+
+            engine.run = broken
+            return engine
+
+        with pytest.raises(type(error)):
+            run_experiment(make_cfg(results), method="half", parts=replace(parts, make_engine=make_engine), **QUIET)
         record = RunRecord.load(made.folder)
         assert (record.status, record.counts.done) == ("failed" if status == "failed" else "stopped", 5)
         assert (record.message, record.counts.total) == (told[status], 10)
