@@ -5,8 +5,8 @@ PYTHON ?= python
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
-	awk -F'|' '{ printf "  make %-12s ", $$1; n = split($$2, words, " "); used = 20; \
-	for (i = 1; i <= n; i++) { if (used + length(words[i]) > 79) { printf "\n%20s", ""; used = 20 } \
+	awk -F'|' '{ printf "  make %-15s ", $$1; n = split($$2, words, " "); used = 23; \
+	for (i = 1; i <= n; i++) { if (used + length(words[i]) > 79) { printf "\n%23s", ""; used = 23 } \
 	printf "%s ", words[i]; used += length(words[i]) + 1 }; print "" }'
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)

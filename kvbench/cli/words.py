@@ -109,7 +109,7 @@ def refuse_stored_config(own: Sequence[Path], arguments: Sequence[str]) -> None:
         ValueError: Says how a stored run is run again.
     """
     given = [("--config-dir", folder) for folder in own]
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         flag, sign, value = word.partition("=")
         if flag in ("--config-path", "-cp"):
             given.append((flag, Path(value if sign else following)))
@@ -122,8 +122,8 @@ def refuse_stored_config(own: Sequence[Path], arguments: Sequence[str]) -> None:
                 f"{shlex.quote(str(folder))}` runs it again"
             )
         raise ValueError(
-            f"{flag} {folder} has a config.yaml, which would be ignored; a folder of your own holds method/, task/, ... "
-            "alone, and experiment/ sets several settings at once"
+            f"{flag} {folder} has a config.yaml, which would be ignored; a folder of your own holds method/, task/, "
+            "... alone, and experiment/ sets several settings at once"
         )
 
 

@@ -23,7 +23,7 @@ from kvbench.config import durable
 from kvbench.results.journal import is_held, run_lock
 from kvbench.results.record import now
 from kvbench.results.typed import Misfit, fit, read_json
-from kvbench.results.writing import plain, read_regular, write_atomic
+from kvbench.results.writing import plain, read_regular, remove_litter, write_atomic
 
 FOLDER = ".multirun"  # in results_dir; hydra.sweep.dir in conf/config.yaml
 State = Literal["done", "failed", "running", "lost", "left"]
@@ -101,6 +101,9 @@ class Sweep:
             JournalError: The disk is full.
         """
         folder = results_dir / FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{os.getpid()}"
+        for old in (results_dir / FOLDER).glob("*"):  # sweeps that were killed; this one has another folder
+            for place in (old, *old.glob("*")):
+                remove_litter(place)
         durable.make_folder(folder)
         _save(
             folder / "sweep.json",

@@ -23,13 +23,18 @@ from kvbench.evidence import compare, pareto
 
 IS_FULL = bool(os.environ.get("KVBENCH_FULL_TESTS"))
 NUM_KILLS = int(os.environ.get("KVBENCH_KILLS", "100")) if IS_FULL else 4
-NUM_FAULTS = max(12, NUM_KILLS // 4) if IS_FULL else 3
+NUM_FAULTS = max(12, NUM_KILLS // 4) if IS_FULL else 6
 METHODS = ("full", "snapkv", "h2o", "kivi", "diffkv") if IS_FULL else ("full", "snapkv")
 ITEMS = 3 if IS_FULL else 1
 NUM_RECORDS = 2 * ITEMS * len(METHODS)
 WORDS = f"-m method={','.join(METHODS)} model=random model.preset=tiny backend=torch batch_size=2 task.length=400"
 WORDS += f" task.kinds=[kv,recall] task.items={ITEMS} protocol.max_new_tokens=4"
-KNOWN = {".lock", "config.yaml", "run.json", "samples.jsonl", "result.png", "sweep.png", "multirun.yaml"}
+KNOWN = {".lock", "config.yaml", "run.json", "samples.jsonl", "result.png", "sweep.png"} | {
+    "multirun.yaml",
+    "sweep.json",
+    "sweep.log",
+    "job.json",
+}
 NEEDS_SHIM = pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("gcc"), reason="faults at system calls need Linux and gcc"
 )
@@ -127,7 +132,7 @@ def tables(results_dir, out, metrics=("score", "nll", "kl")):
         assert pareto.main(compose_command("pareto", [*settings, f"out={wide}", "kinds=[png]", "axes=resident"])) == 0
         assert compare.main(compose_command("compare", [*settings, f"out={narrow}"])) == 0
         table = pd.read_csv(wide / "pareto.csv", dtype=str)
-        texts += [table.drop(columns=["time"]).to_csv(index=False), narrow.read_text()]
+        texts += [table.to_csv(index=False), narrow.read_text()]
     return texts
 
 

@@ -242,7 +242,7 @@ def record(sample: str, repeat: int, correct: float, **more: object) -> dict:
 
 
 def test_sampling_statistics_leave_out_incomplete_problems() -> None:
-    """Eight whole problems of four answers give avg@4 and pass@1, 2, 4 with intervals; one with a failed answer none."""
+    """Eight whole problems of four answers give avg@4 and pass@k with intervals; one with a failed answer none."""
     records = [record(f"a{i}", r, float(r == 0)) for i in range(4) for r in range(4)]
     records += [record(f"b{i}", r, 0.0) for i in range(4) for r in range(4)]
     records += [record("c", r, 1.0, **({"status": "oom", "scores": {}} if r == 2 else {})) for r in range(4)]
