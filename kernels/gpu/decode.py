@@ -244,9 +244,9 @@ def _operand(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> tl.dtype:
 
 
 def _cut(lists: int, pages: int, device: torch.device) -> int:
-    """Pages per part, so that a few programs run on every multiprocessor."""
+    """Pages per part, at least one, so that a few programs run on every multiprocessor; a tier may hold no page."""
     wanted = max(1, min(pages, 4 * _num_processors(device) // max(1, lists)))
-    return -(-pages // wanted)
+    return max(1, -(-pages // wanted))
 
 
 def paged_decode(

@@ -74,6 +74,15 @@ def test_three_tiers_with_empty_ones_equal_the_reference():
     assert_equal(Cache(formats, counts, 64), random_queries(2, 6, 64), group="sum", power=2)
 
 
+@pytest.mark.parametrize("counts", [[[[5, 1]], [[0, 0]]], [[[0, 0]], [[2, 17]]]])
+def test_a_tier_without_any_page_costs_nothing(counts: list):
+    """Short prompts leave the low tier of a whole layer empty; its table is then no page wide, and so is its split."""
+    formats = [tier_format(bits, 64) for bits in ("8,4", "4,2")]
+    cache = Cache(formats, counts, 64)
+    assert 0 in {tier.ids.shape[-1] for tier in cache.tiers}
+    assert_equal(cache, random_queries(1, 6, 64), group="max", pages_per_part=None)
+
+
 @pytest.mark.parametrize(("num_k", "num_v", "dtype"), [(0, 0, "float16"), (64, 32, "bfloat16"), (32, 61, "float32")])
 def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: str):
     """Keys and values that left the buffer at different times, rings that wrapped or lost tokens, strided rows."""
