@@ -105,12 +105,16 @@ class Backend(ABC):
         is_reference: Made to be right, not fast: its speed is no claim for anything.
         fuses_layers: Whether it has `open_step`.
         searches_slots: Whether it has `slot_extreme`.
+        fallbacks: Operations that the plain reference has done in its place so far, by name; on record with a run.
     """
 
     name: str
     is_reference: bool = False
     fuses_layers: bool = False
     searches_slots: bool = False
+
+    def __init__(self) -> None:
+        self.fallbacks: set[str] = set()
 
     @abstractmethod
     def region(self, pages: Tensor, fmt: PageFormat, name: str) -> Tensor:

@@ -33,6 +33,7 @@ class Cpu(Reference):
     searches_slots = True
 
     def __init__(self) -> None:
+        super().__init__()
         load()  # a machine without a compiler learns it here, not at the first step
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
@@ -60,6 +61,8 @@ class Cpu(Reference):
         power: int = 1,
         group: Reduce | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        if not cpu_decode.takes(q, tiers, ring):
+            self._stands_in("paged_decode")
         return cpu_decode.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:

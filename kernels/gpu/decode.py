@@ -249,6 +249,11 @@ def _cut(lists: int, pages: int, device: torch.device) -> int:
     return max(1, -(-pages // wanted))
 
 
+def takes(tiers: list[TierPages]) -> bool:
+    """Whether the kernels cover a call of `paged_decode`; the reference takes the others."""
+    return all(tier.rotation is None for tier in tiers)
+
+
 def paged_decode(
     q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, *, power: int = 1,
     group: Reduce | None = None, accumulate: bool = False, pages_per_part: int | None = None,
@@ -267,7 +272,7 @@ def paged_decode(
         products as in KIVI's and DiffKV's kernels.
     """
     checks.decode(q, pages, tiers, ring, power, group)
-    if any(tier.rotation is not None for tier in tiers):
+    if not takes(tiers):
         out, lse, scores = torch_attention.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
         for tier, score in zip(tiers, scores if accumulate else [], strict=False):
             add_scores(pages, tier, score)

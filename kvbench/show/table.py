@@ -101,6 +101,10 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     if slow:
         who = ", ".join(slow)
         notes.append(f"Speed is no claim for {who}: backend torch is the plain reference, made to be right.")
+    for record in records:
+        if record.backend_fallbacks:
+            done = ", ".join(record.backend_fallbacks)
+            notes.append(f"Speed is no claim for {record.method}: backend {record.backend} did {done} in plain torch.")
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     for record in records:
         ratio = RESIDENT.of_run(record)
