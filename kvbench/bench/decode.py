@@ -56,7 +56,7 @@ class WholeModel(Common):
             raise ValueError(f"methods={self.methods} must be one or more, each once")
         for text in self.methods:
             choices.make_method(text)
-        choices.compose_choice("model", self.model)
+        choices.read_choice("model", self.model)
 
     @property
     def num_threads(self) -> int:

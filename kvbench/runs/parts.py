@@ -10,14 +10,14 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from omegaconf import DictConfig
-
-from kvbench.config.settings import as_dict
+from kvbench.config.settings import as_dict, copy_config
 from kvbench.errors import check_keys
 from kvbench.rules.kinds import MAX_BYTES, shown
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from kvbench.cache.layout import StoreOptions
     from kvbench.engine.engine import Engine
     from kvbench.engine.prompt_cache import PromptCache
@@ -32,7 +32,7 @@ class TaskLoader(Protocol):
     """Loads a task for a model."""
 
     def __call__(
-        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
+        self, cfg: "DictConfig", model: "LoadedModel", *, limit: int | None, seed: int, protocol: "DictConfig"
     ) -> "TaskSet":
         """Load the task of a task group.
 
@@ -50,7 +50,7 @@ class EngineMaker(Protocol):
     """Makes an engine for a model and a method."""
 
     def __call__(
-        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+        self, cfg: "DictConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
     ) -> "Engine":
         """Make the engine.
 
@@ -77,7 +77,7 @@ class Parts:
     """Whole configuration, model, policy -> engine."""
 
 
-def make_policy(cfg: DictConfig) -> "Policy":
+def make_policy(cfg: Mapping[str, Any]) -> "Policy":
     """Build the policy that `_target_` names: its class, called with plain settings, and nothing else is called.
 
     Args:
@@ -89,9 +89,11 @@ def make_policy(cfg: DictConfig) -> "Policy":
     """
     from kvbench.runs import calibration
 
-    changed, _ = calibration.apply(cfg)
-    settings = as_dict(changed)
-    settings.pop(calibration.KEY, None)
+    settings = as_dict(cfg)
+    if settings.pop(calibration.KEY, None) is not None:
+        changed, _ = calibration.apply(copy_config(cfg))
+        settings = as_dict(changed)
+        del settings[calibration.KEY]
     target = settings.pop("_target_", None)
     for name, value in settings.items():
         check_plain(f"method.{name}", name, value)
@@ -157,7 +159,7 @@ def _is_plain(value: object) -> bool:
 
 
 def make_engine(
-    cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+    cfg: "DictConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
 ) -> "Engine":
     """Build the engine.
 
@@ -264,7 +266,7 @@ class Loaders:
             make_policy=make_policy, load_model=self.load_model, load_task=self.load_task, make_engine=self.make_engine
         )
 
-    def load_model(self, cfg: DictConfig) -> "LoadedModel":
+    def load_model(self, cfg: "DictConfig") -> "LoadedModel":
         """The model of a model group."""
 
         def load() -> "LoadedModel":
@@ -277,7 +279,7 @@ class Loaders:
         return self._model.get(as_dict(cfg), load)
 
     def load_task(
-        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | None, seed: int, protocol: DictConfig
+        self, cfg: "DictConfig", model: "LoadedModel", *, limit: int | None, seed: int, protocol: "DictConfig"
     ) -> "TaskSet":
         """The task of a task group."""
 
@@ -290,12 +292,12 @@ class Loaders:
         return self._task.get([as_dict(cfg), model.fingerprint, named], load)
 
     def make_engine(
-        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+        self, cfg: "DictConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
     ) -> "Engine":
         """The engine of a configuration, with the prompts that the others have read unless it is given some."""
         return make_engine(cfg, model, policy, prompts=self.prompts(cfg) if prompts is None else prompts)
 
-    def prompts(self, cfg: DictConfig) -> "PromptCache":
+    def prompts(self, cfg: "DictConfig") -> "PromptCache":
         """The prompts that all engines with one `prompt_cache_bytes` share."""
         from kvbench.engine.prompt_cache import PromptCache
 
