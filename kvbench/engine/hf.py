@@ -119,6 +119,12 @@ def attention(
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     store = session.store
+    heads, wanted = (query.shape[1], key.shape[1]), (store.shape.num_q_heads, store.shape.num_kv_heads)
+    if heads != wanted:
+        raise UnsupportedModel(
+            f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration says "
+            f"{wanted[0]} on {wanted[1]}; kvbench needs all heads in one process, so load the model without tp_plan"
+        )
     if session.mode == "decode":
         out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
     elif session.mode == "chunk":
@@ -170,6 +176,17 @@ def check_supported(model: PreTrainedModel) -> None:
             )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {remedy}")
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"{name}: its weights lie on {' and '.join(devices)}, but the cache lies on one device; load it without "
+            "device_map onto one (model.device=cuda:0), or take a model that fits there"
+        )
+    if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        raise UnsupportedModel(
+            f"{name}: its weights are cut over several processes (tensor parallel), and each holds some of the heads; "
+            "load it without tp_plan in one process"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {remedy}")
 
