@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style types docs test test-code test-killed test-arm fuzz mutants smoke clean
+.PHONY: setup model format style types docs test test-code test-killed test-arm test-gpu gpu fuzz mutants smoke clean
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -38,6 +38,13 @@ test-killed: setup ## kill and disturb sweeps, builds and the model's conversion
 
 test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g++-aarch64-linux-gnu and qemu-user; half a minute)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/cpu/test_other_cpu.py
+
+test-gpu: setup ## every method in every case on interpreted Triton kernels, or on a GPU where there is one (half an hour without)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/bench/test_check_methods.py tests/kernels/gpu
+
+GPU_MINUTES ?= 9
+gpu: ## stages of the evidence on a GPU that are not done yet, as many as fit into GPU_MINUTES; again goes on (needs torch, triton and transformers alone)
+	$(PYTHON) -m kvbench.bench.evidence_gpu --minutes $(GPU_MINUTES)
 
 CASES ?= 300
 SEED ?= 0

@@ -2,8 +2,8 @@
 
 The functions are in `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing, which does
 not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much slower, and
-`fallbacks` names it: attention over keys that are rotated when they are read, choosing pages by their bounds, counting
-queries below uniform attention, and prompts in several segments.
+`fallbacks` names it: bounds of pages and choosing pages by them, counting queries below uniform attention, and prompts
+in several segments.
 
 Capture-safe, once warmed up: `paged_decode`, `add_scores`, `write_keys`, `write_values`, `write_tracked`,
 `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages` `reserve`, `truncate`,
@@ -71,8 +71,6 @@ class Gpu(Reference):
         pages_per_part: int | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Backend.paged_decode`; `accumulate` and `pages_per_part` are explained at `gpu.decode.paged_decode`."""
-        if not triton_decode.takes(tiers):
-            self._stands_in("paged_decode")
         return triton_decode.paged_decode(
             q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
         )

@@ -28,7 +28,7 @@ SMALL = {
     "budget": 16,
     "sinks": 2,
     "recent": 8,
-    "residual_tokens": 32,
+    "residual_tokens": 16,
     "group": 16,
     "read_budget": 16,
     "min_pages": 1,
@@ -60,7 +60,7 @@ CASES = {
     "below the window": Case((((5,), 3),), small=False),
     "one token": Case((((1,), 3),), small=False),
     "an empty tier": Case((((24,), 3),), one_tier=True),
-    "a row that ends early": Case((((40,), 2), ((20,), 4))),
+    "a row that ends early": Case((((26,), 2), ((12,), 3))),
     "segments": Case((((18, 5), 2),)),
 }
 

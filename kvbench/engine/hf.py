@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.cache.layout import ModelShape
@@ -238,22 +238,38 @@ def attach(model: PreTrainedModel) -> None:
 OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
-def own_cache(model: PreTrainedModel, kind: str) -> Cache:
+def own_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
     """One of transformers' own caches, empty, to compare with; the model must not be attached then.
 
     Args:
-        kind: `dynamic`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+        kind: `dynamic`; `static`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+        max_tokens: What a static cache holds.
 
     Raises:
         ImportError: transformers is too old for it, or the package that quantises is missing.
     """
     if kind == "dynamic":
         return DynamicCache(config=model.config)
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=max_tokens)
     backend, _, bits = kind.partition("-")
     try:
         return QuantizedCache(backend, model.config.get_text_config(), **({"nbits": int(bits)} if bits else {}))
     except ValueError as error:  # an unknown backend, or one whose package is missing
         raise ImportError(" ".join(str(error).split())) from error
+
+
+def rewind(cache: Cache, tokens: int) -> None:
+    """Makes a static cache forget all but the first tokens; its tensors stay where they are, as a CUDA graph needs.
+
+    Raises:
+        ImportError: This transformers counts the tokens of a static cache in another way.
+    """
+    for layer in cache.layers:
+        count = getattr(layer, "cumulative_length", None)
+        if not isinstance(count, Tensor):
+            raise ImportError("this transformers' static cache has no counter on the device, so no graph can be captured")
+        count.fill_(tokens)
 
 
 def own_cache_rows(cache: Cache) -> int:

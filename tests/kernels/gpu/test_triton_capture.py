@@ -87,7 +87,8 @@ def test_attention_behind_a_ring_and_rotated_reads_nothing_back(device):
         tier.rotation = make(3, 4 * tier.fmt.tokens_per_page, 32, dtype=torch.float32)
         triton_decode.paged_decode(q, pages, [tier], None, 0.125, group="sum", accumulate=True)
         triton_decode.add_scores(pages, tier, make(3, 2, 4 * tier.fmt.tokens_per_page, dtype=torch.float32))
-    assert device.launches == ["_attend_part", "_merge_parts", "_add_scores", "_add_scores"]
+    attended = ["_attend_part", "_merge_parts"]
+    assert device.launches == [*attended, *attended, "_reduce_scores", "_add_scores"]
 
 
 def test_pages_are_written_read_demoted_and_moved_without_reading_back(device):
@@ -173,7 +174,7 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 cases failed" in done.stdout
+    assert " 0 cases failed, 0 kernels spill" in done.stdout
     for target in ("sm_90", "gfx942"):
         kernels = {line.split()[2] for line in done.stdout.splitlines() if line.split()[1] == target}
         assert kernels >= {
