@@ -70,7 +70,8 @@ class Plan:
         device: Where the backend under test works.
         backend: Its operations.
         quick: One head dim, short lists and fp32 queries.
-        share: Which share of the checks, of how many: each takes its own kernels, so that processes compile in parallel.
+        share: Which share of the checks, of how many. Each has kernels of its own, so that processes compile in
+            parallel.
     """
 
     device: torch.device

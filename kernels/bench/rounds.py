@@ -190,7 +190,9 @@ def time_rounds(
     return found
 
 
-def capture_sweeps(variants: Sequence[Variant], capture: Callable[[Callable[[], object]], Callable[[], object]]) -> None:
+def capture_sweeps(
+    variants: Sequence[Variant], capture: Callable[[Callable[[], object]], Callable[[], object]]
+) -> None:
     """Puts the replay of a graph in place of each variant's calls, so that kernels are timed and not their launches.
 
     Args:

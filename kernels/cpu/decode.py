@@ -11,7 +11,6 @@ from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
     REDUCE_KINDS,
     CallStruct,
-    Library,
     TierStruct,
     check,
     fill_tier,

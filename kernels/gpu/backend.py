@@ -1,9 +1,9 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The functions are in `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing, which does
-not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much slower, and
-`fallbacks` names it: bounds of pages and choosing pages by them, counting queries below uniform attention, and prompts
-in several segments.
+The functions are in `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing, which
+does not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much
+slower, and `fallbacks` names it: bounds of pages and choosing pages by them, counting queries below uniform attention,
+and prompts in several segments.
 
 Capture-safe, once warmed up: `paged_decode`, `add_scores`, `write_keys`, `write_values`, `write_tracked`,
 `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages` `reserve`, `truncate`,

@@ -47,7 +47,8 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 def _attend_part(
     q, pages, ids, num_k, num_v, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, weights, tops,
     angles, scale2, page_bytes, num_columns, num_parts, first_part, pages_per_part, heads, rk_row, rk_head, rv_row,
-    rv_head, angle_row, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    rv_head, angle_row,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
     K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
     K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_SYM: tl.constexpr,
@@ -83,8 +84,8 @@ def _attend_part(
         base = pages + page * page_bytes
         if HALF > 0:
             logit = rotated_logits(
-                q, pid * G * D, angles + (pid // heads) * angle_row, base, t, live_k, token, G, GP, D, T, HALF, HP, REST,
-                K_BITS, K_W, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
+                q, pid * G * D, angles + (pid // heads) * angle_row, base, t, live_k, token, G, GP, D, T, HALF, HP,
+                REST, K_BITS, K_W, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
             )  # fmt: skip
         else:
             logit = key_logits(
@@ -268,7 +269,7 @@ def paged_decode(
     """Attention of one query token per sequence over all tiers and the residual buffer, dequantising as it goes.
 
     Arguments and results are those of `Backend.paged_decode`. Keys that are rotated when they are read give logits in
-    fp32. fp32 queries are computed in fp32 throughout; fp16 and bf16 queries with products in that type, summed in fp32.
+    fp32. fp32 queries are computed in fp32 throughout; fp16 and bf16 queries with products in that type, sums in fp32.
     Capture-safe: no host synchronisation, and every allocation has a size that shapes alone give.
 
     Args:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ CASES = {
 def changes(method: str, case: Case) -> dict:
     """What a case changes of a method's settings."""
     own = choices.read_choice("method", method)
-    found = {key: value for key, value in TABLE.items() if key in own}
+    found: dict[str, Any] = {key: value for key, value in TABLE.items() if key in own}
     if case.small:
         for key, value in SMALL.items():
             is_count = isinstance(own.get(key), int) and not isinstance(own[key], bool) and own[key] > value
@@ -93,18 +94,10 @@ def answer(model: LoadedModel, method: str, case: Case, backend: str) -> tuple[l
     for index, (segments, tokens) in enumerate(case.prompts):
         parts = tuple(tuple(torch.randint(1, 257, (n,), generator=make).tolist()) for n in segments)
         requests.append(
-            Request(
-                sample_id=str(index), subset="check", segments=parts, max_new_tokens=tokens, min_new_tokens=tokens
-            )
+            Request(sample_id=str(index), subset="check", segments=parts, max_new_tokens=tokens, min_new_tokens=tokens)
         )
     engine = Engine(
-        model,
-        policy,
-        store=StoreOptions(),
-        batch_size=len(requests),
-        seed=0,
-        backend=backend,
-        fidelity_max_tokens=0,
+        model, policy, store=StoreOptions(), batch_size=len(requests), seed=0, backend=backend, fidelity_max_tokens=0
     )
     found: list[Outcome] = []
     engine.run(requests, on_outcome=found.append)

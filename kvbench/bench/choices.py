@@ -1,6 +1,7 @@
 """Models and methods that a bench names in one string, such as `snapkv budget=0.25`, and text to feed them.
 
-The files of conf/ are read as plain YAML, so that the benches run where torch, triton and transformers are all there is.
+The files of conf/ are read as plain YAML, so that the benches run where torch, triton and transformers are all there
+is.
 """
 
 from typing import Any
@@ -32,7 +33,9 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     for change in changes:
         key, sign, value = change.partition("=")
         if not sign:
-            raise ValueError(f"{change} in {group}={text} cannot be read as key=value; write {group}s as {name} KEY=VALUE")
+            raise ValueError(
+                f"{change} in {group}={text} cannot be read as key=value; write {group}s as {name} KEY=VALUE"
+            )
         check_keys([key], [each for each in found if not each.startswith("_")], prefix=f"{group}.")
         found[key] = yaml.safe_load(value)
     return found

@@ -290,3 +290,7 @@ def measure_peaks(
             reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
             notes.append(f"peak memory of {name} not measured: {reason[0][:200]}")
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(report.main("decode", Settings, QUICK, run, sys.argv[1:], package="kvbench.bench"))

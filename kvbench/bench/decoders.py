@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvbench.cache.layout import StoreOptions
 from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
@@ -27,6 +28,7 @@ class StoreDecoder:
         new_tokens: Tokens that will be decoded at most.
         kernels: Backend.
         prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
+        options: Memory layout.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class StoreDecoder:
         new_tokens: int,
         kernels: str = "auto",
         prompts: PromptCache | None = None,
+        options: StoreOptions | None = None,
     ) -> None:
-        self.runner = Runner(model, policy, backend=kernels, prompts=prompts)
+        self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts)
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
         self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -45,21 +46,21 @@ class Stage:
 
 # What decides most comes first: does it run, is it right, and only then how fast it is.
 STAGES = (
-    Stage("probe", 60, "kvbench.bench.evidence_gpu --describe", "kvbench.bench.evidence_gpu --describe --device cpu"),
+    Stage("probe", 40, "kvbench.bench.evidence_gpu --describe", "kvbench.bench.evidence_gpu --describe --device cpu"),
     Stage(
         "check-quick",
-        240,
+        120,
         "kvbench.kernels.check_device --quick --jobs 12",
         "kvbench.kernels.check_device --quick --device cpu --only prompts --jobs 2",
     ),
-    Stage("check-all", 480, "kvbench.kernels.check_device --jobs 12"),
+    Stage("check-all", 420, "kvbench.kernels.check_device --jobs 12"),
     Stage(
         "check-methods",
-        480,
+        420,
         "kvbench.bench.check_methods",
         "kvbench.bench.check_methods --device cpu --method full --case 'one token'",
     ),
-    Stage("check-methods-bf16", 300, "kvbench.bench.check_methods --dtype bfloat16 --case 'a row that ends early'"),
+    Stage("check-methods-bf16", 180, "kvbench.bench.check_methods --dtype bfloat16 --case 'a row that ends early'"),
     Stage(
         "attention",
         480,
@@ -67,30 +68,37 @@ STAGES = (
         "kvbench.kernels.bench.attention device=cpu kernels=triton shapes=[2x1x16] lengths=[16] batches=[1] rounds=1 "
         "threads=[1] formats=[K8V4] dense=[fp32] working_set_mb=1 max_buffers=1 scores=[none] out={out}",
     ),
-    Stage("attention-64", 300, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32] out={{out}}"),
+    Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32] out={{out}}"),
     Stage(
         "decode-4k",
-        520,
-        f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[1,8,32] rounds=5 prefill_rounds=2 peak=false "
+        480,
+        f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[1,8] rounds=5 prefill_rounds=2 peak=false "
         "quantised=false out={out}",
         "kvbench.bench.decode model='random preset=tiny dtype=float32' methods=[full] device=cpu kernels=triton "
         "context=16 batches=[1] rounds=1 steps=1 prefill_rounds=0 threads=[1] peak=false quantised=false out={out}",
     ),
     Stage(
+        "decode-4k-32",
+        360,
+        f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0 peak=false "
+        "quantised=false out={out}",
+    ),
+    Stage(
         "decode-16k",
-        520,
+        420,
         "kvbench.bench.decode model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,8] rounds=5 "
         "prefill_rounds=0 peak=false quantised=false out={out}",
     ),
     Stage(
         "prefill",
-        300,
-        "kvbench.kernels.bench.prefill shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3 out={out}",
+        200,
+        "kvbench.kernels.bench.prefill shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3 "
+        "out={out}",
     ),
-    Stage("manager", 120, "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}"),
+    Stage("manager", 60, "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}"),
     Stage(
         "throughput",
-        520,
+        480,
         f"kvbench.bench.throughput model='{MODEL}' kv_mb=10000 context=4096 max_batch=128 rounds=5 out={{out}}",
     ),
 )
@@ -98,9 +106,8 @@ STAGES = (
 
 def words_of(stage: Stage, folder: Path, dry: bool) -> list[str]:
     """A stage's command line."""
-    text = (stage.dry if dry else stage.module).replace("{out}", str(folder / f"{stage.name}.json"))
-    module, *words = re.findall(r"(?:[^\s']|'[^']*')+", text)
-    return [sys.executable, "-m", module, *(word.replace("'", "") for word in words)]
+    module, *words = shlex.split(stage.dry if dry else stage.module)
+    return [sys.executable, "-m", module, *(word.format(out=folder / f"{stage.name}.json") for word in words)]
 
 
 def device_name(dry: bool) -> str:

@@ -27,9 +27,9 @@ class Pages:
         max_slots: Most slots of one list over all tiers, for sizing the tables.
         backend: The kernels.
         device: Where the pages live.
-        budget_bytes: Limit on the pool. None lets it grow in main memory; on a GPU the pool is as large as the lists can
-            need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and move
-            the pages under a captured graph.
+        budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
+            can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
+            move the pages under a captured graph.
         memory_share: See `budget_bytes`.
     """
 

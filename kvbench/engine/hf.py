@@ -122,8 +122,9 @@ def attention(
     heads, wanted = (query.shape[1], key.shape[1]), (store.shape.num_q_heads, store.shape.num_kv_heads)
     if heads != wanted:
         raise UnsupportedModel(
-            f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration says "
-            f"{wanted[0]} on {wanted[1]}; kvbench needs all heads in one process, so load the model without tp_plan"
+            f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
+            f"says {wanted[0]} on {wanted[1]}; kvbench needs all heads in one process, so load the model without "
+            "tp_plan"
         )
     if session.mode == "decode":
         out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
@@ -268,7 +269,9 @@ def rewind(cache: Cache, tokens: int) -> None:
     for layer in cache.layers:
         count = getattr(layer, "cumulative_length", None)
         if not isinstance(count, Tensor):
-            raise ImportError("this transformers' static cache has no counter on the device, so no graph can be captured")
+            raise ImportError(
+                "this transformers' static cache has no counter on the device, so no graph can be captured"
+            )
         count.fill_(tokens)
 
 

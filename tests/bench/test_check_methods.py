@@ -32,10 +32,7 @@ WANTED = EVERY if os.environ.get("KVBENCH_FULL_TESTS") or DEVICE == "cuda" else 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 # What the kernels do not do yet, by method; everything else runs in kernels from the prompt to the last token.
-SLOW = {
-    "quest": {"choose_pages", "widen_bounds"},
-    "scissorhands": {"column_scores"},
-}
+SLOW = {"quest": {"choose_pages", "widen_bounds"}, "scissorhands": {"column_scores"}}
 
 
 @pytest.mark.parametrize(("method", "case"), WANTED)
@@ -87,4 +84,3 @@ def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     said = capsys.readouterr()
     assert "1 passed, 1 failed" in said.out and "FAIL       nan (bound 0e+00)  kivi, one token, float32" in said.out
     assert "ZeroDivisionError: integer division" in said.err
-
