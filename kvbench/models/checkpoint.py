@@ -29,8 +29,8 @@ def read_weights(
             that takes the package accelerate.
 
     Returns:
-        The model, on the device or in main memory, and what `check_complete` takes. Until it was checked, tensors may be
-        random.
+        The model, on the device or in main memory, and what `check_complete` takes. Until it was checked, tensors may
+        be random.
     """
     import transformers
 
