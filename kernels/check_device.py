@@ -430,6 +430,8 @@ def _decode_step(plan: Plan) -> tuple[Callable[[], None], "DevicePages", Tensor]
         count = held.num_slots[0].view(4, 2)
         tier = TierPages(fmt, held.page_ids(lists, 0, 4).view(4, 2, -1), count, count)
         out.copy_(plan.backend.paged_decode(q, held.pages, [tier], None, 0.1, group="max", accumulate=True)[0])
+        for x in (k, v):  # another token in the next step: attention over equal ones would not show which were read
+            x.copy_(x.roll(1, -1))
 
     return step, held, out
 
