@@ -2,8 +2,7 @@
 
 The functions are in `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing, which
 does not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much
-slower, and `fallbacks` names it: bounds of pages and choosing pages by them, counting queries below uniform attention,
-and prompts in several segments.
+slower, and `fallbacks` names it: bounds of pages and choosing pages by them, and prompts in several segments.
 
 Capture-safe, once warmed up: `paged_decode`, `add_scores`, `write_keys`, `write_values`, `write_tracked`,
 `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages` `reserve`, `truncate`,
@@ -89,11 +88,9 @@ class Gpu(Reference):
         power: int = 1,
         below_uniform: bool = False,
     ) -> Tensor:
-        if below_uniform:  # no kernel counts
-            return super().column_scores(
-                q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=True
-            )
-        return triton_prefill.column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power)
+        return triton_prefill.column_scores(
+            q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
+        )
 
     def demote(
         self,
