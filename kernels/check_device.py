@@ -323,6 +323,11 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
             known = known.unflatten(0, (2, 3)).amax(1)
             name = f"column scores {queries}/{skip_near}/{power}, {kind}"
             yield Finding(name, _differ(got / known.max(), known / known.max()), 1e-5)
+        with _no_synchronisation(plan.device):
+            got = plan.backend.column_scores(there[0], there[1], scale, queries=-1, below_uniform=True)
+        known = column_scores(q, k, scale, queries=-1, below_uniform=True)
+        # A probability that is just one over the keys may fall on either side.
+        yield Finding(f"queries below the uniform share, {kind}", _differ(got, known), 2)
 
 
 def check_manager(plan: Plan) -> Iterator[Finding]:

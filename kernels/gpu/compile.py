@@ -205,6 +205,7 @@ def _prompt() -> None:
     triton_prefill.attention_with_lse(q, k, k, 0.1)
     triton_prefill.column_scores(q, k, 0.1, queries=-1)
     triton_prefill.column_scores(q, k, 0.1, queries=64, skip_near=8, power=2)
+    triton_prefill.column_scores(q, k, 0.1, queries=64, below_uniform=True)
 
 
 CASES: dict[str, Callable[[], object]] = {
