@@ -1,13 +1,13 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The functions are in `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing, which
-does not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much
-slower, and `fallbacks` names it: bounds of pages and choosing pages by them, and prompts in several segments.
+The functions are in `bounds`, `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing,
+which does not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much
+slower, and `fallbacks` names it: widening the bounds of pages, and prompts in several segments.
 
-Capture-safe, once warmed up: `paged_decode`, `add_scores`, `write_keys`, `write_values`, `write_tracked`,
-`read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages` `reserve`, `truncate`,
-`lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual buffer (it reads how long
-the lists are), `DevicePages.check`, `stats` and `free_ids`.
+Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
+`write_tracked`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages`
+`reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual
+buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
 
 The store does not use `demote`, `attention_with_lse`, `device_pages` and `paged_decode(accumulate=True)` yet.
 """
@@ -22,7 +22,9 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
 
 
@@ -73,6 +75,11 @@ class Gpu(Reference):
         return triton_decode.paged_decode(
             q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
         )
+
+    def choose_pages(
+        self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
+    ) -> TierPages:
+        return torch_attention.choose_pages(q, pages, tier, count, width, group, bounds=page_bounds)
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
         triton_decode.add_scores(pages, tier, scores)

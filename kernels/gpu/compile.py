@@ -26,6 +26,7 @@ from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.parts import Kernel, recording
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -187,6 +188,11 @@ def _one_of_each() -> None:
     held.compact(lists, 0, torch.ones(1024, 64, dtype=torch.bool), fmt)
     q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
     triton_prefill.column_scores(q, k, 0.1, queries=-1)
+    slot = SlotFormat(_DIM, 16, 16)
+    bounded, held = PageFormat(slot, 16 * int(slot.slot_bytes) + 4 * _DIM, bounds=True), torch.full((1, _HEADS), 9)
+    tier = TierPages(bounded, torch.zeros(1, _HEADS, 2, dtype=torch.int64), held, held)
+    pages = torch.zeros(2, bounded.page_bytes, dtype=torch.uint8)
+    page_bounds(torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=torch.bfloat16), pages, tier, "max")
 
 
 def _manage() -> None:
