@@ -189,8 +189,8 @@ def _one_of_each() -> None:
     q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
     triton_prefill.column_scores(q, k, 0.1, queries=-1)
     slot = SlotFormat(_DIM, 16, 16)
-    bounded, held = PageFormat(slot, 16 * int(slot.slot_bytes) + 4 * _DIM, bounds=True), torch.full((1, _HEADS), 9)
-    tier = TierPages(bounded, torch.zeros(1, _HEADS, 2, dtype=torch.int64), held, held)
+    bounded, slots = PageFormat(slot, 16 * int(slot.slot_bytes) + 4 * _DIM, bounds=True), torch.full((1, _HEADS), 9)
+    tier = TierPages(bounded, torch.zeros(1, _HEADS, 2, dtype=torch.int64), slots, slots)
     pages = torch.zeros(2, bounded.page_bytes, dtype=torch.uint8)
     page_bounds(torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=torch.bfloat16), pages, tier, "max")
 
