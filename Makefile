@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes fuzz mutants simulate smoke clean
+.PHONY: help setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -50,6 +50,13 @@ test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g
 
 test-bytes: setup ## compare projected bytes with those that SmolLM2-135M really holds, every method at three lengths (minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/sizing/test_project.py
+
+test-gpu: setup ## every method in every case on interpreted Triton kernels, or on a GPU where there is one (half an hour without)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/bench/test_check_methods.py tests/kernels/gpu
+
+GPU_MINUTES ?= 9
+gpu: ## stages of the evidence on a GPU that are not done yet, as many as fit into GPU_MINUTES; again goes on (needs torch, triton and transformers alone)
+	$(PYTHON) -m kvbench.bench.evidence_gpu --minutes $(GPU_MINUTES)
 
 CASES ?= 300
 SEED ?= 0

@@ -102,17 +102,42 @@ def _ring_output(
     return torch.matmul(by_token[..., : v_pages.shape[2]], v_pages) + torch.matmul(p_values, ring_v)
 
 
-def choose_pages(q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce) -> TierPages:
+def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Tensor:
+    """What no logit in a page exceeds, the query heads of a group reduced; anything past a list's end.
+
+    Args:
+        q: [S, Hq, D].
+        tier: All pages of each list, with bounds.
+        group: How the query heads of a KV head are reduced.
+
+    Returns:
+        fp32 [S, H, m].
+    """
+    num_seq, num_heads = tier.ids.shape[:2]
+    q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
+    low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))
+    return reduce_group(torch.matmul(q.clamp(min=0), high) + torch.matmul(q.clamp(max=0), low), group, 2)
+
+
+def choose_pages(
+    q: Tensor,
+    pages: Tensor,
+    tier: TierPages,
+    count: Tensor,
+    width: int,
+    group: Reduce,
+    bounds: Callable[[Tensor, Tensor, TierPages, Reduce], Tensor] = page_bounds,
+) -> TierPages:
     """The pages of each list that can hold the largest logits, in slot order; the newest page is always one of them.
+
+    Args:
+        bounds: Finds the bounds, as `page_bounds`. The others as for `Backend.choose_pages`.
 
     Source: mit-han-lab/Quest evaluation/quest_attention.py and quest/utils/controller.py.
     """
     checks.choose(q, pages, tier, count, width, group)
-    num_seq, num_heads, num_columns = tier.ids.shape
-    tokens = tier.fmt.tokens_per_page
-    q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
-    low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))
-    bound = reduce_group(torch.matmul(q.clamp(min=0), high) + torch.matmul(q.clamp(max=0), low), group, 2)
+    num_columns, tokens = tier.ids.shape[2], tier.fmt.tokens_per_page
+    bound = bounds(q, pages, tier, group)
     column, last = torch.arange(num_columns, device=q.device), (tier.num_k - 1)[..., None] // tokens
     bound = bound.masked_fill(column > last, float("-inf")).masked_fill(column == last, float("inf"))
     order = bound.argsort(dim=-1, descending=True, stable=True)

@@ -69,6 +69,7 @@ class CompressedStore:
             device=shape.device,
             budget_bytes=options.budget_bytes,
             pool=pool,
+            memory_share=options.memory_share,
         )
         # Only bulk eviction asks how much the prompt's plan gave each list.
         lists = self.pages.table.num_lists if policy.compact_every else 0

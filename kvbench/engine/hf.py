@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.cache.layout import ModelShape
@@ -121,6 +121,13 @@ def attention(
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     store = session.store
+    heads, wanted = (query.shape[1], key.shape[1]), (store.shape.num_q_heads, store.shape.num_kv_heads)
+    if heads != wanted:
+        raise UnsupportedModel(
+            f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
+            f"says {wanted[0]} on {wanted[1]}; kvbench needs all heads in one process, so load the model without "
+            "tp_plan"
+        )
     if session.mode == "decode":
         out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
     elif session.mode == "chunk":
@@ -172,6 +179,17 @@ def check_supported(model: PreTrainedModel) -> None:
             )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {remedy}")
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"{name}: its weights lie on {' and '.join(devices)}, but the cache lies on one device; load it without "
+            "device_map onto one (model.device=cuda:0), or take a model that fits there"
+        )
+    if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        raise UnsupportedModel(
+            f"{name}: its weights are cut over several processes (tensor parallel), and each holds some of the heads; "
+            "load it without tp_plan in one process"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {remedy}")
 
@@ -238,22 +256,40 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
-def own_cache(model: PreTrainedModel, kind: str) -> Cache:
+def own_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
     """One of transformers' own caches, empty, to compare with; the model must not be attached then.
 
     Args:
-        kind: `dynamic`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+        kind: `dynamic`; `static`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+        max_tokens: What a static cache holds.
 
     Raises:
         ImportError: transformers is too old for it, or the package that quantises is missing.
     """
     if kind == "dynamic":
         return DynamicCache(config=model.config)
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=max_tokens)
     backend, _, bits = kind.partition("-")
     try:
         return QuantizedCache(backend, model.config.get_text_config(), **({"nbits": int(bits)} if bits else {}))
     except ValueError as error:  # an unknown backend, or one whose package is missing
         raise ImportError(" ".join(str(error).split())) from error
+
+
+def rewind(cache: Cache, tokens: int) -> None:
+    """Makes a static cache forget all but the first tokens; its tensors stay where they are, as a CUDA graph needs.
+
+    Raises:
+        ImportError: This transformers counts the tokens of a static cache in another way.
+    """
+    for layer in cache.layers:
+        count = getattr(layer, "cumulative_length", None)
+        if not isinstance(count, Tensor):
+            raise ImportError(
+                "this transformers' static cache has no counter on the device, so no graph can be captured"
+            )
+        count.fill_(tokens)
 
 
 def own_cache_rows(cache: Cache) -> int:

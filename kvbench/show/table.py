@@ -116,6 +116,10 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     tiers = {str(tier) for record in records if record.method == FULL and (tier := _settings(record).get("tier"))}
     for tier in sorted(tiers):
         notes.append(f"full: every token is kept, as {tier} (method.tier; native is the model's own type).")
+    for record in records:
+        if record.backend_fallbacks:
+            done = ", ".join(record.backend_fallbacks)
+            notes.append(f"Speed is no claim for {record.method}: backend {record.backend} did {done} in plain torch.")
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     for record in records:
         ratio = RESIDENT.of_run(record)

@@ -1,5 +1,6 @@
 """The table, the picture and the progress lines."""
 
+import dataclasses
 import io
 
 from fake_parts import make_cfg, make_parts
@@ -34,6 +35,18 @@ def test_table_shows_the_numbers(tmp_path):
     assert "..." not in text and "\u2026" not in text
     rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
     assert [line.split()[0] for line in rows] == ["full", "half"] * 2
+
+
+def test_table_says_what_ran_without_a_kernel(tmp_path):
+    """A run whose backend fell back on plain torch is named with the operations; another one is not."""
+    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    slow = dataclasses.replace(finished.record, backend="triton", backend_fallbacks=["choose_pages", "paged_decode"])
+    fast = dataclasses.replace(slow, method="other", backend_fallbacks=[])
+    console = Console(width=120, record=True, file=io.StringIO())
+    table.show([slow, fast], console=console)
+    said = " ".join(console.export_text().split())
+    assert "Speed is no claim for half: backend triton did choose_pages, paged_decode in plain torch." in said
+    assert "no claim for other" not in said
 
 
 def test_table_names_a_method_that_saves_nothing(tmp_path):
