@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.config.files import conf_folder, options
+from kvbench.config.files import options, path_of
 from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -29,7 +29,7 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     known = options(group)
     if name not in known:
         raise unknown_name(group, name, known)
-    found: dict[str, Any] = yaml.safe_load((conf_folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    found: dict[str, Any] = yaml.safe_load(path_of(group, name).read_text(encoding="utf-8"))
     for change in changes:
         key, sign, value = change.partition("=")
         if not sign:

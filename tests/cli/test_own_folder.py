@@ -89,10 +89,10 @@ def test_own_choices_are_meant(mine, capsys, words, message):
 
 def test_commands_run_with_own_choices(mine, monkeypatch):
     """`calibrate`, `gates` and `bench` get the method, the model and the task from there."""
-    from kvbench.bench.choices import compose_choice
+    from kvbench.bench.choices import read_choice
 
     seen = []
-    shares = lambda: compose_choice("method", "toy share=0.3").share  # noqa: E731
+    shares = lambda: read_choice("method", "toy share=0.3")["share"]  # noqa: E731
     monkeypatch.setattr(calibrate, "main", lambda cfg: seen.append(cfg.method._target_) or 0)
     monkeypatch.setattr(gates, "main", lambda cfg: seen.append((cfg.model.name, cfg.task["items"])) or 0)
     monkeypatch.setattr("kvbench.bench.command.main", lambda cfg: seen.append(shares()) or 0)
