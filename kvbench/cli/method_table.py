@@ -32,16 +32,15 @@ head.
 def scored(policy: Policy) -> str:
     """Which attention statistics a method uses, in words."""
     spec = policy.score
-    if spec.statistic == "key_norm":
-        return "none (norms of keys)"
+    words = spec.statistic.words
     if not spec.prefill_queries and not spec.decode_update:
-        return "none"
+        return f"none ({words})" if words and spec.measures_prompts else "none"
     queries = {ALL_QUERIES: "all queries", 1: "last query"}.get(
         spec.prefill_queries, f"last {spec.prefill_queries} queries"
     )
     power = ", squared" if spec.power == 2 else ""
     pool = "" if spec.pool == "none" else f", {spec.pool}-pool {spec.pool_kernel}"
-    counts = ", how often below 1 / n" if spec.statistic == "below_uniform" else ""
+    counts = f", {words}" if words else ""
     update = "; replaced in decode" if spec.decode_replace else "; updated in decode" if spec.decode_update else ""
     return f"{queries}{power}{counts}{pool}, group {spec.group_reduce}{update}"
 

@@ -43,7 +43,9 @@ from kvbench.policy.ranking import (
     rank_descending,
     share_with_cap,
 )
+from kvbench.policy.scored import Scored
 from kvbench.policy.settings import BudgetText, TierText, check_sizes
+from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked, shrink_to_share, window_score
 from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole
@@ -54,6 +56,7 @@ __all__ = [
     "APPEND",
     "EVICT",
     "MAX_TOKENS",
+    "BelowUniform",
     "Budget",
     "BudgetText",
     "Choice",
@@ -61,14 +64,20 @@ __all__ = [
     "DecodePlan",
     "DecodeView",
     "Extreme",
+    "KeyNorms",
+    "LayerTensors",
+    "Need",
     "Number",
     "Policy",
     "PrefillPlan",
     "PrefillView",
+    "Probability",
     "ReadSpec",
     "Residual",
     "ScoreSpec",
+    "Scored",
     "SlotArrays",
+    "Statistic",
     "TableOrPath",
     "Tier",
     "TierText",
