@@ -91,8 +91,9 @@ class RKV(Scored):
 
     Source: Zefan-Cai/R-KV at d15c976, rkv/compression/r1_kv.py (Cai et al. 2025, arXiv 2505.24133).
     Differs: it evicts every 32 steps unless told otherwise, the original every 128. The budget may be a share of the
-        sequence; the original's is in tokens, which a prompt below it fills up first, here too. Scores and similarities are fp32. A key that resembles no other one takes its cosine with the
-        first key out of account, as in the original.
+        sequence; the original's is in tokens, which a prompt below it fills up first, here too. Scores and similarities
+        are fp32. A key that resembles no other one takes its cosine with the first key out of account, as in the
+        original. The queries of evictions while decoding are kept in 16 bits.
     """
 
     window: Annotated[int, Whole(1, unit="tokens")] = 8
