@@ -66,10 +66,7 @@ class Critical(AdaSnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.budget_is_mean = self.adaptive
-        self.scope = "layer" if self.adaptive else "head"
-        # What decode steps add to are sums; after the prompt nothing but the ranking counts.
-        reduce = "sum" if self.decode_every else "mean"
-        self.score = replace(self.score, statistic=ProjectedValues(), query_reduce=reduce)
+        self.score = replace(self.score, statistic=ProjectedValues())
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         if not self.adaptive:
@@ -84,13 +81,13 @@ class Critical(AdaSnapKV):
             own = (tier_of >= 0).sum(-1, keepdim=True) - window
         prefix = view.num_tokens - window
         if prefix:
-            keep = self.two_stages(view.score[..., :prefix], view.extra["norm"][..., :prefix], own)
+            mean = view.score[..., :prefix] / min(self.window, view.num_tokens)
+            keep = self.two_stages(mean, view.extra["norm"][..., :prefix], own)
             tier_of[..., :prefix] = torch.where(keep, 0, EVICT)
         return PrefillPlan(tier_of=tier_of)
 
     def two_stages(self, score: Tensor, norm: Tensor, own: Tensor) -> Tensor:
         """Which prefix tokens [..., n] stay, bool; `own` tokens per head, int64 [..., 1] or one number."""
-        counted = min(self.window, self.score.prefill_queries) if self.score.query_reduce == "sum" else 1
         first = rank_descending(score) < (own * self.first_stage).long()
-        worth = (score / counted + self.epsilon) * norm
+        worth = (score + self.epsilon) * norm
         return rank_descending(worth.masked_fill(first, float("inf"))) < own
