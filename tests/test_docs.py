@@ -28,7 +28,7 @@ DOCUMENTS = [
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 ]
 # The README's example of a new method: two files that a reader would write.
-EXAMPLE = {"methods/toy.py", "conf/method/toy.yaml"}
+EXAMPLE = {"methods/toy.py", "conf/method/toy.yaml", "methods/mylag.py", "conf/method/mylag.yaml"}
 FOLDERS = "kvbench|kernels|methods|conf|tests|docs|notebooks|results/example|results/cpu"
 
 

@@ -226,8 +226,9 @@ def column_scores(
     power: int = 1,
     block: int = 64,
     below_uniform: bool = False,
+    reduce: Reduce = "sum",
 ) -> Tensor:
-    """How much attention each key of a prompt receives, summed over queries, in O(N) memory.
+    """How much attention each key of a prompt receives, reduced over queries, in O(N) memory.
 
     `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over keys
     0..i.
@@ -239,6 +240,7 @@ def column_scores(
         power: 1 or 2.
         block: Queries per block; memory is Hq * block * N fp32.
         below_uniform: Instead of probabilities, sum minus 1 for every counted query with probability < 1 / (i + 1).
+        reduce: `sum`; `mean` over the queries that count for the key, 0 where none does; or `max`.
 
     Returns:
         fp32 [Hq, N].
@@ -266,8 +268,27 @@ def column_scores(
             prob = prob.square_()
         if skip_near:
             prob[..., near:].masked_fill_(distance < skip_near, 0.0)
-        out[..., :end] += prob.sum(2)
+        if reduce == "max":
+            out[..., :end] = torch.maximum(out[..., :end], prob.amax(2))
+        else:
+            out[..., :end] += prob.sum(2)
+    if reduce == "mean":
+        position = torch.arange(length, device=q.device)
+        out /= (length - (position + skip_near).clamp(min=first)).clamp(min=1)
     return out.flatten(0, 1)
+
+
+def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
+    """Reduces probabilities [..., w, n], 0 where a query does not count for a key, over the queries.
+
+    Args:
+        prob: fp32.
+        counts: bool, broadcastable to `prob`: the query counts.
+        reduce: As for `column_scores`.
+    """
+    if reduce == "max":
+        return prob.amax(-2)
+    return prob.sum(-2) / (counts.sum(-2).clamp(min=1) if reduce == "mean" else 1)
 
 
 def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tensor:

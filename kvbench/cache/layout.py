@@ -47,6 +47,7 @@ class ModelShape:
         dtype: The model's dtype.
         device: Where the cache lives.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
+        output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found.
     """
 
     num_layers: int
@@ -56,6 +57,7 @@ class ModelShape:
     dtype: torch.dtype
     device: torch.device
     inv_freq: Tensor | None = None
+    output_projections: tuple[Tensor, ...] | None = None
 
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens: the denominator of every ratio."""
