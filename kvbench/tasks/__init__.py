@@ -18,6 +18,7 @@ __all__ = ["MetricInfo", "TaskSet", "load_task"]
 BENCHMARKS = {
     "longbench": "longbench",
     "longctx": "longctx",
+    "ruler": "ruler",
     "gsm8k": "gsm8k",
     "math500": "mathematics",
     "math": "mathematics",

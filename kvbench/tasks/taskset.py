@@ -44,6 +44,7 @@ class TaskSet:
         grading_limit_s: Longest time to grade one answer, wall time; None for a grader that has limits of its own.
         grading_workers: How many answers may be graded at a time while the model goes on with the next; for a grader
             that waits for other processes and may be called from several threads. 0: each where it comes up.
+        by: Keys of the records' `meta` by which the scores are also reported, for example `length`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TaskSet:
     grading_limit_s: float | None = 120.0
     grading_workers: int = 0
     weighting: Weighting = "subset"
+    by: tuple[str, ...] = ()
 
     def score(self, request: Request, text: str) -> dict[str, float]:
         """Score one answer.
@@ -94,7 +96,7 @@ class TaskSet:
         Returns:
             `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
             `overall`: the mean over subsets with the task's weights; `length_buckets`, for subsets that have them: name
-            -> bucket -> the same numbers; `answers`: their length, the share that the limit cut, parse failures.
+            -> bucket -> the same numbers; `by`: key -> value -> the same numbers; `answers`: their length, the share that the limit cut, parse failures.
         """
         records = list(records)
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
@@ -105,6 +107,11 @@ class TaskSet:
             result["overall"][metric] = fmean((n[metric] for n in known), weights) if known else None
         if answers := answer_statistics(records):
             result["answers"] = answers
+        if self.by:
+            result["by"] = {
+                key: {name: self._mean(group) for name, group in _group(records, lambda r: str(r["meta"][key])).items()}
+                for key in self.by
+            }
         bucketed = [record for record in records if (record.get("meta") or {}).get("length_bucket")]
         if bucketed:
             result["length_buckets"] = {
