@@ -95,8 +95,9 @@ class TaskSet:
 
         Returns:
             `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
-            `overall`: the mean over subsets with the task's weights; `length_buckets`, for subsets that have them: name
-            -> bucket -> the same numbers; `by`: key -> value -> the same numbers; `answers`: their length, the share that the limit cut, parse failures.
+            `overall`: the mean over subsets with the task's weights; `by`: key -> value -> the same numbers;
+            `length_buckets`, for subsets that have them: name -> bucket -> the same numbers; `answers`: their length,
+            the share that the limit cut, parse failures.
         """
         records = list(records)
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
@@ -108,10 +109,7 @@ class TaskSet:
         if answers := answer_statistics(records):
             result["answers"] = answers
         if self.by:
-            result["by"] = {
-                key: {name: self._mean(group) for name, group in _group(records, lambda r: str(r["meta"][key])).items()}
-                for key in self.by
-            }
+            result["by"] = {key: self._by(records, key) for key in self.by}
         bucketed = [record for record in records if (record.get("meta") or {}).get("length_bucket")]
         if bucketed:
             result["length_buckets"] = {
@@ -122,6 +120,9 @@ class TaskSet:
                 for subset, group in _group(bucketed, lambda r: r["subset"]).items()
             }
         return result
+
+    def _by(self, records: list[dict], key: str) -> dict[str, dict]:
+        return {name: self._mean(some) for name, some in _group(records, lambda r: str(r["meta"][key])).items()}
 
     def _mean(self, records: list[dict]) -> dict:
         by_sample = _group([r for r in records if r.get("status", "ok") == "ok"], lambda r: r["sample_id"])

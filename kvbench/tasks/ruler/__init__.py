@@ -5,8 +5,8 @@ template and room for the answer together, as RULER counts it. Context, question
 apart, so `protocol.query_aware=false` compresses before the question is seen.
 
 The original fills its haystacks with Paul Graham's essays and takes words from the package wonderwords. Where
-`task.data_dir` has no essays, or wonderwords is not installed, text and words of kvbench's own stand in; the protocol of
-each row says which, and the fingerprint hashes the prompts, so that the two are never taken for the same.
+`task.data_dir` has no essays, or wonderwords is not installed, text and words of kvbench's own stand in. The protocol
+of each row says which, and the fingerprint hashes the prompts, so that the two are never taken for the same.
 
 Source: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", 2024; lm-eval 0.4.13,
     tasks/ruler. tests/tasks/test_ruler_original.py compares the prompts with lm-eval's text by text.

@@ -18,6 +18,6 @@ def match_all(text: str, answers: Sequence[str]) -> float:
 
 
 def match_any(text: str, answers: Sequence[str]) -> float:
-    """1 when one of the answers stands in the text, whatever its case; the score of the two question answering tasks."""
+    """1 when one of the answers stands in the text, whatever its case; the score of question answering."""
     found = clean(text).lower()
     return float(any(answer.lower() in found for answer in answers))

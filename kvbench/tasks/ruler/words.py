@@ -53,15 +53,15 @@ class Vocabulary:
 def vocabulary() -> Vocabulary:
     """The words of RULER where the package wonderwords is installed, else words of our own.
 
-    Ours are those of the documentation that ships with Python, and keys of two adjectives and a noun: with one
-    adjective there would be too few for a long haystack of keys.
+    Ours are those of the documentation that ships with Python and compounds of two words, enough for a list of 128k
+    tokens, and keys of two adjectives and a noun: with one there would be too few for a long haystack of keys.
     """
     if (found := _wonderwords()) is not None:
         return found
     from kvbench.tasks.longctx.generate import ADJECTIVES, NOUNS
 
     singles = sorted({word for text in paragraphs() for word in _WORD.findall(text)})
-    compounds = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
+    compounds = [f"{first}-{second}" for first in (*ADJECTIVES, *NOUNS) for second in NOUNS if first != second]
     return Vocabulary(tuple(ADJECTIVES), tuple(NOUNS), tuple(sorted({*singles, *compounds})), 2, OWN)
 
 
@@ -186,8 +186,8 @@ def documents(task: str, data_dir: str | None) -> Documents:
     path = _file(data_dir, names)
     if path is None:
         raise MissingDataError(
-            f"task=ruler has no data for {task}: it needs {' or '.join(names)} in task.data_dir={data_dir or 'FOLDER'}. "
-            f"Get it from {QA_URLS[task]}. The other tasks (task.tasks=generated) need no data"
+            f"task=ruler has no data for {task}: it needs {' or '.join(names)} in task.data_dir={data_dir or 'FOLDER'}."
+            f" Get it from {QA_URLS[task]}. The other tasks (task.tasks=generated) need no data"
         )
     try:
         data = json.loads(path.read_text("utf-8"))
