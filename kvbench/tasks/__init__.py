@@ -19,6 +19,7 @@ BENCHMARKS = {
     "longbench": "longbench",
     "longctx": "longctx",
     "ruler": "ruler",
+    "needle": "ruler.grid",
     "gsm8k": "gsm8k",
     "math500": "mathematics",
     "math": "mathematics",

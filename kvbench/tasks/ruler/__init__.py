@@ -30,6 +30,7 @@ from kvbench.tasks.settings import check_keys, flag, name_list, whole_list
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
+    from kvbench.engine.requests import Request
     from kvbench.models.load import LoadedModel
 
 DEFAULT_LENGTHS = (4096,)
@@ -85,13 +86,7 @@ def load(
                     gold=document.gold if prefix else document.prefix + document.gold,
                     meta={"task": name, "length": length, "index": index, "answers": list(document.answers)},
                 )
-                if prefix and builder.chat and _opens(builder, document):
-                    raise ValueError(
-                        f"the chat template of model {model.name} begins the answer with thoughts, and RULER's answer "
-                        "prefix would stand inside them; set task.answer_prefix=false, or protocol.thinking=false "
-                        "where the template has that switch"
-                    )
-                if builder.opens_thoughts(request):
+                if check_thoughts(builder, document, request, prefix):
                     opened.add(request.sample_id)
                 requests.append(request)
                 found[request.sample_id] = (name, document.answers)
@@ -140,11 +135,29 @@ def uncut(model: "LoadedModel", protocol: Protocol, rules: PromptRules) -> Promp
     return PromptBuilder(model, protocol, rules, usual + RETOKENISE_SLACK_TOKENS)
 
 
-def _opens(builder: PromptBuilder, document: Document) -> bool:
-    """Whether the chat template ends inside thoughts, before any prefix."""
-    return builder.opens_thoughts(
-        builder.build(sample_id="", subset="", context="", question=document.question.strip() or "a")
-    )
+def check_thoughts(builder: PromptBuilder, document: Document, request: "Request", with_prefix: bool) -> bool:
+    """Whether the prompt opens the thoughts of a model.
+
+    Args:
+        builder: Made the request.
+        document: What the request asks.
+        request: The request.
+        with_prefix: The beginning of the answer is part of the prompt.
+
+    Raises:
+        ValueError: The beginning of the answer would stand inside thoughts.
+    """
+    if not with_prefix:
+        return builder.opens_thoughts(request)
+    if builder.chat and builder.opens_thoughts(
+        builder.build(sample_id="", subset="", context="", question=document.question)
+    ):
+        raise ValueError(
+            f"the chat template of model {builder.model.name} begins the answer with thoughts, and the answer's prefix "
+            "would stand inside them; set task.answer_prefix=false, or protocol.thinking=false where the template has "
+            "that switch"
+        )
+    return False
 
 
 class _Maker:
