@@ -25,6 +25,7 @@ BENCHMARKS = {
     "math": "mathematics",
     "aime24": "aime",
     "aime25": "aime",
+    "custom": "custom",
     "humaneval_plus": "code",
     "mbpp_plus": "code",
 }

@@ -143,7 +143,9 @@ def _group(records: Iterable[dict], key: Callable[[dict], str]) -> dict[str, lis
     return groups
 
 
-def fingerprint(requests: Iterable[Request], references: Mapping[str, object], folder: Path) -> str:
+def fingerprint(
+    requests: Iterable[Request], references: Mapping[str, object], folder: Path, also: Iterable[Path] = ()
+) -> str:
     """Hash what decides a task's answers and scores.
 
     Args:
@@ -151,11 +153,12 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
         references: Sample id -> what its answer is scored against, as JSON types.
         folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
             do the modules beside it that all tasks share. The versions of the libraries that these import count too.
+        also: Files of other benchmarks whose code it uses.
 
     Returns:
         64 hex digits.
     """
-    own = [*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml")]
+    own = [*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml"), *also]
     files = {path.relative_to(folder.parent).as_posix(): path for path in own if folder / "cage" not in path.parents}
     digest = hashlib.sha256(hash_files(files).encode())
     digest.update(json.dumps(libraries(files.values())).encode())
