@@ -61,7 +61,7 @@ def render(panels: "Panels", kind: str) -> bytes:
 
     what, maps = panels.what, panels.maps
     shown = [grid(found.values, panels.depths, panels.lengths) for found in maps]
-    minus = [found.differences and grid(found.differences, panels.depths, panels.lengths) for found in maps]
+    minus = [grid(found.differences, panels.depths, panels.lengths) if found.differences else None for found in maps]
     flat = [what.scale * value for table in shown for row in table for value in row if value == value]
     away = [abs(what.scale * value) for table in minus if table for row in table for value in row if value == value]
     low, high = (0.0, what.scale) if what.bounded else (min(flat), max(flat) or 1.0)

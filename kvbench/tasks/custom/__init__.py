@@ -73,7 +73,12 @@ def load(
         rest = after_thinking(answer, sample_id in opened)
         return {"score": grade(metric, rest or "", asked[sample_id]["answers"])}
 
-    told = {"file": Path(rows.file).name, "metric": metric, "split": "before the question", "truncation": "middle"}
+    told: dict[str, Any] = {
+        "file": Path(rows.file).name,
+        "metric": metric,
+        "split": "before the question",
+        "truncation": "middle",
+    }
     told |= {"chat": asker.chat, "separator": asker.separator, "answer_prefix": asker.prefix, "thoughts": "not graded"}
     return CustomSet(
         name="custom",
