@@ -23,7 +23,19 @@ class Info:
 
 
 def sample(
-    number, subset, score, *, ratio=0.5, bits=4, text=None, nll=0.1, status="ok", repeat=0, tiers=(40,), seconds=0.1
+    number,
+    subset,
+    score,
+    *,
+    ratio=0.5,
+    bits=4,
+    text=None,
+    nll=0.1,
+    status="ok",
+    repeat=0,
+    tiers=(40,),
+    seconds=0.1,
+    meta=None,
 ):
     """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element."""
     fp16 = 100_000.0 + 1000 * (number % 7)
@@ -55,7 +67,7 @@ def sample(
         "truncated": False,
         "nan_layer": None,
         "protocol": {},
-        "meta": {"answer": "42"},
+        "meta": {"answer": "42"} if meta is None else meta,
         "message": "",
         "timing": {"prefill_s": 1.0, "decode_share_s": seconds, "decode_tokens": 5},
     }

@@ -66,7 +66,7 @@ def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]
     Raises:
         ValueError: The passages would be longer than the model's context.
     """
-    from kvbench.tasks.longctx.haystack import paragraphs
+    from kvbench.tasks.haystack import paragraphs
 
     if length > model.max_tokens:
         raise ValueError(

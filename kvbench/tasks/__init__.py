@@ -19,11 +19,14 @@ __all__ = ["MetricInfo", "TaskSet", "check_task", "load_task"]
 BENCHMARKS = {
     "longbench": "longbench",
     "longctx": "longctx",
+    "ruler": "ruler",
+    "needle": "ruler.grid",
     "gsm8k": "gsm8k",
     "math500": "mathematics",
     "math": "mathematics",
     "aime24": "aime",
     "aime25": "aime",
+    "custom": "custom",
     "humaneval_plus": "code",
     "mbpp_plus": "code",
 }

@@ -117,12 +117,13 @@ def zip_lines(archive: Path, member: str) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
-def read_rows(source: Source, check: RowCheck) -> Rows:
+def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None) -> Rows:
     """Read and check every row; one broken row does not stop the others.
 
     Args:
         source: Where from.
         check: What a row must be.
+        max_line_bytes: A longer line is no row; None takes any.
 
     Returns:
         The good rows, each with its `index` (0-based line of the file), the broken ones, and which of the good ones are
@@ -140,6 +141,8 @@ def read_rows(source: Source, check: RowCheck) -> Rows:
         if not line.strip():
             continue
         try:
+            if max_line_bytes is not None and len(line) > max_line_bytes:
+                raise ValueError(f"a line of {len(line)} bytes; a row may have {max_line_bytes}")
             row = _parse(line)
             rows.append({**check(row), "index": index})
             for what, name in _names(line, row):

@@ -122,3 +122,19 @@ def test_units():
         "2 h 05 min",
         "?",
     ]
+
+
+def test_table_by_what_a_task_tells_apart(tmp_path):
+    """One table for each thing that a task tells its samples apart by, and none where there is one group; a run that
+    lacks a group has a gap."""
+    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    primary = runs[1].primary
+    for record, values in zip(runs, ((0.5, None), (0.25, 1.0)), strict=True):
+        groups = {name: {"num_samples": 3, primary: value} for name, value in zip(("512", "1024"), values, strict=True)}
+        record.task_aggregate["by"] = {"length": groups, "task": {"vt": {"num_samples": 6, primary: 0.5}}}
+    console = Console(width=80, record=True, file=io.StringIO())
+    table.show(runs, console=console)
+    text = console.export_text()
+    assert f"{primary} by length, %" in text and "by task" not in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(("512", "1024"))]
+    assert rows == [["512", "50.0", "25.0", "3"], ["1024", "-", "100.0", "3"]]
