@@ -71,6 +71,10 @@ class FakeEngine:
         self.backend = SimpleNamespace(name="torch", isa="", fallbacks=set())
         self.seen: list[str] = []
 
+    def text_of(self, ids) -> str:
+        """Every token is a word."""
+        return " ".join(map(str, ids))
+
     def run(self, requests, *, on_outcome, on_step=None, sizing=None, own=False) -> None:
         """Answer group by group."""
         self.sizing = len(sizing or requests)
@@ -128,6 +132,7 @@ def make_requests(count: int, repeats: int = 1) -> list[Request]:
             num_samples=repeats,
             temperature=1.0 if repeats > 1 else 0.0,
             num_prompt_tokens_untruncated=5 + i + (i == 3),
+            answers=(str(i),),
             meta={"answer": str(i)},
         )
         for i in range(count)

@@ -36,11 +36,13 @@ def sample(
     tiers=(40,),
     seconds=0.1,
     meta=None,
+    gold=None,
 ):
     """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element."""
     fp16 = 100_000.0 + 1000 * (number % 7)
     resident, payload = ratio * fp16, sum(tiers) / 100 * bits / 16 * fp16
     ok = status == "ok"
+    asked = {} if gold is None else {"gold": list(gold), "prompt": {"sha256": "0" * 64, "tail": "What is it?"}}
     return {
         "sample_id": f"{subset}/{number}",
         "subset": subset,
@@ -49,6 +51,7 @@ def sample(
         "text": (f"answer {score}" if text is None else text) if ok else "",
         "token_ids": [1, 2],
         "finish": "eos",
+        **asked,
         "scores": {"exact": score} if ok else {},
         "fidelity": {"nll": nll, "nll_full": 0.1, "kl_mean": nll - 0.1, "top1_agreement": 1.0} if ok else None,
         "ledger": {

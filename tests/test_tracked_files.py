@@ -1,5 +1,6 @@
 """What is committed says nothing about the machine that it was written on."""
 
+import json
 import re
 import subprocess
 
@@ -16,6 +17,18 @@ CAGE = ("kvbench/tasks/code/cage/", "tests/tasks/code/")
 def machine_paths(text):
     """The lines of a text that name a machine's path."""
     return [line.strip()[:120] for line in text.splitlines() if MACHINE.search(line)]
+
+
+def test_stored_runs_under_git_are_of_generated_tasks():
+    """Records hold right answers and ends of prompts; those of a benchmark are not ours to pass on."""
+    listed = subprocess.run(["git", "ls-files", "-z", "results"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    names = [name for name in listed.stdout.decode().split("\0") if name.endswith(("run.json", "samples.jsonl"))]
+    assert names
+    for name in names:
+        run = json.loads((ROOT / name).with_name("run.json").read_text())
+        assert run["task"] == "longctx", f"{name} is a run of task={run['task']}, which is not generated"
 
 
 def test_no_tracked_file_names_a_machine():

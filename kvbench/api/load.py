@@ -43,7 +43,7 @@ def load(results_dir: str | Path = "results", *, samples: bool = False) -> "Data
         raise ValueError(f"results_dir={results_dir} is not a folder; run an experiment first, or give its folder")
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    for folder, record in _runs(root, left_out):
+    for folder, record in find_runs(root, left_out):
         if not samples:
             rows.append(run_row(record, folder))
             continue
@@ -62,8 +62,13 @@ def load(results_dir: str | Path = "results", *, samples: bool = False) -> "Data
     return table
 
 
-def _runs(root: Path, left_out: dict[str, str]) -> Iterator[tuple[Path, RunRecord]]:
-    """The runs below a folder, in the order of their names; what cannot be read goes to `left_out`."""
+def find_runs(root: Path, left_out: dict[str, str]) -> Iterator[tuple[Path, RunRecord]]:
+    """The runs below a folder, in the order of their names.
+
+    Args:
+        root: A results folder.
+        left_out: Gets the name of each run that cannot be read, and why.
+    """
     for path in sorted(root.glob("*/*/*/*/run.json")):
         try:
             record = RunRecord.load(path.parent)

@@ -13,7 +13,7 @@ from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.errors import unknown_setting
 
-BARE = "_bare_"  # in a command's file: the setting that a word without a key sets
+BARE = "_bare_"  # in a command's file: the setting, or the settings in order, that words without a key set
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -63,10 +63,12 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     from kvbench.config.compose import compose
 
     listed, plain = _own(name), {}
+    bare = listed.get(BARE, [])
+    places = [bare] if isinstance(bare, str) else list(bare)
     for word in list(arguments):
         key, has_value, value = word.partition("=")
-        if BARE in listed and not word.startswith("-") and (not has_value or Path(word).exists()):
-            key, value = listed[BARE], word
+        if places and not word.startswith("-") and (not has_value or Path(word).exists()):
+            key, value = places.pop(0), word
         elif not has_value:
             raise ValueError(
                 f"{word} is no setting of {name}; settings are key=value. `kvbench {name} --help` lists them"

@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> int:
         raise ValueError(f"run={folder} holds no stored run; give the folder that has run.json and config.yaml")
     settings = read_config(folder / "config.yaml")
     if not cfg.trust:
-        _check_trust(settings, folder)
+        check_trust(settings, folder)
     root = folder.absolute().parents[3]
     target = Path(cfg.results_dir) if cfg.results_dir else root.with_name(f"{root.name}-rerun")
     if target.absolute() == root:
@@ -45,17 +45,27 @@ def main(cfg: DictConfig) -> int:
     # Where the full cache's answers are forced, it has to give them again.
     reference = "auto" if settings.fidelity.get("on") == OWN else "none"
     settings.results_dir, settings.reference, settings.resume = str(target), reference, True
+    settings.tracker = "none"  # a folder that may be anybody's does not decide where results are sent
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
     again = run_experiment(settings, method=stored.method, origin=origin)
     return _report(stored, read_samples(folder / "samples.jsonl", stored.hash)[0], again.record, again.samples)
 
 
-def _check_trust(settings: DictConfig, folder: Path) -> None:
-    """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's."""
+def check_trust(settings: DictConfig, folder: Path, *, with_method: bool = True) -> None:
+    """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's.
+
+    Args:
+        settings: The run's config.yaml.
+        folder: Where it lies.
+        with_method: The method is going to be run; else the task alone is loaded.
+
+    Raises:
+        ValueError: Names the settings.
+    """
     method, task = settings.get("method") or {}, settings.get("task") or {}
     found = [
         f"method._target_={method.get('_target_')}"
-        if not str(method.get("_target_", "")).startswith("kvbench.methods.")
+        if with_method and not str(method.get("_target_", "")).startswith("kvbench.methods.")
         else "",
         f"task.include_path={task.get('include_path')}" if task.get("include_path") else "",
         "task.allow_code_execution=true" if task.get("allow_code_execution") else "",
@@ -74,6 +84,10 @@ def _report(
     text = [f"{heading}: {again.hash[:12]}", *(f"  {line}" for line in lines)]
     after = {key_of(record): record for record in samples}
     keys = [key for key in before if key in after]
+    added = {"gold", "prompt"} - set().union(*before.values())  # what journals of before do not have
+    for record in after.values():
+        for name in added:
+            record.pop(name, None)  # type: ignore[misc]
     changed = [key for key in keys if _answer(before[key]) != _answer(after[key])]
     text.append(f"{len(keys) - len(changed)} of {len(before)} records are the same, times apart")
     for key in changed[:SHOWN]:

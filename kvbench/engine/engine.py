@@ -63,6 +63,10 @@ class Engine:
         """The cache of the requests that are being answered."""
         return self.runner.store
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """What tokens say, special tokens shown."""
+        return str(self.loaded.tokenizer.decode(list(ids)))
+
     def run(
         self,
         requests: Sequence[Request],

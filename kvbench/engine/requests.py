@@ -1,6 +1,7 @@
 """What the tasks ask of the engine, and what the engine answers."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 # First forced token of each bin, the same for every answer, so that bins add up over answers of any length. The first
 # bin is the token that the prompt's own pass predicts.
@@ -18,6 +19,7 @@ class Request:
             whole prompt is seen before anything is compressed; `(context, question)` compresses the context before the
             question is seen.
         gold: Token ids of the reference answer for teacher forcing; empty when the sample has none.
+        answers: The right answers as the task has them, for people; nothing is computed from them.
         choices: Token ids of continuations whose log-likelihoods are wanted; each is scored on a fork of the one
             compressed prompt.
         max_new_tokens: Length limit of the answer, >= 1.
@@ -35,6 +37,7 @@ class Request:
     subset: str
     segments: tuple[tuple[int, ...], ...]
     gold: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
     max_new_tokens: int = 32
     min_new_tokens: int = 0
@@ -45,6 +48,11 @@ class Request:
     num_samples: int = 1
     num_prompt_tokens_untruncated: int = 0
     meta: dict = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the whole prompt."""
+        return tuple(chain.from_iterable(self.segments))
 
     @property
     def num_prompt_tokens(self) -> int:

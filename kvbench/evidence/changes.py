@@ -77,6 +77,8 @@ def _value(record: SampleRecord, what: Measure) -> float | None:
 
 
 def _expected(record: SampleRecord) -> str:
-    meta = record.get("meta") or {}
+    if record.get("gold"):
+        return "; ".join(record["gold"])
+    meta = record.get("meta") or {}  # journals of before have the answer there, where the task kept it
     found = next((meta[key] for key in ("answer", "answers", "gold", "target") if key in meta), "")
     return "; ".join(map(str, found)) if isinstance(found, list) else str(found)

@@ -8,8 +8,7 @@ from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier import Panel, Point
 from kvbench.evidence.published import method_name
 from kvbench.results.measures import COSTS, RESIDENT
-
-PER_PANEL = 7  # methods, one for each colour; more go to a further panel
+from kvbench.show.palette import method_style
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -82,12 +81,18 @@ class Drawing:
         """What each panel after the first shows: a title and its methods."""
         found = []
         for name in self.families:
-            methods = list(self.of_family(name).items())
-            count = math.ceil(len(methods) / PER_PANEL)
-            each = math.ceil(len(methods) / count)
-            for index in range(count):
-                title = name if count == 1 else f"{name} ({index + 1} of {count})"
-                found.append((title, dict(methods[index * each : (index + 1) * each])))
+            panels: list[dict[str, list[Point]]] = []
+            for method, points in self.of_family(name).items():
+                colour = method_style(method)[0]
+                free = (one for one in panels if colour not in {method_style(other)[0] for other in one})
+                place = next(free, None)  # no colour is twice in a panel
+                if place is None:
+                    place = {}
+                    panels.append(place)
+                place[method] = points
+            for index, members in enumerate(panels):
+                title = name if len(panels) == 1 else f"{name} ({index + 1} of {len(panels)})"
+                found.append((title, members))
         return found
 
     def x(self, point: Point) -> float:

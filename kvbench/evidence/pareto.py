@@ -24,7 +24,9 @@ from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
 from kvbench.show.terminal import NO_INTERVAL, number
 
-KINDS = ("png", "svg")
+KINDS = ("png", "svg", "pdf")
+PANELS = "panels"  # the layout of the report, and of pareto where nothing else is asked for
+DRAWN = ("png", "svg")  # where kinds=null
 QUALITIES = ("difference", "score")
 
 
@@ -38,6 +40,8 @@ def check(cfg: DictConfig) -> None:
         for value in patterns(cfg.get(name)) or ():
             if value not in known:
                 raise unknown_name(name, value, known)
+    if cfg.get("layout", PANELS) not in frontier_figure.LAYOUTS:
+        raise unknown_name("layout", cfg.layout, frontier_figure.LAYOUTS)
     if cfg.quality not in QUALITIES:
         raise unknown_name("quality", cfg.quality, QUALITIES)
     check_margin(cfg.margin)
@@ -175,10 +179,12 @@ def main(cfg: DictConfig) -> int:
         for axis in patterns(cfg.axes) or list(COSTS):
             console.print()
             render(panel, axis, console)
-            for kind in patterns(cfg.kinds) or KINDS:
-                picture = frontier_figure.render(panel, axis, kind)
+            for kind in patterns(cfg.kinds) or DRAWN:
+                picture = frontier_figure.render(panel, axis, kind, layout=cfg.layout)
                 if picture is not None:
-                    written.append(out / f"{file_stem(panel)}_{axis}.{kind}")
+                    written.append(
+                        out / f"{file_stem(panel)}_{axis}{'' if cfg.layout == PANELS else f'_{cfg.layout}'}.{kind}"
+                    )
                     write_file(written[-1], picture)
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
     console.print(Text("\n" + ". ".join(words) + ".", style="dim"))

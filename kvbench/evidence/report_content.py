@@ -12,6 +12,7 @@ from kvbench.evidence.pairing import values_of
 from kvbench.evidence.runs import Group, StoredRun
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
+from kvbench.show.palette import item_place
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
@@ -171,7 +172,8 @@ def byte_bars(group: Group) -> dict:
     """The resident bytes of every run, item by item."""
     found = {run.label: ledger for run in group.runs if (ledger := bytes_of(run)).get("fp16_bytes")}
     items = {label: ledger_items(ledger) for label, ledger in found.items()}
-    styles = _styles(name for mine in items.values() for name, count in mine.items() if count)
+    there = dict.fromkeys(name for mine in items.values() for name, count in mine.items() if count)
+    styles = {name: f"c{item_place(name)}" for name in there}  # the colours of result.png
     widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
     rows = []
     for label, mine in items.items():

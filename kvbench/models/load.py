@@ -14,7 +14,7 @@ from kvbench.models import cache, embedded, files, gguf, random_weights
 from kvbench.models.checkpoint import SAFELY, check_complete, is_fault, read_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens"}
@@ -84,7 +84,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         tokenizer=tokenizer,
         name=str(settings.get("name") or name).replace("/", "-"),
         fingerprint=fingerprint,
-        max_tokens=_max_tokens(model, settings.get("max_tokens")),
+        max_tokens=context_length(model.config, settings.get("max_tokens")),
         dtype=dtype,
         device=device,
         chat_template=bool(tokenizer.chat_template),
@@ -224,9 +224,17 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _max_tokens(model: "PreTrainedModel", wanted: int | None) -> int:
-    """Returns the context length: the model's own, or a shorter one that the user asked for."""
-    own = model.config.max_position_embeddings
+def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
+    """Returns the context length: the model's own, or a shorter one that the user asked for.
+
+    Args:
+        config: Of the model.
+        wanted: `model.max_tokens`; None for the model's own.
+
+    Raises:
+        ValueError: It is longer than the model's own.
+    """
+    own: int = config.max_position_embeddings
     if wanted is None:
         return own
     if not isinstance(wanted, int) or not 1 <= wanted <= own:

@@ -9,7 +9,7 @@ mix-ups: a line that was edited, or that another run wrote. It is no signature: 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
@@ -20,6 +20,8 @@ from kvbench.results.writing import encode_line, plain, read_regular
 
 Key = tuple[str, int]  # which sample, which of its answers
 SEAL_DIGITS = 16
+TAIL_LENGTH = 200  # characters
+TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, but for parts of one
 LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
 
 
@@ -40,6 +42,15 @@ class Kept(TypedDict, total=False):
     slot_bytes: float
     read_ratio: float
     """Bytes read in decode steps, as a share of reading everything; where the method chooses what to read."""
+
+
+class Prompt(TypedDict):
+    """What was asked, in short: the whole prompt of a benchmark is large, and not ours to pass on."""
+
+    sha256: str
+    """Of the token ids in order, each as 4 bytes, the lowest first."""
+    tail: str
+    """The last `TAIL_LENGTH` characters as the model read them, special tokens shown."""
 
 
 class SampleRecord(TypedDict):
@@ -63,6 +74,10 @@ class SampleRecord(TypedDict):
     """The answer's tokens, stop token excluded. `read_samples` leaves them out."""
     finish: str
     """Why the answer ended: `stop`, `eos`, `length`, or `none` without an answer."""
+    gold: NotRequired[list[str]]
+    """The right answers, as the task has them; empty where it has none. Not in journals of before."""
+    prompt: NotRequired[Prompt]
+    """What was asked; `kvbench show` makes the whole of it again. Not in journals of before."""
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
     fidelity: dict[str, float | None] | None
@@ -107,8 +122,13 @@ class SampleRecord(TypedDict):
     """Digest of the run's hash and the rest of the line. It is on the line only: readers check it and take it off."""
 
 
+def prompt_digest(ids: Iterable[int]) -> str:
+    """SHA-256 of token ids in order, each as 4 bytes, the lowest first; 64 hex digits."""
+    return hashlib.sha256(b"".join(one.to_bytes(4, "little") for one in ids)).hexdigest()
+
+
 def journal_record(
-    request: Request, outcome: Outcome, scores: Mapping[str, float], protocol: dict[str, Any]
+    request: Request, outcome: Outcome, scores: Mapping[str, float], protocol: dict[str, Any], tail: str = ""
 ) -> SampleRecord:
     """Make the record of a finished sample.
 
@@ -117,6 +137,7 @@ def journal_record(
         outcome: What the engine answered.
         scores: The scores of the answer; none for one that did not end well.
         protocol: How the task is posed and scored.
+        tail: The end of the prompt as text; what is more than `TAIL_LENGTH` characters of it is left out.
 
     Returns:
         The record, with its keys in the order of the file.
@@ -129,6 +150,8 @@ def journal_record(
         "text": outcome.text,
         "token_ids": list(outcome.token_ids),
         "finish": outcome.finish,
+        "gold": list(request.answers),
+        "prompt": {"sha256": prompt_digest(request.prompt), "tail": tail[-TAIL_LENGTH:]},
         "scores": dict(scores),
         "fidelity": outcome.fidelity,
         "drift": outcome.drift,

@@ -17,7 +17,7 @@ from kvbench.results import identity, provenance
 from kvbench.results.sample import Key
 from kvbench.results.writing import check_writable
 from kvbench.rules.kinds import Flag, Whole
-from kvbench.runs import calibration
+from kvbench.runs import calibration, tracking
 from kvbench.runs.parts import Parts, read_bytes, store_options
 from kvbench.show.progress import note
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
-    | {"reference", "fidelity", "store", "prompt_cache_bytes"},
+    | {"reference", "fidelity", "store", "prompt_cache_bytes", "tracker"},
     "fidelity.": {"max_tokens", "on"},
 }
 RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": Flag()}
@@ -97,6 +97,7 @@ def check_config(cfg: DictConfig) -> None:
         raise unknown_name("fidelity.on", cfg.fidelity.on, (GOLD, OWN))
     if cfg.reference not in ("auto", "none"):
         raise unknown_name("reference", cfg.reference, ("auto", "none"))
+    tracking.check(cfg.get("tracker", tracking.NONE))
     if not isinstance(cfg.results_dir, str) or not cfg.results_dir:
         raise ValueError(
             f"results_dir={cfg.results_dir!r} is not a folder; give a path, for example results_dir=results"

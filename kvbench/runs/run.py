@@ -19,8 +19,9 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.results import provenance, summary
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
-from kvbench.results.sample import SampleRecord, journal_record
+from kvbench.results.sample import TAIL_TOKENS, SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
+from kvbench.runs import tracking
 from kvbench.runs.beside import Beside
 from kvbench.runs.experiment import OWN, Experiment, check_config, prepare, reference_config
 from kvbench.runs.grading import grade_outcome
@@ -142,7 +143,8 @@ def record_answers(
     by_id = {request.sample_id: request for request in requests}
 
     def write(request: Request, graded: tuple[Outcome, dict[str, float]]) -> None:
-        record = journal_record(request, *graded, task.protocol)
+        tail = engine.text_of(request.prompt[-TAIL_TOKENS:])
+        record = journal_record(request, *graded, task.protocol, tail)
         if not with_timing:
             del record["timing"]
         journal.append(record)
@@ -360,4 +362,6 @@ def run_experiment(
             )
         answers = {item["sample_id"]: item["token_ids"] for item in full.samples if item["repeat"] == 0}
         experiment = experiment.forcing(answers)
-    return execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)
+    done = execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)
+    tracking.track(cfg, done.record, done.samples, done.folder, say)
+    return done

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.config.files import FULL
 from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.show.labels import label_runs
-from kvbench.show.palette import COLOURS, HATCHES, MARKERS, STYLES
+from kvbench.show.palette import COLOURS, HATCHES, STYLES, item_place, method_style
 from kvbench.show.picture import picture_bytes
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import safe
@@ -16,75 +17,96 @@ from kvbench.show.text import safe
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SLIGHT_PCT = 0.5  # of the FP16 cache: items below it are in the length of the bar, without a colour of their own
+
 
 def _quality(axes: "Axes", records: Sequence[RunRecord]) -> None:
-    for index, method in enumerate(dict.fromkeys(record.method for record in records)):
-        points = [point for record in records if record.method == method and (point := _point(record))]
-        if not points:
-            continue
-        points.sort()
-        ratio, value, low, high, count = zip(*points, strict=True)
-        span = [[a - b for a, b in zip(value, low, strict=True)], [b - a for a, b in zip(value, high, strict=True)]]
-        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-        # From the ninth method on colours come again: the lines tell those apart.
-        style |= {"linestyle": STYLES[index // len(COLOURS) % len(STYLES)], "linewidth": 1.2}
-        counts = f"{min(count)}" if min(count) == max(count) else f"{min(count)}-{max(count)}"
-        if any(not (a or b) for a, b in zip(*span, strict=True)):
-            counts += ", no interval"
-            style["fillstyle"] = "none"
-        axes.errorbar(ratio, value, yerr=span, capsize=4, markersize=7, label=f"{safe(method)} (n={counts})", **style)
-    axes.set_xlim(left=0, right=max(110, 1.1 * axes.get_xlim()[1]))
+    """Scores against bytes; each method's name stands beside its last point."""
+    drawn = []
+    for method in dict.fromkeys(record.method for record in records):
+        colour, marker = method_style(method)
+        own = [record for record in records if record.method == method]
+        for place, members in enumerate(_lines(own)):
+            points = sorted(point for record in members if (point := _point(record)))
+            if not points:
+                continue
+            ratio, value, low, high = zip(*points, strict=True)
+            ends = [[a - b for a, b in zip(value, low, strict=True)], [b - a for a, b in zip(value, high, strict=True)]]
+            style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": STYLES[place % len(STYLES)]}
+            if any(not (a or b) for a, b in zip(*ends, strict=True)):
+                style["fillstyle"] = "none"
+            axes.errorbar(ratio, value, yerr=ends, capsize=3, markersize=8, linewidth=1.2, **style)
+            drawn.append((points[-1], method, colour, style.get("fillstyle") == "none"))
+    axes.set_xlim(left=0, right=max(125, 1.25 * axes.get_xlim()[1]))
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(-2, bottom - 2), min(102, top + 2))
-    axes.set_xlabel(f"resident bytes, {RESIDENT.unit}")
-    axes.set_ylabel(f"{records[-1].primary or 'score'}, % (95 % interval)")
-    axes.set_title("Quality against memory", fontsize=11)
+    for (ratio_pct, value_pct, *_), method, colour, is_bare in drawn:
+        text = f"{safe(method)} {value_pct:.1f}" + (", no interval" if is_bare else "")
+        offset = (9, 0)
+        axes.annotate(text, (ratio_pct, value_pct), offset, textcoords="offset points", va="center", color=colour)
+    axes.set_xlabel("memory, % of an FP16 full cache")
+    axes.set_ylabel(f"{records[-1].primary or 'score'}, %")
     axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=9)
+    axes.set_axisbelow(True)
 
 
-def _point(record: RunRecord) -> tuple[float, float, float, float, int] | None:
-    """Bytes, score and its interval in percent, and n; None when there is nothing to show."""
+def _lines(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """The runs of a method that a line may join: those whose settings differ in numbers only. A precision is no step on
+    the way from one budget to the next."""
+    found: dict[str, list[RunRecord]] = {}
+    for record in records:
+        settings = record.identity.get("method", {})
+        words = {key: value for key, value in settings.items() if not isinstance(value, int | float)}
+        found.setdefault(str(sorted(words.items(), key=str)), []).append(record)
+    return list(found.values())
+
+
+def _point(record: RunRecord) -> tuple[float, float, float, float] | None:
+    """Bytes, and score with its interval, in percent; None when there is nothing to show."""
     metric, ratio = record.metrics.get(record.primary), RESIDENT.of_run(record)
     if metric is None or metric.value is None or ratio is None:
         return None
     value = SCORE.scale * metric.value
     low = value if metric.low is None else min(value, SCORE.scale * metric.low)
     high = value if metric.high is None else max(value, SCORE.scale * metric.high)
-    return RESIDENT.scale * ratio, value, low, high, metric.num_samples
+    return RESIDENT.scale * ratio, value, low, high
 
 
 def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
+    """What every method holds, item by item."""
     from matplotlib.patches import Patch
 
-    # An item keeps its colour whether or not the others are there, so that two pictures can be laid side by side.
-    names = list(dict.fromkeys(name for record in records for name in ledger_items(record.ledger)))
-    styles: dict[str, dict[str, Any]] = {
-        name: {"facecolor": COLOURS[index % len(COLOURS)], "hatch": HATCHES[index % len(HATCHES)], "edgecolor": "white"}
-        for index, name in enumerate(names)
-    }
+    shown: dict[str, dict[str, Any]] = {}
+    right = 100.0
     for row, record in enumerate(records):
         left = 0.0
         scale = RESIDENT.scale / (record.ledger.get("fp16_bytes") or 1.0)
         for name, count in ledger_items(record.ledger).items():
-            axes.barh(row, count * scale, left=left, height=0.55, linewidth=0.6, **styles[name])
+            if count * scale < SLIGHT_PCT:  # it would be no more than a line
+                left += count * scale
+                continue
+            place = item_place(name)
+            style: dict[str, Any] = {"facecolor": COLOURS[place], "hatch": HATCHES[place], "edgecolor": "white"}
+            shown[name] = style
+            axes.barh(row, count * scale, left=left, height=0.5, linewidth=0.6, **style)
             left += count * scale
-        axes.text(left + 1, row, format_bytes(record.ledger.get(RESIDENT.key)), va="center", fontsize=9)
-    handles = [
-        Patch(label=item_title(name), **styles[name])
-        for name in names
-        if any(ledger_items(record.ledger).get(name) for record in records)
-    ]
+        axes.text(left + 1.5, row, format_bytes(record.ledger.get(RESIDENT.key)), va="center")
+        right = max(right, left)
     axes.set_yticks(range(len(records)), label_runs(records))
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.22 * max(100.0, axes.get_xlim()[1]))
+    axes.set_xlim(0, 1.25 * right)
     axes.axvline(100, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xlabel(f"resident bytes per sample, {RESIDENT.unit}")
-    axes.set_title("What the bytes are", fontsize=11)
-    if handles:
+    axes.set_xlabel("memory, % of an FP16 full cache")
+    handles = [Patch(label=item_title(name), **style) for name, style in shown.items()]
+    if len(handles) > 1:
         axes.legend(
-            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9
+            handles=handles,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=min(4, len(handles)),
+            frameon=False,
+            handlelength=1.2,
+            columnspacing=1.2,
         )
 
 
@@ -103,12 +125,16 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
 
     records = list({(record.method, record.hash): record for record in records}.values())
     last = records[-1]
+    records = sorted(records, key=lambda record: (record.method != FULL, record.method, RESIDENT.of_run(record) or 0.0))
     width = 11 + 0.08 * max(0, max(map(len, label_runs(records))) - 12)
-    figure = Figure(figsize=(width, 4.2 + 0.25 * max(0, len(records) - 3)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(0.82 * width, 3.2 + 0.25 * max(0, len(records) - 3)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _quality(left, records)
     _bytes(right, records)
-    figure.suptitle(f"{safe(last.task)} with {safe(last.model)}", fontsize=12)
+    counts = sorted({metric.num_samples for record in records if (metric := record.metrics.get(record.primary))})
+    number = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]]))) if counts else "0"
+    title = f"{safe(last.task)} with {safe(last.model)}, {number} samples; bars: 95 % intervals"
+    figure.suptitle(title, fontsize=10.5)
     write_atomic(path, picture_bytes(figure, "png"))
     return path

@@ -4,6 +4,10 @@ Okabe and Ito's palette, with black for its yellow, which white paper swallows: 
 blindness. Markers, lines and hatches say the same in black and white.
 """
 
+from zlib import crc32
+
+from kvbench.config.files import FULL
+
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION, BLACK, GREY = "#56B4E9", "#D55E00", "#000000", "#999999"
 
@@ -13,6 +17,53 @@ MARKERS = ("s", "o", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo", "")
 STYLES = ("-", "--", ":")
 
-# Of the methods in one panel of a frontier: thin lines and small marks, so the strongest colours come first.
-PANEL_COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK)
-PANEL_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Of methods, whose names always stand at their lines: Okabe and Ito's strongest, then darker ones.
+PURPLE, BROWN, OLIVE, TEAL, CRIMSON = "#5E3C99", "#7A4A12", "#7A7A00", "#01665E", "#B2182B"
+METHOD_COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, PURPLE, BROWN, OLIVE, TEAL, CRIMSON, GREY)
+METHOD_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+# The methods of this repository: those that are drawn together most often come first and have a colour of their own;
+# those of the second row share it with a method of their kind, under another marker. A method from elsewhere takes its
+# place by its name.
+METHODS = (
+    *("snapkv", "kivi", "h2o", "diffkv", "streaming_llm", "quest"),
+    *("pyramidkv", "minikv", "ada_snapkv", "int4", "tova", "random"),
+    *("kv_compress", "kvquant_style", "scissorhands", "diffkv_artifact", "duo_attention", "knorm"),
+    *("ada_pyramidkv", "fp8", "leankv", "int8", "h2o_factory"),
+)
+FULL_STYLE = (BLACK, "*")
+
+
+def method_style(method: str) -> tuple[str, str]:
+    """Colour and marker of a method: the same in every picture, whatever else is in it.
+
+    Args:
+        method: Its name.
+
+    Returns:
+        A colour and a marker of matplotlib, which together are this method's alone among those of this repository.
+    """
+    if method == FULL:
+        return FULL_STYLE
+    count = len(METHOD_COLOURS)
+    own = len(METHODS)  # a method from elsewhere has no marker and colour of one from here
+    rest = count * len(METHOD_MARKERS) - own
+    place = METHODS.index(method) if method in METHODS else own + crc32(method.encode(errors="replace")) % rest
+    row, column = divmod(place, count)
+    return METHOD_COLOURS[column], METHOD_MARKERS[row]
+
+
+# The items of the byte ledger, each with its own colour in every picture and on the report's page, there or not.
+ITEMS = (
+    *("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes", "residual_bytes", "residual_slack_bytes"),
+    *("free_list_bytes", "table_bytes"),
+)
+
+
+def item_place(name: str) -> int:
+    """Which colour and hatch of `COLOURS` and `HATCHES` an item of the ledger has.
+
+    Args:
+        name: As the ledger has it, for example `slack_bytes`.
+    """
+    return ITEMS.index(name) if name in ITEMS else crc32(name.encode(errors="replace")) % len(COLOURS)

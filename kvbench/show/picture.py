@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # What a file would say of the program and the day is left out: the same results give the same bytes.
 METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+METADATA["pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
 
 
 def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
@@ -19,7 +20,7 @@ def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
 
     Args:
         figure: Has its canvas.
-        kind: `png` or `svg`.
+        kind: `png`, `svg` or `pdf`.
         options: Further ones of `savefig`.
     """
     import matplotlib as mpl

@@ -82,6 +82,7 @@ def choice_request(
         subset=subset,
         segments=tuple(part for part in (tuple(kept[:border]), tuple(kept[border:])) if part),
         gold=tails[gold] if gold is not None else (),
+        answers=(continuations[gold],) if gold is not None else (),
         choices=tuple(tails),
         max_new_tokens=1,
         num_prompt_tokens_untruncated=len(head),

@@ -174,5 +174,6 @@ def _request(
         context=prompt[:border],
         question=prompt[border:],
         gold=doc["gold"],
+        answers=[doc["answer"]] if "answer" in doc else (),  # else the whole solution
         meta=meta,
     )

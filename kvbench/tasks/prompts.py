@@ -278,6 +278,7 @@ class PromptBuilder:
         context: str,
         question: str,
         gold: str = "",
+        answers: Sequence[str] = (),
         meta: dict | None = None,
         prefix: str = "",
     ) -> Request:
@@ -290,6 +291,7 @@ class PromptBuilder:
             question: Rest of the prompt; empty when the prompt is not divided. The prompt is `context + question`
                 whatever the protocol, so both protocols run the same tokens.
             gold: Reference answer for teacher forcing; empty for none.
+            answers: The right answers, for people; `gold` by default.
             meta: What the journal keeps beside the answer.
             prefix: The beginning of the answer, which the model continues: behind the prompt, in a chat behind the
                 header of the answer.
@@ -321,6 +323,7 @@ class PromptBuilder:
             subset=subset,
             segments=self._segments(ids, rendered, *parts),
             gold=self._gold(ids, rendered, gold),
+            answers=tuple(answers) or ((gold,) if gold else ()),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=min(self.rules.min_new_tokens, self.max_new_tokens),
             stop=self.rules.stop,

@@ -143,9 +143,7 @@ def _group(records: Iterable[dict], key: Callable[[dict], str]) -> dict[str, lis
     return groups
 
 
-def fingerprint(
-    requests: Iterable[Request], references: Mapping[str, object], folder: Path, also: Iterable[Path] = ()
-) -> str:
+def fingerprint(requests: Iterable[Request], references: Mapping[str, object], folder: Path) -> str:
     """Hash what decides a task's answers and scores.
 
     Args:
@@ -154,12 +152,11 @@ def fingerprint(
         folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
             do the modules of other folders of tasks that they import, at any remove. The versions of the libraries that
             all these import count too.
-        also: Files of other benchmarks whose code it uses.
 
     Returns:
         64 hex digits.
     """
-    own = [*folder.rglob("*.py"), *folder.rglob("*.yaml"), *also]
+    own = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
     counted = {
         path for path in (*own, *reached(own, "kvbench.tasks", folder.parent)) if "cage" not in path.parts[-2:-1]
     }

@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from stored import flips, store, yes_no
@@ -14,8 +15,10 @@ from kvbench.evidence import frontier_figure
 from kvbench.evidence.averages import averages
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier_layout import Drawing, spread, ticks
+from kvbench.evidence.frontier_marks import STYLE, short_label
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of
+from kvbench.show.palette import METHODS, method_style
 
 SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
 
@@ -234,7 +237,7 @@ def test_names_in_the_picture_do_not_overlap(tmp_path):
 def test_names_of_the_frontier_are_short():
     """Beside a point there is room for the method and its values only."""
     labels = ["full", "snapkv budget=0.25", "diffkv alpha_h=5.0 alpha_l=0.02", "full batch 8"]
-    short = [frontier_figure._short(label) for label in labels]
+    short = [short_label(label) for label in labels]
     assert short == ["full", "snapkv 0.25", "diffkv 5, 0.02", "full batch 8"]
 
 
@@ -260,7 +263,7 @@ def test_published_points_are_marked(tmp_path):
     ("word", "message"),
     [
         ("axes=[resident,speed]", "axes=speed does not exist"),
-        ("kinds=pdf", "kinds=pdf does not exist"),
+        ("kinds=eps", "kinds=eps does not exist"),
         ("quality=good", "quality=good does not exist"),
         ("incomplete=3", "incomplete=3 is neither true nor false"),
         ("resamples=1", "resamples=1 must be a whole number of at least 100"),
@@ -278,7 +281,7 @@ def test_lines_join_runs_that_differ_in_numbers_only():
     """Budgets of one tier are a line; another tier is another line; a budget that is not set is a number too."""
     from types import SimpleNamespace
 
-    from kvbench.evidence.frontier_figure import _series
+    from kvbench.evidence.frontier_marks import lines_of
 
     labels = [
         "snapkv budget=0.5 tier=fp16",
@@ -286,9 +289,81 @@ def test_lines_join_runs_that_differ_in_numbers_only():
         "snapkv budget=None tier=fp16",
         "kivi bits=2",
     ]
-    found = _series([SimpleNamespace(label=label) for label in labels])
+    found = lines_of([SimpleNamespace(label=label) for label in labels])
     assert {kind: [labels.index(point.label) for point in points] for kind, points in found.items()} == {
         "fp16": [0, 2],
         "k8v4": [1],
         "": [3],
     }
+
+
+def colours_of(figure):
+    """Method -> colour of its name in a picture."""
+    return {text.get_text(): text.get_color() for axes in figure.axes for text in axes.texts}
+
+
+def test_a_method_has_one_colour_in_every_picture(sweep):
+    """Whatever else is drawn, in one panel or many, and in the picture of a run."""
+    panel = panel_of(sweep)
+    both = [colours_of(made(panel, "resident")) for made in frontier_figure.LAYOUTS.values()]
+    for found in both:
+        assert {name: colour for name, colour in found.items() if name.split()[0] != "full"} == {
+            name: method_style(name.split()[0])[0] for name in found if name.split()[0] != "full"
+        }
+    alone = panel_of(sweep, "methods=[dear]")
+    assert colours_of(frontier_figure.LAYOUTS["one"](alone, "resident"))["dear"] == both[1]["dear"]
+
+
+def test_every_method_of_the_repository_looks_its_own_way():
+    """No two have the same colour and marker, the first twelve not even the same colour; a method from elsewhere looks
+    like none of them."""
+    from kvbench.config import files
+
+    names = set(files.options("method")) - {"full"}
+    styles = {name: method_style(name) for name in [*METHODS, *names]}
+    assert len(set(styles.values())) == len(styles) and method_style("full") not in styles.values()
+    assert len({colour for colour, _ in map(method_style, METHODS[:12])}) == 12
+    assert method_style("mine") == method_style("mine") and method_style("mine") not in map(method_style, METHODS)
+
+
+def test_no_colour_is_twice_in_a_panel(tmp_path):
+    """Methods that share a colour go to different panels."""
+    for place, method in enumerate(("full", *METHODS)):
+        store(tmp_path, method, flips(SCORES, place, 0), ratio=0.5, tiers=(40,), bits=16)
+    parts = Drawing(panel_of(tmp_path), "resident").parts()
+    assert sorted(method for _, methods in parts for method in methods) == sorted(METHODS)
+    for _, methods in parts:
+        colours = [method_style(method)[0] for method in methods]
+        assert len(set(colours)) == len(colours)
+
+
+def test_one_panel_fits_a_column(sweep):
+    """3.4 inches wide; every method's name is there once, outside the panel, and no text is cut or covers another."""
+    with rc_context(STYLE):
+        made = frontier_figure.LAYOUTS["one"](panel_of(sweep), "resident")
+        FigureCanvasAgg(made).draw()
+    assert len(made.axes) == 1 and made.get_figwidth() == pytest.approx(3.4)
+    axes = made.axes[0]
+    assert sorted(text.get_text() for text in axes.texts) == ["close", "dear", "fp8", "full", "good"]
+    inside, page = axes.get_window_extent(), made.bbox
+    boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the line that ties it to its point
+    for box in boxes:
+        assert box.x0 >= inside.x1 and box.x1 <= page.x1
+    for first, second in zip(
+        sorted(boxes, key=lambda box: box.y0), sorted(boxes, key=lambda box: box.y0)[1:], strict=False
+    ):
+        assert first.y1 <= second.y0 + 1
+    for text in (axes.xaxis.label, axes.yaxis.label, *made.texts):
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= page.x1 and box.y0 >= -1
+
+
+def test_vector_pictures_are_the_same_twice(sweep, tmp_path, capsys):
+    """layout=one writes a PDF that is one page of vectors; the same results give the same bytes."""
+    for name in ("x", "y"):
+        words = ["layout=one", "kinds=[pdf]", f"out={tmp_path / name}", "resamples=300"]
+        assert main(["pareto", f"results_dir={sweep}", *words]) == 0
+    first, second = ((tmp_path / name / "toy_tiny_resident_one.pdf").read_bytes() for name in ("x", "y"))
+    assert first == second and first.startswith(b"%PDF") and b"/Subtype /Image" not in first
+    assert main(["pareto", f"results_dir={sweep}", "layout=two"]) == 2
+    assert "layout=two does not exist. Known: one, panels" in capsys.readouterr().err

@@ -82,6 +82,15 @@ def quick(monkeypatch):
     monkeypatch.setattr(frontier_figure, "render", lambda panel, axis, kind: buffer.getvalue())
 
 
+def test_cards_show_the_expected_answer(tmp_path, quick):
+    """Every right answer that the record has, before what a task happens to keep beside it."""
+    store(tmp_path, "full", SCORES, ratio=1.0, gold=lambda number: (f"the {number}", "or so"))
+    store(tmp_path, "lossy", flips(SCORES, 5, 0), ratio=0.3, gold=lambda number: (f"the {number}", "or so"))
+    (data,) = json.loads(make(tmp_path).data)
+    assert len(data["samples"]) == 5
+    assert all(right == f"the {name.split('/')[1]}; or so" for name, right in data["samples"])
+
+
 def test_page_holds_the_results(sweep):
     """Methods, differences, lost and gained answers, tiers, bytes and environment are those of the runs."""
     page = make(sweep)

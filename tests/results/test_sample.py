@@ -1,6 +1,8 @@
 """The record of a sample: made in one place, read by one reader."""
 
+import hashlib
 import json
+import struct
 from typing import get_type_hints
 
 import pytest
@@ -22,6 +24,25 @@ def test_a_record_has_every_documented_key():
     assert list(journal_record(asked, OUTCOME, {}, {})) == documented
     assert list(plain) == [name for name in documented if name != "choices"]
     assert plain["truncated"] and plain["scores"] == {"exact": 1.0} and key_of(plain) == ("a/0", 1)
+
+
+def test_a_record_says_what_was_asked_and_what_is_right():
+    """The right answers, a hash of the prompt's tokens whatever its segments, and the end of its text."""
+    numbers = [1, 300, 70_000]
+    digest = hashlib.sha256(b"".join(struct.pack("<I", number) for number in numbers)).hexdigest()
+    for segments in ((tuple(numbers),), ((1,), (300, 70_000))):
+        request = Request(sample_id="a/0", subset="a", segments=segments, answers=("x", "y"))
+        record = journal_record(request, OUTCOME, {}, {}, "0123456789" * 30)
+        assert record["gold"] == ["x", "y"] and record["prompt"] == {"sha256": digest, "tail": "0123456789" * 20}
+
+
+def test_a_journal_of_before_still_reads(tmp_path):
+    """Its records have neither right answer nor prompt, and none is made up."""
+    old = journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {})
+    del old["gold"], old["prompt"]
+    (tmp_path / "samples.jsonl").write_bytes(write_line(old, RUN))
+    found, damaged = read_samples(tmp_path / "samples.jsonl", RUN)
+    assert damaged == 0 and "gold" not in found["a/0", 1] and "prompt" not in found["a/0", 1]
 
 
 def test_both_readers_count_the_same_lines(tmp_path):

@@ -64,7 +64,7 @@ def test_the_bar_shows_its_state():
 
 def test_colours_of_a_picture_are_distinct():
     """No two methods of one panel share a colour or a marker."""
-    for group in (palette.COLOURS, palette.MARKERS, palette.PANEL_COLOURS, palette.PANEL_MARKERS):
+    for group in (palette.COLOURS, palette.MARKERS, palette.METHOD_COLOURS, palette.METHOD_MARKERS):
         assert len(set(group)) == len(group)
 
 

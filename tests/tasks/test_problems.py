@@ -53,7 +53,8 @@ def test_every_task_has_a_configuration_that_fits_it(name: str, model, tmp_path:
     task = load_task(cfg, model, limit="first:2", seed=0, protocol={"max_new_tokens": 64})
     assert [request.sample_id for request in task.requests] == [f"{name}/0", f"{name}/1"]
     assert {request.subset for request in task.requests} == {name}
-    assert all(request.gold and request.meta["index"] in (0, 1) for request in task.requests)
+    assert all(request.gold and request.answers and all(request.answers) for request in task.requests)
+    assert all(request.meta["index"] in (0, 1) for request in task.requests)
     assert task.primary in task.metrics
     assert "parsed" in task.metrics
     assert task.protocol["form"]

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
 _FOLDER = Path(__file__).resolve().parent
-# Their scores are those of LongBench.
-_ALSO = [_FOLDER.parent / "longbench" / name for name in ("metrics.py", "rouge.py")]
 
 
 @dataclass(kw_only=True)
@@ -83,9 +81,7 @@ def load(
     return CustomSet(
         name="custom",
         protocol=protocol.to_dict() | told,
-        fingerprint=fingerprint(
-            requests, {key: [metric, row["answers"]] for key, row in asked.items()}, _FOLDER, _ALSO
-        ),
+        fingerprint=fingerprint(requests, {key: [metric, row["answers"]] for key, row in asked.items()}, _FOLDER),
         requests=requests,
         metrics={"score": MetricInfo(True, CHOICE_MEANING if metric == CHOICE else SCORES[metric][1])},
         primary="score",

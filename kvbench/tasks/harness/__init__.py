@@ -214,7 +214,7 @@ class _Asker:
         rules, protocol = generation_rules(generation, self.protocol)
         builder = PromptBuilder(self.model, protocol, rules, rendered=self.rendered)
         border = self._border(leaf, task, doc, text)
-        gold = task.doc_to_target(doc)
+        target = gold = task.doc_to_target(doc)
         gold = gold[0] if isinstance(gold, list) and gold else gold
         request = builder.build(
             sample_id=sample_id,
@@ -222,6 +222,7 @@ class _Asker:
             context=text[:border],
             question=text[border:],
             gold=gold if isinstance(gold, str) else "",
+            answers=[str(one) for one in (target if isinstance(target, list) else [target])],
         )
         return request, builder.opens_thoughts(request)
 

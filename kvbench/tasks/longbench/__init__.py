@@ -142,5 +142,6 @@ def make_request(task: "Task", builder: PromptBuilder, doc: dict, subset: str) -
         context=prompt[:border],
         question=prompt[border:],
         gold=doc["answers"][0],
+        answers=doc["answers"],
         meta=meta,
     )

@@ -1,0 +1,306 @@
+"""The numbers of a paper's table: rows are runs, columns are subsets, categories or lengths, and what is best in each.
+
+Groups that differ in nothing but their subsets (or, by length, in their length) make one table, so that subsets may be
+run one by one.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvbench.config.files import FULL
+from kvbench.evidence.benchmark_columns import BENCHMARKS, category_of, subsets_of, title_of
+from kvbench.evidence.costs import Interval
+from kvbench.evidence.frontier import difference, score_interval
+from kvbench.evidence.load import version
+from kvbench.evidence.pairing import ENOUGH, SampleName, measure, values_of
+from kvbench.evidence.runs import Group, StoredRun
+from kvbench.results.measures import RESIDENT, Measure
+from kvbench.results.sample import SampleRecord
+from kvbench.results.summary import sums
+from kvbench.stats.paired import ALPHA, holm
+from kvbench.stats.strata import Strata, Weighting, weighed
+
+AVERAGE = "\0average"  # no subset is called so
+Sample = tuple[str, str, int]  # subset, sample id, group
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """One number."""
+
+    value: float
+    interval: Interval | None
+    """95 % interval; None where there are too few samples for one."""
+    num_samples: int
+    is_best: bool = False
+    """The best of its column, or not to be told from it."""
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One method with its settings."""
+
+    label: str
+    method: str
+    resident: float | None
+    """Resident bytes as a share of an FP16 full cache."""
+    cells: dict[str, Cell] = field(default_factory=dict)
+    """Column -> number; what is missing has none."""
+
+
+@dataclass(kw_only=True)
+class PaperTable:
+    """A table of one task and model."""
+
+    title: str
+    what: Measure
+    columns: dict[str, str]
+    """Key -> heading; the last is the average."""
+    spans: list[tuple[str, int]]
+    """Categories above the columns, with how many columns each has; empty without any."""
+    rows: list[Row]
+    notes: list[str]
+
+
+@dataclass
+class _Entry:
+    """What one row is made of: runs of several groups."""
+
+    label: str
+    method: str
+    runs: list[StoredRun]
+    values: dict[str, dict[Sample, float]]
+    """Column -> sample -> value."""
+
+
+def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
+    """Make the tables of some groups.
+
+    Args:
+        groups: The runs.
+        cfg: `by`, `metric`, `incomplete`, `resamples`, `seed`.
+
+    Raises:
+        ValueError: The metric does not exist, or there is nothing to show.
+    """
+    found = []
+    for members in _joined(groups, cfg["by"]):
+        table = _table(members, cfg)
+        if table.rows:
+            found.append(table)
+    if not found:
+        reasons = [note for group in groups for note in group.notes]
+        raise ValueError(f"no table can be made. {' '.join(reasons[:3])}")
+    return found
+
+
+def _joined(groups: Sequence[Group], by: str) -> list[list[Group]]:
+    """Groups that make one table: no two of them have the same column."""
+    result: dict[str, list[list[Group]]] = {}
+    for group in groups:
+        if not group.runs:
+            continue
+        first = group.runs[0]
+        identity = first.record.identity
+        protocol = dict(identity.get("task", {}).get("protocol", {}))
+        protocol.pop("rules", None)  # of each subset by itself
+        if by == "length":
+            protocol.pop("length", None)
+        parts = [identity.get(name) for name in ("model", "generation", "seed", "fidelity")]
+        key = json.dumps([group.task, group.model, version(first), protocol, *parts], sort_keys=True)
+        mine = set(_columns(group, by))
+        open_ones = result.setdefault(key, [])
+        for members in open_ones:
+            if not any(mine & set(_columns(other, by)) for other in members):
+                members.append(group)
+                break
+        else:
+            open_ones.append([group])
+    return [members for lists in result.values() for members in lists]
+
+
+def _columns(group: Group, by: str) -> list[str]:
+    column = _column_of(group, by)
+    found = {column(record) for run in group.runs for record in run.samples.values()}
+    return sorted(found, key=_length_order) if by == "length" else sorted(found)
+
+
+def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
+    """What says in which column a sample belongs."""
+    if by == "category":
+        return lambda record: category_of(group.task, record["subset"])
+    if by != "length":
+        return lambda record: record["subset"]
+    records = [record for run in group.runs for record in run.samples.values()]
+    if all(record["meta"].get("length_bucket") for record in records):
+        return lambda record: str(record["meta"]["length_bucket"])
+    if all(record["subset"].endswith(f"/{record['meta'].get('length')}") for record in records):
+        return lambda record: str(record["meta"]["length"])  # a task of several lengths, each with its subsets
+    length = group.runs[0].record.protocol.get("length") if group.runs else None
+    if isinstance(length, int):
+        return lambda record: str(length)
+    return lambda record: _bucket(record["num_prompt_tokens_untruncated"])
+
+
+def _bucket(tokens: int) -> str:
+    """The power of two that a prompt fits in: `4k` has those of more than 2,048 and at most 4,096 tokens."""
+    size = 1024
+    while size < tokens:
+        size *= 2
+    return f"{size // 1024}k"
+
+
+def _length_order(name: str) -> tuple[float, str]:
+    digits = name.split("-")[0].rstrip("k+")
+    return (float(digits) * (1024 if "k" in name else 1) if digits.isdigit() else 0.0, name)
+
+
+def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
+    first, by = groups[0], cfg["by"]
+    what = measure(str(cfg["metric"]), first)
+    notes = list(dict.fromkeys(note for group in groups for note in group.notes))
+    entries = _entries(groups, by, what, cfg["incomplete"], notes)
+    there = sorted({key for entry in entries for key in entry.values})
+    columns, spans = _headings(first.task, by, there)
+    weighting = first.runs[0].record.weighting
+    rows = {id(e): Row(label=e.label, method=e.method, resident=_resident(e.runs)) for e in entries}
+    shared: dict[str, list[Sample]] = {}
+    for key in columns:
+        having = [entry for entry in entries if key in entry.values]
+        if having:
+            shared[key] = sorted(set.intersection(*(set(entry.values[key]) for entry in having)))
+            values = {id(entry): entry.values[key] for entry in having}
+            _fill(rows, key, having, shared[key], weighting, what, cfg, values)
+            most = max(len(entry.values[key]) for entry in having)
+            if len(shared[key]) < most:
+                notes.append(f"{columns[key]}: over the {len(shared[key])} of {most} samples that all its rows have")
+    whole = [entry for entry in entries if all(key in entry.values for key in shared)]
+    samples = [sample for members in shared.values() for sample in members]
+    if whole and samples:
+        _fill(rows, AVERAGE, whole, samples, weighting, what, cfg, {id(entry): _everything(entry) for entry in whole})
+    missing = [columns[key] for key in columns if key not in shared]
+    count = len(columns) - len(missing)
+    columns[AVERAGE] = f"Avg ({count} of {len(columns)})" if missing else "Avg"
+    if missing:
+        notes.append(f"missing, and not in the average: {', '.join(missing)}")
+    for entry in entries:
+        lacks = [columns[key] for key in shared if key not in entry.values]
+        if lacks:
+            notes.append(f"{entry.label} has no average: it lacks {', '.join(lacks)}")
+    if by == "category" and spans == [] and any(category_of(first.task, s[0]) != s[0] for s in samples):
+        notes.append("the average is over subsets, not over categories, as in every other table")
+    title = first.title if len(groups) == 1 else f"{first.task} with {first.model}"
+    ordered = sorted(rows.values(), key=lambda row: (row.method != FULL, row.method, _natural(row.label)))
+    return PaperTable(title=title, what=what, columns=columns, spans=spans, rows=ordered, notes=notes)
+
+
+def _natural(label: str) -> list[tuple[float, str]]:
+    """Sorts numbers in a label by size."""
+    return [(float(v), "") if v.replace(".", "", 1).isdigit() else (-1.0, v) for v in label.replace("=", " ").split()]
+
+
+def _headings(task: str, by: str, there: list[str]) -> tuple[dict[str, str], list[tuple[str, int]]]:
+    """The columns with their headings, and the categories above them."""
+    if by == "length":
+        return {key: key for key in sorted(there, key=_length_order)}, []
+    if by == "category":
+        known = list(BENCHMARKS.get(task, {}))
+        return {name: name for name in (known if set(there) <= set(known) else there)}, []
+    names = subsets_of(task, there)
+    spans: list[tuple[str, int]] = []
+    for name in names:
+        part = category_of(task, name)
+        if spans and spans[-1][0] == part:
+            spans[-1] = (part, spans[-1][1] + 1)
+        else:
+            spans.append((part, 1))
+    is_known = any(category_of(task, name) != name for name in names)
+    return {name: title_of(task, name) for name in names}, spans if is_known else []
+
+
+def _entries(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, notes: list[str]) -> list[_Entry]:
+    """The rows before anything is computed: the same method, settings and conditions in all groups."""
+    found: dict[str, _Entry] = {}
+    for place, group in enumerate(groups):
+        column = _column_of(group, by)
+        repeats = {run.name for run in group.repeats}
+        sizes: dict[str, int] = {}
+        for run in group.runs:
+            if run.complete:
+                for key, members in _by_column(run, column).items():
+                    sizes[key] = max(sizes.get(key, 0), len(members))
+        for run in group.runs:
+            if run.name in repeats:
+                continue
+            if not run.complete and not incomplete:
+                notes.append(f"{run.label} is not shown: it is incomplete ({run.progress})")
+                continue
+            settings = json.dumps([run.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
+            key = " ".join([run.method, settings, *(run.conditions if run.method != FULL else ())])
+            entry = found.setdefault(key, _Entry(run.label, run.method, [], {}))
+            entry.runs.append(run)
+            values = values_of(run, what)
+            for name, members in _by_column(run, column).items():
+                ok = {(*sample, place): values[sample] for sample in members if sample in values}
+                if run.complete and len(ok) < ENOUGH * sizes[name]:
+                    notes.append(
+                        f"{run.label} has no {name}: only {len(ok)} of {sizes[name]} samples ended well with a value"
+                    )
+                elif ok:
+                    entry.values.setdefault(name, {}).update(ok)
+    return [entry for entry in found.values() if entry.values]
+
+
+def _by_column(run: StoredRun, column: Callable[[SampleRecord], str]) -> dict[str, set[SampleName]]:
+    result: dict[str, set[SampleName]] = {}
+    for record in run.samples.values():
+        result.setdefault(column(record), set()).add((record["subset"], record["sample_id"]))
+    return result
+
+
+def _everything(entry: _Entry) -> dict[Sample, float]:
+    return {sample: value for values in entry.values.values() for sample, value in values.items()}
+
+
+def _fill(
+    rows: dict[int, Row],
+    key: str,
+    entries: Sequence[_Entry],
+    samples: Sequence[Sample],
+    weighting: Weighting,
+    what: Measure,
+    cfg: Mapping,
+    values: Mapping[int, Mapping[Sample, float]],
+) -> None:
+    """Put one column into the rows that have it, and mark what is best."""
+    if not samples:
+        return
+    by_subset: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        by_subset.setdefault((sample[0], sample[2]), []).append(sample)
+    found: dict[int, Strata] = {}
+    for entry in entries:
+        own = values[id(entry)]
+        found[id(entry)] = weighed([[own[s] for s in part] for part in by_subset.values()], weighting)
+        rows[id(entry)].cells[key] = Cell(
+            value=float(found[id(entry)].mean()),
+            interval=score_interval(found[id(entry)], what),
+            num_samples=len(samples),
+        )
+    others = [id(entry) for entry in entries if entry.method != FULL]
+    if len(others) < 2:
+        return
+    sign = 1 if what.higher_is_better else -1
+    best = max(others, key=lambda name: sign * rows[name].cells[key].value)
+    rivals = [name for name in others if name != best]
+    p_values = [difference(found[best], found[n], what, cfg["resamples"], cfg["seed"]).p for n in rivals]
+    for name, p in zip(rivals, holm(p_values), strict=True):
+        rows[name].cells[key].is_best = p is None or p >= ALPHA
+    rows[best].cells[key].is_best = True
+
+
+def _resident(runs: Sequence[StoredRun]) -> float | None:
+    """Resident bytes of all samples over the FP16 bytes of the same."""
+    above, below = sums([record for run in runs for record in run.samples.values()], RESIDENT)
+    return above / below if below else None

@@ -1,0 +1,160 @@
+"""`tracker=mlflow|wandb|tensorboard`: a finished run is handed on, from what lies on the disk.
+
+A tracker is told nothing while the model works, changes no answer, and cannot lose one: when it fails, the run is
+already stored, and the same command tries again. Where the numbers go is the tracker's own business (its environment
+variables). Nothing of it is imported unless it is asked for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from kvbench.config.settings import as_dict
+from kvbench.errors import unknown_name
+from kvbench.results.measures import FIDELITY, RESIDENT
+from kvbench.results.record import RunRecord
+from kvbench.results.sample import SampleRecord
+from kvbench.results.summary import flatten
+
+NONE = "none"
+PROJECT = "kvbench"
+Numbers = dict[str, float]
+Steps = list[Numbers]
+NOT_SETTINGS = ("results_dir", "resume", "tracker")
+
+
+def check(tracker: object) -> None:
+    """Refuse a tracker that is not known or not installed, before anything runs.
+
+    Args:
+        tracker: The setting.
+
+    Raises:
+        ValueError: Says what to install.
+    """
+    if tracker not in (NONE, *TRACKERS):
+        raise unknown_name("tracker", tracker, (NONE, *TRACKERS))
+    if tracker != NONE and not _is_installed(str(tracker)):
+        raise ValueError(f"tracker={tracker} needs the library {tracker}: pip install {tracker}, or set tracker=none")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # it is loaded and does not say from where
+        return True
+
+
+def track(
+    cfg: DictConfig, record: RunRecord, samples: Sequence[SampleRecord], folder: Path, say: Callable[[str], None]
+) -> None:
+    """Hand a run to the tracker that the configuration names. Handing it on again replaces it.
+
+    Args:
+        cfg: The composed configuration.
+        record: Content of `run.json`.
+        samples: The journal, in order.
+        folder: Where both lie.
+        say: Takes a note where the tracker fails; the run is not touched by it.
+    """
+    tracker = cfg.get("tracker", NONE)
+    if tracker == NONE:
+        return
+    name = f"{record.method} on {record.task} with {record.model}"
+    try:
+        TRACKERS[tracker](name, record, folder, settings_of(cfg), numbers_of(record), steps_of(record, samples))
+    except Exception as error:  # whatever a network or a server does, the run is done
+        say(f"tracker={tracker} failed ({type(error).__name__}: {error}); the run is kept in {folder}")
+
+
+def settings_of(cfg: DictConfig) -> dict[str, Any]:
+    """Every setting of a run by its dotted name."""
+
+    def walk(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return {key: value for key, value in walk(as_dict(cfg)) if key not in NOT_SETTINGS}
+
+
+def numbers_of(record: RunRecord) -> Numbers:
+    """What is known of a whole run: scores and their ends, the difference to the full cache, fidelity, bytes, times."""
+    found: dict[str, Any] = {}
+    for name, metric in record.metrics.items():
+        found[f"metrics.{name}"] = metric.value
+        found |= {f"metrics.{name}.low": metric.low, f"metrics.{name}.high": metric.high}
+    if record.comparison is not None:
+        difference = record.comparison.difference
+        found |= {"difference": difference.value, "difference.low": difference.low, "difference.high": difference.high}
+    found |= {f"fidelity.{name}": measure.of_run(record) for name, measure in FIDELITY.items()}
+    found |= flatten({"ledger": record.ledger, "kept": record.kept, "timing": vars(record.timing)})
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def steps_of(record: RunRecord, samples: Sequence[SampleRecord]) -> Steps:
+    """The numbers of each answer, in the order of the journal."""
+    steps: Steps = []
+    for sample in samples:
+        ledger, fidelity = sample["ledger"], sample["fidelity"] or {}
+        found = {
+            "sample.score": sample["scores"].get(record.primary),
+            **{f"sample.{name}": fidelity.get(measure.key) for name, measure in FIDELITY.items()},
+            f"sample.{RESIDENT.name}_bytes": ledger.get(RESIDENT.key),
+            "sample.ok": float(sample["status"] == "ok"),
+        }
+        steps.append({key: float(value) for key, value in found.items() if value is not None})
+    return steps
+
+
+def _mlflow(name: str, record: RunRecord, folder: Path, settings: dict, numbers: Numbers, steps: Steps) -> None:
+    import mlflow
+
+    mlflow.set_experiment(PROJECT)
+    before = mlflow.search_runs(filter_string=f"tags.kvbench_hash = '{record.hash}'", output_format="list")
+    known = {"run_id": before[0].info.run_id} if before else {"run_name": name}
+    with mlflow.start_run(**known, tags={"kvbench_hash": record.hash, "status": record.status}):
+        if not before:  # a setting is written once
+            mlflow.log_params(settings)
+        mlflow.log_metrics(numbers)
+        for step, values in enumerate(steps):
+            mlflow.log_metrics(values, step=step)
+        mlflow.log_artifact(str(folder / "run.json"))
+
+
+def _wandb(name: str, record: RunRecord, folder: Path, settings: dict, numbers: Numbers, steps: Steps) -> None:
+    import wandb
+
+    run = wandb.init(
+        project=PROJECT, id=record.hash[:32], resume="allow", name=name, config=settings, dir=str(folder), reinit=True
+    )
+    try:
+        for values in steps:
+            run.log(values)
+        run.summary.update({**numbers, "status": record.status, "hash": record.hash})
+    finally:
+        run.finish()
+
+
+def _tensorboard(name: str, record: RunRecord, folder: Path, settings: dict, numbers: Numbers, steps: Steps) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    place = folder / "tensorboard"
+    for old in place.glob("events.out.tfevents.*"):
+        old.unlink()
+    with SummaryWriter(str(place)) as writer:
+        writer.add_text("run", f"{name}, {record.status}, {record.hash}")
+        writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
+        for key, value in numbers.items():
+            writer.add_scalar(key.replace(".", "/"), value)
+        for step, values in enumerate(steps):
+            for key, value in values.items():
+                writer.add_scalar(key.replace(".", "/"), value, step)
+
+
+TRACKERS = {"mlflow": _mlflow, "wandb": _wandb, "tensorboard": _tensorboard}

@@ -1,0 +1,149 @@
+"""Trackers get what the disk has, after the run; none is imported unasked, and none can lose a run."""
+
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from fake_parts import make_cfg, make_parts
+
+from kvbench.runs import tracking
+from kvbench.runs.run import run_experiment
+
+
+class FakeRun:
+    """A run of wandb."""
+
+    def __init__(self, **said):
+        self.said, self.steps, self.summary, self.ended = said, [], {}, False
+
+    def log(self, values):
+        """One step."""
+        self.steps.append(values)
+
+    def finish(self):
+        """The end."""
+        self.ended = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module that notes what it is told."""
+    module = ModuleType("wandb")
+    module.made = []
+
+    def init(**said):
+        module.made.append(FakeRun(**said))
+        return module.made[-1]
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def run(tmp_path, said=None, **changes):
+    """A run on fakes."""
+    return run_experiment(
+        make_cfg(tmp_path / "results", **changes), method="half", parts=make_parts(), say=(said or []).append
+    )
+
+
+def test_a_tracker_gets_settings_numbers_and_every_answer(tmp_path, wandb):
+    """From the record and the journal, under an id that is the run's hash: handed on again, it is the same one."""
+    done = run(tmp_path, tracker="wandb")
+    (told,) = wandb.made
+    assert told.said["id"] == done.record.hash[:32] and told.said["config"]["method.ratio"] == 0.5 and told.ended
+    assert [step["sample.score"] for step in told.steps] == [item["scores"]["exact"] for item in done.samples]
+    assert told.summary["metrics.exact"] == done.record.metrics["exact"].value
+    assert told.summary["ledger.resident_ratio"] == pytest.approx(done.record.ledger["resident_ratio"])
+    assert told.summary["status"] == "complete"
+    run(tmp_path, tracker="wandb")
+    assert wandb.made[1].said["id"] == told.said["id"] and wandb.made[1].steps == told.steps
+
+
+def test_the_tracker_is_no_part_of_what_a_run_is(tmp_path, wandb):
+    """With it and without it a run has the same hash and the same records."""
+    first, second = run(tmp_path, tracker="wandb"), run(tmp_path)
+    assert first.record.hash == second.record.hash and first.folder == second.folder
+
+
+def test_a_tracker_that_fails_loses_nothing(tmp_path, wandb, monkeypatch):
+    """The run is complete, and a note says what happened."""
+
+    def broken(**said):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(wandb, "init", broken)
+    said = []
+    done = run_experiment(make_cfg(tmp_path, tracker="wandb"), method="half", parts=make_parts(), say=said.append)
+    assert done.record.status == "complete"
+    assert any("tracker=wandb failed (ConnectionError: no route); the run is kept" in line for line in said)
+
+
+def test_mlflow_is_told_the_same(tmp_path, monkeypatch):
+    """Settings once, numbers and steps each time, into the run that has the hash as its tag."""
+    calls, runs = [], []
+    module = ModuleType("mlflow")
+    for name in ("set_experiment", "log_params", "log_artifact"):
+        setattr(module, name, lambda *words, name=name: calls.append((name, *words)))
+    module.log_metrics = lambda values, step=None: calls.append(("log_metrics", values, step))
+    module.search_runs = lambda filter_string, output_format: list(runs)
+
+    class Context:
+        def __init__(self, **said):
+            calls.append(("start_run", said))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+    module.start_run = Context
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    done = run(tmp_path, tracker="mlflow")
+    names = [call[0] for call in calls]
+    assert names.count("log_metrics") == 1 + len(done.samples) and names.count("log_params") == 1
+    assert dict(calls[names.index("start_run")][1])["tags"]["kvbench_hash"] == done.record.hash
+    calls.clear()
+    runs.append(SimpleNamespace(info=SimpleNamespace(run_id="r1")))
+    run(tmp_path, tracker="mlflow")
+    assert dict(calls[1][1])["run_id"] == "r1" and "log_params" not in [call[0] for call in calls]
+
+
+def test_tensorboard_can_be_read_back(tmp_path):
+    """With the real library, where it is installed."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for _ in range(2):  # the second time replaces the first
+        done = run(tmp_path, tracker="tensorboard")
+    found = EventAccumulator(str(done.folder / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    scores = [event.value for event in found.Scalars("sample/score")]
+    assert scores == [item["scores"]["exact"] for item in done.samples]
+    (whole,) = found.Scalars("metrics/exact")
+    assert whole.value == pytest.approx(done.record.metrics["exact"].value)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "said"), [("tensorbord", "Did you mean tensorboard"), ("absent_one", "tracker=absent_one")]
+)
+def test_a_tracker_that_is_not_there_stops_before_the_run(tmp_path, tracker, said, monkeypatch):
+    """An unknown name, or a library that is not installed: said before anything runs."""
+    monkeypatch.setitem(tracking.TRACKERS, "absent_one", None)
+    engines = []
+    with pytest.raises(ValueError, match=said):
+        run_experiment(make_cfg(tmp_path, tracker=tracker), method="half", parts=make_parts(engines=engines))
+    assert not engines
+
+
+def test_nothing_is_imported_unasked(tmp_path):
+    """A run without a tracker loads none of the libraries."""
+    code = (
+        "import sys; from pathlib import Path; from fake_parts import make_cfg, make_parts\n"
+        "from kvbench.runs.run import run_experiment\n"
+        f"run_experiment(make_cfg(Path({str(tmp_path)!r})), method='half', parts=make_parts(), say=print)\n"
+        "assert not {'mlflow', 'wandb', 'tensorboard'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})
