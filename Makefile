@@ -1,7 +1,13 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes fuzz mutants simulate smoke clean
+.PHONY: help setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes test-gpu gpu fuzz mutants simulate smoke clean
+
+help: ## show the targets; `make` alone does too
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
+	awk -F'|' '{ printf "  make %-15s ", $$1; n = split($$2, words, " "); used = 23; \
+	for (i = 1; i <= n; i++) { if (used + length(words[i]) > 79) { printf "\n%23s", ""; used = 23 } \
+	printf "%s ", words[i]; used += length(words[i]) + 1 }; print "" }'
 
 setup: ## install kvbench and its test tools into the environment of $(PYTHON)
 	$(PYTHON) -m pip install --quiet --editable '.[test]'
@@ -44,6 +50,13 @@ test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g
 
 test-bytes: setup ## compare projected bytes with those that SmolLM2-135M really holds, every method at three lengths (minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/sizing/test_project.py
+
+test-gpu: setup ## every method in every case on interpreted Triton kernels, or on a GPU where there is one (half an hour without)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/bench/test_check_methods.py tests/kernels/gpu
+
+GPU_MINUTES ?= 9
+gpu: ## stages of the evidence on a GPU that are not done yet, as many as fit into GPU_MINUTES; again goes on (needs torch, triton and transformers alone)
+	$(PYTHON) -m kvbench.bench.evidence_gpu --minutes $(GPU_MINUTES)
 
 CASES ?= 300
 SEED ?= 0

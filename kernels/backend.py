@@ -107,6 +107,7 @@ class Backend(ABC):
         searches_slots: Whether it has `slot_extreme`.
         isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
             order, or products in whole numbers, are other answers. Empty where it has no such choice.
+        fallbacks: Operations that the plain reference has done in its place so far, by name; on record with a run.
     """
 
     name: str
@@ -114,6 +115,9 @@ class Backend(ABC):
     fuses_layers: bool = False
     searches_slots: bool = False
     isa: str = ""
+
+    def __init__(self) -> None:
+        self.fallbacks: set[str] = set()
 
     @abstractmethod
     def region(self, pages: Tensor, fmt: PageFormat, name: str) -> Tensor:

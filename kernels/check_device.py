@@ -8,8 +8,11 @@ everything passed.
 
 import argparse
 import os
+import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,11 +70,18 @@ class Plan:
         device: Where the backend under test works.
         backend: Its operations.
         quick: One head dim, short lists and fp32 queries.
+        share: Which share of the checks, of how many. Each has kernels of its own, so that processes compile in
+            parallel.
     """
 
     device: torch.device
     backend: "Gpu"
     quick: bool = False
+    share: tuple[int, int] = (0, 1)
+
+    def takes(self, name: str) -> bool:
+        """Whether a check belongs to this share; every name belongs to one."""
+        return zlib.crc32(name.encode()) % self.share[1] == self.share[0]
 
     @property
     def tokens(self) -> int:
@@ -149,7 +159,10 @@ def _filled(plan: Plan, formats: list[PageFormat], counts: list[Tensor]) -> tupl
 
 
 def _to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
-    return [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
+    moved = [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
+    for mine, tier in zip(moved, tiers, strict=True):
+        mine.rotation = None if tier.rotation is None else tier.rotation.to(device)
+    return moved
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
@@ -157,6 +170,8 @@ def check_pages(plan: Plan) -> Iterator[Finding]:
     make = torch.Generator().manual_seed(1)
     for head_dim, _, names in plan.kinds:
         for name in names:
+            if not plan.takes(f"pages {head_dim} {name}"):
+                continue
             fmt = _format(name, head_dim)
             run = max(8, fmt.slot.group_tokens)
             size = fmt.tokens_per_page // run * run
@@ -183,6 +198,8 @@ def check_pages(plan: Plan) -> Iterator[Finding]:
                 REFERENCE.move_slots(want, fmt, *moves)
                 plan.backend.move_slots(got, fmt, *(x.to(plan.device) for x in moves))
                 yield Finding(f"move {name}, dim {head_dim}: bytes", _bytes(got, want), 0)
+        if not plan.takes(f"demote {head_dim}"):
+            continue
         upper, lower = _format("k8v4", head_dim), _format("k4v2", head_dim)
         want = torch.randint(256, (4, upper.page_bytes), dtype=torch.uint8, generator=make)
         page, slot = torch.zeros(8, dtype=torch.int64), torch.arange(8)
@@ -198,9 +215,15 @@ def check_pages(plan: Plan) -> Iterator[Finding]:
 
 
 def _attend(
-    plan: Plan, name: str, formats: list[PageFormat], ring: Ring | None, dtype: torch.dtype, group_size: int
+    plan: Plan,
+    name: str,
+    formats: list[PageFormat],
+    ring: Ring | None,
+    dtype: torch.dtype,
+    group_size: int,
+    rotated: bool = False,
 ) -> Iterator[Finding]:
-    """Checks one call that returns scores and one that adds them to the pages."""
+    """Checks one call that returns scores and one that adds them to the pages; `rotated` turns half of the channels."""
     make, long = torch.Generator().manual_seed(3), plan.tokens
     counts = [torch.tensor([[1, long], [formats[0].tokens_per_page, long // 2 + 3]])]
     counts += [torch.tensor([[0, 5], [long // 3, 0]]), torch.tensor([[3, 0], [1, 17]])][: len(formats) - 1]
@@ -209,6 +232,10 @@ def _attend(
         counts[0] = (counts[0] + group - 1) // group * group
         ring.num_tokens = counts[0] + 5
     pages, tiers = _filled(plan, formats, counts)
+    for tier in tiers if rotated else []:
+        width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
+        angles = torch.rand(tier.fmt.slot.head_dim // 4, generator=make) * torch.arange(width)[:, None]
+        tier.rotation = angles.expand(2, -1, -1)  # as far as positions go: a rotation is only as good as its cosines
     q = torch.randn(2, 2 * group_size, formats[0].slot.head_dim, generator=make).to(dtype)
     scale = q.shape[-1] ** -0.5
     want = REFERENCE.paged_decode(q, pages, tiers, ring, scale, power=1, group="max")
@@ -240,9 +267,16 @@ def check_attention(plan: Plan) -> Iterator[Finding]:
     for head_dim, dtype, names in plan.kinds:
         kind = f"dim {head_dim}, {str(dtype).split('.')[1]} queries"
         for index, name in enumerate(names):
-            yield from _attend(
-                plan, f"attend {name}, {kind}", [_format(name, head_dim)], None, dtype, (4, 1, 3, 7)[index % 4]
-            )
+            if plan.takes(f"attend {kind} {name}"):
+                yield from _attend(
+                    plan, f"attend {name}, {kind}", [_format(name, head_dim)], None, dtype, (4, 1, 3, 7)[index % 4]
+                )
+        for name in names[:4]:
+            if plan.takes(f"rotate {kind} {name}"):
+                formats = [_format(name, head_dim)]
+                yield from _attend(plan, f"attend rotated {name}, {kind}", formats, None, dtype, 4, rotated=True)
+        if not plan.takes(f"attend {kind}"):
+            continue
         three = [_format(name, head_dim) for name in ("k8v4", "k4v2", "k16v16")]
         size = max(fmt.page_bytes for fmt in three)
         tiers = [PageFormat(fmt.slot, size) for fmt in three]
@@ -257,6 +291,8 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
     """Checks a prompt's attention with its log-sum-exp, and its column scores."""
     make = torch.Generator().manual_seed(2)
     for head_dim, dtype, _ in plan.kinds:
+        if not plan.takes(f"prompts {head_dim} {dtype}"):
+            continue
         length = min(plan.tokens, 700)
         q, k, v = (torch.randn(h, length, head_dim, generator=make).to(dtype) for h in (6, 2, 2))
         kind, scale = f"dim {head_dim}, {str(dtype).split('.')[1]}", head_dim**-0.5
@@ -287,10 +323,17 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
             known = known.unflatten(0, (2, 3)).amax(1)
             name = f"column scores {queries}/{skip_near}/{power}, {kind}"
             yield Finding(name, _differ(got / known.max(), known / known.max()), 1e-5)
+        with _no_synchronisation(plan.device):
+            got = plan.backend.column_scores(there[0], there[1], scale, queries=-1, below_uniform=True)
+        known = column_scores(q, k, scale, queries=-1, below_uniform=True)
+        # A probability that is just one over the keys may fall on either side.
+        yield Finding(f"queries below the uniform share, {kind}", _differ(got, known), 2)
 
 
 def check_manager(plan: Plan) -> Iterator[Finding]:
     """Checks the page manager: random takes and returns of many lists, its state compared after each; compaction."""
+    if not plan.takes("manager"):
+        return
     make = torch.Generator().manual_seed(4)
     fmt = _format("k4v2", 64)
     size, num = fmt.tokens_per_page, 32_768 if plan.device.type == "cuda" else 300
@@ -347,7 +390,7 @@ def _compaction(plan: Plan, fmt: PageFormat) -> Finding:
 
 def check_graph(plan: Plan) -> Iterator[Finding]:
     """Checks that a decode step captured in a CUDA graph and replayed equals plain calls."""
-    if plan.device.type != "cuda":
+    if plan.device.type != "cuda" or not plan.takes("graph"):
         return
     results = []
     for captured in (False, True):
@@ -392,6 +435,8 @@ def _decode_step(plan: Plan) -> tuple[Callable[[], None], "DevicePages", Tensor]
         count = held.num_slots[0].view(4, 2)
         tier = TierPages(fmt, held.page_ids(lists, 0, 4).view(4, 2, -1), count, count)
         out.copy_(plan.backend.paged_decode(q, held.pages, [tier], None, 0.1, group="max", accumulate=True)[0])
+        for x in (k, v):  # another token in the next step: attention over equal ones would not show which were read
+            x.copy_(x.roll(1, -1))
 
     return step, held, out
 
@@ -411,6 +456,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with TRITON_INTERPRET=1 (slow)")
     parser.add_argument("--only", nargs="*", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--quick", action="store_true", help="four formats, one head dim, short lists, fp32 queries")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that check, and so compile, in parallel")
+    parser.add_argument("--share", default="0/1", help="one share of the checks, such as 3/16; --jobs gives them out")
     chosen = parser.parse_args(argv)
     device = torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -421,21 +468,58 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    plan = Plan(device, backend, chosen.quick)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    print(f"{name}, torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}")
-    return report(finding for check in chosen.only for finding in CHECKS[check](plan))
+    print(f"{name}, torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}", flush=True)
+    if chosen.jobs > 1:
+        words = ["--device", chosen.device, "--only", *chosen.only, *(["--quick"] if chosen.quick else [])]
+        return in_shares("kvbench.kernels.check_device", words, chosen.jobs)
+    part, parts = (int(x) for x in chosen.share.split("/"))
+    plan = Plan(device, backend, chosen.quick, (part, parts))
+    return report((finding for check in chosen.only for finding in CHECKS[check](plan)), may_be_empty=parts > 1)
 
 
-def report(findings: Iterator[Finding]) -> int:
-    """Prints findings as they come; 0 when there were some and all passed."""
+def in_shares(module: str, words: list[str], jobs: int) -> int:
+    """Runs a module that takes `--share I/N` in N processes, prints what they found, and adds it up.
+
+    Args:
+        module: What to run.
+        words: Its other arguments.
+        jobs: N.
+
+    Returns:
+        0 when every process ended well and something was checked, else 1.
+    """
+    commands = [[sys.executable, "-m", module, *words, "--share", f"{index}/{jobs}"] for index in range(jobs)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands
+    ]
+    with ThreadPoolExecutor(jobs) as pool:  # read together, so that none waits for a full pipe
+        printed = list(pool.map(lambda process: process.communicate()[0], running))
+    failed = [process.returncode for process in running if process.returncode]
+    lines = [line for text in printed for line in text.splitlines()]
+    for line in lines if failed else []:
+        if not line.startswith(VERDICTS[True]):
+            print(line)
+    passed = [line for line in lines if line.startswith(VERDICTS[True])]
+    for line in passed:
+        print(line)
+    wrong = sum(line.startswith(VERDICTS[False]) for line in lines)
+    print(f"{len(passed)} passed, {wrong} failed, {len(failed)} of {jobs} processes ended with an error")
+    return int(bool(failed) or not passed)
+
+
+VERDICTS = {True: "ok  ", False: "FAIL"}
+
+
+def report(findings: Iterator[Finding], may_be_empty: bool = False) -> int:
+    """Prints findings as they come; 0 when there were some (or there need not be) and all passed."""
     count = failed = 0
     for finding in findings:
         count, failed = count + 1, failed + (not finding.passed)
-        verdict = "ok  " if finding.passed else "FAIL"
+        verdict = VERDICTS[finding.passed]
         print(f"{verdict} {finding.difference:9.2e} (bound {finding.bound:.0e})  {finding.name}", flush=True)
     print(f"{count - failed} passed, {failed} failed")
-    return int(failed > 0 or count == 0)
+    return int(failed > 0 or (count == 0 and not may_be_empty))
 
 
 if __name__ == "__main__":

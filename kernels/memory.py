@@ -31,6 +31,16 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
     return made
 
 
+def free_bytes(device: torch.device | str) -> int | None:
+    """Bytes that can still be taken on a GPU, what torch has set aside and does not use included; None in main memory,
+    where the operating system decides."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 # torch has a class of its own for a GPU alone. Its allocator for CPUs, libraries below it, and older versions raise a
 # RuntimeError that differs from others only by these words.
 _OUT_OF_MEMORY = (

@@ -8,6 +8,10 @@ class MissingWeightsError(ValueError):
     """Model files are neither on this machine nor to be had from it; the message holds the command that gets them."""
 
 
+class NotForModel(ValueError):
+    """A method does not fit the model, for example because it needs a table that was measured for another one."""
+
+
 def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> int:
     """Reads a setting that is a whole number.
 
@@ -25,13 +29,13 @@ def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> i
     return value
 
 
-def check_keys(given: Iterable[object], known: Iterable[str], *, what: str = "key", prefix: str = "") -> None:
+def check_keys(given: Iterable[object], known: Iterable[str], *, what: str | None = None, prefix: str = "") -> None:
     """Refuses settings that do not exist.
 
     Args:
         given: The keys that were set.
         known: All keys there are.
-        what: What kind of key it is, as the message says it.
+        what: What kind of key it is, as the message says it; a setting of the command line by default.
         prefix: What stands before each key where the user writes it, for example `store.`.
 
     Raises:
@@ -40,7 +44,9 @@ def check_keys(given: Iterable[object], known: Iterable[str], *, what: str = "ke
     names = list(known)
     for key in given:
         if key not in names:
-            raise unknown_name(what, f"{prefix}{key}", [f"{prefix}{name}" for name in names])
+            all_names = [f"{prefix}{name}" for name in names]
+            asked = f"{prefix}{key}"
+            raise unknown_name(what, asked, all_names) if what else unknown_setting(asked, all_names)
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
@@ -54,7 +60,24 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
     Returns:
         The error, for the caller to raise.
     """
+    return ValueError(f"{what}={value} does not exist.{_near(value, known)}")
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> ValueError:
+    """Builds the error for a setting that does not exist: those that do, and the nearest.
+
+    Args:
+        name: What the user wrote before the equals sign.
+        known: All settings there are.
+
+    Returns:
+        The error, for the caller to raise.
+    """
+    return ValueError(f"there is no setting {name}.{_near(name, known)}")
+
+
+def _near(value: object, known: Iterable[str]) -> str:
     names = sorted(known)
     near = get_close_matches(str(value), names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return ValueError(f"{what}={value} does not exist.{hint} Known: {', '.join(names)}.")
+    return f"{hint} Known: {', '.join(names)}."

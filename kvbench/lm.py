@@ -1,7 +1,7 @@
 """kvbench as a model of lm-eval: `lm_eval.simple_evaluate(model="kvbench", ...)` after `import kvbench.lm`.
 
 lm-eval 0.4.13 finds models in its own table or by import, not by entry points, so its command line does not know this
-one by itself; `python -m kvbench lm_eval ...` is that command line with this module imported. For versions that read
+one by itself; `kvbench lm_eval ...` is that command line with this module imported. For versions that read
 entry points, this package has one in the group `lm_eval.models`. Index only the tasks you
 need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 """

@@ -13,6 +13,7 @@ from kvbench.policy import (
     EVICT,
     DecodePlan,
     DecodeView,
+    NotForModel,
     Number,
     Policy,
     PrefillPlan,
@@ -35,7 +36,7 @@ class DuoAttention(Policy):
     Args:
         table: Path of a file with one line per layer and one number per KV head, parted by tabs, commas or blanks (the
             authors' full_attention_heads.tsv), or of a .json file with a list of lists; or the list of lists itself.
-            Gates belong to one model; the YAML's are the embedded model's, measured by `python -m kvbench gates`.
+            Gates belong to one model; the YAML's are the embedded model's, measured by `kvbench gates`.
         sparsity: Share of heads that stream, those with the lowest gates, in [0, 1]; null = those with a gate <= 0.5.
         sinks: First tokens that streaming heads keep; >= 0.
         recent: Last tokens that streaming heads keep; >= 1.
@@ -69,17 +70,17 @@ class DuoAttention(Policy):
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         if self.table is None:
-            raise ValueError(
+            raise NotForModel(
                 "method.table=null: duo_attention needs the gates of this model; give a file of "
                 f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH; "
-                "`python -m kvbench gates` measures them"
+                "`kvbench gates` measures them"
             )
         found = tuple(self._streams.shape)
         if found != (num_layers, num_kv_heads):
-            raise ValueError(
+            raise NotForModel(
                 f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
                 f"{num_kv_heads} KV heads; gates belong to one model, give those of this one "
-                "(`python -m kvbench gates` measures them)"
+                "(`kvbench gates` measures them)"
             )
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:

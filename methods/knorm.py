@@ -12,6 +12,7 @@ from kvbench.policy import (
     BudgetText,
     CompactPlan,
     DecodeView,
+    KeyNorms,
     Policy,
     PrefillPlan,
     PrefillView,
@@ -48,7 +49,7 @@ class KeyNorm(Policy):
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         self.compact_every = self.decode_every
-        self.score = ScoreSpec(statistic="key_norm", track=("score", "pos") if self.decode_every else ())
+        self.score = ScoreSpec(statistic=KeyNorms(), track=("score", "pos") if self.decode_every else ())
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, skipped, length = view.budget_tokens(self._budget), self.skip_layers, view.num_tokens

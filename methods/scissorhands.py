@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.policy import (
     EVICT,
+    BelowUniform,
     Budget,
     BudgetText,
     CompactPlan,
@@ -61,7 +62,7 @@ class Scissorhands(Policy):
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         self.score = ScoreSpec(
-            statistic="below_uniform",
+            statistic=BelowUniform(),
             prefill_queries=self.history,
             group_reduce="max",
             decode_update=True,

@@ -35,6 +35,7 @@ def sample(
     repeat=0,
     tiers=(40,),
     seconds=0.1,
+    meta=None,
     gold=None,
 ):
     """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element."""
@@ -69,7 +70,7 @@ def sample(
         "truncated": False,
         "nan_layer": None,
         "protocol": {},
-        "meta": {"answer": "42"},
+        "meta": {"answer": "42"} if meta is None else meta,
         "message": "",
         "timing": {"prefill_s": 1.0, "decode_share_s": seconds, "decode_tokens": 5},
     }

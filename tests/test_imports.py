@@ -165,3 +165,61 @@ def test_transformers_works_with_the_root_as_working_folder():
     assert done.returncode == 0, done.stderr
     elsewhere = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout == elsewhere.stdout
+
+
+# Runs in a process of its own, which behaves as if some distributions were not installed: neither their modules nor
+# their metadata are found.
+BARE = """
+import importlib, importlib.machinery, json, sys
+absent, modules = map(set, json.loads(sys.argv[1]))
+finder = importlib.machinery.PathFinder
+
+
+class Hiding:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else finder.find_spec(name, path, target)
+
+    @staticmethod
+    def find_distributions(*given, **named):
+        found = finder.find_distributions(*given, **named)
+        return (each for each in found if each.metadata["Name"].lower().replace("-", "_") not in absent)
+
+
+sys.meta_path[:] = [Hiding if each is finder else each for each in sys.meta_path]
+for name in sorted(modules):
+    importlib.import_module(name)
+from kvbench.bench import choices
+from kvbench.engine.runner import Runner
+
+model = choices.make_model("random preset=tiny dtype=float32", "cpu")
+for method in ("diffkv window=8", "kivi residual_tokens=32 group=32"):
+    runner = Runner(model, choices.make_method(method), backend="torch")
+    runner.reserve(rows=1, prompt_tokens=20, new_tokens=2)
+    print(len(runner.generate(range(1, 21), 2)[1]))
+assert not absent & {name.partition(".")[0] for name in sys.modules}
+"""
+# What kvbench depends on beyond what a machine that was made for torch and transformers has.
+BEYOND_TORCH = {
+    "hydra", "hydra_core", "omegaconf", "antlr4", "lm_eval", "datasets", "pandas", "gguf", "accelerate", "statsmodels",
+    "matplotlib", "rich", "math_verify", "rapidfuzz", "scipy", "pytest",
+}  # fmt: skip
+BENCHES = ("attention", "prefill", "manager")
+
+
+def test_a_machine_with_torch_and_transformers_alone_measures():
+    """Kernels, cache, engine, methods, benches and random models need no library beyond torch, triton and
+    transformers: everything of them is imported, and two methods answer, where the others are not installed."""
+    with_triton = importlib.util.find_spec("triton") is not None
+    rooms = ["kvbench.kernels", "kvbench.cache", "kvbench.engine", "kvbench.methods", "kvbench.models", "kvbench.bench"]
+    names = [module_name(file) for file in source_files(ROOT) if file.suffix == ".py"]
+    # The command line, and what draws: they need the settings' library and matplotlib.
+    shown = {"kvbench.bench.command", "kvbench.bench.show", "kvbench.bench.plot"}
+    wanted = [name for name in names if within(name, *rooms) and name not in shown]
+    wanted = [name for name in wanted if with_triton or not within(name, "kvbench.kernels.gpu")]
+    assert {f"kvbench.kernels.bench.{name}" for name in BENCHES} < set(wanted) and "kvbench.engine.engine" in wanted
+    command = [sys.executable, "-c", BARE, json.dumps([sorted(BEYOND_TORCH), wanted])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "2"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend, Reduce
 from kvbench.kernels.bench import caches, machine, peers, report
-from kvbench.kernels.bench.rounds import Variant, choose_timer, failed_variant, measure_cell
+from kvbench.kernels.bench.rounds import Variant, choose_timer, cuda_graph, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, parse_shape
 from kvbench.kernels.dispatch import get_backend
 
@@ -107,6 +107,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
                 timer=timer,
                 probe=bench.bandwidth.variant(),
                 on_round=bench.on_round,
+                capture=cuda_graph if settings.graph and device != "cpu" else None,
             )
         )
     return bench.document()
@@ -121,7 +122,7 @@ def _too_large(cell: dict, settings: Settings, device: str) -> str | None:
     """Why a cell does not fit in memory; None when it does."""
     _, heads, dim, length, batch = _sizes(cell)
     elements = 2 * heads * dim * length * batch
-    each = max(settings.working_set_mb * 1e6, 0.0)
+    each = settings.working_set(device) * 1e6
     kinds = len(settings.formats) + len(settings.dense)
     need = 4 * elements * 3 + sum(max(each, elements * DTYPES[d].itemsize) for d in settings.dense) + kinds * each
     need += 8 * elements * 2 + elements * 2 * len(settings.formats)
@@ -147,7 +148,7 @@ def _variants(cell: dict, settings: Settings, device: str, backend: Backend) -> 
         except Exception as problem:  # a writer that does not compile, memory: the other formats are still measured
             variants.append(failed_variant(name, problem))
     if device != "cpu" and settings.peers:
-        variants += peers.variants(q, k, v, scale, settings.working_set_mb, settings.max_buffers)
+        variants += peers.variants(q, k, v, scale, settings.working_set(device), settings.max_buffers)
     return variants
 
 
@@ -156,7 +157,7 @@ def _dense(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: S
     reads every key once."""
     dtype = DTYPES[name]
     size = (k.numel() + v.numel()) * dtype.itemsize
-    count = caches.num_buffers(size, settings.working_set_mb, settings.max_buffers)
+    count = caches.num_buffers(size, settings.working_set(k.device.type), settings.max_buffers)
     # One array, from the same kind of memory as the pages.
     keys, values = (memory.empty(count, *x.shape, dtype=dtype, device=x.device).copy_(x) for x in (k, v))
     by_head = q.to(dtype)[:, :, None]
@@ -198,7 +199,8 @@ def _paged(
     read = sum(caches.slot_read_bytes(caches.slot_format(part, dim)) for part in name.split("+")) / (
         name.count("+") + 1
     )
-    count = caches.num_buffers(read * batch * heads * length, settings.working_set_mb, settings.max_buffers)
+    size = read * batch * heads * length
+    count = caches.num_buffers(size, settings.working_set(k.device.type), settings.max_buffers)
     held = caches.build_caches(name, k, v, backend, num_buffers=count, seed=settings.seed)
     query = q if q.device.type == "cpu" else q.half()
     made = []

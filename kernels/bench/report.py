@@ -22,6 +22,8 @@ PURPOSES = {
     "attention": "Decode attention over pages of every format beside dense attention.",
     "prefill": "The score pass over a prompt beside its attention.",
     "manager": "Allocating, freeing and compacting pages of many lists at once, beside one list after the other.",
+    "decode": "Whole-model decoding and prompt reading beside transformers' own cache.",
+    "throughput": "A fixed amount of KV memory: how many sequences fit, and how many tokens per second they make.",
 }
 
 
@@ -190,8 +192,15 @@ def _span(ratio: dict | None) -> str:
     return "-" if ratio is None else f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]"
 
 
-def main(what: str, kind: type[S], quick: dict, run: Callable[[S, Progress], dict], words: list[str]) -> int:
-    """The command line of one kernel bench.
+def main(
+    what: str,
+    kind: type[S],
+    quick: dict,
+    run: Callable[[S, Progress], dict],
+    words: list[str],
+    package: str = "kvbench.kernels.bench",
+) -> int:
+    """The command line of one bench that needs no library for settings.
 
     Args:
         what: Name of the bench.
@@ -199,12 +208,13 @@ def main(what: str, kind: type[S], quick: dict, run: Callable[[S, Progress], dic
         quick: What `quick=true` changes.
         run: The bench.
         words: `key=value` words.
+        package: Where its module lies.
 
     Returns:
         Exit code: 0 done, 1 a variant was wrong and not timed, 2 a setting is wrong.
     """
     if {"-h", "--help"} & set(words):
-        print(help_text(f"kvbench.kernels.bench.{what}", kind, PURPOSES[what]))
+        print(help_text(f"{package}.{what}", kind, PURPOSES[what]))
         return 0
     try:
         document = run(read_words(kind, words, quick), Speaker())

@@ -31,6 +31,7 @@ class Variant:
         before_round: Untimed work before each timing, such as resetting state.
         versus: Another variant of the cell that this one is a change of; its time over this one's goes on record too.
         extra: Further figures for the record.
+        replay: Goes over all buffers in place of `call`, as `capture_sweeps` made it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Variant:
     before_round: Callable[[], object] | None = None
     versus: str | None = None
     extra: dict = field(default_factory=dict)
+    replay: Callable[[], object] | None = None
 
 
 def wall_timer(work: Callable[[], object]) -> float:
@@ -68,6 +70,28 @@ def cuda_timer(work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
+    """Captures work in a CUDA graph, after two warm-up runs; returns its replay.
+
+    Args:
+        work: Launches kernels on the current stream, always on the same tensors, and waits for nothing.
+
+    Raises:
+        RuntimeError: It cannot be captured; torch says what it did.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # compiles, and makes what only a first call makes
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def failed_variant(name: str, problem: Exception) -> Variant:
@@ -166,7 +190,29 @@ def time_rounds(
     return found
 
 
+def capture_sweeps(
+    variants: Sequence[Variant], capture: Callable[[Callable[[], object]], Callable[[], object]]
+) -> None:
+    """Puts the replay of a graph in place of each variant's calls, so that kernels are timed and not their launches.
+
+    Args:
+        variants: Those that only launch kernels on the same tensors each time.
+        capture: `cuda_graph`, or what stands for it.
+
+    A variant that cannot be captured is timed as it is; `extra["graph"]` says which, and `extra["no_graph"]` why.
+    """
+    for variant in variants:
+        try:
+            variant.replay = capture(partial(_sweep, variant))
+        except Exception as problem:  # drivers have kinds of their own; one variant must not end the run
+            variant.extra["no_graph"] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
+        variant.extra["graph"] = variant.replay is not None
+
+
 def _sweep(variant: Variant) -> None:
+    if variant.replay is not None:
+        variant.replay()
+        return
     for index in range(variant.num_buffers):
         variant.call(index)
 
@@ -195,6 +241,7 @@ def measure_cell(
     warmup: int = 1,
     probe: Variant | None = None,
     on_round: Callable[[], object] = lambda: None,
+    capture: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
 ) -> dict:
     """Checks, times and summarises the variants of one cell.
 
@@ -208,6 +255,7 @@ def measure_cell(
         warmup: Rounds that are thrown away.
         probe: Measures the bandwidth within the same rounds; its `bytes_per_call` per second is the 100 %.
         on_round: Called after each round.
+        capture: Makes each variant's calls one replay, see `capture_sweeps`; None times the calls.
 
     Returns:
         JSON types: `cell`, `variants` (seconds per round, median, quartiles, ratios per baseline, bytes per second,
@@ -218,6 +266,8 @@ def measure_cell(
     """
     right, refused = refuse_wrong(variants)
     again = [replace(variant, name=f"{variant.name} (again)") for variant in _first(right, baselines)]
+    if capture is not None:
+        capture_sweeps([*right, *again], capture)
     timed = [*right, *([probe] if probe else []), *again]
     seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, warmup=warmup, on_round=on_round)
     rows = []

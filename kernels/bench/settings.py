@@ -19,7 +19,9 @@ class Common:
         rounds: Timed rounds.
         seed: Of data and orders.
         clock: wall, or cpu = CPU time of the calling thread (one thread only).
-        working_set_mb: MB of buffers per variant that a timing goes through.
+        working_set_mb: MB of buffers per variant that a timing goes through; 0 = 64 in main memory and 512 on a GPU,
+            beyond its second-level cache.
+        graph: Replay CUDA graphs on a GPU, so that kernels are timed and not Python, where a bench calls only kernels.
         max_buffers: Buffers per variant at most.
     """
 
@@ -29,18 +31,25 @@ class Common:
     rounds: int = 11
     seed: int = 0
     clock: str = "wall"
-    working_set_mb: int = 64
+    working_set_mb: int = 0
+    graph: bool = True
     max_buffers: int = 256
 
     def check(self) -> None:
         """Raises ValueError for a value out of range, with the rule."""
-        for name, least in (("rounds", 1), ("seed", 0), ("working_set_mb", 1), ("max_buffers", 1)):
+        for name, least in (("rounds", 1), ("seed", 0), ("working_set_mb", 0), ("max_buffers", 1)):
             check_whole(name, getattr(self, name), least)
+        if not isinstance(self.graph, bool):
+            raise ValueError(f"graph={self.graph} is neither true nor false")
         check_list("threads", self.threads, 0)
         if self.clock not in ("wall", "cpu"):
             raise ValueError(f"clock={self.clock} does not exist; choose wall or cpu")
         if self.clock == "cpu" and self.threads != [1]:
             raise ValueError(f"clock=cpu counts one thread, but threads={self.threads}; set threads=[1]")
+
+    def working_set(self, device: str) -> int:
+        """MB of buffers per variant on a device."""
+        return self.working_set_mb or (64 if device == "cpu" else 512)
 
 
 def check_whole(name: str, value: object, least: int) -> None:
@@ -108,6 +117,8 @@ def _read(text: str, is_list: bool) -> Any:
 
 
 def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false"):  # as YAML writes them; Python's own words are capitalised
+        return text.lower() == "true"
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -33,6 +33,7 @@ class Cpu(Reference):
     searches_slots = True
 
     def __init__(self) -> None:
+        super().__init__()
         load()  # a machine without a compiler learns it here, not at the first step
         self.isa = chosen_isa()
 
@@ -61,6 +62,8 @@ class Cpu(Reference):
         power: int = 1,
         group: Reduce | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        if not cpu_decode.takes(q, tiers, ring):
+            self._stands_in("paged_decode")
         return cpu_decode.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:

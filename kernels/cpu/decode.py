@@ -11,7 +11,6 @@ from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
     REDUCE_KINDS,
     CallStruct,
-    Library,
     TierStruct,
     check,
     fill_tier,
@@ -22,9 +21,9 @@ from kvbench.kernels.cpu.abi import (
 from kvbench.kernels.reference import attention as torch_attention
 
 
-def _takes(library: Library, q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
-    """Whether the C++ code covers a call; the reference takes the others."""
-    if q.device.type != "cpu" or q.shape[-1] > library.max_channels:
+def takes(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> bool:
+    """Whether the C++ code covers a call of `paged_decode`; the reference takes the others."""
+    if q.device.type != "cpu" or q.shape[-1] > load().max_channels:
         return False
     return ring is None or (tiers[0].rotation is None and ring.k.dtype in ELEMENT_KINDS)
 
@@ -51,7 +50,7 @@ def paged_decode(
     """
     checks.decode(q, pages, tiers, ring, power, group)
     library = load()
-    if not _takes(library, q, tiers, ring):
+    if not takes(q, tiers, ring):
         return torch_attention.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
     num_seq, num_q_heads, head_dim = q.shape
     heads = tiers[0].ids.shape[1]

@@ -1,13 +1,13 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The functions are in `decode`, `pages` and `prefill` beside this file. Operations that are not here are the
-reference's: tracked fields are written by indexing, which does not synchronise; prompt attention is torch's own fused
-kernel; gathering dense keys for a chunked prompt is on no hot path.
+The functions are in `bounds`, `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing,
+which does not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much
+slower, and `fallbacks` names it: widening the bounds of pages, and prompts in several segments.
 
-Capture-safe, once warmed up: `paged_decode`, `add_scores`, `write_keys`, `write_values`, `write_tracked`,
-`read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages` `reserve`, `truncate`,
-`lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual buffer (it reads how long
-the lists are), `DevicePages.check`, `stats` and `free_ids`.
+Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
+`write_tracked`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages`
+`reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual
+buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
 
 The store does not use `demote`, `attention_with_lse`, `device_pages` and `paged_decode(accumulate=True)` yet.
 """
@@ -22,7 +22,9 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
 
 
@@ -74,6 +76,11 @@ class Gpu(Reference):
             q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
         )
 
+    def choose_pages(
+        self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
+    ) -> TierPages:
+        return torch_attention.choose_pages(q, pages, tier, count, width, group, bounds=page_bounds)
+
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
         triton_decode.add_scores(pages, tier, scores)
 
@@ -88,11 +95,9 @@ class Gpu(Reference):
         power: int = 1,
         below_uniform: bool = False,
     ) -> Tensor:
-        if below_uniform:  # no kernel counts
-            return super().column_scores(
-                q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=True
-            )
-        return triton_prefill.column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power)
+        return triton_prefill.column_scores(
+            q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
+        )
 
     def demote(
         self,

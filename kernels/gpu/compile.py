@@ -5,9 +5,14 @@ arguments' types and compile-time constants, and compiled for the targets by Tri
 """
 
 import argparse
+import re
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +26,7 @@ from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.parts import Kernel, recording
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -34,12 +40,14 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target: its binary's bytes, shared memory in bytes, and the seconds it took."""
+    """One kernel for one target: its binary's bytes, shared memory in bytes, what a thread spills, and the seconds it
+    took. `spilled` counts bytes of local memory on NVIDIA and registers on AMD; None where it cannot be told."""
 
     kernel: str
     target: str
     binary_bytes: int
     shared_bytes: int
+    spilled: int | None
     seconds_s: float
 
 
@@ -92,8 +100,28 @@ def compile_launches(run: Callable[[], object], target: str) -> Iterator[Compile
         source = ASTSource(kernel, signature, values, alignments)
         built = triton.compile(source, target=TARGETS[target], options=options)
         binary = built.asm[_BINARY[TARGETS[target].backend]]
-        yield Compiled(kernel.__name__, target, len(binary), built.metadata.shared, time.perf_counter() - begin)
+        took_s, spilled = time.perf_counter() - begin, _spilled(built.asm)
+        yield Compiled(kernel.__name__, target, len(binary), built.metadata.shared, spilled, took_s)
 
+
+def _spilled(asm: Mapping[str, Any]) -> int | None:
+    """What a thread keeps in memory because its registers do not suffice: bytes of stack in a cubin, as the tool in
+    triton's own package reads it, or spilled registers as AMD's assembly says."""
+    if "amdgcn" in asm:
+        return sum(int(count) for count in re.findall(r"\.vgpr_spill_count:\s*(\d+)", asm["amdgcn"]))
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.is_file():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    found = [int(size) for size in re.findall(r"STACK:(\d+)", said)]
+    return max(found) if found else None
+
+
+# What a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes there.
+SPILLS_AT_MOST = {"sm_90": 32, "gfx942": 0}
 
 # What the representative calls below are made of.
 _HEADS, _GROUP, _DIM, _PAGE_BYTES = 2, 4, 128, 16896
@@ -112,10 +140,13 @@ def _decode(
     power: int = 1,
     group: Reduce | None = None,
     accumulate: bool = False,
+    rotated: bool = False,
 ) -> Callable[[], object]:
-    """Attention of one sequence of a Llama-3-8B-like layer, two of its eight heads."""
+    """Attention of one sequence of a Llama-3-8B-like layer, two of its eight heads; `rotated` turns its keys."""
     held = torch.full((1, _HEADS), 9)
     tiers = [TierPages(fmt, torch.zeros(1, _HEADS, 2, dtype=torch.int64), held, held) for fmt in formats]
+    for tier in tiers if rotated else []:
+        tier.rotation = torch.zeros(1, 2 * tier.fmt.tokens_per_page, _DIM // 2)
     q = torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=dtype)
     buffer = torch.zeros(1, _HEADS, 32, _DIM, dtype=dtype)
     pages, rings = torch.zeros(8, _PAGE_BYTES, dtype=torch.uint8), Ring(buffer, buffer, held + 4) if ring else None
@@ -157,6 +188,11 @@ def _one_of_each() -> None:
     held.compact(lists, 0, torch.ones(1024, 64, dtype=torch.bool), fmt)
     q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
     triton_prefill.column_scores(q, k, 0.1, queries=-1)
+    slot = SlotFormat(_DIM, 16, 16)
+    bounded, slots = PageFormat(slot, 16 * int(slot.slot_bytes) + 4 * _DIM, bounds=True), torch.full((1, _HEADS), 9)
+    tier = TierPages(bounded, torch.zeros(1, _HEADS, 2, dtype=torch.int64), slots, slots)
+    pages = torch.zeros(2, bounded.page_bytes, dtype=torch.uint8)
+    page_bounds(torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=torch.bfloat16), pages, tier, "max")
 
 
 def _manage() -> None:
@@ -175,6 +211,7 @@ def _prompt() -> None:
     triton_prefill.attention_with_lse(q, k, k, 0.1)
     triton_prefill.column_scores(q, k, 0.1, queries=-1)
     triton_prefill.column_scores(q, k, 0.1, queries=64, skip_near=8, power=2)
+    triton_prefill.column_scores(q, k, 0.1, queries=64, below_uniform=True)
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -182,6 +219,8 @@ CASES: dict[str, Callable[[], object]] = {
     "decode-k8v4-k4v2-scores": _decode(torch.bfloat16, _format(8, 4), _format(4, 2), group="max"),
     "decode-kivi2-ring": _decode(torch.float16, _format(2, 2, k_channel_group=32, v_groups=4), ring=True),
     "decode-k4v2-fp32": _decode(torch.float32, _format(4, 2), group="mean", power=2, accumulate=True),
+    "decode-k16-rotated": _decode(torch.bfloat16, _format(16, 16), rotated=True),
+    "decode-k4v4-rotated": _decode(torch.float16, _format(4, 4, k_channel_group=64), ring=True, rotated=True),
     "write-k8v4": _write(_format(8, 4), _format(4, 2), torch.bfloat16),
     "write-k16": _write(_format(16, 16), None, torch.float16),
     "write-kivi2": _write(_format(2, 2, k_channel_group=32, v_groups=4), None, torch.float16),
@@ -192,27 +231,33 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
+def _shown(built: Compiled) -> str:
+    unit = "registers" if built.target.startswith("gfx") else "B"
+    return "spills not known" if built.spilled is None else f"{built.spilled:5} {unit} spilled"
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Compiles cases for targets and prints one line per kernel; 0 when all compiled."""
+    """Compiles cases for targets and prints one line per kernel; 0 when all compiled and none spills registers."""
     parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
     chosen = parser.parse_args(argv)
-    count, failed = 0, 0
+    count, failed, spilling = 0, 0, 0
     for case in chosen.case:
         for target in chosen.target:
             try:
                 for built in compile_launches(CASES[case], target):
                     count += 1
+                    spilling += (built.spilled or 0) > SPILLS_AT_MOST[target]
                     print(
                         f"{case:24} {target:7} {built.kernel:18} {built.binary_bytes:7} B "
-                        f"{built.shared_bytes:6} B shared {built.seconds_s:5.1f} s"
+                        f"{built.shared_bytes:6} B shared {_shown(built)} {built.seconds_s:5.1f} s"
                     )
             except Exception as error:  # a compiler's errors have no common type
                 failed += 1
                 print(f"{case:24} {target:7} FAILED: {error}")
-    print(f"{count} kernels compiled, {failed} cases failed (triton {triton.__version__})")
-    return 1 if failed else 0
+    print(f"{count} kernels compiled, {failed} cases failed, {spilling} kernels spill (triton {triton.__version__})")
+    return 1 if failed or spilling else 0
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ from kvbench.kernels.gpu.tiles import (
     key_logits,
     query_planes,
     ring_logits,
+    rotated_logits,
     sum_channels,
     zero_planes,
 )
-from kvbench.kernels.reference import attention as torch_attention
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
@@ -46,9 +46,10 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 @triton.jit
 def _attend_part(
     q, pages, ids, num_k, num_v, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, weights, tops,
-    scale2, page_bytes, num_columns, num_parts, first_part, pages_per_part, heads, rk_row, rk_head, rv_row, rv_head,
+    angles, scale2, page_bytes, num_columns, num_parts, first_part, pages_per_part, heads, rk_row, rk_head, rv_row,
+    rv_head, angle_row,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
-    SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
     K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
     K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_SYM: tl.constexpr,
     K_ELEM: tl.constexpr,
@@ -81,10 +82,16 @@ def _attend_part(
         live_k = inside & (token < held_k)
         page = tl.load(ids + pid * num_columns + index, mask=index < num_columns, other=0).to(tl.int64)
         base = pages + page * page_bytes
-        logit = key_logits(
-            query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
-            K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
-        )  # fmt: skip
+        if HALF > 0:
+            logit = rotated_logits(
+                q, pid * G * D, angles + (pid // heads) * angle_row, base, t, live_k, token, G, GP, D, T, HALF, HP,
+                REST, K_BITS, K_W, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
+            )  # fmt: skip
+        else:
+            logit = key_logits(
+                query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
+                K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
+            )  # fmt: skip
         live = live_k
         if RK > 0:
             seq, head = pid // heads, pid % heads
@@ -223,16 +230,22 @@ def _num_processors(device: torch.device) -> int:
 
 
 @cache
-def _block_slots(fmt: PageFormat) -> int:
+def _block_slots(fmt: PageFormat, wide: bool) -> int:
     """Slots that one step of the inner loop reads, a power of two.
 
-    A step is taken to cost as much as 32 slots beside its own; where that is wrong on a GPU, it costs time only.
+    A step is taken to cost as much as 32 slots beside its own; where that is wrong on a GPU, it costs time only. More
+    slots than are tried here do not fit into a thread's registers: compiled for sm_90, they spill.
+
+    Args:
+        fmt: The page format.
+        wide: Products are of fp32 tiles.
     """
-    slots, group = fmt.tokens_per_page, fmt.slot.k_channel_group if fmt.slot.channel_keys else 0
+    slot, slots = fmt.slot, fmt.tokens_per_page
+    most = 16 if wide else 32 if slot.head_dim <= 64 and (slot.k_coded or slot.v_coded) else 64
+    group = slot.k_channel_group if slot.channel_keys else 0
     if group >= MIN_DOT and group & (group - 1) == 0:
-        return min(group, 64)  # within one group of tokens, one scale per channel serves the block
-    sizes = (16, 32, 64, 128) if fmt.slot.head_dim <= 64 else (16, 32, 64)
-    return min(sizes, key=lambda size: -(-slots // size) * (size + 32))
+        return min(group, most)  # within one group of tokens, one scale per channel serves the block
+    return min((size for size in (16, 32, 64) if size <= most), key=lambda size: -(-slots // size) * (size + 32))
 
 
 def _operand(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> tl.dtype:
@@ -244,9 +257,9 @@ def _operand(q: Tensor, tiers: list[TierPages], ring: Ring | None) -> tl.dtype:
 
 
 def _cut(lists: int, pages: int, device: torch.device) -> int:
-    """Pages per part, so that a few programs run on every multiprocessor."""
+    """Pages per part, at least one, so that a few programs run on every multiprocessor; a tier may hold no page."""
     wanted = max(1, min(pages, 4 * _num_processors(device) // max(1, lists)))
-    return -(-pages // wanted)
+    return max(1, -(-pages // wanted))
 
 
 def paged_decode(
@@ -255,8 +268,8 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Attention of one query token per sequence over all tiers and the residual buffer, dequantising as it goes.
 
-    Arguments and results are those of `Backend.paged_decode`; the reference does it where keys must be rotated.
-    fp32 queries are computed in fp32 throughout; fp16 and bf16 queries with products in that type, summed in fp32.
+    Arguments and results are those of `Backend.paged_decode`. Keys that are rotated when they are read give logits in
+    fp32. fp32 queries are computed in fp32 throughout; fp16 and bf16 queries with products in that type, sums in fp32.
     Capture-safe: no host synchronisation, and every allocation has a size that shapes alone give.
 
     Args:
@@ -267,11 +280,6 @@ def paged_decode(
         products as in KIVI's and DiffKV's kernels.
     """
     checks.decode(q, pages, tiers, ring, power, group)
-    if any(tier.rotation is not None for tier in tiers):
-        out, lse, scores = torch_attention.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
-        for tier, score in zip(tiers, scores if accumulate else [], strict=False):
-            add_scores(pages, tier, score)
-        return out, lse, [] if accumulate else scores
     num_seq, num_q_heads, head_dim = q.shape
     heads = tiers[0].ids.shape[1]
     lists, group_size = num_seq * heads, num_q_heads // heads
@@ -291,20 +299,26 @@ def paged_decode(
     group_pad = power_of_two(group_size, MIN_DOT)
     kept, first = [], 0
     for tier, cut, count in zip(tiers, cuts, parts, strict=True):
-        fmt, columns, block = tier.fmt, tier.ids.shape[-1], _block_slots(tier.fmt)
+        fmt, columns, angles, half = tier.fmt, tier.ids.shape[-1], q, 0
+        if tier.rotation is not None:
+            angles, half = _angles(tier.rotation), tier.rotation.shape[-1]
+        wide = half > 0 or operand == tl.float32
+        block = _block_slots(fmt, wide)
         slots = fmt.tokens_per_page
         weights = tops = part_top
         if group:  # exponentials are at most 1: fp16 holds them as well as the products behind them
             kind = torch.float32 if operand == tl.float32 else torch.float16
             weights = torch.empty(rows, columns * slots, dtype=kind, device=q.device)
             tops = torch.empty(rows, columns * -(-slots // block), device=q.device)
-            kept.append((tier, weights, tops))
+            kept.append((tier, weights, tops, block))
         launch(
             _attend_part, (lists, count), q, pages, tier.ids.contiguous(), tier.num_k.contiguous(),
             tier.num_v.contiguous(), ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, weights, tops,
-            scale * LOG2_E, pages.shape[1], columns, num_parts, first, cut, heads, *strides, G=group_size,
-            GP=group_pad, D=head_dim, T=slots, BT=block, OP=operand, SCORES=bool(group), RK=lengths[0], RV=lengths[1],
-            **side_constants(fmt, "k", "K_"), **side_constants(fmt, "v", "V_"), num_warps=4,
+            angles, scale * LOG2_E, pages.shape[1], columns, num_parts, first, cut, heads, *strides, angles.stride(0),
+            G=group_size, GP=group_pad, D=head_dim, T=slots, BT=block, OP=operand, SCORES=bool(group), RK=lengths[0],
+            RV=lengths[1], HALF=half, HP=power_of_two(half, MIN_DOT),
+            REST=power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
+            **side_constants(fmt, "k", "K_"), **side_constants(fmt, "v", "V_"), num_warps=8 if wide else 4,
         )  # fmt: skip
         first += count
     launch(
@@ -314,8 +328,8 @@ def paged_decode(
     if group is None:
         return out, lse, []
     scores = []
-    for tier, weights, tops in kept:
-        columns, slots, block = tier.ids.shape[-1], tier.fmt.tokens_per_page, _block_slots(tier.fmt)
+    for tier, weights, tops, block in kept:
+        columns, slots = tier.ids.shape[-1], tier.fmt.tokens_per_page
         if not accumulate:
             scores.append(torch.empty(num_seq, heads, columns * slots, device=q.device))
         launch(
@@ -336,6 +350,12 @@ def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
         scores.float().contiguous(), pages.shape[1], columns, T=slots, TP=power_of_two(slots),
         TRACK=_score_offset(tier.fmt),
     )  # fmt: skip
+
+
+def _angles(rotation: Tensor) -> Tensor:
+    """The angles as the kernel reads them: all of one sequence in a row; sequences may share them."""
+    is_row = rotation.stride(2) == 1 and rotation.stride(1) == rotation.shape[2]
+    return rotation if is_row else rotation.contiguous()
 
 
 def _score_offset(fmt: PageFormat) -> int:

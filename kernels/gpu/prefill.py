@@ -62,8 +62,10 @@ def _attend_prompt(
 def _sum_columns(
     q, k, tops, sums, columns, scale2, length, first, skip_near, group_size, q_head, q_token, k_head, k_token,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, POWER: tl.constexpr,
+    BELOW: tl.constexpr,
 ):  # fmt: skip
-    """What one block of keys receives from the counted queries of one head."""
+    """What one block of keys receives from the counted queries of one head; with BELOW, minus one from each that gives
+    less than an equal share of what it sees."""
     head = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     key = tl.trans(_tile(k, (head // group_size) * k_head, k_token, j, D, DP, length, OP))
@@ -76,6 +78,8 @@ def _sum_columns(
         top = tl.load(tops + at, mask=i < length, other=0.0)
         norm = tl.load(sums + at, mask=i < length, other=1.0)
         p = tl.exp2(tl.dot(query, key, input_precision="ieee") * scale2 - top[:, None]) / norm[:, None]
+        if BELOW:
+            p = tl.where(p < (1.0 / (i + 1).to(tl.float32))[:, None], -1.0, 0.0)
         if POWER == 2:
             p = p * p
         distance = i[:, None] - j[None, :]
@@ -142,7 +146,9 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
     return out, (tops + sums.log2()) / LOG2_E
 
 
-def column_scores(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int = 0, power: int = 1) -> Tensor:
+def column_scores(
+    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int = 0, power: int = 1, below_uniform: bool = False
+) -> Tensor:
     """How much attention each key of a prompt receives; arguments and result of `reference.attention.column_scores`.
 
     Memory beyond the result: two fp32 numbers per counted query and head.
@@ -157,6 +163,6 @@ def column_scores(q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near
     launch(
         _sum_columns, (-(-length // width), heads), q, k, tops, sums, columns, scale * LOG2_E, length, first, skip_near,
         heads // k.shape[0], *q.stride()[:2], *k.stride()[:2], D=head_dim, DP=power_of_two(head_dim, MIN_DOT), BM=rows,
-        BN=width, OP=operand, POWER=power,
+        BN=width, OP=operand, POWER=power, BELOW=below_uniform,
     )  # fmt: skip
     return columns

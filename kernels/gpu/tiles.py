@@ -77,6 +77,61 @@ def key_logits(
 
 
 @triton.jit
+def _keys(
+    base, channel, wanted, t, live, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
+    OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr,
+    SYM: tl.constexpr, ELEM: tl.constexpr,
+):  # fmt: skip
+    """Keys fp32 [channels, slots], whichever planes the channels lie in; 0 where not wanted or not live."""
+    cells = wanted[:, None] & live[None, :]
+    if BITS >= 16:
+        place = (base + OFF).to(tl.pointer_type(ELEM)) + channel[:, None] * T + t[None, :]
+        return tl.load(place, mask=cells, other=0.0).to(tl.float32)
+    elif BITS == 0:
+        return e4m3_values(tl.load(base + OFF + channel[:, None] * T + t[None, :], mask=cells, other=0))
+    else:
+        raw = tl.load(base + OFF + (channel % W)[:, None] * T + t[None, :], mask=cells, other=0)
+        codes = (raw.to(tl.int32) >> (channel // W * BITS)[:, None]) & ((1 << BITS) - 1)
+        if CHANNEL > 0:
+            index = (t // CHANNEL)[None, :] * D + channel[:, None]
+        else:
+            index = (channel // (D // GROUPS))[:, None] * T + t[None, :]
+        scale, zero = metadata(base, index, cells, SCALE, ZERO, BITS, SYM)
+        return code_values(codes, BITS, tl.float32) * scale + zero
+
+
+@triton.jit
+def rotated_logits(
+    q, at, angles, base, t, live, token, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, OFF: tl.constexpr,
+    SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr,
+    ELEM: tl.constexpr,
+):  # fmt: skip
+    """q . R(angle) k for the live slots of a page, fp32 [GP, BT]; channel i turns with channel i + HALF.
+
+    Keys are dequantised before the product, since a rotation mixes channels whose scales differ. All in fp32: rotated
+    values are no codes, and what a 16-bit operand would cut off is what tells positions apart.
+    """
+    g, h = tl.arange(0, GP), tl.arange(0, HP)
+    turned, asked = h < HALF, (g < G)[:, None] & (h < HALF)[None, :]
+    angle = tl.load(angles + token[None, :] * HALF + h[:, None], mask=turned[:, None] & live[None, :], other=0.0)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    first = _keys(base, h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, SYM, ELEM)
+    second = _keys(base, HALF + h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, SYM, ELEM)
+    left = tl.load(q + at + g[:, None] * D + h[None, :], mask=asked, other=0.0).to(tl.float32)
+    right = tl.load(q + at + g[:, None] * D + (HALF + h)[None, :], mask=asked, other=0.0).to(tl.float32)
+    dots = tl.dot(left, first * cos - second * sin, input_precision="ieee")
+    dots += tl.dot(right, second * cos + first * sin, input_precision="ieee")
+    if REST > 0:  # channels without a position
+        r = 2 * HALF + tl.arange(0, REST)
+        rest = _keys(base, r, r < D, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, SYM, ELEM)
+        asked = (g < G)[:, None] & (r < D)[None, :]
+        still = tl.load(q + at + g[:, None] * D + r[None, :], mask=asked, other=0.0).to(tl.float32)
+        dots += tl.dot(still, rest, input_precision="ieee")
+    return dots
+
+
+@triton.jit
 def _scaled_weights(p, scale, zero, OP: tl.constexpr):
     """Weights for codes, the factor that goes back on their sums, and the sum of the zeros.
 

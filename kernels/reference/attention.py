@@ -102,17 +102,42 @@ def _ring_output(
     return torch.matmul(by_token[..., : v_pages.shape[2]], v_pages) + torch.matmul(p_values, ring_v)
 
 
-def choose_pages(q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce) -> TierPages:
+def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Tensor:
+    """What no logit in a page exceeds, the query heads of a group reduced; anything past a list's end.
+
+    Args:
+        q: [S, Hq, D].
+        tier: All pages of each list, with bounds.
+        group: How the query heads of a KV head are reduced.
+
+    Returns:
+        fp32 [S, H, m].
+    """
+    num_seq, num_heads = tier.ids.shape[:2]
+    q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
+    low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))
+    return reduce_group(torch.matmul(q.clamp(min=0), high) + torch.matmul(q.clamp(max=0), low), group, 2)
+
+
+def choose_pages(
+    q: Tensor,
+    pages: Tensor,
+    tier: TierPages,
+    count: Tensor,
+    width: int,
+    group: Reduce,
+    bounds: Callable[[Tensor, Tensor, TierPages, Reduce], Tensor] = page_bounds,
+) -> TierPages:
     """The pages of each list that can hold the largest logits, in slot order; the newest page is always one of them.
+
+    Args:
+        bounds: Finds the bounds, as `page_bounds`. The others as for `Backend.choose_pages`.
 
     Source: mit-han-lab/Quest evaluation/quest_attention.py and quest/utils/controller.py.
     """
     checks.choose(q, pages, tier, count, width, group)
-    num_seq, num_heads, num_columns = tier.ids.shape
-    tokens = tier.fmt.tokens_per_page
-    q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
-    low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))
-    bound = reduce_group(torch.matmul(q.clamp(min=0), high) + torch.matmul(q.clamp(max=0), low), group, 2)
+    num_columns, tokens = tier.ids.shape[2], tier.fmt.tokens_per_page
+    bound = bounds(q, pages, tier, group)
     column, last = torch.arange(num_columns, device=q.device), (tier.num_k - 1)[..., None] // tokens
     bound = bound.masked_fill(column > last, float("-inf")).masked_fill(column == last, float("inf"))
     order = bound.argsort(dim=-1, descending=True, stable=True)
@@ -201,8 +226,9 @@ def column_scores(
     power: int = 1,
     block: int = 64,
     below_uniform: bool = False,
+    reduce: Reduce = "sum",
 ) -> Tensor:
-    """How much attention each key of a prompt receives, summed over queries, in O(N) memory.
+    """How much attention each key of a prompt receives, reduced over queries, in O(N) memory.
 
     `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over keys
     0..i.
@@ -214,6 +240,7 @@ def column_scores(
         power: 1 or 2.
         block: Queries per block; memory is Hq * block * N fp32.
         below_uniform: Instead of probabilities, sum minus 1 for every counted query with probability < 1 / (i + 1).
+        reduce: `sum`; `mean` over the queries that count for the key, 0 where none does; or `max`.
 
     Returns:
         fp32 [Hq, N].
@@ -241,8 +268,27 @@ def column_scores(
             prob = prob.square_()
         if skip_near:
             prob[..., near:].masked_fill_(distance < skip_near, 0.0)
-        out[..., :end] += prob.sum(2)
+        if reduce == "max":
+            out[..., :end] = torch.maximum(out[..., :end], prob.amax(2))
+        else:
+            out[..., :end] += prob.sum(2)
+    if reduce == "mean":
+        position = torch.arange(length, device=q.device)
+        out /= (length - (position + skip_near).clamp(min=first)).clamp(min=1)
     return out.flatten(0, 1)
+
+
+def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
+    """Reduces probabilities [..., w, n], 0 where a query does not count for a key, over the queries.
+
+    Args:
+        prob: fp32.
+        counts: bool, broadcastable to `prob`: the query counts.
+        reduce: As for `column_scores`.
+    """
+    if reduce == "max":
+        return prob.amax(-2)
+    return prob.sum(-2) / (counts.sum(-2).clamp(min=1) if reduce == "mean" else 1)
 
 
 def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tensor:

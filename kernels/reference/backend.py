@@ -1,5 +1,7 @@
 """The reference backend: every operation in plain torch, made to be right; what a faster one lacks, it takes from here.
 
+Each operation that a faster backend could do faster notes that it ran (`Backend.fallbacks`). The others are what every
+backend wants: views, indexing of the tracked fields, torch's own attention of a prompt, and the reduction of scores.
 The functions are in `pages` and `attention` beside this file; arguments and results are those of `Backend`.
 """
 
@@ -17,13 +19,20 @@ class Reference(Backend):
     name = "torch"
     is_reference = True
 
+    def _stands_in(self, operation: str) -> None:
+        """Notes that plain torch does an operation for a backend that has nothing of its own for this call."""
+        if not self.is_reference:
+            self.fallbacks.add(operation)
+
     def region(self, pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
         return torch_pages.region(pages, fmt, name)
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
+        self._stands_in("write_keys")
         torch_pages.write_keys(pages, fmt, page, slot, k)
 
     def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
+        self._stands_in("write_values")
         torch_pages.write_values(pages, fmt, page, slot, v)
 
     def write_tracked(
@@ -40,9 +49,11 @@ class Reference(Backend):
     def widen_bounds(
         self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
     ) -> None:
+        self._stands_in("widen_bounds")
         torch_pages.widen_bounds(pages, fmt, page, slot, k, distinct=distinct)
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        self._stands_in("read_slots")
         return torch_pages.read_slots(pages, fmt, page, slot)
 
     def read_tracked(
@@ -53,6 +64,7 @@ class Reference(Backend):
     def move_slots(
         self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
     ) -> None:
+        self._stands_in("move_slots")
         torch_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
 
     def paged_decode(
@@ -66,17 +78,21 @@ class Reference(Backend):
         power: int = 1,
         group: Reduce | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        self._stands_in("paged_decode")
         return torch_attention.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
 
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
     ) -> TierPages:
+        self._stands_in("choose_pages")
         return torch_attention.choose_pages(q, pages, tier, count, width, group)
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
+        self._stands_in("add_scores")
         torch_attention.add_scores(pages, tier, scores)
 
     def gather_dense(self, pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
+        self._stands_in("gather_dense")
         return torch_attention.gather_dense(pages, tiers, ring)
 
     def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -85,6 +101,7 @@ class Reference(Backend):
     def chunk_attention(
         self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
     ) -> Tensor:
+        self._stands_in("chunk_attention")
         return torch_attention.chunk_attention(q, k, v, history, scale)
 
     def column_scores(
@@ -102,6 +119,7 @@ class Reference(Backend):
 
         Arguments are those of `reference.attention.column_scores`.
         """
+        self._stands_in("column_scores")
         return torch_attention.column_scores(
             q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
         )

@@ -1,12 +1,20 @@
-"""Models and methods that a bench names in one string, such as `snapkv budget=0.25`, and text to feed them."""
+"""Models and methods that a bench names in one string, such as `snapkv budget=0.25`, and text to feed them.
 
-from omegaconf import DictConfig
+The files of conf/ are read as plain YAML, so that the benches run where torch, triton and transformers are all there
+is.
+"""
 
+from typing import Any
+
+import yaml
+
+from kvbench.config.files import options, path_of
+from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 
 
-def compose_choice(group: str, text: str, *more: str) -> DictConfig:
+def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     """The settings of `group` that a string asks for.
 
     Args:
@@ -17,24 +25,34 @@ def compose_choice(group: str, text: str, *more: str) -> DictConfig:
     Raises:
         ValueError: No such choice or setting.
     """
-    from kvbench.config.compose import compose
-
-    name, *settings = [*str(text).split(), *more] or [""]
-    return compose([f"{group}={name}", *(f"{group}.{setting}" for setting in settings)])[group]
+    name, *changes = [*str(text).split(), *more] or [""]
+    known = options(group)
+    if name not in known:
+        raise unknown_name(group, name, known)
+    found: dict[str, Any] = yaml.safe_load(path_of(group, name).read_text(encoding="utf-8"))
+    for change in changes:
+        key, sign, value = change.partition("=")
+        if not sign:
+            raise ValueError(
+                f"{change} in {group}={text} cannot be read as key=value; write {group}s as {name} KEY=VALUE"
+            )
+        check_keys([key], [each for each in found if not each.startswith("_")], prefix=f"{group}.")
+        found[key] = yaml.safe_load(value)
+    return found
 
 
 def make_method(text: str) -> Policy:
     """The policy that a string asks for."""
     from kvbench.runs.parts import make_policy
 
-    return make_policy(compose_choice("method", text))
+    return make_policy(read_choice("method", text))
 
 
 def make_model(text: str, device: str) -> LoadedModel:
     """The model that a string asks for, on a device."""
     from kvbench.models.load import load_model
 
-    return load_model(compose_choice("model", text, f"device={device}"))
+    return load_model(read_choice("model", text, f"device={device}"))
 
 
 def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]:
@@ -48,7 +66,7 @@ def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]
     Raises:
         ValueError: The passages would be longer than the model's context.
     """
-    from kvbench.tasks.longctx.haystack import paragraphs
+    from kvbench.tasks.haystack import paragraphs
 
     if length > model.max_tokens:
         raise ValueError(

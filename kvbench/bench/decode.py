@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from kvbench.bench import choices
-from kvbench.bench.decoders import OwnDecoder, StoreDecoder, relative
+from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder, relative
 from kvbench.config.files import FULL
 from kvbench.engine.hf import OWN_CACHES
 from kvbench.kernels.bench import machine, report
-from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
+from kvbench.kernels.bench.rounds import Variant, choose_timer, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, check_whole
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
 
 OWN = "transformers"
-BASELINES = (OWN, FULL)
+STATIC = "transformers static, graph"  # on a GPU: what people who want speed run
+BASELINES = (OWN, STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
 # amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
@@ -56,7 +57,7 @@ class WholeModel(Common):
             raise ValueError(f"methods={self.methods} must be one or more, each once")
         for text in self.methods:
             choices.make_method(text)
-        choices.compose_choice("model", self.model)
+        choices.read_choice("model", self.model)
 
     @property
     def num_threads(self) -> int:
@@ -176,6 +177,8 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[
     for name, own in _own_decoders(settings, model).items():
         own.prefill(prompts)
         variants.append(_variant(name, own, settings, answers))
+    if model.device.type == "cuda":
+        variants.append(static_variant(settings, model, prompts, answers, settings.context + room))
     for method in settings.methods:
         policy = choices.make_method(method)
         decoder = StoreDecoder(
@@ -189,6 +192,18 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[
         variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)
         variants.append(variant)
     return variants
+
+
+def static_variant(
+    settings: Settings, model: LoadedModel, prompts: list[list[int]], answers: list[list[int]], max_tokens: int
+) -> Variant:
+    """transformers' static cache with the step in a CUDA graph; refused with the reason where it cannot be captured."""
+    try:
+        static = StaticDecoder(model, max_tokens)
+        static.prefill(prompts)
+    except Exception as problem:  # drivers have kinds of their own; the other caches are still measured
+        return failed_variant(STATIC, problem)
+    return _variant(STATIC, static, settings, answers)
 
 
 def _variant(name: str, decoder: OwnDecoder | StoreDecoder, settings: Settings, answers: list[list[int]]) -> Variant:
@@ -275,3 +290,7 @@ def measure_peaks(
             reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
             notes.append(f"peak memory of {name} not measured: {reason[0][:200]}")
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(report.main("decode", Settings, QUICK, run, sys.argv[1:], package="kvbench.bench"))

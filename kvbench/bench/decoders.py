@@ -1,11 +1,15 @@
 """Two ways to decode that a bench drives step by step: kvbench's runner, and transformers with a cache of its own."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from kvbench.cache.layout import StoreOptions
 from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
+from kvbench.kernels.bench.rounds import cuda_graph
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -24,6 +28,7 @@ class StoreDecoder:
         new_tokens: Tokens that will be decoded at most.
         kernels: Backend.
         prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
+        options: Memory layout.
     """
 
     def __init__(
@@ -36,8 +41,9 @@ class StoreDecoder:
         new_tokens: int,
         kernels: str = "auto",
         prompts: PromptCache | None = None,
+        options: StoreOptions | None = None,
     ) -> None:
-        self.runner = Runner(model, policy, backend=kernels, prompts=prompts)
+        self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts)
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
         self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []
@@ -100,15 +106,16 @@ class OwnDecoder:
 
     Args:
         model: The model, shared with other decoders.
-        kind: One of `hf.OWN_CACHES`.
+        kind: One of `hf.OWN_CACHES`, or `static`.
+        max_tokens: What a static cache holds.
 
     Raises:
         ImportError: See `hf.own_cache`.
     """
 
-    def __init__(self, model: LoadedModel, kind: str = "dynamic") -> None:
-        self.loaded, self.kind = model, kind
-        self.cache = hf.own_cache(model.model, kind)
+    def __init__(self, model: LoadedModel, kind: str = "dynamic", max_tokens: int = 0) -> None:
+        self.loaded, self.kind, self.max_tokens = model, kind, max_tokens
+        self.cache = hf.own_cache(model.model, kind, max_tokens)
         self.logits: Tensor | None = None
 
     def focus(self) -> None:
@@ -119,16 +126,19 @@ class OwnDecoder:
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads prompts of one length into an empty cache."""
         self.focus()
-        self.cache = hf.own_cache(self.loaded.model, self.kind)
+        self.cache = hf.own_cache(self.loaded.model, self.kind, self.max_tokens)
         self.logits = self._forward(prompts)
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary]."""
         return self._forward([[token] for token in tokens])
 
-    @torch.no_grad()
     def _forward(self, tokens: list[list[int]]) -> Tensor:
-        ids = torch.tensor(tokens, device=self.loaded.device)
+        return self._run(torch.tensor(tokens, device=self.loaded.device))
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor) -> Tensor:
+        """A forward pass over token ids int64 [B, n]; the last logits fp32 [B, vocabulary]."""
         out = self.loaded.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].float()
 
@@ -140,6 +150,41 @@ class OwnDecoder:
     def cache_bytes(self) -> int:
         """What the cache's tensors hold."""
         return hf.own_cache_bytes(self.cache)
+
+
+class StaticDecoder(OwnDecoder):
+    """transformers' static cache, whose decode step is a CUDA graph on a GPU: how people serve a model without kvbench.
+
+    The prompt is read eagerly; the first step after it is captured, every step is a replay. On a CPU steps are eager.
+
+    Args:
+        model: The model, shared with other decoders.
+        max_tokens: What the cache holds.
+    """
+
+    def __init__(self, model: LoadedModel, max_tokens: int) -> None:
+        super().__init__(model, "static", max_tokens)
+        self._step: Callable[[], object] | None = None
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        super().prefill(prompts)
+        self._step, self._held = None, len(prompts[0])
+        self._ids = torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.loaded.device)
+        if self.loaded.device.type == "cuda":
+            self._step = cuda_graph(self._go)
+            hf.rewind(self.cache, self._held)  # warming up and capturing have put tokens behind the prompt
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites on a GPU."""
+        self._ids.copy_(torch.tensor(tokens)[:, None])
+        if self._step is None:
+            self._go()
+        else:
+            self._step()
+        return self._found
+
+    def _go(self) -> None:
+        self._found = self._run(self._ids)
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -1,11 +1,13 @@
 """A fixed amount of KV memory: how many sequences of each method fit, and how many tokens per second they make."""
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 
 from kvbench.bench import choices
 from kvbench.bench.decode import BASELINES, OWN, REFERENCE_TOLERANCE, WholeModel, tolerance
-from kvbench.bench.decoders import OwnDecoder, StoreDecoder
+from kvbench.bench.decoders import REFERENCE_ROWS, OwnDecoder, StoreDecoder
+from kvbench.cache.layout import StoreOptions
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell, ratios
@@ -149,7 +151,9 @@ def store_variant(
     del trial
     if not batch:
         return None
-    decoder = make(choices.make_method(method), rows=batch)
+    # A GPU's pool is made once: without a budget each method's would hold what its lists could ever need.
+    room = int(1.1 * peak * (batch + REFERENCE_ROWS)) if model.device.type == "cuda" else None
+    decoder = make(choices.make_method(method), rows=batch, options=StoreOptions(budget_bytes=room))
     first = [decoder.prefill(tokens[: settings.context]) for tokens in text[:batch]]
     for index in range(len(first), batch):
         decoder.fork(first[index % len(first)])
@@ -173,3 +177,7 @@ def _variant(
 
     extra = {"tokens_per_call": batch * settings.steps, "batch": batch, "cache_bytes": decoder.cache_bytes()}
     return Variant(name=name, call=call, before_round=decoder.focus, extra=extra)
+
+
+if __name__ == "__main__":
+    sys.exit(report.main("throughput", Settings, QUICK, run, sys.argv[1:], package="kvbench.bench"))

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.policy import Policy, ReadSpec, Tier
 from kvbench.rules.declared import check_settings
-from kvbench.rules.kinds import MAX_BYTES, Names, Whole
+from kvbench.rules.kinds import MAX_BYTES, Names, Number, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,9 @@ class StoreOptions:
 
     Args:
         page_bytes: Page size in bytes, or `auto` (the size that wastes least for the method's tiers).
-        budget_bytes: Limit on the page pool; None lets it grow.
+        budget_bytes: Limit on the page pool; None lets it grow, and on a GPU makes it once from what is free.
+        memory_share: Most of a GPU's free memory that the page pool takes where `budget_bytes` is None; the rest is for
+            reading prompts.
         track: Further per-slot fields (`score`, `pos`) to keep and bill, for inspection.
     """
 
@@ -26,6 +28,7 @@ class StoreOptions:
         "auto"
     )
     budget_bytes: Annotated[int | None, Whole(1, MAX_BYTES, unit="bytes")] = None
+    memory_share: Annotated[float, Number(0, 1, above=True)] = 0.9
     track: Annotated[tuple[str, ...], Names(("score", "pos"))] = ()
 
     def __post_init__(self) -> None:
@@ -44,6 +47,7 @@ class ModelShape:
         dtype: The model's dtype.
         device: Where the cache lives.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
+        output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found.
     """
 
     num_layers: int
@@ -53,6 +57,7 @@ class ModelShape:
     dtype: torch.dtype
     device: torch.device
     inv_freq: Tensor | None = None
+    output_projections: tuple[Tensor, ...] | None = None
 
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens: the denominator of every ratio."""

@@ -78,7 +78,7 @@ class Paged:
 
     def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
-        self.rope, self.scores = Rope(policy, shape), Scores(policy.score, pages)
+        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages)
         self.plans = CheckedPlans(policy, pages)
 
     @property
@@ -89,12 +89,12 @@ class Paged:
     @property
     def allocated_bytes(self) -> int:
         """What is held beside the pages."""
-        return 0
+        return 0 if self.scores.queries is None else self.scores.queries.allocated_bytes
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of one row beside its pages, whatever it holds: (counters, rings)."""
-        return 0, 0
+        return 0, 0 if self.scores.queries is None else self.scores.queries.row_bytes
 
     # What is held.
 
@@ -108,8 +108,11 @@ class Paged:
         return [self.pages.held(tier, lists) for tier in range(len(self.pages.formats))]
 
     def ring_bytes(self, lists: Tensor) -> int:
-        """Bytes of the tokens of lists that lie in rings."""
-        return 0
+        """Bytes of what the lists of one row have in rings."""
+        if self.scores.queries is None:
+            return 0
+        row = int(lists[0]) // self.pages.lists_per_row
+        return self.scores.queries.held_bytes(int(self.counters.tokens_seen[row]))
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
@@ -119,7 +122,12 @@ class Paged:
 
     def view(self, rows: Tensor) -> PagesView:
         """What the policy may see of rows."""
-        return PagesView(self.pages, self.counters, rows, self.policy.score.prefill_queries, self.plans.find)
+        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find)
+
+    def measured_view(self, rows: Tensor) -> PagesView:
+        """The same for a bulk eviction, with the scores that the policy's statistic gives the slots now."""
+        measure = self.scores.of_slots if self.scores.measures_slots else None
+        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find, measure)
 
     # Rows.
 
@@ -135,6 +143,8 @@ class Paged:
         """
         rows = torch.tensor([source, target], device=self.shape.device)
         self.pages.copy(*(self.pages.lists_of(row[None]) for row in rows))
+        if self.scores.queries is not None:
+            self.scores.queries.copy(source, target)
 
     # Prompts.
 
@@ -172,7 +182,7 @@ class Paged:
         offset = torch.arange(chunk, device=k.device)
         page, slot = pages.table.lookup(lists.repeat_interleave(chunk), 0, (first[:, None] + offset).flatten())
         position = int(self.counters.tokens_seen[row]) + offset
-        score = self.scores.of_keys(k).flatten() if self.policy.score.statistic == "key_norm" else 0.0
+        score = self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0
         pages.put(
             0,
             page,
@@ -204,7 +214,7 @@ class Paged:
         due = rows[self.plans.due(self.view(rows))]
         if not due.numel():
             return
-        lists, plan = self.pages.lists_of(due), self.plans.compact(self.view(due))
+        lists, plan = self.pages.lists_of(due), self.plans.compact(self.measured_view(due))
         moves.evict(self.pages, lists, plan)
         if plan.restart_scores:
             self.scores.restart(lists)
@@ -258,9 +268,10 @@ class PagedStep:
         """
         pages, scores = self.pages, self.holding.scores
         page, slot, keys = self.page[:, layer].flatten(), self.slot[:, layer].flatten(), k.flatten(0, 1)
-        pages.put(self.tier, page, slot, keys, v.flatten(0, 1), distinct=True)
-        if scores.spec.statistic == "key_norm" and "score" in pages.formats[self.tier].slot.track:
-            pages.field(self.tier, "score")[page, slot] = scores.of_keys(keys)
+        values = v.flatten(0, 1)
+        pages.put(self.tier, page, slot, keys, values, distinct=True)
+        if scores.writes_tokens:
+            pages.field(self.tier, "score")[page, slot] = scores.of_token(keys, values)
         tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
         if self.reads is not None:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]
@@ -286,8 +297,7 @@ class PagedStep:
     def fused(self) -> FusedStep | None:
         """What does a whole layer in one call, with the same `attend`; None where the backend does not cover the
         step."""
-        spec, backend = self.holding.policy.score, self.pages.backend
-        if not backend.fuses_layers or (spec.statistic != "probability" and (spec.decode_update or spec.track)):
+        if not self.pages.backend.fuses_layers or not self.holding.scores.fuses:
             return None
         # No such operation rotates keys between buffer and page, nor chooses the pages that it reads.
         if self.holding.rope.mode == "pre_rope" or self.reads is not None:

@@ -4,15 +4,18 @@ A list is one head of one layer of one row. This file knows no policy: callers s
 Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
 
-FIRST_PAGES = 64  # what a pool without a limit begins with
+FIRST_PAGES = 64  # what a pool that grows begins with
 
 
 class Pages:
@@ -24,7 +27,10 @@ class Pages:
         max_slots: Most slots of one list over all tiers, for sizing the tables.
         backend: The kernels.
         device: Where the pages live.
-        budget_bytes: Limit on the pool; None lets it grow.
+        budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
+            can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
+            move the pages under a captured graph.
+        memory_share: See `budget_bytes`.
         pool: Class of the pool.
     """
 
@@ -37,14 +43,17 @@ class Pages:
         *,
         device: torch.device,
         budget_bytes: int | None = None,
+        memory_share: float = 0.9,
         pool: type[PagePool] = PagePool,
     ) -> None:
         self.formats, self.shape, self.backend = formats, shape, backend
-        size = formats[0].page_bytes
+        size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
+        max_pages = -(-max_slots // min(tokens)) + len(tokens)
         limit = budget_bytes // size if budget_bytes is not None else None
+        if limit is None and (free := memory.free_bytes(device)) is not None:
+            limit = max(1, min(math.prod(shape) * max_pages, int(memory_share * free) // size))
         self.pool = pool(size, FIRST_PAGES if limit is None else limit, device, growable=limit is None)
-        tokens = tuple(fmt.tokens_per_page for fmt in formats)
-        self.table = PageTable(self.pool, tokens, *shape, max_pages=-(-max_slots // min(tokens)) + len(tokens))
+        self.table = PageTable(self.pool, tokens, *shape, max_pages=max_pages)
 
     @property
     def lists_per_row(self) -> int:

@@ -32,10 +32,8 @@ class Prompts:
 
         Args:
             k, v: [H, N, D] post-RoPE keys and values, uncompressed, at the cache's granularity.
-            score: fp32 [H, N] as the policy's `ScoreSpec` says, or None when no query counts.
+            score: fp32 [H, N] or [1 + len(also), H, N] as the policy's `ScoreSpec` says, or None when it asks for none.
         """
-        if self._policy.score.statistic == "key_norm":
-            score = self._holding.scores.of_keys(k)
         last = layer + 1 == self._shape.num_layers
         if self._policy.scope == "model":
             waiting = self._waiting.setdefault(row, [])
@@ -56,14 +54,20 @@ class Prompts:
         """Plans layers together, from layer `first` on, and writes each."""
         given = [score for _, _, score in layers if score is not None]
         score = torch.stack(given) if given else None  # a copy: what a prompt cache replays never leaves its hands
-        plan = self._plan(first, len(layers), score, layers[0][0])
+        extra: dict[str, Tensor] = {}
+        if score is not None and (also := self._policy.score.statistic.also):
+            score, *others = score.unbind(1)
+            extra = dict(zip(also, others, strict=True))
+        plan = self._plan(first, len(layers), score, extra, layers[0][0])
         begins_with = plan.score if plan.score is not None else score
         for index, (k, v, _) in enumerate(layers):
             stored = None if begins_with is None else begins_with[index]
             self._holding.write_prompt(row, first + index, k, v, plan.tier_of[index], stored)
         self._ledger.hold(row, staging_bytes=sum(k.nbytes + v.nbytes for k, v, _ in layers))
 
-    def _plan(self, first: int, num_layers: int, score: Tensor | None, k: Tensor) -> PrefillPlan:
+    def _plan(
+        self, first: int, num_layers: int, score: Tensor | None, extra: dict[str, Tensor], k: Tensor
+    ) -> PrefillPlan:
         heads, num_tokens = k.shape[:2]
         view = PrefillView(
             num_tokens=num_tokens,
@@ -72,6 +76,7 @@ class Prompts:
             layers=torch.arange(first, first + num_layers, device=k.device),
             score=score,
             token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
+            extra=extra,
         )
         return self._holding.plans.prefill(view, score)
 

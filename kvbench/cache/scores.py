@@ -1,58 +1,126 @@
-"""What a method's `ScoreSpec` asks for, computed for a prompt and kept up in decode steps."""
+"""What a method's `ScoreSpec` asks for: computed for a prompt, for held slots, for a token, and kept up in decode."""
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
+from kvbench.cache.queries import QueryRing
+from kvbench.cache.tensors import Measurer, PromptTensors, SlotTensors
 from kvbench.kernels.backend import TierPages
-from kvbench.policy import ScoreSpec
+from kvbench.policy import Policy, Statistic
 
 
 class Scores:
-    """The attention statistics of one method over pages.
+    """The statistics of one method over pages.
 
     Args:
-        spec: What the method asks for.
-        pages: Where the tracked fields lie.
+        policy: What asks for them.
+        shape: The model's shape.
+        pages: Where slots and their tracked fields lie.
+
+    Raises:
+        ValueError: The method's declarations do not go together, or the model lacks what a statistic looks at.
     """
 
-    def __init__(self, spec: ScoreSpec, pages: Pages) -> None:
-        self.spec, self._pages = spec, pages
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages) -> None:
+        self.spec, self._pages = policy.score, pages
+        self._measurer = Measurer(policy.score, shape, pages.backend)
+        self.measures_slots = policy.compact_every > 0 and self.spec.statistic.answers("of_slots")
+        _check_fit(policy, shape, self.measures_slots)
+        self.queries: QueryRing | None = None
+        if self.spec.slot_queries:
+            self.queries = QueryRing(self.spec.slot_queries, pages.shape[0], shape, pages.formats[0].slot.dtype)
 
-    def of_prompt(self, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+    def of_prompt(
+        self, layer: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None
+    ) -> Tensor | None:
         """Scores of one layer of a prompt.
 
         Args:
-            q: [Hq, N, D]; k: [H, N, D], at the cache's granularity.
+            layer: The layer.
+            q: [Hq, N, D]; None for a statistic of keys and values only.
+            k, v: [H, N, D], at the cache's granularity.
             scale: Factor on the attention logits.
+            hidden: [N, E] what the layer's projections were computed from, or None.
 
         Returns:
-            fp32 [H, N], or None when the method asks for none.
-        """
-        spec, backend = self.spec, self._pages.backend
-        if not spec.prefill_queries:
-            return None
-        if spec.statistic == "below_uniform":
-            return backend.prompt_low_counts(
-                q, k, scale, queries=spec.prefill_queries, skip_near=spec.skip_near, group=spec.group_reduce
-            )
-        return backend.prompt_scores(
-            q,
-            k,
-            scale,
-            queries=spec.prefill_queries,
-            skip_near=spec.skip_near,
-            power=spec.power,
-            pool=spec.pool,
-            pool_kernel=spec.pool_kernel,
-            pool_stage=spec.pool_stage,
-            pool_region=spec.pool_region,
-            group=spec.group_reduce,
-        )
+            fp32 [H, N], or [1 + len(also), H, N]; None when the method asks for none.
 
-    def of_keys(self, k: Tensor) -> Tensor:
-        """Minus the Euclidean norms of keys [..., D], before or after their rotation; fp32 [...]."""
-        return -torch.linalg.vector_norm(k.float(), dim=-1)
+        Raises:
+            ValueError: The statistic's answer is not what the contract says.
+        """
+        if not self.spec.measures_prompts:
+            return None
+        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, hidden=hidden)
+        return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v)
+
+    def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:
+        """Scores of what the pages of rows hold.
+
+        Args:
+            rows: int64 [S].
+            tokens_seen: int64 [S].
+
+        Returns:
+            fp32 [1 + len(also), S, L, H, n], n the slots of the longest list's pages; 0 past a list's end.
+        """
+        pages, statistic = self._pages, self.spec.statistic
+        lists = pages.lists_of(rows).view(len(rows), *pages.shape[1:])
+        width = pages.tier(0, lists).ids.shape[-1]
+        slots = width * pages.formats[0].tokens_per_page
+        out = torch.zeros(1 + len(statistic.also), *lists.shape, slots, device=rows.device)
+        for index, (row, seen) in enumerate(zip(rows.tolist(), tokens_seen.tolist(), strict=True)):
+            for layer in range(lists.shape[1]):
+                tier = pages.tier(0, lists[index : index + 1, layer], width)
+                out[:, index, layer] = self._of_layer(row, layer, seen, tier)
+        return out
+
+    def _of_layer(self, row: int, layer: int, tokens_seen: int, tier: TierPages) -> Tensor:
+        """The same for one layer of a row, [1 + len(also), H, n]; heads that hold as many slots are one call."""
+        pages, statistic = self._pages, self.spec.statistic
+        (k,), (v,), _ = pages.backend.gather_dense(pages.pool.pages, [tier], None)
+        q = None if self.queries is None else self.queries.of(row, layer, tokens_seen)
+        fields = {name: pages.field(0, name)[tier.ids[0]].flatten(1) for name in pages.formats[0].slot.track}
+        out = torch.zeros(1 + len(statistic.also), *fields["pos"].shape, device=k.device)
+        held = tier.num_k[0]
+        for count in sorted(set(held.tolist()) - {0}):
+            heads = (held == count).nonzero()[:, 0]
+            pos, order = fields["pos"][heads, :count].long().sort(-1)
+            turn = order[..., None].expand(-1, -1, k.shape[-1])
+            own_k, own_v = (x[heads, :count].gather(1, turn) for x in (k, v))
+            seen = SlotTensors(
+                self._measurer,
+                layer,
+                heads,
+                k=own_k,
+                v=own_v,
+                pos=pos,
+                tokens_seen=tokens_seen,
+                scale=1.0,  # the ring's queries have it in them
+                q=q,
+                stored=fields["score"][heads, :count].gather(1, order) if "score" in fields else None,
+            )
+            found = _checked(statistic, "of_slots", statistic.of_slots(seen), own_k, own_v)
+            found = found.view(len(out), len(heads), count)
+            back = torch.empty_like(found).scatter_(-1, order.expand_as(found), found)
+            out[:, heads, :count] = back
+        return out
+
+    @property
+    def writes_tokens(self) -> bool:
+        """Whether a written token brings its own score."""
+        return self.spec.statistic.answers("of_token") and "score" in self._pages.formats[0].slot.track
+
+    @property
+    def fuses(self) -> bool:
+        """Whether plain probabilities, added or replaced, are all that a step does to tracked scores."""
+        statistic, tracks = self.spec.statistic, "score" in self.spec.track
+        return not (tracks and (statistic.answers("of_step") or statistic.answers("of_token")))
+
+    def of_token(self, k: Tensor, v: Tensor) -> Tensor:
+        """Scores fp32 [...] of tokens as they are written, from keys and values [..., D]."""
+        return self.spec.statistic.of_token(k, v)
 
     def add_step(self, tokens_seen: Tensor, tiers: list[TierPages], reduced: list[Tensor]) -> None:
         """Brings the stored scores of one layer up to date after a step.
@@ -63,10 +131,9 @@ class Scores:
             reduced: Per tier, fp32 [S, H, n] probabilities, the group reduced; empty when a step updates nothing.
         """
         spec, pages = self.spec, self._pages
-        if spec.statistic == "below_uniform" and reduced:
+        if reduced and spec.statistic.answers("of_step"):
             num_keys = torch.stack([tier.num_k for tier in tiers]).sum(0)[..., None]
-            # The largest probability of a group is below the threshold where all of them are: no kernel has to count.
-            reduced = [-(score < 1.0 / num_keys).float() for score in reduced]
+            reduced = [spec.statistic.of_step(score, num_keys) for score in reduced]
         for index, (tier, score) in enumerate(zip(tiers, reduced, strict=False)):
             if spec.skip_near:  # as in the prompt, a query does not count for the keys just before it
                 pos = pages.field(index, "pos")[tier.ids].flatten(-2)
@@ -80,3 +147,52 @@ class Scores:
         """Sets all scores of lists (int64 [M]) to 0."""
         for tier in range(len(self._pages.formats)):
             self._pages.clear_scores(self._pages.tier(tier, lists))
+
+
+def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
+    """Refuses what a statistic cannot be computed from.
+
+    Raises:
+        ValueError: Names it.
+    """
+    spec, name = policy.score, f"{type(policy).__name__} with {type(policy.score.statistic).__name__}"
+    if spec.slot_queries and not measures_slots:
+        raise ValueError(f"{name}: slot_queries={spec.slot_queries} are for bulk eviction, but compact_every is 0")
+    if measures_slots and (len(policy.tiers) > 1 or policy.residual is not None or policy.position_mode != "absolute"):
+        raise ValueError(
+            f"{name}: slots are measured where one tier holds every token with its position; a method with more tiers, "
+            "a residual buffer or keys without positions cannot have a statistic with of_slots"
+        )
+    if measures_slots and "pos" not in spec.track:
+        raise ValueError(f"{name}: slots are measured in the order of their positions; add 'pos' to ScoreSpec.track")
+    if "before_rope" in spec.statistic.needs and shape.inv_freq is None:
+        raise ValueError(
+            f"{name} looks at vectors before their rotary embedding, and this model's is not of the plain kind that "
+            "can be taken off; choose another method for this model"
+        )
+    if "output_projection" in spec.statistic.needs and shape.output_projections is None:
+        raise ValueError(
+            f"{name} looks at the output projection, which was not found in this model (o_proj in every layer); "
+            "choose another method for it"
+        )
+
+
+def _checked(statistic: Statistic, call: str, found: object, k: Tensor, v: Tensor) -> Tensor:
+    """The answer of a statistic about keys and values [H, n, D], once it is what the contract says.
+
+    Raises:
+        ValueError: Names class, call and rule.
+    """
+    shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
+    name = f"{type(statistic).__name__}.{call}"
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
+        got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{name} gave {got}, but it must give a floating-point tensor of shape {shape}")
+    # On another device the host would wait for the answer; and what a model spoils shows in its logits.
+    if found.device.type == "cpu" and not _finite(found) and _finite(k) and _finite(v):
+        raise ValueError(f"{name} gave a number that is not finite for keys and values that are; guard its quotients")
+    return found.float()
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())

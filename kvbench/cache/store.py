@@ -6,6 +6,7 @@ decode step for many rows. The store only conducts: `Pages` hold bytes, `Paged` 
 heads where every one keeps a set of its own), Hq query heads, D head dim, N prompt tokens.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -24,7 +25,7 @@ from kvbench.policy import DecodeView, Policy
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
-PromptWatcher = Callable[[Tensor, Tensor, Tensor | None], None]
+PromptWatcher = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 class CompressedStore:
@@ -69,6 +70,7 @@ class CompressedStore:
             device=shape.device,
             budget_bytes=options.budget_bytes,
             pool=pool,
+            memory_share=options.memory_share,
         )
         # Only bulk eviction asks how much the prompt's plan gave each list.
         lists = self.pages.table.num_lists if policy.compact_every else 0
@@ -152,26 +154,42 @@ class CompressedStore:
         """
         return self.pages.backend.prefill_attention(q, k, v, scale)
 
-    def prefill_layer(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    def prefill_layer(
+        self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None
+    ) -> None:
         """Scores, plans and writes one layer of a prompt (for scope `model`, all layers once the last one arrives).
 
         Args:
             q: [Hq, N, D] post-RoPE queries; k, v: [KV heads, N, D] post-RoPE keys and values, uncompressed.
             scale: Factor on the attention logits.
+            hidden: [N, E] what queries, keys and values were projected from, for statistics that ask for it.
         """
-        score = self.holding.scores.of_prompt(q, self._copied(k, 0), scale)
+        scores, score, last = self.holding.scores, None, None
+        if not scores.spec.only_keys_and_values:
+            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, hidden)
+        if scores.queries is not None:
+            last = scores.queries.last(q, scale)
         if self.watcher is not None:
-            self.watcher(k, v, score)
-        self.place_layer(row, layer, k, v, score)
+            self.watcher(k, v, score, last)
+        self.place_layer(row, layer, k, v, score, last)
 
-    def place_layer(self, row: int, layer: int, k: Tensor, v: Tensor, score: Tensor | None) -> None:
-        """Plans and writes one layer of a prompt whose scores are known.
+    def place_layer(
+        self, row: int, layer: int, k: Tensor, v: Tensor, score: Tensor | None, last: Tensor | None = None
+    ) -> None:
+        """Plans and writes one layer of a prompt whose scores are known, or follow from its keys and values.
 
         Args:
             k, v: [KV heads, N, D] post-RoPE keys and values, uncompressed.
-            score: fp32 [H, N] as the policy's `ScoreSpec` says, or None when no query counts.
+            score: fp32 [H, N] or [1 + len(also), H, N] as the policy's `ScoreSpec` says; None when it asks for none,
+                or only keys and values are looked at.
+            last: What the cache keeps of the prompt's last queries (`QueryRing.last`), or None.
         """
-        self._prompts.place(row, layer, self._copied(k, 0), self._copied(v, 0), score)
+        keys, values, scores = self._copied(k, 0), self._copied(v, 0), self.holding.scores
+        if score is None and scores.spec.only_keys_and_values:
+            score = scores.of_prompt(layer, None, keys, values, math.nan)
+        if scores.queries is not None and last is not None:
+            scores.queries.hold_prompt(row, layer, last, k.shape[1])
+        self._prompts.place(row, layer, keys, values, score)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
@@ -213,6 +231,8 @@ class CompressedStore:
             fp32 [S, Hq, D].
         """
         assert self._step is not None and self._layers is not None, "begin_step comes first"
+        if (queries := self.holding.scores.queries) is not None:
+            queries.hold_step(self._step.rows, layer, q, scale, self._step.tokens_seen)
         return self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
 
     def end_step(self) -> None:

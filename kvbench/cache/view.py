@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvbench.cache.counters import Counters
 from kvbench.cache.pages import Pages
-from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, SlotArrays
+from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
 
 class PagesView(DecodeView):
@@ -21,8 +21,10 @@ class PagesView(DecodeView):
         pages: The pages.
         counters: What the rows have seen.
         rows: int64 [S] live rows.
-        window: Prompt queries that count in a score (`ScoreSpec.prefill_queries`).
+        spec: What the policy asks for.
         check_find: Refuses positions that `find` must not be asked for.
+        measure: Gives the slots of rows at so many tokens the scores that `slots` shows, fp32 [1 + len(also), S, L, H,
+            n]; None = it shows those that are stored.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class PagesView(DecodeView):
         pages: Pages,
         counters: Counters,
         rows: Tensor,
-        window: int,
+        spec: ScoreSpec,
         check_find: Callable[[Tensor, DecodeView], None],
+        measure: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self._pages, self._window, self._check_find = pages, window, check_find
+        self._pages, self._window, self._check_find = pages, spec.prefill_queries, check_find
+        self._rows, self._also, self._measure = rows, spec.statistic.also, measure
         self._arrays: dict[int, SlotArrays] = {}
         self.shape = (len(rows), *pages.shape[1:])
         self.tokens_seen = counters.tokens_seen[rows]
@@ -62,8 +66,15 @@ class PagesView(DecodeView):
                 return self._pages.field(tier, name)[found.ids].flatten(1)
 
             valid = slot < found.num_k[:, None]
+            extra: dict[str, Tensor] = {}
+            if self._measure is None:
+                score = field("score", 0.0).float().view(*self.shape, -1)
+            else:
+                score, *others = self._measure(self._rows, self.tokens_seen)
+                extra = dict(zip(self._also, others, strict=True))
             self._arrays[tier] = SlotArrays(
-                score=field("score", 0.0).float().view(*self.shape, -1),
+                score=score,
+                extra=extra,
                 pos=field("pos", -1).long().view(*self.shape, -1),
                 valid=valid.view(*self.shape, -1),
             )

@@ -56,6 +56,7 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
     plan = read_plan(wanted, method, policy)
     limit = read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes)
+    parts.check_task(experiment)
     model = parts.load_model(experiment.model)
     task = _load_task(experiment, plan, parts, model)
     tuning, held_out = split(task, plan, wanted.split_seed)

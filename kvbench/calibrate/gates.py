@@ -36,6 +36,7 @@ def main(cfg: DictConfig) -> int:
     for key, least in (("prompts", 1), ("sinks", 0), ("recent", 1)):
         check_whole(f"gates.{key}", own[key], least)
     parts = default_parts()
+    parts.check_task(cfg)
     model = parts.load_model(cfg.model)
     task = parts.load_task(cfg.task, model, limit=own.prompts, seed=cfg.seed, protocol=cfg.protocol)
     requests = [request for request in task.requests if request.gold]
@@ -51,7 +52,7 @@ def main(cfg: DictConfig) -> int:
         f"gates from {far[-1]:.3f} to {far[0]:.3f}, median {far.median():.3f}",
         file=sys.stderr,
     )
-    print(f"use it: python -m kvbench method=duo_attention method.table={own.out}")
+    print(f"use it: kvbench method=duo_attention method.table={own.out}")
     return 0
 
 

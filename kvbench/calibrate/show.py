@@ -35,7 +35,7 @@ def show(result: Result, files: Sequence[Path]) -> None:
     for path in files:
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)
     if result.choice is not None:
-        use = f"python -m kvbench method={result.method} method.calibration={files[0]}"
+        use = f"kvbench method={result.method} method.calibration={files[0]}"
         console.print(f"use it: {use}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -116,7 +116,7 @@ def as_yaml(result: Result, choice: Choice, name: str) -> str:
 
     head = (
         f"# {result.method} calibrated for {result.default.model.name} on {result.default.task.name}.\n"
-        f"# Use, with this file's folder: python -m kvbench method={result.method} method.calibration={name}\n"
+        f"# Use, with this file's folder: kvbench method={result.method} method.calibration={name}\n"
     )
     return head + yaml.safe_dump(plain(_file(result, choice)), sort_keys=False, default_flow_style=None, width=120)
 

@@ -1,6 +1,6 @@
 """The commands beside `run`: each is one YAML in conf/command/ that names its function and lists its settings.
 
-A command's YAML is its whole documentation: `python -m kvbench <command> --help` prints it.
+A command's YAML is its whole documentation: `kvbench <command> --help` prints it.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
 from kvbench.config.settings import read_config
-from kvbench.errors import unknown_name
+from kvbench.errors import unknown_setting
 
 BARE = "_bare_"  # in a command's file: the setting, or the settings in order, that words without a key set
 
@@ -71,12 +71,12 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
             key, value = places.pop(0), word
         elif not has_value:
             raise ValueError(
-                f"{word} is no setting of {name}; settings are key=value. `python -m kvbench {name} --help` lists them"
+                f"{word} is no setting of {name}; settings are key=value. `kvbench {name} --help` lists them"
             )
         elif word.lstrip("+~").startswith("_"):
             raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
         # Hydra takes the name of a group for the group, also where a command has a plain setting of that name.
-        elif key not in files.GROUPS or key not in listed:
+        elif key not in files.GROUPS or key not in listed or isinstance(listed[key], DictConfig):
             continue
         plain[key] = value
         arguments = [other for other in arguments if other is not word]
@@ -101,6 +101,6 @@ def _check_keys(name: str, arguments: list[str]) -> None:
         for part in word.partition("=")[0].lstrip("+~").split("."):
             known = [prefix + str(item) for item in node if not str(item).startswith("_")] if node else []
             if prefix + part not in known:
-                raise unknown_name("key", prefix + part, known)
+                raise unknown_setting(prefix + part, known)
             inner = node[part] if node else None
             node, prefix = (inner if isinstance(inner, DictConfig) else None), f"{prefix}{part}."

@@ -22,7 +22,8 @@ Generated from the code by `make docs`; a test keeps it so. Every setting can be
 Memory is per KV head of one layer, in bytes: codes or 16-bit elements, scales and zeros, tracked scores and positions,
 a token's share of the bounds of its page. d is the head dim, N the prompt's tokens, T the generated ones, B the budget
 in tokens (a mean where heads or layers share it), n0 and n1 the tokens that a method without a budget leaves in its
-tiers, R the most tokens in a 16-bit buffer, which is allocated whole. The figures after it are one token's bytes at d
+tiers, R the most tokens in a 16-bit buffer, which is allocated whole, G the query heads of a KV head, of which some
+methods keep the last queries. The figures after it are one token's bytes at d
 = 64 / 128, where an FP16 token takes 4 d = 256 / 512. Started pages, page tables and the free list come on top; every
 result itemises them. With `granularity=q_head`, the repeat-KV behaviour of official code, all of it counts per query
 head.
@@ -32,16 +33,15 @@ head.
 def scored(policy: Policy) -> str:
     """Which attention statistics a method uses, in words."""
     spec = policy.score
-    if spec.statistic == "key_norm":
-        return "none (norms of keys)"
+    words = spec.statistic.words
     if not spec.prefill_queries and not spec.decode_update:
-        return "none"
+        return f"none ({words})" if words and spec.measures_prompts else "none"
     queries = {ALL_QUERIES: "all queries", 1: "last query"}.get(
         spec.prefill_queries, f"last {spec.prefill_queries} queries"
     )
     power = ", squared" if spec.power == 2 else ""
     pool = "" if spec.pool == "none" else f", {spec.pool}-pool {spec.pool_kernel}"
-    counts = ", how often below 1 / n" if spec.statistic == "below_uniform" else ""
+    counts = f", {words}" if words else ""
     update = "; replaced in decode" if spec.decode_replace else "; updated in decode" if spec.decode_update else ""
     return f"{queries}{power}{counts}{pool}, group {spec.group_reduce}{update}"
 
@@ -105,6 +105,8 @@ def memory(policy: Policy) -> str:
         figures.append(f"{small:g} / {large:g}")
     if policy.residual is not None:
         terms.append(f"4 R d, R = {policy.residual.num_tokens}")
+    if policy.score.slot_queries:
+        terms.append(f"{2 * policy.score.slot_queries} G d")
     return f"{' + '.join(terms)}; {', '.join(figures)}"
 
 

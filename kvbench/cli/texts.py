@@ -1,25 +1,94 @@
-"""What the command line says when it is asked what there is: `list`, `--help` and `<command> --help`.
+"""What the command line says when it is asked what there is: nothing at all, `list`, `--help`, `<command> --help`.
 
-Nothing heavy is imported for it.
+Nothing heavy is imported for it. `width` is always that of the reader's terminal; nothing is wider.
 """
 
+import difflib
+import re
 import textwrap
+from typing import Any
 
 from kvbench.config import files
-from kvbench.errors import unknown_name
 
-# The commands that have no file in conf/command/.
+# The commands that have no file in conf/command/: what each does, and how it is written.
 COMMANDS = {
-    "run": "one experiment (or several with -m) and its full-cache reference; the default",
+    "run": "one experiment, or several with -m, and its full-cache reference; `run` may be left out before settings",
     "list": "the methods, tasks, models, protocols, backends and experiments there are",
-    "lm_eval": "lm-eval's own command line with kvbench among its models (--model kvbench --tasks ...)",
-    "help": "this text; `<command> --help` explains one command",
+    "lm_eval": "lm-eval's own command line with kvbench among its models",
+    "help": "explains a command, a method, a task, a model, ...",
 }
+USAGES = {
+    "run": "kvbench run [key=value ...]",
+    "list": "kvbench list [method | task | model | protocol | backend | experiment ...]",
+    "lm_eval": "kvbench lm_eval --model kvbench --model_args method=snapkv,method.budget=0.5 --tasks arc_easy",
+    "help": "kvbench help [a command, a method, a task, a model, ...]",
+}
+TAGLINE = "kvbench: what does a compressed KV cache cost, in quality, bytes and time?"
+STARTS = (
+    ("run", "diffkv beside the full cache, on a small model: minutes"),
+    ("method=snapkv method.budget=0.25", "another method and setting"),
+    ("-m method=snapkv,kivi limit=8", "several methods, 8 samples of each subset"),
+    ("task=longbench task.data_dir=DIR", "another task"),
+    ("model=hf model.path=FOLDER_OR_ID", "another model"),
+    ("compare", "what the stored results prove"),
+)
+LOOKS = (
+    ("list", "methods, tasks, models, ..."),
+    ("help snapkv", "one method (task, model, ...) and its settings"),
+    ("help compare", "one command and its settings"),
+    ("--help", "everything"),
+)
+EXAMPLES = (
+    ("run", "diffkv beside the full cache, generated task, small model"),
+    ("method=snapkv limit=8", "another method, 8 samples per subset"),
+    ("-m method=snapkv,kivi,diffkv", "one run for each"),
+    ("-m 'method=glob(*)' seed=0,1", "every method, two seeds"),
+    ("task=longbench task.data_dir=DIR", "data from a folder of jsonl files"),
+    ("model=hf model.path=FOLDER_OR_ID", "another model"),
+    ("-m method=h2o,kivi hydra/launcher=joblib", "two runs at once; also submitit_slurm, submitit_local, ray"),
+    ("--config-dir mine method=toy", "a method of your own: mine/method/toy.yaml and mine/toy.py"),
+    ("--cfg job method=kivi", "show the whole configuration and stop"),
+)
+FLAGS = (
+    ("-m, --multirun", "take every combination of comma lists and glob(*)"),
+    ("--cfg job", "show the configuration instead of running (-p method shows one part)"),
+    (
+        "--config-dir DIR",
+        "a folder of your own with method/, task/, ... files to add to the choices; any command takes it",
+    ),
+    ("--version", "version of kvbench"),
+    ("--hydra-help", "flags of the configuration library underneath, tab completion among them"),
+)
 
 
 def commands() -> dict[str, str]:
     """Every command and what it does."""
     return {**COMMANDS, **files.command_files()}
+
+
+def rows(pairs: "tuple[tuple[str, str], ...]", width: int, lead: str = "") -> str:
+    """Two columns; the second is wrapped.
+
+    Args:
+        pairs: What stands left and right.
+        width: Columns of the terminal.
+        lead: Stands before everything in the left column.
+    """
+    indent = 4 + max(len(lead + left) for left, _ in pairs)
+    lines = []
+    for left, right in pairs:
+        first = f"  {lead + left:<{indent - 4}}  "
+        lines += textwrap.wrap(first + right, max(width, indent + 20), subsequent_indent=" " * indent, **_WHOLE)
+    return "\n".join(lines)
+
+
+def overview(width: int = 80) -> str:
+    """The answer to `kvbench` alone: what it can do, in one screen of 80 x 24."""
+    names = textwrap.fill("  " + " ".join(commands()), width, subsequent_indent="  ")
+    return (
+        f"{TAGLINE}\n\nstart\n{rows(STARTS, width, 'kvbench ')}\n\n"
+        f"look around\n{rows(LOOKS, width, 'kvbench ')}\n\ncommands\n{names}"
+    )
 
 
 def list_text(wanted: list[str], width: int = 100) -> str:
@@ -36,87 +105,105 @@ def list_text(wanted: list[str], width: int = 100) -> str:
     for word in wanted:
         name = word if word in files.GROUPS else word.removesuffix("s")
         if name not in files.GROUPS:
-            raise unknown_name("list", word, files.GROUPS)
+            near = difflib.get_close_matches(word, [f"{group}s" for group in files.GROUPS], n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{word} is none of the lists.{hint} There are: {', '.join(files.GROUPS)}.")
         names.append(name)
     lines = []
     for group in names or files.GROUPS:
-        found = files.options(group)
+        found = tuple(files.options(group).items())
         lines.append(f"{group}=  ({files.GROUPS[group]})")
-        indent = max([len(name) for name in found], default=0)
-        for name, text in found.items():
-            lead = f"  {name:<{indent}}  "
-            lines += textwrap.wrap(lead + text, width, subsequent_indent=" " * len(lead)) or [lead.rstrip()]
-        if not found:
-            lines.append("  none yet")
+        lines += rows(found, width).splitlines() if found else ["  none yet"]
         lines.append("")
     return "\n".join(lines).rstrip()
 
 
-def help_text() -> str:
+def help_text(width: int = 80) -> str:
     """The answer to `kvbench --help`."""
-    lines = "\n".join(f"  {name:<10} {text}" for name, text in commands().items())
-    groups = "\n".join(
-        textwrap.fill(
-            f"  {group + '=':<12} {' '.join(files.options(group)) or '(none yet)'}",
-            120,
-            subsequent_indent=" " * 15,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for group in files.GROUPS
-    )
-    tree = (files.conf_folder() / "config.yaml").read_text(encoding="utf-8")
-    keep, skip = [], False
-    for line in tree.splitlines()[1:]:
-        if line and not line.startswith(" "):
-            skip = line.startswith(("defaults:", "hydra:"))
-        if not skip:
-            keep.append(f"  {line}".rstrip())
-    settings = "\n".join(keep).strip("\n")
-    return f"""kvbench: what does a compressed KV cache cost, in quality, bytes and time?
+    groups = tuple((f"{group}=", " ".join(files.options(group)) or "(none yet)") for group in files.GROUPS)
+    settings = settings_text((files.conf_folder() / "config.yaml").read_text(encoding="utf-8"), width)
+    choices = "choices (group=name; a setting inside one: group.key=value, for example method.budget=0.5)"
+    return f"""{TAGLINE}
 
-usage: python -m kvbench [command] [key=value ...]
+usage: kvbench [command] [key=value ...]      (or python -m kvbench)
 
 commands
-{lines}
+{rows(tuple(commands().items()), width)}
 
 examples
-  python -m kvbench                                    diffkv beside the full cache, generated task, small model
-  python -m kvbench method=snapkv limit=8              another method, 8 samples per subset
-  python -m kvbench -m method=snapkv,kivi,diffkv       one run for each
-  python -m kvbench -m 'method=glob(*)' seed=0,1       every method, two seeds
-  python -m kvbench task=longbench task.data_dir=DIR   data from a folder of jsonl files
-  python -m kvbench model=hf model.path=FOLDER_OR_ID   another model
-  python -m kvbench --cfg job method=kivi              show the whole configuration and stop
-  python -m kvbench list method                        what there is
+{rows(EXAMPLES, width, "kvbench ")}
 
-choices (group=name; a setting inside one: group.key=value, for example method.{{key}}=...)
-{groups}
+{textwrap.fill(choices, width)}
+{rows(groups, width)}
 
 settings
 {settings}
 
 flags
-  -m, --multirun      take every combination of comma lists and glob(*)
-  --cfg job           show the configuration instead of running (-p method shows one part)
-  --config-dir DIR    a folder of your own with method/, task/, ... files to add to the choices
-  --version           version of kvbench
-  --hydra-help        flags of the configuration library underneath
+{rows(FLAGS, width)}
 
-A run that is stopped goes on where it was when the same command is given again.
+{textwrap.fill("A run that is stopped goes on where it was when the same command is given again.", width)}
 KVBENCH_DEBUG=1 shows the traceback of an error."""
 
 
-def command_help(name: str) -> str:
+def command_help(name: str, width: int = 80) -> str:
     """The answer to `kvbench <command> --help`: its purpose and every setting with its meaning."""
-    lines = (files.conf_folder() / "command" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    shown, skip = [], False
-    for line in lines:
-        if line.startswith(("# @package", "_")):
+    if name in USAGES:
+        more = {"run": f"\n\n{help_text(width)}"}.get(name, "")
+        usage = textwrap.fill(f"usage: {USAGES[name]}", width, subsequent_indent=" " * 7, **_WHOLE)
+        return f"{usage}\n\n{textwrap.fill(f'{COMMANDS[name]}.', width)}{more}"
+    text = (files.conf_folder() / "command" / f"{name}.yaml").read_text(encoding="utf-8")
+    usage = f"usage: kvbench {name} [key=value ...]"
+    return f"{usage}\n\n{purpose(text, width)}\n\n{settings_text(text, width)}"
+
+
+def purpose(text: str, width: int) -> str:
+    """The leading comment of a YAML file; its examples and sources stand on lines of their own."""
+    parts: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            if line.strip():
+                break
+            continue
+        words = line.lstrip("#").strip()
+        if words.startswith("@package"):
+            continue
+        if not parts or re.match(r"(Example:|\w+: )", words):
+            parts.append(words)
+        else:
+            parts[-1] += f" {words}"
+    return "\n".join(textwrap.fill(part, width, **_WHOLE) for part in parts)
+
+
+def settings_text(text: str, width: int, skipped: tuple[str, ...] = ("defaults:", "hydra:")) -> str:
+    """The settings of a YAML file with their comments, without what belongs to the configuration library."""
+    shown: list[str] = []
+    skip, is_body = False, False
+    for line in text.splitlines():
+        is_body = is_body or bool(line.strip() and not line.startswith("#"))
+        if not is_body or line.startswith("_target_:"):
             continue
         if line and not line.startswith((" ", "#", "-")):
-            skip = line.startswith(("defaults:", "hydra:"))
+            skip = line.startswith(skipped)
         if not skip:
-            shown.append(line.removeprefix("# ") if line.startswith("# ") else f"  {line}".rstrip())
-    body = "\n".join(shown).strip("\n")
-    return f"usage: python -m kvbench {name} [key=value ...]\n\n{body}"
+            shown += fold(f"  {line}".rstrip(), width)
+    return "\n".join(shown).strip("\n")
+
+
+def fold(line: str, width: int) -> list[str]:
+    """A line of YAML in no more than `width` columns: what does not fit of its comment goes on below it."""
+    if len(line) <= width:
+        return [line]
+    setting, sign, comment = re.sub(r"\s+# ", " # ", line).partition(" # ")
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    if not sign:
+        return textwrap.wrap(line, width, subsequent_indent=indent, **_WHOLE)
+    if len(setting) > width // 2:  # the comment stands below
+        lines = textwrap.wrap(setting, width, subsequent_indent=indent, **_WHOLE)
+        mark = f"{indent}# "
+        return lines + textwrap.wrap(comment, width, initial_indent=mark, subsequent_indent=mark, **_WHOLE)
+    mark = " " * (len(setting) + 1) + "# "
+    return textwrap.wrap(comment, width, initial_indent=f"{setting} # ", subsequent_indent=mark, **_WHOLE)
+
+
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

@@ -113,15 +113,40 @@ def versions(names: Iterable[str]) -> dict[str, str]:
     return dict(sorted(_installed(name) for name in names))
 
 
+def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
+    """The modules of a package that Python files import, at any remove.
+
+    Args:
+        files: Where to begin.
+        package: Full name of the package, for example `kvbench.tasks`.
+        folder: Where it lies.
+    """
+    todo, found = [path for path in files if path.suffix == ".py"], set[Path]()
+    while todo:
+        for name in _full_names(todo.pop()):
+            inside = name.removeprefix(f"{package}.").split(".") if name.startswith(f"{package}.") else []
+            for path in (folder.joinpath(*inside).with_suffix(".py"), folder.joinpath(*inside, "__init__.py")):
+                if inside and path.is_file() and path not in found:
+                    found.add(path)
+                    todo.append(path)
+    return found
+
+
 def _imported(path: Path) -> Iterator[str]:
     """First parts of the absolute names that a file imports anywhere, but not for type checkers alone."""
+    return (name.partition(".")[0] for name in _full_names(path))
+
+
+def _full_names(path: Path) -> Iterator[str]:
+    """The absolute names that a file imports anywhere, but not for type checkers alone; some are names in modules."""
     todo: list[ast.AST] = [ast.parse(path.read_bytes())]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             todo += node.orelse
         else:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import files
-from kvbench.errors import unknown_name
+from kvbench.errors import unknown_name, unknown_setting
 
 
 def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:
@@ -46,9 +46,15 @@ def _compose(name: str, overrides: Sequence[str], *, return_hydra_config: bool =
     GlobalHydra.instance().clear()  # Hydra refuses to start twice, and a run that failed leaves it started
     try:
         with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
-            return hydra.compose(name, list(overrides), return_hydra_config=return_hydra_config)
+            return hydra.compose(name, [*overrides, *own_words()], return_hydra_config=return_hydra_config)
     finally:
         GlobalHydra.instance().clear()
+
+
+def own_words() -> list[str]:
+    """The word that adds the user's own folders to where configurations are looked for."""
+    places = ",".join(f"'file://{str(folder)}'" for folder in files.own_folders())
+    return [f"hydra.searchpath=[{places}]"] if places else []
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
@@ -69,7 +75,7 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
     if isinstance(error, OverrideParseException):
         return ValueError(
             f"{error.override} cannot be read as key=value; quote special characters for the shell and for Hydra, "
-            f"for example 'key=\"a b\"'. `python -m kvbench --help` shows the grammar"
+            f"for example 'key=\"a b\"'. `kvbench --help` shows the grammar"
         )
     found = re.search(r"Could not (?:override|append|delete)[^']*'([^'@]+)", str(error))
     if found:
@@ -181,7 +187,7 @@ def _unknown_key(key: str, parsed: list[Override]) -> ValueError | None:
                 known = [".".join([*where, str(item)]) for item in node if not str(item).startswith("_")]
                 if not where:
                     known += [group for group in files.GROUPS if group not in known]
-                error = unknown_name("key", ".".join([*where, part]), known)
+                error = unknown_setting(".".join([*where, part]), known)
                 chosen = f" ({top}={name})" if name and where else ""
                 return ValueError(f"{error}{chosen}")
             where.append(part)

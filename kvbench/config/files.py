@@ -1,5 +1,7 @@
 """Where the configuration files lie and what there is to choose from, found without importing anything heavy."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
@@ -11,6 +13,45 @@ GROUPS = {
     "backend": "which kernels",
     "experiment": "several settings at once",
 }
+
+
+_own_folders: tuple[Path, ...] = ()  # of this process: what `--config-dir` named
+
+
+def own_folders() -> tuple[Path, ...]:
+    """The user's own folders with method/, task/, ... files, which add to the choices."""
+    return _own_folders
+
+
+@contextmanager
+def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
+    """Let the choices of the user's own folders count like kvbench's.
+
+    Args:
+        folders: What `--config-dir` named.
+
+    Raises:
+        ValueError: One is no folder, or it has a file by the name of one of kvbench's.
+    """
+    global _own_folders
+    before, found = _own_folders, tuple(folder.resolve() for folder in folders)
+    for folder, given in zip(found, folders, strict=True):
+        if not folder.is_dir():
+            raise ValueError(
+                f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files"
+            )
+        for group in GROUPS:
+            both = options(group, folder).keys() & options(group, conf_folder()).keys()
+            if both:
+                name = min(both)
+                raise ValueError(
+                    f"{folder / group / name}.yaml has the name of kvbench's own {group}={name}; rename it"
+                )
+    _own_folders = found
+    try:
+        yield
+    finally:
+        _own_folders = before
 
 
 def package_folder() -> Path:
@@ -66,7 +107,25 @@ def options(group: str, conf: Path | None = None) -> dict[str, str]:
 
     Args:
         group: Folder under conf/, for example `method`.
-        conf: The configuration folder; kvbench's own by default.
+        conf: One configuration folder; kvbench's own and the user's by default.
     """
-    folder = (conf or conf_folder()) / group
-    return {str(path.relative_to(folder).with_suffix("")): describe(path) for path in sorted(folder.rglob("*.yaml"))}
+    return {name: describe(path) for name, path in _paths(group, conf).items()}
+
+
+def path_of(group: str, name: str) -> Path:
+    """The file of a configuration that there is.
+
+    Args:
+        group: Folder under conf/.
+        name: One of `options(group)`.
+    """
+    return _paths(group)[name]
+
+
+def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
+    """The files of a group by name, kvbench's own first."""
+    found: dict[str, Path] = {}
+    for root in [conf] if conf else [conf_folder(), *_own_folders]:
+        folder = root / group
+        found |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
+    return found

@@ -113,7 +113,7 @@ def check_copy(folder: Path, manifest: dict[str, dict]) -> list[Report]:
     """
     if not manifest:
         raise ValueError(
-            f"{folder} has no {MANIFEST} to compare with; only copies that `python -m kvbench data to=` made of this "
+            f"{folder} has no {MANIFEST} to compare with; only copies that `kvbench data to=` made of this "
             "task can be checked"
         )
     reports = []

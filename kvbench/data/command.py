@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> int:
             f"to={cfg.to} and check={cfg.check}: give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)"
         )
     if not cfg.get("task"):
-        raise ValueError("which benchmark? For example task=longbench; `python -m kvbench data --help` lists them")
+        raise ValueError("which benchmark? For example task=longbench; `kvbench data --help` lists them")
     settings = as_dict(cfg.task)
     # A task of lm-eval is called after its variant (gpqa_diamond_...), its data after the family.
     name = str(settings.get("name"))

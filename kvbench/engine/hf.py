@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.cache.layout import ModelShape
@@ -42,6 +42,7 @@ class Session:
         row: The row of `prefill` and `chunk`.
         num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
             prompt.
+        hidden: What the projections of the layer that runs were computed from, [B, n, E]; None unless a statistic asks.
         traces: Per layer, a tensor [batch, ...] that is finite where the layer's attention output was; looked at only
             once logits are not finite.
     """
@@ -50,7 +51,13 @@ class Session:
     mode: Literal["prefill", "chunk", "decode", "dense"]
     row: int = -1
     num_prompt_tokens: int = 0
+    hidden: Tensor | None = None
     traces: list[Tensor] = field(default_factory=list)
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether a prompt's hidden states have to be handed on."""
+        return self.mode == "prefill" and "hidden_states" in self.store.policy.score.statistic.needs
 
     def first_bad_layer(self, index: int) -> int:
         """First layer whose attention output was not finite for a row of the batch; -1 when none."""
@@ -121,6 +128,13 @@ def attention(
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     store = session.store
+    heads, wanted = (query.shape[1], key.shape[1]), (store.shape.num_q_heads, store.shape.num_kv_heads)
+    if heads != wanted:
+        raise UnsupportedModel(
+            f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
+            f"says {wanted[0]} on {wanted[1]}; kvbench needs all heads in one process, so load the model without "
+            "tp_plan"
+        )
     if session.mode == "decode":
         out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
     elif session.mode == "chunk":
@@ -130,7 +144,9 @@ def attention(
     else:
         out = store.prompt_attention(query[0], key[0], value[0], scale)[None]
         kept = session.num_prompt_tokens
-        store.prefill_layer(session.row, layer.index, query[0, :, :kept], key[0, :, :kept], value[0, :, :kept], scale)
+        own = query[0, :, :kept], key[0, :, :kept], value[0, :, :kept]
+        hidden = None if session.hidden is None else session.hidden[0, :kept]
+        store.prefill_layer(session.row, layer.index, *own, scale, hidden)
     # One token's output is kept as it is; a prompt's would be too large.
     session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
     return out.transpose(1, 2).to(query.dtype).contiguous(), None
@@ -172,6 +188,17 @@ def check_supported(model: PreTrainedModel) -> None:
             )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {remedy}")
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"{name}: its weights lie on {' and '.join(devices)}, but the cache lies on one device; load it without "
+            "device_map onto one (model.device=cuda:0), or take a model that fits there"
+        )
+    if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        raise UnsupportedModel(
+            f"{name}: its weights are cut over several processes (tensor parallel), and each holds some of the heads; "
+            "load it without tp_plan in one process"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {remedy}")
 
@@ -188,7 +215,45 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         dtype=model.dtype,
         device=model.device,
         inv_freq=_plain_inv_freq(model),
+        output_projections=_output_projections(model),
     )
+
+
+def _attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that project into attention and out of it, by layer."""
+    found = [module for module in model.modules() if hasattr(module, "o_proj") and hasattr(module, "layer_idx")]
+    return sorted(found, key=lambda module: int(getattr(module, "layer_idx")))  # noqa: B009 - mypy takes it for a tensor
+
+
+def _output_projections(model: PreTrainedModel) -> tuple[Tensor, ...] | None:
+    """The weights [E, Hq * D] behind attention, layer by layer; None where not every layer has one."""
+    weights = [getattr(module.o_proj, "weight", None) for module in _attention_modules(model)]
+    if len(weights) != model.config.get_text_config().num_hidden_layers:
+        return None
+    return tuple(weight.detach() for weight in weights if isinstance(weight, Tensor)) or None
+
+
+@contextmanager
+def _hidden_states_noted(model: PreTrainedModel, session: Session) -> Iterator[None]:
+    """Lets a session see what each layer's attention is given, while this is open.
+
+    Raises:
+        UnsupportedModel: The model's attention modules were not found.
+    """
+    modules = _attention_modules(model) if session.wants_hidden else []
+    if session.wants_hidden and not modules:
+        raise UnsupportedModel("the statistic looks at hidden states, and no attention module with o_proj was found")
+
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        session.hidden = named["hidden_states"] if "hidden_states" in named else arguments[0]
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        session.hidden = None
+        for hook in hooks:
+            hook.remove()
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
@@ -238,22 +303,40 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 OWN_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
-def own_cache(model: PreTrainedModel, kind: str) -> Cache:
+def own_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
     """One of transformers' own caches, empty, to compare with; the model must not be attached then.
 
     Args:
-        kind: `dynamic`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+        kind: `dynamic`; `static`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
+        max_tokens: What a static cache holds.
 
     Raises:
         ImportError: transformers is too old for it, or the package that quantises is missing.
     """
     if kind == "dynamic":
         return DynamicCache(config=model.config)
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=max_tokens)
     backend, _, bits = kind.partition("-")
     try:
         return QuantizedCache(backend, model.config.get_text_config(), **({"nbits": int(bits)} if bits else {}))
     except ValueError as error:  # an unknown backend, or one whose package is missing
         raise ImportError(" ".join(str(error).split())) from error
+
+
+def rewind(cache: Cache, tokens: int) -> None:
+    """Makes a static cache forget all but the first tokens; its tensors stay where they are, as a CUDA graph needs.
+
+    Raises:
+        ImportError: This transformers counts the tokens of a static cache in another way.
+    """
+    for layer in cache.layers:
+        count = getattr(layer, "cumulative_length", None)
+        if not isinstance(count, Tensor):
+            raise ImportError(
+                "this transformers' static cache has no counter on the device, so no graph can be captured"
+            )
+        count.fill_(tokens)
 
 
 def own_cache_rows(cache: Cache) -> int:
@@ -291,7 +374,8 @@ def forward(
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     # A step of one token is mostly the overhead of small operations, of which inference mode takes less. A prompt also
     # makes tensors that stay and are written to later: pages of a pool that grows, copies for a prompt cache.
-    with torch.inference_mode() if session.mode == "decode" else torch.no_grad():
+    without_grad = torch.inference_mode() if session.mode == "decode" else torch.no_grad()
+    with without_grad, _hidden_states_noted(model, session):
         out = model(
             input_ids=token_ids,
             position_ids=positions,

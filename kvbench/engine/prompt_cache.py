@@ -1,7 +1,7 @@
 """Keeps what the model computed of a prompt, so that other settings of a method need not read the prompt again.
 
 Compression acts after a prompt has been read: the forward pass over it is the same for every setting of every method.
-Its keys, values, column scores and logits are kept here once and replayed into the store of the next setting, which
+Its keys, values, scores and logits are kept here once and replayed into the store of the next setting, which
 plans and writes them by the same code as after a forward pass.
 """
 
@@ -15,7 +15,7 @@ from kvbench.engine.hf import Session
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import ScoreSpec
 
-Layer = tuple[Tensor, Tensor, Tensor | None]  # keys, values, column scores
+Layer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # keys, values, scores, last queries
 
 
 @dataclass
@@ -31,13 +31,14 @@ class Recording:
     num_bytes: int = 0
     overflow: bool = False
 
-    def add(self, k: Tensor, v: Tensor, score: Tensor | None) -> None:
-        """Copies one layer: keys and values [H, N, D], scores [H, N] or None."""
-        self.num_bytes += sum(x.nbytes for x in (k, v, score) if x is not None)
+    def add(self, k: Tensor, v: Tensor, score: Tensor | None, last: Tensor | None = None) -> None:
+        """Copies one layer: keys and values [H, N, D], scores and last queries, as the store was given them."""
+        self.num_bytes += sum(x.nbytes for x in (k, v, score, last) if x is not None)
         self.overflow = self.overflow or self.num_bytes > self.limit_bytes
         try:
             if not self.overflow:
-                self.layers.append((k.clone(), v.clone(), None if score is None else score.clone()))
+                score, last = (None if x is None else x.clone() for x in (score, last))
+                self.layers.append((k.clone(), v.clone(), score, last))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -50,7 +51,7 @@ class Recording:
 class _Entry:
     layers: list[Layer]
     logits: Tensor
-    measured: Hashable  # how the column scores were computed; None without scores
+    measured: Hashable  # how scores were computed; None without scores
     num_bytes: int
 
 
@@ -91,8 +92,8 @@ class PromptCache:
         measured = None if session.mode == "dense" else how_measured(store)
         entry = self._entries.get(key)
         if entry is not None and measured in (None, entry.measured):
-            for layer, (k, v, score) in enumerate(entry.layers):
-                store.place_layer(session.row, layer, k, v, score if measured else None)
+            for layer, (k, v, *measures) in enumerate(entry.layers):
+                store.place_layer(session.row, layer, k, v, *(measures if measured else (None, None)))
             self.num_reused += 1
             return entry.logits
         self.num_read += 1
@@ -130,9 +131,9 @@ class PromptCache:
 
 
 def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
-    """What decides the column scores of a prompt, beside the prompt: the policy's statistics and granularity; None when
-    it wants no scores."""
+    """What decides the scores of a prompt and the queries kept of it, beside the prompt: the policy's statistic, by
+    class and settings, and granularity; None when nothing but keys and values decides."""
     spec = store.policy.score
-    if not spec.prefill_queries:
+    if spec.only_keys_and_values:
         return None
     return replace(spec, decode_update=False, decode_replace=False, track=()), store.policy.granularity

@@ -44,7 +44,7 @@ def worst(row: ComparedRun) -> str:
 def _table(title: str, rows: Sequence[ComparedRun]) -> Table:
     what = rows[0].what
     table = terminal.plain_table(title)
-    table.add_column("run", justify="left", overflow="fold", min_width=8)
+    table.add_column("run", justify="left", overflow="fold", min_width=min(16, max(len(row.label) for row in rows)))
     margin = number(rows[0].margin, what.scale)
     is_short = any(row.extremes is not None for row in rows)
     headings = ["n", f"difference, {what.unit}"]

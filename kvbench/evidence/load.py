@@ -96,7 +96,7 @@ def _nothing(cfg: DictConfig, seen: Sequence[str], unreadable: Sequence[str]) ->
     if unreadable:
         return f"no run under {cfg.results_dir} can be read; the first: {unreadable[0]}"
     if not seen:
-        return f"there is no run under results_dir={cfg.results_dir}; `python -m kvbench` makes one"
+        return f"there is no run under results_dir={cfg.results_dir}; `kvbench` makes one"
     parts = [sorted({name.split("/")[place] for name in seen}) for place in range(3)]
     there = "; ".join(
         f"{what}: {', '.join(names)}" for what, names in zip(("tasks", "models", "methods"), parts, strict=True)

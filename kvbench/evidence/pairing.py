@@ -91,6 +91,9 @@ def measure(name: str, group: Group) -> Measure:
     found = next((record.metrics[chosen] for record in records if chosen in record.metrics), None)
     if found is None:
         there = {metric for record in records for metric in record.metrics}
+        if not there:
+            how = ", ".join(f"{run.label} is {run.record.status}" for run in group.runs)
+            raise ValueError(f"no run of {group.title} has scores yet ({how}); `kvbench status` shows what is left")
         raise unknown_name("metric", name, {SCORE.name, *FIDELITY, *there})
     return score(chosen, found.higher_is_better)
 

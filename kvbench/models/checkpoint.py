@@ -1,5 +1,6 @@
 """Reads a checkpoint with transformers: nothing in it runs, and what it lacks is not made up."""
 
+import importlib.util
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ SAFELY = {"local_files_only": True, "trust_remote_code": False}
 
 
 def read_weights(
-    folder: Path, dtype: torch.dtype, gguf_file: str | None = None
+    folder: Path, dtype: torch.dtype, gguf_file: str | None = None, device: torch.device | None = None
 ) -> tuple["PreTrainedModel", Mapping[str, Collection]]:
     """Reads a model; pickled weights are read by torch's reader for tensors alone.
 
@@ -24,12 +25,16 @@ def read_weights(
         folder: Where configuration and weights are, or the GGUF file.
         dtype: Floating-point dtype of the weights.
         gguf_file: Name of a GGUF file in the folder; None reads the folder.
+        device: Where the weights go. A GPU gets them tensor by tensor, so that main memory need not hold the model;
+            that takes the package accelerate.
 
     Returns:
-        The model on the CPU, and what `check_complete` takes. Until it was checked, tensors may be random.
+        The model, on the device or in main memory, and what `check_complete` takes. Until it was checked, tensors may
+        be random.
     """
     import transformers
 
+    straight = device is not None and device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     reader = cast(Any, transformers.AutoModelForCausalLM)  # its types do not know output_loading_info
     with _without_load_report():
         return reader.from_pretrained(
@@ -37,6 +42,7 @@ def read_weights(
             gguf_file=gguf_file,
             dtype=dtype,
             attn_implementation="sdpa",
+            device_map={"": device} if straight else None,
             weights_only=True,
             ignore_mismatched_sizes=True,  # check_complete refuses them by name
             output_loading_info=True,

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from gguf import GGUFReader, ReaderField, TokenType
 
 from kvbench.errors import MissingWeightsError
 from kvbench.models.checkpoint import SAFELY, check_complete, is_fault, read_weights
 
 if TYPE_CHECKING:
+    from gguf import ReaderField
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -54,6 +54,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
             tensors.
     """
     import transformers
+    from gguf import GGUFReader
 
     with _reading(path):
         model, found = read_weights(path.parent, dtype, path.name)
@@ -90,7 +91,7 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _special_tokens(fields: Mapping[str, ReaderField]) -> dict[str, str]:
+def _special_tokens(fields: Mapping[str, "ReaderField"]) -> dict[str, str]:
     """Returns the special tokens that the file names, under transformers' names."""
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     tokens = fields["tokenizer.ggml.tokens"]
@@ -102,7 +103,7 @@ def _special_tokens(fields: Mapping[str, ReaderField]) -> dict[str, str]:
     return found
 
 
-def _smollm_tokenizer(fields: Mapping[str, ReaderField]) -> "PreTrainedTokenizerBase":
+def _smollm_tokenizer(fields: Mapping[str, "ReaderField"]) -> "PreTrainedTokenizerBase":
     """Builds SmolLM's tokenizer from the vocabulary and merges in the file.
 
     transformers' own reader gives other tokens: it does not know that in SmolLM every digit is a word of its own, so
@@ -112,6 +113,7 @@ def _smollm_tokenizer(fields: Mapping[str, ReaderField]) -> "PreTrainedTokenizer
     Source: the rule named `smollm` in llama.cpp's `src/llama-vocab.cpp`: digits one by one, then GPT-2's words.
     Differs: none.
     """
+    from gguf import TokenType
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -97,7 +97,7 @@ _Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase", str, str]
 def _load_embedded(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
     """Loads the embedded default model."""
     folder = embedded.ensure_embedded()
-    model, tokenizer = _read_folder(folder, dtype)
+    model, tokenizer = _read_folder(folder, dtype, device)
     if damage := embedded.find_damage(folder):
         raise ValueError(f"in {folder} {damage}: it was changed while it was loaded; give the same command again")
     return model, tokenizer, embedded.NAME, embedded.embedded_fingerprint()
@@ -110,7 +110,7 @@ def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loade
         return _load_gguf(settings, dtype, device)
     folder = files.find_model_folder(path, settings.get("revision"))
     before = files.folder_state(folder)
-    model, tokenizer = _read_folder(folder, dtype)
+    model, tokenizer = _read_folder(folder, dtype, device)
     fingerprint = files.folder_fingerprint(folder)
     if files.folder_state(folder) != before:
         raise ValueError(f"{folder} was changed while it was loaded; try again when nothing writes there")
@@ -157,14 +157,16 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 }
 
 
-def _read_folder(folder: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+def _read_folder(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Reads model and tokenizer from a checked folder, without any question to the hub."""
     import transformers
 
     files.check_config(folder)
     try:
         with embedded.quiet_transformers():
-            model, found = read_weights(folder, dtype)
+            model, found = read_weights(folder, dtype, device=device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
     except BaseException as error:
         # Many kinds of error come out of a broken or unknown model folder; all of them are about this folder.

@@ -1,14 +1,15 @@
 """The contract between the methods, which decide, and the store, which executes.
 
 A method is a `Policy`, a dataclass whose fields are its settings. It declares, with attributes that it assigns in
-`__post_init__` or in its class body, which precision tiers it uses (`tiers`), which attention statistics it needs
-(`score`), how much of the cache it must see at once (`scope`), and a few things more; all have defaults. It answers two
-questions with tensors: which tier does each prompt token go to (`plan_prefill`), and where does the next token go, who
-makes room for it and what becomes of the one who does (`plan_decode`). A third, optional answer evicts in bulk
-(`plan_compact`). A policy never sees keys or values, never counts bytes, never knows a backend.
+`__post_init__` or in its class body, which precision tiers it uses (`tiers`), what it ranks tokens by (`score`), how
+much of the cache it must see at once (`scope`), and a few things more; all have defaults. It answers two questions with
+tensors: which tier does each prompt token go to (`plan_prefill`), and where does the next token go, who makes room for
+it and what becomes of the one who does (`plan_decode`). A third, optional answer evicts in bulk (`plan_compact`). A
+policy never sees keys or values, never counts bytes, never knows a backend. What it ranks by is a `Statistic`: one of
+those here, or a small class in the method's own file, which the store runs on a layer's tensors.
 
-Methods that rank a prompt by its last queries derive from `WindowRanked`, which has the settings, the declarations and
-the checks that they share.
+Methods that rank a prompt by its last queries derive from `WindowRanked`, those that rank by a statistic of their own
+from `Scored`; these have the settings, the declarations and the checks that they share.
 
 How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 
@@ -26,11 +27,18 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - scissorhands: k16v16; last w, counts below 1 / n, decode update; head; the least often low; `plan_compact` when full.
 - tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
 - knorm: any tier; key norms, no query; head; the smallest norms; append.
+- keydiff, lagkv: any tier; keys, or keys and values, of all slots again at each eviction; head; the best; append.
+- expected_attention: any tier; all queries before the rotary embedding, later a ring; head; the best; append.
+- r_kv: any tier; last 8 queries and a ring, and how keys repeat each other; head; the best; `plan_compact`.
+- vatp: any tier; all queries, sum, times norms of values (`also`: without them); head; sinks, heavy, recent.
+- chunkkv: as snapkv, summed over heads and chunks; head, or model where layers share a choice.
+- critical: as snapkv or ada_snapkv, and norms of projected values (`also`); head or layer; two stages.
 - quest: any token tier; none; head; all; append, and a `ReadSpec`: steps read the pages with the largest bounds.
 - random: any tier; none; head; a seeded choice; append.
 - duo_attention: any tier; none; head; all tokens or sinks and recent, by a table; as streaming_llm for some heads.
 """
 
+from kvbench.errors import NotForModel
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier
@@ -43,7 +51,9 @@ from kvbench.policy.ranking import (
     rank_descending,
     share_with_cap,
 )
+from kvbench.policy.scored import Scored
 from kvbench.policy.settings import BudgetText, TierText, check_sizes
+from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked, shrink_to_share, window_score
 from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole
@@ -54,6 +64,7 @@ __all__ = [
     "APPEND",
     "EVICT",
     "MAX_TOKENS",
+    "BelowUniform",
     "Budget",
     "BudgetText",
     "Choice",
@@ -61,14 +72,21 @@ __all__ = [
     "DecodePlan",
     "DecodeView",
     "Extreme",
+    "KeyNorms",
+    "LayerTensors",
+    "Need",
+    "NotForModel",
     "Number",
     "Policy",
     "PrefillPlan",
     "PrefillView",
+    "Probability",
     "ReadSpec",
     "Residual",
     "ScoreSpec",
+    "Scored",
     "SlotArrays",
+    "Statistic",
     "TableOrPath",
     "Tier",
     "TierText",

@@ -2,10 +2,11 @@
 `kvbench.policy`."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvbench.policy.budget import Budget
+from kvbench.policy.statistics import NEEDS, Probability, Statistic
 from kvbench.rules.kinds import shown
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
@@ -112,31 +113,35 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSpec:
-    """Which attention statistics the kernels return and keep.
+    """What tokens are measured by, and which of it is kept.
 
     Args:
-        statistic: `probability`: what queries attend to a key with. `below_uniform`: minus 1 for every query that
-            attends to a key with less than 1 / (keys it sees). `key_norm`: minus the Euclidean norm of the key, fixed
-            when the slot is written; no query counts.
+        statistic: What turns a layer's tensors into scores; `Probability`, what queries attend to a key with, unless
+            said otherwise.
         prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
+        slot_queries: Last queries that the statistic's `of_slots` looks at; a 16-bit ring of them is kept and billed.
         skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
             tracked.
-        power: Probabilities are raised to this power (1 or 2) before they are summed over queries.
+        power: Probabilities are raised to this power (1 or 2) before they are reduced over queries.
+        query_reduce: How a prompt's probabilities are reduced over the queries that count for a key: `sum`, `mean` or
+            `max`.
         pool: `none`, `avg` (zero padding counts) or `max`, along the keys, stride 1.
         pool_kernel: Odd width of the pool.
         pool_stage: Pool each query head before the group is reduced, or the reduced score.
         pool_region: `prefix` pools only keys before the last `prefill_queries` tokens, `all` pools every key.
-        group_reduce: How the query heads of a KV head are reduced, after summing over queries in prefill, per step in
-            decode.
+        group_reduce: How the query heads of a KV head are reduced, after the reduction over queries in prefill, per
+            step in decode.
         decode_update: Every decode step adds its reduced probabilities to the slots' scores.
         decode_replace: With `decode_update`: a step's probabilities replace the scores instead.
         track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
     """
 
-    statistic: Literal["probability", "below_uniform", "key_norm"] = "probability"
+    statistic: Statistic = field(default_factory=Probability)
     prefill_queries: int = 0
+    slot_queries: int = 0
     skip_near: int = 0
     power: int = 1
+    query_reduce: Literal["sum", "mean", "max"] = "sum"
     pool: Literal["none", "avg", "max"] = "none"
     pool_kernel: int = 1
     pool_stage: Literal["per_query_head", "after_group"] = "after_group"
@@ -150,7 +155,7 @@ class ScoreSpec:
         if self.prefill_queries < ALL_QUERIES:
             raise ValueError(f"prefill_queries={self.prefill_queries} must be >= 0, or -1 for all queries")
         for name, value, known in (
-            ("statistic", self.statistic, ("probability", "below_uniform", "key_norm")),
+            ("query_reduce", self.query_reduce, ("sum", "mean", "max")),
             ("pool", self.pool, ("none", "avg", "max")),
             ("pool_stage", self.pool_stage, ("per_query_head", "after_group")),
             ("pool_region", self.pool_region, ("prefix", "all")),
@@ -158,16 +163,6 @@ class ScoreSpec:
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
-        if self.statistic == "below_uniform" and (self.power, self.pool, self.group_reduce) != (1, "none", "max"):
-            raise ValueError(
-                f"statistic='below_uniform' counts per query head, so it needs power=1, pool='none' and "
-                f"group_reduce='max', not {self.power}, {self.pool!r} and {self.group_reduce!r}"
-            )
-        if self.statistic == "key_norm" and (self.prefill_queries or self.decode_update or self.pool != "none"):
-            raise ValueError(
-                "statistic='key_norm' looks at no query, so it needs prefill_queries=0, decode_update=False and "
-                "pool='none'"
-            )
         if self.power not in (1, 2):
             raise ValueError(f"power={self.power} must be 1 or 2")
         if self.pool != "none" and (self.pool_kernel < 1 or self.pool_kernel % 2 == 0):
@@ -178,8 +173,39 @@ class ScoreSpec:
             raise ValueError("decode_update=True needs track to hold 'score'")
         if self.decode_replace and not self.decode_update:
             raise ValueError("decode_replace=True needs decode_update=True: it says how a step updates the scores")
+        if self.decode_update and self.query_reduce != "sum":
+            raise ValueError(f"query_reduce={self.query_reduce!r} must be 'sum' with decode_update=True, which adds")
         if self.decode_update and self.skip_near and "pos" not in self.track:
             raise ValueError(f"skip_near={self.skip_near} with decode_update=True needs track to hold 'pos'")
+        self._check_statistic()
+
+    def _check_statistic(self) -> None:
+        """Refuses what is no statistic, or does not fit the other settings."""
+        kind = type(self.statistic)
+        if not isinstance(self.statistic, Statistic):
+            raise ValueError(f"statistic={shown(self.statistic)} is no Statistic; give an object of a subclass of it")
+        if not getattr(kind.__dict__.get("__dataclass_params__"), "frozen", False):
+            raise ValueError(
+                f"statistic={kind.__name__} is not a frozen dataclass of its own, so that two of them cannot be told "
+                "apart by their settings; put @dataclass(frozen=True) above the class"
+            )
+        if unknown := kind.needs - set(NEEDS):
+            raise ValueError(f"{kind.__name__}.needs={sorted(unknown)} is unknown; known are {', '.join(NEEDS)}")
+        if self.slot_queries < 0 or (self.slot_queries and not kind.answers("of_slots")):
+            raise ValueError(
+                f"slot_queries={self.slot_queries} must be >= 0, and 0 for {kind.__name__} unless it defines of_slots"
+            )
+        self.statistic.check(self)
+
+    @property
+    def measures_prompts(self) -> bool:
+        """Whether a prompt's tokens get scores."""
+        return self.prefill_queries != 0 or not self.statistic.by_queries
+
+    @property
+    def only_keys_and_values(self) -> bool:
+        """Whether a prompt's keys and values are all that is looked at, so that they can be scored at any time."""
+        return not (self.prefill_queries or self.slot_queries or self.statistic.needs - {"before_rope"})
 
 
 @dataclass(frozen=True, kw_only=True)

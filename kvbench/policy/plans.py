@@ -3,7 +3,7 @@
 The cache holds every plan to the rules below, in every run; a plan that breaks one ends the run with a ValueError.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -41,11 +41,13 @@ class Extreme:
 
 @dataclass(kw_only=True)
 class SlotArrays:
-    """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n]."""
+    """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n]; `extra` has the
+    further numbers of a statistic by name, where it measured the slots."""
 
     score: Tensor
     pos: Tensor
     valid: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

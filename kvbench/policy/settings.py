@@ -18,7 +18,7 @@ class BudgetRule(Rule):
 
     @property
     def text(self) -> str:
-        return "a budget"
+        return "a ratio in (0, 1] such as 0.25, a whole number of tokens per KV head, or bytes such as 8MiB"
 
     def fits(self, value: object) -> bool:
         try:
@@ -37,7 +37,7 @@ class TierRule(Rule):
 
     @property
     def text(self) -> str:
-        return "a tier"
+        return "a precision: fp16, native, fp8, int8, int4, or k<bits>v<bits> such as k8v4"
 
     def fits(self, value: object) -> bool:
         try:

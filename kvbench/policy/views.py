@@ -21,6 +21,7 @@ class PrefillView:
         score: fp32 [V, H, N] exactly as the policy's `ScoreSpec` says, or None where that asks for no statistics of a
             prompt.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
+        extra: The further numbers of the policy's statistic by name, fp32 [V, H, N] each.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class PrefillView:
         layers: Tensor,
         score: Tensor | None,
         token_bytes: tuple[float, ...],
+        extra: dict[str, Tensor] | None = None,
     ) -> None:
         self.num_tokens = num_tokens
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.layers = layers
         self.token_bytes = token_bytes
+        self.extra = extra or {}
         self._score = score
 
     @property
@@ -50,7 +53,7 @@ class PrefillView:
         if self._score is None:
             raise ValueError(
                 "the view of a prompt has no score, since the method declares none; set self.score to a ScoreSpec with "
-                "prefill_queries or statistic='key_norm'"
+                "prefill_queries, or with a statistic that looks at no query"
             )
         return self._score
 

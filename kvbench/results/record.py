@@ -189,6 +189,9 @@ class RunRecord:
     """Every choice of how the task is posed and scored."""
     backend: str = ""
     """Name of the kernels that ran, after `auto` was resolved."""
+    backend_fallbacks: list[str] = field(default_factory=list)
+    """Operations that plain torch did because the backend has no kernel for them; speed is no claim where there are
+    any."""
     seed: int = 0
     """Seed of sampling, data and policy."""
     versions: Versions | None = None

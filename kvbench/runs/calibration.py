@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from kvbench.config import files
 from kvbench.config.code import hash_files
 from kvbench.config.settings import copy_config
@@ -20,6 +18,8 @@ from kvbench.rules.declared import declared
 from kvbench.rules.kinds import shown
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
 
@@ -61,10 +61,10 @@ def load(where: str) -> Calibration:
     path = shipped().get(where, Path(where).expanduser())
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
-            raise ValueError(
-                f"method.calibration={where} does not exist; `python -m kvbench calibrate method=...` writes one"
-            )
+            raise ValueError(f"method.calibration={where} does not exist; `kvbench calibrate method=...` writes one")
         raise unknown_name("method.calibration", where, shipped())
+    from omegaconf import OmegaConf
+
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # whatever the YAML library makes of a file that is none
@@ -74,7 +74,7 @@ def load(where: str) -> Calibration:
     if missing:
         raise ValueError(
             f"method.calibration={where} is no calibration file: it lacks {', '.join(missing)}; "
-            "`python -m kvbench calibrate method=...` writes one"
+            "`kvbench calibrate method=...` writes one"
         )
     if content.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
@@ -120,7 +120,7 @@ def _is_data(value: object, depth: int) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def apply(method: DictConfig) -> tuple[DictConfig, Calibration | None]:
+def apply(method: "DictConfig") -> "tuple[DictConfig, Calibration | None]":
     """Put the calibrated settings into a method's configuration.
 
     Args:
@@ -154,7 +154,7 @@ def apply(method: DictConfig) -> tuple[DictConfig, Calibration | None]:
     return changed, found
 
 
-def notes(method: DictConfig, model: "LoadedModel", policy: "Policy") -> list[str]:
+def notes(method: "DictConfig", model: "LoadedModel", policy: "Policy") -> list[str]:
     """Compare what a calibration was made with and what it is used with.
 
     Args:

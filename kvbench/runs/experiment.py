@@ -208,10 +208,13 @@ def load_method(cfg: DictConfig, parts: Parts, say: Callable[[str], None]) -> "t
     """
     changed, found = calibration.apply(cfg.method)
     if found is None:
-        return changed, parts.make_policy(cfg.method), parts.load_model(cfg.model)
+        policy = parts.make_policy(cfg.method)
+        parts.check_task(cfg)
+        return changed, policy, parts.load_model(cfg.model)
     given = {key: value for key, value in as_dict(cfg.method).items() if key != calibration.KEY}
     policy = parts.make_policy(OmegaConf.create(given))
     calibration.check_values(found, policy)
+    parts.check_task(cfg)
     model = parts.load_model(cfg.model)
     for remark in calibration.notes(cfg.method, model, policy):
         say(remark)

@@ -10,14 +10,14 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from omegaconf import DictConfig
-
-from kvbench.config.settings import as_dict
+from kvbench.config.settings import as_dict, copy_config
 from kvbench.errors import check_keys
 from kvbench.rules.kinds import MAX_BYTES, shown
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from kvbench.cache.layout import StoreOptions
     from kvbench.engine.engine import Engine
     from kvbench.engine.prompt_cache import PromptCache
@@ -32,7 +32,7 @@ class TaskLoader(Protocol):
     """Loads a task for a model."""
 
     def __call__(
-        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: DictConfig
+        self, cfg: "DictConfig", model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: "DictConfig"
     ) -> "TaskSet":
         """Load the task of a task group.
 
@@ -50,7 +50,7 @@ class EngineMaker(Protocol):
     """Makes an engine for a model and a method."""
 
     def __call__(
-        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+        self, cfg: "DictConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
     ) -> "Engine":
         """Make the engine.
 
@@ -75,9 +75,11 @@ class Parts:
     """Task group and model -> task."""
     make_engine: EngineMaker
     """Whole configuration, model, policy -> engine."""
+    check_task: "Callable[[DictConfig], None]" = lambda cfg: None
+    """Whole configuration; refuses a task whose data are missing, before its model is loaded."""
 
 
-def make_policy(cfg: DictConfig) -> "Policy":
+def make_policy(cfg: Mapping[str, Any]) -> "Policy":
     """Build the policy that `_target_` names: its class, called with plain settings, and nothing else is called.
 
     Args:
@@ -89,9 +91,11 @@ def make_policy(cfg: DictConfig) -> "Policy":
     """
     from kvbench.runs import calibration
 
-    changed, _ = calibration.apply(cfg)
-    settings = as_dict(changed)
-    settings.pop(calibration.KEY, None)
+    settings = as_dict(cfg)
+    if settings.pop(calibration.KEY, None) is not None:
+        changed, _ = calibration.apply(copy_config(cfg))
+        settings = as_dict(changed)
+        del settings[calibration.KEY]
     target = settings.pop("_target_", None)
     for name, value in settings.items():
         check_plain(f"method.{name}", name, value)
@@ -157,7 +161,7 @@ def _is_plain(value: object) -> bool:
 
 
 def make_engine(
-    cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+    cfg: "DictConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
 ) -> "Engine":
     """Build the engine.
 
@@ -184,6 +188,21 @@ def make_engine(
         fidelity_max_tokens=cfg.fidelity.max_tokens,
         prompts=prompts,
     )
+
+
+def check_task(cfg: "DictConfig") -> None:
+    """Refuse a task that cannot be loaded whatever the model is.
+
+    Args:
+        cfg: The whole configuration.
+
+    Raises:
+        MissingDataError: Names every part of the data that is missing.
+        ValueError: A setting of the task is unknown or out of range.
+    """
+    from kvbench.tasks import check_task
+
+    check_task(cfg.task, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
 
 
 def store_options(cfg: Mapping[str, Any]) -> "StoreOptions":
@@ -261,10 +280,14 @@ class Loaders:
     def parts(self) -> Parts:
         """The loaders, for a run."""
         return Parts(
-            make_policy=make_policy, load_model=self.load_model, load_task=self.load_task, make_engine=self.make_engine
+            make_policy=make_policy,
+            load_model=self.load_model,
+            load_task=self.load_task,
+            make_engine=self.make_engine,
+            check_task=check_task,
         )
 
-    def load_model(self, cfg: DictConfig) -> "LoadedModel":
+    def load_model(self, cfg: "DictConfig") -> "LoadedModel":
         """The model of a model group."""
 
         def load() -> "LoadedModel":
@@ -277,7 +300,7 @@ class Loaders:
         return self._model.get(as_dict(cfg), load)
 
     def load_task(
-        self, cfg: DictConfig, model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: DictConfig
+        self, cfg: "DictConfig", model: "LoadedModel", *, limit: int | str | None, seed: int, protocol: "DictConfig"
     ) -> "TaskSet":
         """The task of a task group."""
 
@@ -290,12 +313,12 @@ class Loaders:
         return self._task.get([as_dict(cfg), model.fingerprint, named], load)
 
     def make_engine(
-        self, cfg: DictConfig, model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
+        self, cfg: "DictConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
     ) -> "Engine":
         """The engine of a configuration, with the prompts that the others have read unless it is given some."""
         return make_engine(cfg, model, policy, prompts=self.prompts(cfg) if prompts is None else prompts)
 
-    def prompts(self, cfg: DictConfig) -> "PromptCache":
+    def prompts(self, cfg: "DictConfig") -> "PromptCache":
         """The prompts that all engines with one `prompt_cache_bytes` share."""
         from kvbench.engine.prompt_cache import PromptCache
 

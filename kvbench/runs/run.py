@@ -209,6 +209,8 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     record.task_aggregate = task.aggregate(summary.for_task(records))
     record.fidelity, record.drift = summary.fidelity(records, task.weighting), summary.drift(records)
     record.ledger = summary.ledger(records)
+    # A run that was stopped and goes on keeps what its earlier sessions named.
+    record.backend_fallbacks = sorted({*record.backend_fallbacks, *experiment.engine.backend.fallbacks})
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
     _count(experiment, record, journal)

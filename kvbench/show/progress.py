@@ -3,7 +3,9 @@ to stderr."""
 
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -36,9 +38,39 @@ def format_seconds(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+_logs: list[tuple[Path, str]] = []  # files that get every line too, and what stands before each line there
+
+
+@contextmanager
+def logged(path: Path, lead: str = "") -> Iterator[None]:
+    """Write every line that is said inside into a file too, with the local time.
+
+    Several processes may write into one file: each line is one write at its end.
+
+    Args:
+        path: The file; it is made when there is none.
+        lead: Stands before every line.
+    """
+    _logs.append((path, lead))
+    try:
+        yield
+    finally:
+        _logs.remove((path, lead))
+
+
+def log(text: str) -> None:
+    """Write lines into the log files alone, if there are any."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    for path, lead in _logs[-1:]:
+        lines = "".join(f"{stamp} {lead}{visible(line)}\n" for line in text.splitlines() or [""])
+        with suppress(OSError), path.open("ab", buffering=0) as file:  # a log that cannot be written stops no work
+            file.write(lines.encode())
+
+
 def note(text: str) -> None:
-    """Say one line on stderr."""
+    """Say one line on stderr, and in the log."""
     print(visible(text), file=sys.stderr, flush=True)
+    log(text)
 
 
 class LiveBar:
@@ -94,14 +126,17 @@ class Progress:
 
     def __enter__(self) -> Self:
         self._started = self._spoken = time.monotonic()
+        resumed = f", {self.done} of them done before" if self.done else ""
+        first = f"{self.label}: {self.total} samples{resumed}"
+        log(first)
         if self._stream.isatty():
             self._live = LiveBar(self._stream, self.label, self.total, self.done, self.state())
         else:
-            resumed = f", {self.done} of them done before" if self.done else ""
-            self._write(f"{self.label}: {self.total} samples{resumed}")
+            self._write(first)
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        log(f"{self.label}: {self.state()}")
         if self._live is not None:
             self._live.stop()
         elif self.done > self._first:

@@ -116,6 +116,10 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     tiers = {str(tier) for record in records if record.method == FULL and (tier := _settings(record).get("tier"))}
     for tier in sorted(tiers):
         notes.append(f"full: every token is kept, as {tier} (method.tier; native is the model's own type).")
+    for record in records:
+        if record.backend_fallbacks:
+            done = ", ".join(record.backend_fallbacks)
+            notes.append(f"Speed is no claim for {record.method}: backend {record.backend} did {done} in plain torch.")
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     for record in records:
         ratio = RESIDENT.of_run(record)
@@ -190,6 +194,25 @@ def _drift(records: Sequence[RunRecord]) -> list[Table]:
         count = max(one.num_samples for one in here if one is not None)
         table.add_row(f"{first + 1} on" if last is None else f"{first + 1}-{last + 1}", *cells, str(count))
     return [table]
+
+
+def _by(records: Sequence[RunRecord]) -> list[Table]:
+    """The score for each task, length or depth, where a task tells its samples apart so."""
+    last, tables = records[-1], []
+    for key, groups in last.task_aggregate.get("by", {}).items():
+        if len(groups) < 2:
+            continue
+        table = terminal.plain_table(f"{last.primary or 'score'} by {safe(key)}, %")
+        table.add_column(safe(key), no_wrap=True)
+        for label in label_runs(records):
+            table.add_column(label, justify="right")
+        table.add_column("n", justify="right")
+        for name, numbers in groups.items():
+            found = [r.task_aggregate.get("by", {}).get(key, {}).get(name, {}).get(r.primary) for r in records]
+            cells = [NONE if value is None else f"{SCORE.scale * value:.1f}" for value in found]
+            table.add_row(safe(name), *cells, str(numbers["num_samples"]))
+        tables.append(table)
+    return tables
 
 
 def _answer(name: str, form: str, factor: float = 1.0) -> Cell:
@@ -271,7 +294,7 @@ def render(records: Sequence[RunRecord]) -> Group:
         Text(),
         _table("Cost: cache bytes per sample, and time", records, cost),
         Text(),
-        *(part for table in (*_answers(records), *_drift(records)) for part in (table, Text())),
+        *(part for table in (*_by(records), *_answers(records), *_drift(records)) for part in (table, Text())),
         *(Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)),
     )
 

@@ -6,6 +6,7 @@ real store, and the ledger counts what they name; only keys, values and codes ar
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.store import CompressedStore
-from kvbench.policy import ALL_QUERIES, Policy, ScoreSpec
+from kvbench.policy import ALL_QUERIES, BelowUniform, LayerTensors, Policy, Probability, ScoreSpec, Statistic
 from kvbench.sizing.shadow import Shadow, ShadowPool
 
 SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
@@ -122,6 +123,8 @@ def _run(
     prompt = nothing.expand(heads, prompt_tokens, 1)
     score = _prompt_scores(policy.score, prompt_tokens, is_even)
     given = None if score is None else score.expand(heads * store.copies, -1)
+    if given is not None and (also := policy.score.statistic.also):
+        given = given.expand(1 + len(also), -1, -1)
     if (
         given is not None and policy.scope != "head"
     ):  # heads that compete get unequal shares, and pages that are not full
@@ -149,6 +152,9 @@ def _store(
     angles = (
         None if shape.inv_freq is None else torch.zeros(0)
     )  # keys of one channel, which nobody looks at, turn by none
+    if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
+        policy = copy(policy)
+        policy.score = replace(policy.score, statistic=_standing_for(policy.score.statistic))
     return CompressedStore(
         policy,
         replace(shape, inv_freq=angles),
@@ -161,11 +167,35 @@ def _store(
     )
 
 
+def _standing_for(statistic: Statistic) -> Statistic:
+    """What answers in a statistic's place, where there are no keys and values to look at: all tokens are alike."""
+
+    @dataclass(frozen=True)
+    class Alike(Statistic):
+        also = statistic.also
+
+        def of_prompt(self, seen: LayerTensors) -> Tensor:
+            return torch.zeros(1 + len(self.also), *seen.pos.shape).squeeze(0)
+
+    for answer in ("of_slots", "of_token", "of_step"):
+        if statistic.answers(answer):
+            setattr(Alike, answer, _ALIKE[answer])
+    return Alike()
+
+
+_ALIKE = {
+    "of_slots": lambda self, seen: self.of_prompt(seen),
+    "of_token": lambda self, k, v: torch.zeros(k.shape[:-1]),
+    "of_step": lambda self, probability, num_keys: probability,
+}
+
+
 def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | None:
     """fp32 [N]: what the queries of a prompt give its keys, as `Shadow` says; None where no query counts."""
-    if not spec.prefill_queries:
+    if not spec.measures_prompts:
         return None
-    if spec.statistic == "below_uniform" and is_even:
+    counts = isinstance(spec.statistic, BelowUniform)
+    if not spec.prefill_queries or (counts and is_even):
         return torch.zeros(num_tokens)
     queries = torch.arange(num_tokens)
     if spec.prefill_queries != ALL_QUERIES:
@@ -173,9 +203,8 @@ def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | 
     if is_even:
         each = torch.zeros(num_tokens).index_add_(0, queries, (1.0 / (queries + 1.0)) ** spec.power)
         return each.flip(0).cumsum(0).flip(0)  # a key is seen by the queries from its own on
-    if spec.statistic == "below_uniform":
+    score = torch.zeros(num_tokens)
+    if counts:
         score = -(queries[None] >= torch.arange(num_tokens)[:, None]).sum(1).float()
-    else:
-        score = torch.zeros(num_tokens)
-    score[0] = len(queries) if spec.statistic == "probability" else 0.0
+    score[0] = 0.0 if counts else len(queries)
     return score

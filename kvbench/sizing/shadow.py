@@ -100,6 +100,11 @@ class Shadow(Reference):
         out, lse = torch.zeros(q.shape), torch.zeros(q.shape[:2])
         return out, lse, [] if group is None else self._attention(tiers)
 
+    def gather_dense(self, pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
+        (tier,) = tiers
+        nothing = torch.zeros(*(live := _live(tier)).shape, 1)
+        return nothing, nothing, live
+
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
     ) -> TierPages:

@@ -1,8 +1,9 @@
 """The tasks: what a model is asked, and how its answers are scored."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbench.errors import unknown_name
 from kvbench.tasks.draw import Limit
@@ -12,17 +13,20 @@ from kvbench.tasks.taskset import MetricInfo, TaskSet
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
-__all__ = ["MetricInfo", "TaskSet", "load_task"]
+__all__ = ["MetricInfo", "TaskSet", "check_task", "load_task"]
 
 # Task -> the package of this folder whose function `load` loads it.
 BENCHMARKS = {
     "longbench": "longbench",
     "longctx": "longctx",
+    "ruler": "ruler",
+    "needle": "ruler.grid",
     "gsm8k": "gsm8k",
     "math500": "mathematics",
     "math": "mathematics",
     "aime24": "aime",
     "aime25": "aime",
+    "custom": "custom",
     "humaneval_plus": "code",
     "mbpp_plus": "code",
 }
@@ -52,13 +56,63 @@ def load_task(
     Raises:
         ValueError: a setting is unknown or out of range, or data is missing or broken; the message says what to do.
     """
+    package = _package(task_cfg)
+    if model.tokenizer is None:
+        raise ValueError(
+            f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model"
+        )
+    load = import_module(f"kvbench.tasks.{package}").load
+    return load(task_cfg, model, limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))
+
+
+class _ModelNeeded(Exception):
+    """A task's loader came to the point where it needs its model."""
+
+
+class _NotLoaded:
+    """Stands for a model that is not loaded yet."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _ModelNeeded
+
+
+_checked: set[str] = set()  # of this process: the jobs of a sweep have few tasks
+
+
+def check_task(
+    task_cfg: Mapping[str, Any],
+    *,
+    limit: int | str | Limit | None,
+    seed: int,
+    protocol: Mapping[str, Any] | None = None,
+) -> None:
+    """Check everything of a task that needs no model: its settings, and whether its data are there.
+
+    It begins to load the task and ends where the model is first asked for anything. To load a model takes minutes,
+    which a missing file should not cost.
+
+    Args:
+        task_cfg, limit, seed, protocol: As for `load_task`.
+
+    Raises:
+        MissingDataError: Names every part of the data that is missing.
+        ValueError: a setting is unknown or out of range.
+    """
+    key = repr([task_cfg, limit, seed, protocol])
+    if key in _checked:
+        return
+    load = import_module(f"kvbench.tasks.{_package(task_cfg)}").load
+    with suppress(_ModelNeeded):
+        load(task_cfg, _NotLoaded(), limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))
+    _checked.add(key)
+
+
+def _package(task_cfg: Mapping[str, Any]) -> str:
+    """The package of this folder that loads a task."""
     name, harness = task_cfg.get("name"), task_cfg.get("harness")
     if harness not in (None, "lm_eval"):
         raise unknown_name("task.harness", harness, ("lm_eval",))
     package = "harness" if harness else BENCHMARKS.get(str(name))
     if package is None:
         raise unknown_name("task.name", name, BENCHMARKS)
-    if model.tokenizer is None:
-        raise ValueError(f"task={name} needs a tokenizer and model {model.name} has none; choose another model")
-    load = import_module(f"kvbench.tasks.{package}").load
-    return load(task_cfg, model, limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))
+    return package

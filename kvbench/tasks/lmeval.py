@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.tasks.source import MissingDataError
+
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
@@ -35,13 +37,22 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
         Name -> task, in the order of the names.
 
     Raises:
-        ValueError: whatever the data function raises.
+        MissingDataError: data is missing; names every part that is.
+        ValueError: whatever else the data function raises.
     """
     from lm_eval.tasks import TaskManager
 
     with quiet():
         manager = TaskManager(include_defaults=False, include_path=str(folder), metadata=dict(metadata))
-        return {name: manager.load([name])["tasks"][name] for name in names}
+        found, missing = {}, []
+        for name in names:
+            try:
+                found[name] = manager.load([name])["tasks"][name]
+            except MissingDataError as error:
+                missing.append(error)
+    if missing:
+        raise MissingDataError.of_all(missing)
+    return found
 
 
 def scorer_of(scored: Mapping[str, tuple["Task", dict]]) -> Callable[[str, str], Mapping[str, float]]:

@@ -1,6 +1,6 @@
 """Where the rows of a benchmark of one or few files come from: a folder, the local caches, the hub."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,10 +63,14 @@ def find_rows(place: Place, data_dir: str | None, check: RowCheck) -> Rows:
         if source:
             return read_rows(source, check)
         looked += [where] if where else []
-    raise MissingDataError(
-        f"task={place.task} has no data for {place.what}. Looked in: {'; '.join(looked)}. {place.fetch} "
-        f"`python -m kvbench data task={place.task} to=FOLDER` does it for you where there is a network."
-    )
+
+    def text(parts: Sequence[str]) -> str:
+        return (
+            f"task={place.task} has no data for {', '.join(parts)}. Looked in: {'; '.join(looked)}. {place.fetch} "
+            f"`kvbench data task={place.task} to=FOLDER` does it for you where there is a network."
+        )
+
+    raise MissingDataError(text, place.what)
 
 
 def _in_data_dir(place: Place, data_dir: str | None) -> tuple[Source | None, str]:

@@ -280,6 +280,7 @@ class PromptBuilder:
         gold: str = "",
         answers: Sequence[str] = (),
         meta: dict | None = None,
+        prefix: str = "",
     ) -> Request:
         """Make the request of one sample.
 
@@ -292,6 +293,8 @@ class PromptBuilder:
             gold: Reference answer for teacher forcing; empty for none.
             answers: The right answers, for people; `gold` by default.
             meta: What the journal keeps beside the answer.
+            prefix: The beginning of the answer, which the model continues: behind the prompt, in a chat behind the
+                header of the answer.
 
         Returns:
             The request; two segments only when the protocol is not query aware and the question does not begin inside
@@ -304,12 +307,12 @@ class PromptBuilder:
         # Once: a document of megabytes takes long.
         tokens = self.tokenizer.encode(context + question, add_special_tokens=not self.rendered)
         parts = self._cut(whole, tokens, limit)
-        rendered = self._wrap("".join(parts))
+        rendered = self._open("".join(parts), prefix)
         ids = self._encode(rendered)
         while len(ids) > self.room_tokens:
             limit = max(limit - (len(ids) - self.room_tokens), 2)
             parts = self._cut(whole, tokens, limit)
-            rendered = self._wrap("".join(parts))
+            rendered = self._open("".join(parts), prefix)
             ids = self._encode(rendered)
         untruncated = len(ids)
         if parts != whole:
@@ -353,6 +356,15 @@ class PromptBuilder:
         if not self.chat:
             return text
         return render_chat(self.model, [{"role": "user", "content": text}], self._settings)
+
+    def _open(self, text: str, prefix: str) -> str:
+        """The prompt with the beginning of its answer; a space is not put behind a line break of the template."""
+        rendered = self._wrap(text)
+        return rendered + (prefix.lstrip() if rendered[-1:].isspace() else prefix)
+
+    def count(self, text: str, prefix: str = "") -> int:
+        """Tokens of an uncut prompt with its chat template and the beginning of its answer."""
+        return len(self._encode(self._open(text, prefix)))
 
     def _encode(self, rendered: str) -> list[int]:
         # A chat template writes its own special tokens.

@@ -70,6 +70,40 @@ def one_of(key: str, value: object, known: Sequence[str]) -> str:
     return str(value)
 
 
+def whole_list(key: str, value: object, minimum: int) -> list[int]:
+    """Read a setting that is a whole number or a list of different ones.
+
+    Args:
+        key: The setting, for messages.
+        value: What was given.
+        minimum: The smallest that is allowed.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    given = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    good = [item for item in given if isinstance(item, int) and not isinstance(item, bool) and item >= minimum]
+    if not given or len(good) < len(given) or len(set(good)) < len(good):
+        shown = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        raise ValueError(f"{key}={shown!r} must be a whole number of at least {minimum}, or a list of different ones")
+    return good
+
+
+def flag(key: str, value: object) -> bool:
+    """Read a setting that is true or false.
+
+    Args:
+        key: The setting, for messages.
+        value: What was given.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be true or false")
+    return value
+
+
 def draw_sizes(cfg: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The setting `task.k`: of how many answers pass@k and maj@k are to be reported; None for the task's own choice.
 

@@ -17,7 +17,26 @@ ID_FIELDS = ("_id", "id", "task_id", "unique_id")  # LongBench, AIME, EvalPlus, 
 
 
 class MissingDataError(ValueError):
-    """Data is neither on this machine nor to be had from it; the message holds the command that gets it."""
+    """Data is neither on this machine nor to be had from it; the message holds the command that gets it.
+
+    Args:
+        text: The message, or what makes it from the names of the parts that are missing.
+        part: The part that is missing.
+    """
+
+    def __init__(self, text: str | Callable[[Sequence[str]], str], part: str = "") -> None:
+        super().__init__(text if isinstance(text, str) else text([part]))
+        self._text, self._part = text, part
+
+    @staticmethod
+    def of_all(errors: "Sequence[MissingDataError]") -> "MissingDataError":
+        """One error that names every part that is missing.
+
+        Args:
+            errors: Of one task; at least one.
+        """
+        first, parts = errors[0], [error._part for error in errors]
+        return first if isinstance(first._text, str) or len(parts) == 1 else MissingDataError(first._text(parts))
 
 
 class Rows(list[dict[str, Any]]):
@@ -98,12 +117,13 @@ def zip_lines(archive: Path, member: str) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
-def read_rows(source: Source, check: RowCheck) -> Rows:
+def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None) -> Rows:
     """Read and check every row; one broken row does not stop the others.
 
     Args:
         source: Where from.
         check: What a row must be.
+        max_line_bytes: A longer line is no row; None takes any.
 
     Returns:
         The good rows, each with its `index` (0-based line of the file), the broken ones, and which of the good ones are
@@ -121,6 +141,8 @@ def read_rows(source: Source, check: RowCheck) -> Rows:
         if not line.strip():
             continue
         try:
+            if max_line_bytes is not None and len(line) > max_line_bytes:
+                raise ValueError(f"a line of {len(line)} bytes; a row may have {max_line_bytes}")
             row = _parse(line)
             rows.append({**check(row), "index": index})
             for what, name in _names(line, row):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from kvbench.config.code import hash_files, libraries
+from kvbench.config.code import hash_files, libraries, reached
 from kvbench.engine.requests import Request
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.sampling_stats import answer_statistics
@@ -44,6 +44,7 @@ class TaskSet:
         grading_limit_s: Longest time to grade one answer, wall time; None for a grader that has limits of its own.
         grading_workers: How many answers may be graded at a time while the model goes on with the next; for a grader
             that waits for other processes and may be called from several threads. 0: each where it comes up.
+        by: Keys of the records' `meta` by which the scores are also reported, for example `length`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TaskSet:
     grading_limit_s: float | None = 120.0
     grading_workers: int = 0
     weighting: Weighting = "subset"
+    by: tuple[str, ...] = ()
 
     def score(self, request: Request, text: str) -> dict[str, float]:
         """Score one answer.
@@ -93,8 +95,9 @@ class TaskSet:
 
         Returns:
             `subsets`: name -> `num_samples`, `num_failed`, and the mean of each metric (None without samples);
-            `overall`: the mean over subsets with the task's weights; `length_buckets`, for subsets that have them: name
-            -> bucket -> the same numbers; `answers`: their length, the share that the limit cut, parse failures.
+            `overall`: the mean over subsets with the task's weights; `by`: key -> value -> the same numbers;
+            `length_buckets`, for subsets that have them: name -> bucket -> the same numbers; `answers`: their length,
+            the share that the limit cut, parse failures.
         """
         records = list(records)
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
@@ -105,6 +108,8 @@ class TaskSet:
             result["overall"][metric] = fmean((n[metric] for n in known), weights) if known else None
         if answers := answer_statistics(records):
             result["answers"] = answers
+        if self.by:
+            result["by"] = {key: self._by(records, key) for key in self.by}
         bucketed = [record for record in records if (record.get("meta") or {}).get("length_bucket")]
         if bucketed:
             result["length_buckets"] = {
@@ -115,6 +120,9 @@ class TaskSet:
                 for subset, group in _group(bucketed, lambda r: r["subset"]).items()
             }
         return result
+
+    def _by(self, records: list[dict], key: str) -> dict[str, dict]:
+        return {name: self._mean(some) for name, some in _group(records, lambda r: str(r["meta"][key])).items()}
 
     def _mean(self, records: list[dict]) -> dict:
         by_sample = _group([r for r in records if r.get("status", "ok") == "ok"], lambda r: r["sample_id"])
@@ -142,13 +150,17 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
         requests: Their prompts, gold tokens, limits and stop rules count.
         references: Sample id -> what its answer is scored against, as JSON types.
         folder: The benchmark's folder; its Python and YAML files count, but for the cage that programs run in, and so
-            do the modules beside it that all tasks share. The versions of the libraries that these import count too.
+            do the modules of other folders of tasks that they import, at any remove. The versions of the libraries that
+            all these import count too.
 
     Returns:
         64 hex digits.
     """
-    own = [*folder.parent.glob("*.py"), *folder.rglob("*.py"), *folder.rglob("*.yaml")]
-    files = {path.relative_to(folder.parent).as_posix(): path for path in own if folder / "cage" not in path.parents}
+    own = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
+    counted = {
+        path for path in (*own, *reached(own, "kvbench.tasks", folder.parent)) if "cage" not in path.parts[-2:-1]
+    }
+    files = {path.relative_to(folder.parent).as_posix(): path for path in sorted(counted)}
     digest = hashlib.sha256(hash_files(files).encode())
     digest.update(json.dumps(libraries(files.values())).encode())
     for request in requests:

@@ -79,7 +79,7 @@ def test_a_sweep_is_every_combination(tmp_path):
         ({"budgte": 0.5}, "method.budgte"),
         ({"task": "longctxt"}, "Did you mean longctx"),
         ({"settings": {"protocl.max_new_tokens": 3}}, "protocl"),
-        ({"limit": 0}, "limit=0 must be"),
+        ({"limit": 0}, "limit=0 is no number of samples"),
         ({"settings": {"batch_size": object()}}, "batch_size=<object"),
     ],
 )

@@ -89,9 +89,19 @@ def test_quick_gives_way_to_what_the_user_says():
     assert settings.read_words(Settings, [], attention.QUICK).rounds == 11
 
 
+def test_flags_and_the_working_set_are_read_as_they_are_written():
+    """`false` is no, not a word; buffers go beyond a GPU's cache unless the user says how far."""
+    for text, value in (("false", False), ("true", True), ("False", False)):
+        made = settings.read_words(Settings, [f"peers={text}", f"graph={text}"], {})
+        assert made.peers is value and made.graph is value
+    assert (made.working_set("cpu"), made.working_set("cuda:1")) == (64, 512)
+    assert settings.read_words(Settings, ["working_set_mb=7"], {}).working_set("cuda") == 7
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("graph=maybe", "graph=maybe is neither true nor false"),
         ("formats=[K3V2]", "formats=K3V2 does not exist"),
         ("shapes=[9x2x64]", "2 KV heads do not divide 9"),
         ("shapes=[big]", "query heads x KV heads x head dim"),

@@ -191,3 +191,29 @@ def test_thread_clock_does_not_count_sleep():
         for clock in ("wall", "cpu")
     }
     assert seconds["wall"] >= 0.02 > 5 * seconds["cpu"]
+
+
+def test_a_replay_is_timed_in_place_of_the_calls():
+    """Each variant's sweep over its buffers is captured once, after it was found right, and so is the baseline's second
+    one; what cannot be captured is timed as it is and says why."""
+    done: list[str] = []
+
+    def capture(work):
+        work()
+        taken = len(done)
+        if "stubborn" in done[-1]:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        return lambda: done.append(f"replay of {taken}")
+
+    variants = [
+        Variant(name=name, call=lambda index, name=name: done.append(f"{name} {index}"), num_buffers=2, check=check)
+        for name, check in (("plain", lambda: 0.0), ("stubborn", lambda: 0.0), ("wrong", lambda: 1.0))
+    ]
+    found = measure_cell({}, variants, baselines=[], rounds=3, seed=0, timer=wall_timer, warmup=0, capture=capture)
+    rows = {row["name"]: row for row in found["variants"]}
+    assert set(rows) == {"plain", "stubborn"}
+    assert rows["plain"]["graph"] is True and "no_graph" not in rows["plain"]
+    assert rows["stubborn"]["graph"] is False
+    assert rows["stubborn"]["no_graph"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert done.count("plain 0") == 2 and done.count("stubborn 0") == 4 and done.count("wrong 0") == 0
+    assert sum(line.startswith("replay") for line in done) == 6

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvbench.bench import choices, decode, show, throughput
-from kvbench.bench.decoders import OwnDecoder, StoreDecoder
+from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
+from kvbench.engine import hf
 from kvbench.kernels.bench import report
 from kvbench.kernels.reference.backend import Reference
 
@@ -76,6 +77,39 @@ def test_both_decoders_give_the_same_logits(model):
         assert torch.allclose(store.step(tokens), expected, atol=1e-4)
 
 
+def test_the_static_cache_gives_the_same_logits(model, monkeypatch):
+    """transformers' static cache, eager and through a replay that stands for a CUDA graph: the same logits as its
+    growing one, and what capturing put behind the prompt is forgotten."""
+    text = choices.sample_tokens(model, 2, 40)
+    own = OwnDecoder(model)
+    own.prefill([tokens[:32] for tokens in text])
+    steps = [[line[index] for line in text] for index in range(32, 36)]
+    expected = [own.step(tokens) for tokens in steps]
+
+    def stand_in(work):
+        for _ in range(3):
+            work()
+        return work
+
+    for captured in (False, True):
+        static = StaticDecoder(model, 40)
+        static.prefill([tokens[:32] for tokens in text])
+        if captured:
+            static._step = stand_in(static._go)
+            hf.rewind(static.cache, 32)
+        for tokens, logits in zip(steps, expected, strict=True):
+            assert torch.allclose(static.step(tokens), logits, atol=1e-4)
+    assert static.cache_bytes() > own.cache_bytes() * 40 / 36 * 0.99
+    settings = decode.Settings(**COMMON, methods=["full"], quantised=False)
+    prompts, answers = [tokens[:32] for tokens in text], [tokens[32:] for tokens in text]
+    variant = decode.static_variant(settings, model, prompts, answers, 40)
+    variant.call(0)
+    assert variant.name == decode.STATIC and variant.extra["tokens_per_call"] == 2
+    monkeypatch.setattr(hf, "own_cache", lambda *given: (_ for _ in ()).throw(ImportError("no such cache")))
+    with pytest.raises(ImportError, match="no such cache"):
+        decode.static_variant(settings, model, prompts, answers, 40).check()
+
+
 def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
     """A backend whose attention is off by one in a hundred is refused; the copies that were checked leave no trace."""
 
@@ -106,7 +140,7 @@ def test_throughput_fills_the_memory_and_no_more():
         **COMMON,
         methods=["full", "snapkv budget=0.25 window=8", "kivi bits=2 residual_tokens=32"],
         kv_mb=1,
-        new_tokens=3,
+        new_tokens=6,
     )
     settings.check()
     document = throughput.run(settings)

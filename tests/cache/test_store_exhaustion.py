@@ -8,6 +8,7 @@ import torch
 from kvbench.cache import buffered
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
+from kvbench.kernels import memory
 from kvbench.kernels.dispatch import get_backend
 from kvbench.policy import DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, Residual, ScoreSpec, Tier
 
@@ -119,6 +120,46 @@ def state(store: CompressedStore) -> dict:
         ring = store.holding.ring
         found["ring"] = [t.tolist() for t in (ring.k, ring.v, ring.num_k, ring.num_v, ring.num_tokens)]
     return found
+
+
+def fixed_store(share: float, free_bytes: int, monkeypatch: pytest.MonkeyPatch, **options) -> CompressedStore:
+    """A store on a device that says how much memory it has left."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free_bytes)
+    shape = store_of(TwoTiers(), 7).shape
+    return CompressedStore(
+        TwoTiers(),
+        shape,
+        rows=2,
+        max_prompt_tokens=32,
+        max_new_tokens=64,
+        backend=get_backend("torch"),
+        options=StoreOptions(page_bytes=PAGE, memory_share=share, **options),
+    )
+
+
+def test_on_a_gpu_the_pool_is_made_once_from_what_is_free(monkeypatch):
+    """A share of the free memory, at most what all lists can need together; the pages never move, and a full pool says
+    so. A budget in bytes goes before it, and in main memory the pool grows as ever."""
+    store = fixed_store(0.5, 40 * PAGE + 1, monkeypatch)
+    pool = store.pages.pool
+    assert pool.num_pages == 20 and not pool.growable
+    where = pool.pages.data_ptr()
+    with pytest.raises(PoolExhausted, match="of 20 are free"):
+        for seed in range(2):
+            fill(store, 32, seed)
+    assert pool.pages.data_ptr() == where and pool.num_pages == 20
+    roomy = fixed_store(0.9, 2**40, monkeypatch)
+    table = roomy.pages.table
+    assert roomy.pages.pool.num_pages == table.num_lists * table.max_pages
+    rows = [fill(roomy, 32, seed) for seed in range(2)]
+    for seed in range(64):
+        step(roomy, rows, seed)
+    assert fixed_store(0.5, 1, monkeypatch).pages.pool.num_pages == 1
+    assert fixed_store(0.5, 2**40, monkeypatch, budget_bytes=9 * PAGE).pages.pool.num_pages == 9
+    monkeypatch.undo()
+    assert memory.free_bytes("cpu") is None
+    with pytest.raises(ValueError, match=r"store.memory_share=0 must be a number in \(0, 1\]"):
+        StoreOptions(memory_share=0)
 
 
 def test_a_prompt_without_room_names_numbers_and_remedy():

@@ -57,7 +57,9 @@ def test_command_writes_a_table_that_the_method_reads(tiny_model, tmp_path, monk
     """The file of the command is a table of the model's shape for method.table."""
     loaded, out = tiny_model(), tmp_path / "gates.tsv"
     task = type("Task", (), {"name": "t", "requests": prompts(2)})
-    parts = type("Parts", (), {"load_model": lambda cfg: loaded, "load_task": lambda *a, **k: task})
+    parts = type(
+        "Parts", (), {"load_model": lambda cfg: loaded, "load_task": lambda *a, **k: task, "check_task": print}
+    )
     monkeypatch.setattr(gates, "default_parts", lambda: parts)
     settings = {"gates": {"prompts": 2, "sinks": 2, "recent": 5, "out": str(out)}, "seed": 0}
     cfg = OmegaConf.create(settings | {"model": {}, "task": {}, "protocol": {}})

@@ -1,6 +1,7 @@
 """Run as a program: `fake_command.py CONF SAMPLES PAUSE_S WORDS`, a kvbench command on fakes, with its own exit code.
 
-With HANG=1 the process stays for a minute where Python leaves, and says so on stderr first.
+With HANG=1 the process stays for a minute where Python leaves, and says so on stderr first. With FAIL=1 no answer fits
+in memory.
 """
 
 import atexit
@@ -33,7 +34,8 @@ def write_conf(conf: Path) -> None:
         (conf / name).parent.mkdir(parents=True, exist_ok=True)
         (conf / name).write_text(text)
     shutil.copy(ROOT / "conf" / "config.yaml", conf / "config.yaml")
-    shutil.copytree(ROOT / "conf" / "backend", conf / "backend")
+    for name in ("backend", "launcher", "command"):
+        shutil.copytree(ROOT / "conf" / name, conf / name)
 
 
 def hang() -> None:
@@ -48,8 +50,10 @@ def main(conf: Path, count: int, pause_s: float, words: list[str]) -> int:
     import kvbench.config.files
     import kvbench.runs.parts
 
+    failing = os.environ.get("FAIL")
+    statuses = {f"{'ab'[index % 2]}/{index}": "oom" for index in range(count)} if failing else None
     kvbench.config.files.conf_folder = lambda: conf
-    kvbench.runs.parts.default_parts = lambda: make_parts(count=count, pause_s=pause_s)
+    kvbench.runs.parts.default_parts = lambda: make_parts(count=count, pause_s=pause_s, statuses=statuses)
     if os.environ.get("HANG"):
         atexit.register(hang)
     return kvbench.cli.main.main(words)

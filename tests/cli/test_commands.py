@@ -49,7 +49,7 @@ def test_command_help_shows_every_setting(conf, capsys):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("wat=1", "key=wat does not exist. Did you mean what"),
+        ("wat=1", "there is no setting wat. Did you mean what"),
         ("deep.round=1", "deep.round"),
         ("attention", "attention is no setting of count"),
         ("_target_=x.y", "_target_"),

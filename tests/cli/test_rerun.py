@@ -1,12 +1,10 @@
 """`rerun`: a stored run once more; and the form of Hydra's that looks like it."""
 
 import json
-import shutil
 
 import pytest
 from fake_command import write_conf
 from fake_parts import make_parts
-from places import ROOT
 
 from kvbench.cli import main as cli
 from kvbench.config import files as listing
@@ -19,8 +17,6 @@ def stored(tmp_path, monkeypatch):
     """A run of the command line on fakes, with settings that are not the defaults; its folder."""
     conf = tmp_path / "conf"
     write_conf(conf)
-    (conf / "command").mkdir()
-    shutil.copy(ROOT / "conf" / "command" / "rerun.yaml", conf / "command")
     monkeypatch.setattr(listing, "conf_folder", lambda: conf)
     monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
     monkeypatch.setattr("kvbench.runs.run.default_parts", make_parts)
@@ -96,7 +92,7 @@ def test_a_folder_without_a_run_is_refused(stored, words, capsys):
 def test_hydras_own_form_does_not_run_something_else(stored, flag, capsys):
     """`--config-dir RUN --config-name config` ran the default experiment without a word; now it names `rerun`."""
     assert cli.main([flag, str(stored), "--config-name", "config"]) == 2
-    assert f"python -m kvbench rerun {stored}" in capsys.readouterr().err
+    assert f"kvbench rerun {stored}" in capsys.readouterr().err
     assert len(list((stored.parents[3]).rglob("run.json"))) == 1
 
 

@@ -22,8 +22,8 @@ def test_compose_gives_what_the_command_line_gives():
     ("word", "message"),
     [
         ("method=snapk", "method=snapk does not exist. Did you mean snapkv?"),
-        ("method.bits=1", r"key=method.bits does not exist.*\(method=snapkv\)"),
-        ("sed=1", "key=sed does not exist. Did you mean seed?"),
+        ("method.bits=1", r"there is no setting method.bits.*\(method=snapkv\)"),
+        ("sed=1", "there is no setting sed. Did you mean seed?"),
         ("a=[1", "cannot be read as key=value"),
     ],
 )
@@ -49,7 +49,7 @@ def test_unknown_keys_are_named():
     """The first key that does not exist is named with its prefix, those that do, and the nearest."""
     check_keys(["a", "b"], {"a", "b", "c"})
     with pytest.raises(
-        ValueError, match=r"^key=store.trak does not exist. Did you mean store.track\? Known: store.track"
+        ValueError, match=r"^there is no setting store.trak. Did you mean store.track\? Known: store.track"
     ):
         check_keys(["track", "trak"], ["track"], prefix="store.")
     with pytest.raises(ValueError, match="^task key=x does not exist. Known: name"):

@@ -172,7 +172,7 @@ def test_other_metrics_and_other_references(tmp_path):
             "snapkv",
             scores,
             settings={"budget": budget},
-            nll=lambda number, extra=extra: 0.1 + extra + noise[-number],
+            nll=lambda number, extra=extra: 0.1 + extra + extra * noise[-number],
         )
     cfg = settings(tmp_path, "metric=nll", "margin=0.05")
     (group,) = load_groups(cfg)

@@ -1,6 +1,7 @@
 """What a backend must have, what it may have, and what it says where it has not."""
 
 import inspect
+from contextlib import suppress
 
 import pytest
 import torch
@@ -65,6 +66,27 @@ def test_optional_operations_are_announced(kind):
         if not own:
             with pytest.raises(NotImplementedError, match=f"backend={kind.name} "):
                 call(kind(), name)
+
+
+# What plain torch does for every backend as fast as anything would: no kernel is missing there.
+IN_TORCH = {"region", "write_tracked", "read_tracked", "prefill_attention", "prompt_scores", "prompt_low_counts"}
+
+
+def test_what_the_reference_does_for_another_backend_is_noted():
+    """A backend without a single operation of its own names every one that ran, even if it fails; the reference,
+    which stands in for nobody, names none."""
+
+    class Empty(Reference):
+        name, is_reference = "empty", False
+
+    for name in sorted(set(operations()) - set(OPTIONAL)):
+        for kind in (Empty, Reference):
+            backend = kind()
+            with suppress(Exception):  # it is called with nothing
+                call(backend, name)
+            wanted = {name} if kind is Empty and name not in IN_TORCH else set()
+            assert backend.fallbacks - {"column_scores"} == wanted - {"column_scores"}, name
+            assert name != "column_scores" or backend.fallbacks == wanted
 
 
 def test_only_the_reference_calls_itself_one():

@@ -6,7 +6,7 @@ from store_helpers import held_positions, held_scores, make_store, plain_attenti
 
 from kvbench.kernels.reference.attention import rotate
 from kvbench.methods.knorm import KeyNorm
-from kvbench.policy import ScoreSpec
+from kvbench.policy import KeyNorms, ScoreSpec
 
 DIM = 16
 
@@ -102,8 +102,8 @@ def test_attention_after_the_prompt_sees_exactly_what_stayed():
 @pytest.mark.parametrize("wrong", [{"prefill_queries": 1}, {"decode_update": True, "track": ("score",)}])
 def test_norms_go_with_no_query(wrong):
     """A ScoreSpec of norms that also wants queries is refused."""
-    with pytest.raises(ValueError, match="statistic='key_norm' looks at no query"):
-        ScoreSpec(statistic="key_norm", **wrong)
+    with pytest.raises(ValueError, match="KeyNorms looks at no query"):
+        ScoreSpec(statistic=KeyNorms(), **wrong)
 
 
 def test_bad_settings():

@@ -1,4 +1,4 @@
-"""A method is two files: the example of the README, put into a copy of the repository, is listed, run and tested."""
+"""A method is two files: the examples of the README, put into a copy of the repository, are listed, run and tested."""
 
 import json
 import os
@@ -16,16 +16,18 @@ SKIPPED = shutil.ignore_patterns("__pycache__", ".pytest_cache", "*.egg-info")
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A copy of the repository with the README's two files added, and nothing else changed."""
+    """A copy of the repository with the README's two files for each of two methods, and nothing else changed."""
     target = tmp_path_factory.mktemp("copy") / "repository"
     target.mkdir()
     for folder in ("kvbench", "kernels", "methods", "conf", "tests"):
         shutil.copytree(ROOT / folder, target / folder, ignore=SKIPPED)
     shutil.copy(ROOT / "pyproject.toml", target)
     section = (ROOT / "README.md").read_text().split("## Adding a method")[1].split("\n## ")[0]
-    for name, kind in (("methods/toy.py", "python"), ("conf/method/toy.yaml", "yaml")):
-        assert not (target / name).exists()
-        (target / name).write_text(re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1])
+    for folder, kind, end in (("methods", "python", "py"), ("conf/method", "yaml", "yaml")):
+        files = [target / folder / f"{name}.{end}" for name in ("toy", "mylag")]
+        for file, text in zip(files, re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL), strict=True):
+            assert not file.exists()
+            file.write_text(text)
     return target
 
 
@@ -58,9 +60,39 @@ def test_a_new_method_runs(copy):
 
 
 @pytest.mark.timeout(240)
+def test_the_readme_s_lagkv_is_lagkv(copy):
+    """The statistic of the README's own file keeps the very tokens that `lagkv` keeps, in the prompt and behind it."""
+    script = copy / "compare_lag.py"
+    script.write_text(
+        "import torch\n"
+        "from store_helpers import held_positions, make_store\n"
+        "from kvbench.methods.mylag import MyLag\n"
+        "from kvbench.methods.lagkv import LagKV\n"
+        "held = []\n"
+        "for policy in (MyLag, LagKV):\n"
+        "    torch.manual_seed(0)\n"
+        "    store = make_store(policy(budget=40, lag=8, decode_every=4), num_q_heads=2, num_kv_heads=2, head_dim=16)\n"
+        "    row = store.open_row()\n"
+        "    store.prefill_layer(row, 0, *torch.randn(3, 2, 100, 16), 0.25)\n"
+        "    held.append(held_positions(store, row))\n"
+        "    for _ in range(9):\n"
+        "        store.begin_step(torch.tensor([row]))\n"
+        "        store.attend(0, *torch.randn(3, 1, 2, 16), 0.25)\n"
+        "        store.end_step()\n"
+        "    held.append(held_positions(store, row))\n"
+        "assert held[:2] == held[2:] and held[0] != held[1]\n"
+        "print([len(own) for own in held[0] + held[1]])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'tests'}", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "[40, 40, 41, 41]\n", done.stderr[-3000:]
+
+
+@pytest.mark.timeout(240)
 def test_a_new_method_is_held_to_the_conformance_tests(copy):
-    """The conformance tests of the copy find it by its YAML, and it passes those that ask most of its two files."""
+    """The conformance tests of the copy find them by their YAML, and they pass those that ask most of two files."""
     wanted = ["test_settings_file_is_complete", "test_lossless_settings_equal_full", "test_runs_repeat_themselves"]
-    choose = ["-k", f"toy and ({' or '.join(wanted)})", "-p", "no:cacheprovider", "-q", "-rA"]
+    choose = ["-k", f"(toy or mylag) and ({' or '.join(wanted)})", "-p", "no:cacheprovider", "-q", "-rA"]
     report = run(copy, "pytest", "tests/methods/test_conformance.py", *choose)
-    assert set(re.findall(r"^PASSED \S+::(\w+)\[toy", report, re.MULTILINE)) == set(wanted)
+    for name in ("toy", "mylag"):
+        assert set(re.findall(rf"^PASSED \S+::(\w+)\[{name}\b", report, re.MULTILINE)) == set(wanted)

@@ -7,7 +7,7 @@ from store_helpers import causal_probabilities, held_positions, held_scores, mak
 
 from kvbench.kernels.reference.attention import prompt_low_counts
 from kvbench.methods.scissorhands import Scissorhands
-from kvbench.policy import ScoreSpec
+from kvbench.policy import BelowUniform, ScoreSpec
 
 DIM = 16  # key of token j is unit vector j
 
@@ -183,5 +183,5 @@ def test_bad_settings(settings, message):
 
 def test_counting_needs_the_groups_maximum():
     """A mean of probabilities does not say which query heads are low, so it is refused."""
-    with pytest.raises(ValueError, match="group_reduce='max', not 1, 'none' and 'mean'"):
-        ScoreSpec(statistic="below_uniform", group_reduce="mean")
+    with pytest.raises(ValueError, match="group_reduce='max', not 1, 'sum', 'none' and 'mean'"):
+        ScoreSpec(statistic=BelowUniform(), group_reduce="mean")

@@ -1,5 +1,6 @@
 """Model folders are data: what is loaded is what is hashed, nothing in them runs, and nothing is made up."""
 
+import importlib.util
 import json
 import os
 import pickle
@@ -9,11 +10,12 @@ import sys
 
 import pytest
 import torch
+import transformers
 from places import ROOT
 from safetensors.torch import load_file, save_file
 
 from kvbench.models import files as model_files
-from kvbench.models.checkpoint import check_complete
+from kvbench.models.checkpoint import check_complete, read_weights
 from kvbench.models.load import load_model
 from kvbench.models.random_weights import byte_tokenizer, random_config, random_model
 
@@ -54,6 +56,26 @@ def edit_weights(folder, edit):
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_gpu_gets_the_weights_without_a_stop_in_main_memory(folder, monkeypatch):
+    """On a device of its own memory, transformers is asked to put every tensor there; the meta device stands for it,
+    on which a weight that was read elsewhere could not end. In main memory nothing is asked for."""
+    found, complete = read_weights(folder, torch.float32, device=torch.device("meta"))
+    assert {weight.device.type for weight in found.parameters()} == {"meta"}
+    check_complete(complete, str(folder))
+    asked = []
+    reader = transformers.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *given, device_map, **named: (asked.append(device_map), reader(*given, **named))[1],
+    )
+    for device in ("cuda:1", "cpu"):
+        read_weights(folder, torch.float32, device=torch.device(device))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # accelerate is not there
+    read_weights(folder, torch.float32, device=torch.device("cuda:1"))
+    assert asked == [{"": torch.device("cuda:1")}, None, None]
 
 
 def test_two_models_that_differ_in_the_middle_are_two(folder, tmp_path):

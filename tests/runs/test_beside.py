@@ -152,8 +152,8 @@ def test_a_run_that_is_stopped_keeps_what_is_graded(tmp_path):
         engine = make_parts().make_engine(*args, **kwargs)
         run = engine.run
 
-        def until(requests, *, on_outcome, on_step=None, sizing=None):
-            run(requests, on_outcome=on_outcome, on_step=on_step, sizing=sizing)
+        def until(requests, *, on_step=None, **more):
+            run(requests, on_step=on_step, **more)
             time.sleep(0.3)
             on_step({"decode_tokens_per_s": 1.0, "cache_bytes": 1.0, "live_rows": 1})
             raise KeyboardInterrupt

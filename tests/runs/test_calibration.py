@@ -150,7 +150,7 @@ def test_settings_given_twice_may_agree(write):
 
 def test_missing_and_unreadable_files(tmp_path):
     """What is no file, no YAML or no mapping is told apart."""
-    with pytest.raises(ValueError, match="nowhere.yaml does not exist; `python -m kvbench calibrate"):
+    with pytest.raises(ValueError, match="nowhere.yaml does not exist; `kvbench calibrate"):
         calibration.load("nowhere.yaml")
     (tmp_path / "a.yaml").write_text("a: [1\n")
     with pytest.raises(ValueError, match="cannot be read as YAML"):

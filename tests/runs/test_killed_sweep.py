@@ -29,8 +29,12 @@ ITEMS = 3 if IS_FULL else 1
 NUM_RECORDS = 2 * ITEMS * len(METHODS)
 WORDS = f"-m method={','.join(METHODS)} model=random model.preset=tiny backend=torch batch_size=2 task.length=400"
 WORDS += f" task.kinds=[kv,recall] task.items={ITEMS} protocol.max_new_tokens=4"
-TIMES = ["time", "time_low", "time_high", "time_standing"]
-KNOWN = {".lock", "config.yaml", "run.json", "samples.jsonl", "result.png", "sweep.png", "multirun.yaml"}
+KNOWN = {".lock", "config.yaml", "run.json", "samples.jsonl", "result.png", "sweep.png"} | {
+    "multirun.yaml",
+    "sweep.json",
+    "sweep.log",
+    "job.json",
+}
 NEEDS_SHIM = pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("gcc"), reason="faults at system calls need Linux and gcc"
 )
@@ -128,7 +132,7 @@ def tables(results_dir, out, metrics=("score", "nll", "kl")):
         assert pareto.main(compose_command("pareto", [*settings, f"out={wide}", "kinds=[png]", "axes=resident"])) == 0
         assert compare.main(compose_command("compare", [*settings, f"out={narrow}"])) == 0
         table = pd.read_csv(wide / "pareto.csv", dtype=str)
-        texts += [table.drop(columns=TIMES).to_csv(index=False), narrow.read_text()]
+        texts += [table.to_csv(index=False), narrow.read_text()]
     return texts
 
 
@@ -181,8 +185,10 @@ def test_refused_calls_end_with_one_message(tmp_path, server, whole):
     of its work changes nothing; the next start ends with the unbroken sweep's samples, numbers and pictures."""
     folder, calls, _ = whole
     rng = random.Random(2)
-    told = 0
-    for trial in range(NUM_FAULTS):
+    told = trial = 0
+    while trial < NUM_FAULTS or told < NUM_FAULTS // 3:  # a line of the log that cannot be written stops nothing
+        trial += 1
+        assert trial <= 5 * NUM_FAULTS, "hardly a fault was told"
         cut, kind = tmp_path / str(trial), ("eio", "enospc", "short")[trial % 3]
         at = rng.randint(1, calls)
         answer = server("sweep", cut, at=at, kind=kind)
@@ -198,7 +204,6 @@ def test_refused_calls_end_with_one_message(tmp_path, server, whole):
             assert not errors, where
         assert content(cut) == content(folder) and not litter(cut), where
         shutil.rmtree(cut)
-    assert told >= NUM_FAULTS // 3
 
 
 @NEEDS_SHIM

@@ -22,7 +22,7 @@ def test_every_shipped_method_builds():
         ({"_target_": "kvbench.methods.full.Ful"}, "method._target_=kvbench.methods.full.Ful is no policy class"),
         ({"_target_": "kvbench.methods.nothing.X"}, "method._target_=kvbench.methods.nothing.X is no policy class"),
         ({"_target_": "kvbench.config.files.describe"}, "is no policy class"),
-        ({"teir": "k8v8"}, "key=method.teir does not exist. Did you mean method.tier?"),
+        ({"teir": "k8v8"}, "there is no setting method.teir. Did you mean method.tier?"),
         ({"tier": "k3v3"}, "k_bits=3 is not one of"),
     ],
 )
@@ -42,7 +42,7 @@ def test_engine_from_configuration(tiny_model):
     assert (engine.batch_size, engine.seed, engine.fidelity_max_tokens, engine.backend.name) == (3, 5, 7, "torch")
     assert (engine.runner.options.page_bytes, engine.runner.options.track) == (4096, ("pos",))
     store["page_bites"] = 1
-    with pytest.raises(ValueError, match="key=store.page_bites does not exist. Did you mean store.page_bytes?"):
+    with pytest.raises(ValueError, match="there is no setting store.page_bites. Did you mean store.page_bytes?"):
         make_engine(OmegaConf.create(settings), tiny_model(), policy)
     tiny_model().model.set_attn_implementation("sdpa")  # other tests use the same model without an engine
 

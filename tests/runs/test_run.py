@@ -64,6 +64,30 @@ def test_one_run_leaves_everything(tmp_path):
     assert rows[0]["protocol"] == {"query_aware": True}
 
 
+def test_what_the_backend_had_no_kernel_for_is_on_record(tmp_path):
+    """Operations that plain torch did are in `run.json`, in order and once, also after a resume that needed others."""
+    cfg, parts = make_cfg(tmp_path), make_parts(count=3)
+    make_engine = parts.make_engine
+
+    def with_fallbacks(names):
+        def made(*arguments, **named):
+            engine = make_engine(*arguments, **named)
+            engine.backend.fallbacks.update(names)
+            return engine
+
+        return replace(parts, make_engine=made)
+
+    assert run_experiment(cfg, method="half", parts=parts, **QUIET).record.backend_fallbacks == []
+    (tmp_path / "fake" / "tiny" / "half").rename(tmp_path / "other")
+    first = run_experiment(cfg, method="half", parts=with_fallbacks(["widen_bounds", "choose_pages"]), **QUIET)
+    assert first.record.backend_fallbacks == ["choose_pages", "widen_bounds"]
+    lines = (first.folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (first.folder / "samples.jsonl").write_text("".join(lines[:-1]))
+    again = run_experiment(cfg, method="half", parts=with_fallbacks(["paged_decode"]), **QUIET)
+    assert again.record.backend_fallbacks == ["choose_pages", "paged_decode", "widen_bounds"]
+    assert RunRecord.load(again.folder) == again.record
+
+
 def test_complete_run_is_reused(tmp_path):
     """The same command again computes nothing and changes no file; resume=false computes all of it again."""
     first = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
@@ -189,20 +213,25 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
         results = tmp_path / status
         parts = make_parts()
         made = prepare(make_cfg(results), "half", parts)
-        score, calls = type(made.task).score, []
 
-        def broken(self, request, text, error=error, score=score, calls=calls):
-            calls.append(text)
-            if len(calls) == 6:
-                raise error
-            return score(self, request, text)
+        def make_engine(*args, error=error, **kwargs):
+            engine = make_parts().make_engine(*args, **kwargs)
+            run, count = engine.run, []
 
-        type(made.task).score = broken
-        try:
-            with pytest.raises(type(error)):
-                run_experiment(make_cfg(results), method="half", parts=parts, **QUIET)
-        finally:
-            type(made.task).score = score
+            def broken(requests, *, on_outcome, **more):
+                def five(outcome):
+                    if len(count) == 5:
+                        raise error
+                    count.append(outcome)
+                    on_outcome(outcome)
+
+                return run(requests, on_outcome=five, **more)
+
+            engine.run = broken
+            return engine
+
+        with pytest.raises(type(error)):
+            run_experiment(make_cfg(results), method="half", parts=replace(parts, make_engine=make_engine), **QUIET)
         record = RunRecord.load(made.folder)
         assert (record.status, record.counts.done) == ("failed" if status == "failed" else "stopped", 5)
         assert (record.message, record.counts.total) == (told[status], 10)

@@ -1,5 +1,6 @@
 """The table, the picture and the progress lines."""
 
+import dataclasses
 import io
 
 from fake_parts import make_cfg, make_parts
@@ -34,6 +35,18 @@ def test_table_shows_the_numbers(tmp_path):
     assert "..." not in text and "\u2026" not in text
     rows = [line for line in text.splitlines() if line.startswith(("full", "half")) and ":" not in line]
     assert [line.split()[0] for line in rows] == ["full", "half"] * 2
+
+
+def test_table_says_what_ran_without_a_kernel(tmp_path):
+    """A run whose backend fell back on plain torch is named with the operations; another one is not."""
+    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    slow = dataclasses.replace(finished.record, backend="triton", backend_fallbacks=["choose_pages", "paged_decode"])
+    fast = dataclasses.replace(slow, method="other", backend_fallbacks=[])
+    console = Console(width=120, record=True, file=io.StringIO())
+    table.show([slow, fast], console=console)
+    said = " ".join(console.export_text().split())
+    assert "Speed is no claim for half: backend triton did choose_pages, paged_decode in plain torch." in said
+    assert "no claim for other" not in said
 
 
 def test_table_names_a_method_that_saves_nothing(tmp_path):
@@ -109,3 +122,19 @@ def test_units():
         "2 h 05 min",
         "?",
     ]
+
+
+def test_table_by_what_a_task_tells_apart(tmp_path):
+    """One table for each thing that a task tells its samples apart by, and none where there is one group; a run that
+    lacks a group has a gap."""
+    runs = [run_experiment(make_cfg(tmp_path), method=name, parts=make_parts(), **QUIET).record for name in ("b", "a")]
+    primary = runs[1].primary
+    for record, values in zip(runs, ((0.5, None), (0.25, 1.0)), strict=True):
+        groups = {name: {"num_samples": 3, primary: value} for name, value in zip(("512", "1024"), values, strict=True)}
+        record.task_aggregate["by"] = {"length": groups, "task": {"vt": {"num_samples": 6, primary: 0.5}}}
+    console = Console(width=80, record=True, file=io.StringIO())
+    table.show(runs, console=console)
+    text = console.export_text()
+    assert f"{primary} by length, %" in text and "by task" not in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(("512", "1024"))]
+    assert rows == [["512", "50.0", "25.0", "3"], ["1024", "-", "100.0", "3"]]

@@ -18,7 +18,7 @@ def tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from kvbench.tasks.longctx.haystack import paragraphs
+    from kvbench.tasks.haystack import paragraphs
 
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

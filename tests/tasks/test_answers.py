@@ -242,11 +242,12 @@ def record(sample: str, repeat: int, correct: float, **more: object) -> dict:
 
 
 def test_sampling_statistics_leave_out_incomplete_problems() -> None:
-    """Two whole problems of four answers give avg@4 and pass@1, 2, 4 with intervals; one with a failed answer none."""
-    records = [record("a", r, float(r == 0)) for r in range(4)] + [record("b", r, 0.0) for r in range(4)]
+    """Eight whole problems of four answers give avg@4 and pass@k with intervals; one with a failed answer none."""
+    records = [record(f"a{i}", r, float(r == 0)) for i in range(4) for r in range(4)]
+    records += [record(f"b{i}", r, 0.0) for i in range(4) for r in range(4)]
     records += [record("c", r, 1.0, **({"status": "oom", "scores": {}} if r == 2 else {})) for r in range(4)]
     result = sampling_statistics(records, "correct")
-    assert (result["num_samples"], result["num_problems"], result["num_incomplete"]) == (4, 2, 1)
+    assert (result["num_samples"], result["num_problems"], result["num_incomplete"]) == (4, 8, 1)
     values = {key: result[key]["value"] for key in ("avg@4", "pass@1", "pass@2", "pass@4")}
     assert values == pytest.approx({"avg@4": 0.125, "pass@1": 0.125, "pass@2": 0.25, "pass@4": 0.5})
     assert all(0 <= result[key]["low"] <= values[key] <= result[key]["high"] <= 1 for key in values)

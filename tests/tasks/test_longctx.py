@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from kvbench.tasks import load_task, longctx
-from kvbench.tasks.longctx import generate, haystack, metrics
+from kvbench.tasks import fit, haystack, load_task, longctx
+from kvbench.tasks.longctx import generate, metrics
 from kvbench.tasks.protocol import Protocol
 
 KINDS = generate.KINDS
@@ -81,7 +81,7 @@ def test_kv_keys_are_unique_even_in_long_tables(tokenizer) -> None:
     """When the words run out, keys get a number."""
     context = docs(tokenizer, "kv", num_items=1, length=40_000)[0]["context"]
     keys = [line.partition(":")[0] for line in context.split("\n")[2:]]
-    assert len(keys) > len(generate._ADJECTIVES) * len(generate._NOUNS)
+    assert len(keys) > len(generate.ADJECTIVES) * len(generate.NOUNS)
     assert len(set(keys)) == len(keys)
 
 
@@ -117,15 +117,15 @@ def test_longest_fit_against_counting_up(tokenizer) -> None:
     counts = [len(tokenizer.encode(render(n))) for n in range(301)]
     for length in (1, 2, 17, 100, 333, 5000):
         best = max(n for n in range(301) if counts[n] <= length)
-        found = generate.longest_fit(render, tokenizer, length, 300)
+        found = fit.longest_fit(render, tokenizer, length, 300)
         assert found <= best
-        assert found == best or length - counts[found] <= generate.LENGTH_SLACK_TOKENS
+        assert found == best or length - counts[found] <= fit.LENGTH_SLACK_TOKENS
 
 
 def test_a_prompt_that_cannot_fit_is_an_error(tokenizer) -> None:
     """Without any filler the prompt is already longer than asked."""
     with pytest.raises(ValueError, match="too short: a prompt takes 12 tokens without any filler"):
-        generate.longest_fit(lambda n: "a " * 10 + "b " * n, tokenizer, 10, 5)
+        fit.longest_fit(lambda n: "a " * 10 + "b " * n, tokenizer, 10, 5)
 
 
 def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
@@ -135,7 +135,7 @@ def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
     for kind in KINDS:
         try:
             longctx.load(settings | {"kinds": [kind]}, loaded, limit=None, seed=0, protocol=Protocol())
-        except generate.TooShort as error:
+        except fit.TooShort as error:
             needs[kind] = error.needed
     with pytest.raises(ValueError, match=f"task.length=256 is too short: a prompt takes {max(needs.values())} tokens"):
         longctx.load(settings | {"kinds": list(KINDS)}, loaded, limit=None, seed=0, protocol=Protocol())

@@ -142,7 +142,7 @@ def test_missing_data_says_where_and_how(tmp_path: Path) -> None:
         f"hub cache {tmp_path / 'hub'}",
         f"datasets library {tmp_path / 'datasets'}",
         "HF_HUB_OFFLINE is set",
-        "python -m kvbench data task=longbench task.subsets=[trec] to=longbench",
+        "kvbench data task=longbench task.subsets=[trec] to=longbench",
         "data.zip of THUDM/LongBench",
         "task=longctx",
     ):

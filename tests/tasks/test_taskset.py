@@ -85,6 +85,11 @@ def test_fingerprint_sees_prompts_references_and_code(tmp_path: Path) -> None:
     seen.add(fingerprint(requests, {"a/0": "x"}, folder))
     (folder.parent / "shared.py").write_text("x = 1")
     seen.add(fingerprint(requests, {"a/0": "x"}, folder))
-    (folder.parent / "shared.py").write_text('"""Words."""\n\nx = 1  # a comment\n')
+    assert len(seen) == 4  # nothing of this task's imports it
+    (folder / "metrics.py").write_text("from kvbench.tasks import shared")
     seen.add(fingerprint(requests, {"a/0": "x"}, folder))
-    assert len(seen) == 5
+    (folder.parent / "shared.py").write_text("x = 2")
+    seen.add(fingerprint(requests, {"a/0": "x"}, folder))
+    (folder.parent / "shared.py").write_text('"""Words."""\n\nx = 2  # a comment\n')
+    seen.add(fingerprint(requests, {"a/0": "x"}, folder))
+    assert len(seen) == 6

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
 _FOLDER = Path(__file__).resolve().parent
-_OTHER_WAY = "`python -m kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
+_OTHER_WAY = "`kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
 
 
 def load(

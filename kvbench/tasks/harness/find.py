@@ -249,7 +249,7 @@ def _missing(name: str, manager: "TaskManager", error: Exception) -> MissingData
     return MissingDataError(
         f"task.name={name} of lm-eval has no data here: {which} is neither in the cache of the datasets library nor to "
         f"be had from the hub ({why}). Run this task once where there is a network (gated data also needs `hf auth "
-        f"login`), or {fetch} there and set task.data_dir=DIR. Without it, `python -m kvbench task=longctx` runs on "
+        f"login`), or {fetch} there and set task.data_dir=DIR. Without it, `kvbench task=longctx` runs on "
         "generated data."
     )
 

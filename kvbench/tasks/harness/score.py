@@ -83,7 +83,7 @@ def common_metrics(tasks: "Mapping[str, Task]") -> dict[str, MetricInfo]:
         reported = sorted({name for task in tasks.values() for name in task.aggregation()})
         raise ValueError(
             f"the tasks {', '.join(list(tasks)[:5])} share no metric that is a mean over documents (they report "
-            f"{', '.join(reported)}); choose one task, or run `python -m kvbench lm_eval --model kvbench --tasks ...`"
+            f"{', '.join(reported)}); choose one task, or run `kvbench lm_eval --model kvbench --tasks ...`"
         )
     return {name: MetricInfo(each[0][name], f"lm-eval's {name}") for name in names}
 
@@ -116,7 +116,7 @@ class HarnessTaskSet(TaskSet):
             if not 0 <= scores[name] <= 1:
                 raise ValueError(
                     f"{name} of {request.sample_id} is {scores[name]}; kvbench's intervals hold for metrics between 0 "
-                    "and 1 only. `python -m kvbench lm_eval --model kvbench --tasks ...` runs this task"
+                    "and 1 only. `kvbench lm_eval --model kvbench --tasks ...` runs this task"
                 )
         return scores
 

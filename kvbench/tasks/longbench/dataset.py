@@ -1,6 +1,6 @@
 """Rows of LongBench: what a row must hold, and where the files are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.tasks.longbench.metrics import REFERENCE
@@ -46,12 +46,17 @@ def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Row
         if source:
             return {"test": read_rows(source, lambda row: check_row(row, subset))}
         looked.append(where)
-    raise MissingDataError(
-        f"task=longbench has no data for the subset {subset}. Looked in: {'; '.join(looked)}. To get it, run `python "
-        f"-m kvbench data task=longbench task.subsets=[{subset}] to=longbench` where there is a network (or unpack "
-        f"{HUB_ARCHIVE} of {HUB_REPOS[0]} by hand), and set task.data_dir=longbench. Without it, `python -m kvbench "
-        "task=longctx` runs on generated data."
-    )
+
+    def text(parts: Sequence[str]) -> str:
+        names = ",".join(parts)
+        return (
+            f"task=longbench has no data for the subset{'s' * (len(parts) > 1)} {', '.join(parts)}. Looked in: "
+            f"{'; '.join(looked)}. To get it, run `kvbench data task=longbench task.subsets=[{names}] to=longbench` "
+            f"where there is a network (or unpack {HUB_ARCHIVE} of {HUB_REPOS[0]} by hand), and set "
+            "task.data_dir=longbench. Without it, `kvbench task=longctx` runs on generated data."
+        )
+
+    raise MissingDataError(text, subset)
 
 
 def check_row(row: Mapping[str, Any], subset: str) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import check_whole
 from kvbench.tasks.draw import Limit
+from kvbench.tasks.fit import TooShort
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longctx.dataset import DEFAULT_ITEMS, DEFAULT_LENGTH
-from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH, TooShort, tokens_needed
+from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH, tokens_needed
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys, name_list

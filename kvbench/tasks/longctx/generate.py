@@ -1,11 +1,11 @@
 """Seeded long-context documents: multikey needle, key-value table, quoted recall, passkey."""
 
 import hashlib
-from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from kvbench.tasks.longctx.haystack import Filler, make_filler, paragraphs
+from kvbench.tasks.fit import TooShort, longest_fit
+from kvbench.tasks.haystack import Filler, make_filler, paragraphs
 from kvbench.tasks.prompts import decode
 
 if TYPE_CHECKING:
@@ -17,19 +17,17 @@ MIN_LENGTH = 256
 NUM_NEEDLES = 8
 RECALL_TOKENS = 16
 RECALL_PREFIX_WORDS = 10
-# A prompt this close to the wanted length is accepted without another round of counting.
-LENGTH_SLACK_TOKENS = 4
 
 _CITIES = (
     "Lisbon Oslo Cairo Lima Quito Delhi Tokyo Paris Rome Madrid Vienna Athens Dublin Prague Warsaw Berlin Havana "
     "Ottawa Seoul Hanoi Nairobi Accra Tunis Dakar Sofia Riga Bern Boston Denver Chicago Sydney Manila"
 ).split()
-_ADJECTIVES = (
+ADJECTIVES = (
     "amber brave calm clever crisp deep early empty fair fancy final fresh gentle giant golden grand green happy "
     "heavy hidden icy jolly kind large late light little lucky mild modern narrow noble old pale plain proud quick "
     "quiet rapid royal rusty sharp shy silent silver small soft warm wild young"
 ).split()
-_NOUNS = (
+NOUNS = (
     "anchor apple arrow basket bell bird boat book bottle bridge bucket button candle castle chair cloud coin door "
     "drum engine farmer feather field flag forest garden glass hammer harbor island kettle ladder lamp leaf lion "
     "market mirror mountain needle ocean orange paper pencil pillow river rocket saddle spoon table tower"
@@ -69,22 +67,6 @@ def make_doc(kind: str, index: int, *, tokenizer: "PreTrainedTokenizerBase", len
     return doc
 
 
-class TooShort(ValueError):
-    """A length that a prompt does not fit into even without filler.
-
-    Args:
-        length: What was asked for, in tokens.
-        needed: Tokens that the prompt takes.
-    """
-
-    def __init__(self, length: int, needed: int) -> None:
-        super().__init__(
-            f"task.length={length} is too short: a prompt takes {needed} tokens without any filler; raise it to at "
-            "least that"
-        )
-        self.needed = needed
-
-
 def tokens_needed(kind: str, items: int, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> int:
     """Tokens that the longest prompt of a kind takes without filler, or 0 when all fit; as `make_doc` otherwise."""
     needed = 0
@@ -94,49 +76,6 @@ def tokens_needed(kind: str, items: int, tokenizer: "PreTrainedTokenizerBase", l
         except TooShort as error:
             needed = max(needed, error.needed)
     return needed
-
-
-def longest_fit(render: Callable[[int], str], tokenizer: "PreTrainedTokenizerBase", length: int, limit: int) -> int:
-    """Find how many units of filler fill a prompt.
-
-    Args:
-        render: Number of units -> whole prompt; more units never make it shorter.
-        tokenizer: Counts tokens.
-        length: Most tokens of the prompt.
-        limit: Most units.
-
-    Returns:
-        A number of units whose prompt has at most `length` tokens, within a few tokens of it unless a unit is longer.
-
-    Raises:
-        ValueError: not even the prompt without filler fits.
-    """
-
-    def count(units: int) -> int:
-        return len(tokenizer.encode(render(units), add_special_tokens=True))
-
-    fits, fits_tokens = 0, count(0)
-    if fits_tokens > length:
-        raise TooShort(length, fits_tokens)
-    over, over_tokens = limit + 1, None
-    guess = (length - fits_tokens) // 2
-    rounds = 0
-    while over - fits > 1 and length - fits_tokens > LENGTH_SLACK_TOKENS:
-        rounds += 1
-        if over_tokens is not None:
-            # Between two known points by interpolation; halving now and then bounds the rounds whatever the text is
-            # like.
-            share = (length - fits_tokens) / (over_tokens - fits_tokens)
-            guess = (fits + over) // 2 if rounds % 3 == 0 else fits + int(share * (over - fits))
-        units = min(max(guess, fits + 1), over - 1)
-        tokens = count(units)
-        if tokens <= length:
-            # Beyond the last point that fits by its own slope, a little more so that the length gets bracketed.
-            guess = units + int(1.05 * (length - tokens) * (units - fits) / max(tokens - fits_tokens, 1)) + 1
-            fits, fits_tokens = units, tokens
-        else:
-            over, over_tokens = units, tokens
-    return fits
 
 
 def _fill(
@@ -182,7 +121,7 @@ def _passkey(rng: Random, depth: float, length: int, tokenizer: "PreTrainedToken
 
 
 def _kv(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerBase") -> dict:
-    keys = [f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS]
+    keys = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
     rng.shuffle(keys)
     value_of = Random(rng.random())
     rows: list[tuple[str, int]] = []

@@ -23,7 +23,7 @@ def test_wrong_results_are_found(capsys: pytest.CaptureFixture):
     assert check_device.report(check_device.check_prompts(plan)) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL  1.00e-03 (bound 1e-05)  column scores") == 3
-    assert "ok  " in printed and "2 passed, 3 failed" in printed
+    assert "ok  " in printed and "3 passed, 3 failed" in printed
 
 
 def test_a_difference_that_is_no_number_and_no_findings_at_all_do_not_pass(capsys: pytest.CaptureFixture):
@@ -43,3 +43,43 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert check_device.main(["--device", "cpu"]) == 2
     assert "needs an NVIDIA or AMD GPU" in capsys.readouterr().err
+
+
+def test_shares_are_the_whole():
+    """Every check belongs to one share, whatever their number."""
+    names = [f"attend {kind} {name}" for kind in range(9) for name in check_device.FORMATS]
+    for parts in (1, 2, 16):
+        plans = [Plan(DEVICE, Gpu(), share=(part, parts)) for part in range(parts)]
+        assert all(sum(plan.takes(name) for plan in plans) == 1 for name in names)
+    assert len({plan.takes(names[0]) for plan in plans}) == 2
+
+
+class Process:
+    """Stands for a process that has printed something."""
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        self.share, self.returncode = command[-1], 0
+        self.said = {"0/3": "ok   0.00e+00 one\n1 passed, 0 failed\n", "1/3": "0 passed, 0 failed\n"}.get(
+            self.share, ""
+        )
+        if self.share == "2/3" and broken:
+            self.said, self.returncode = "ok   0.00e+00 two\nFAIL 1.00e+00 three\n1 passed, 1 failed\n", 1
+
+    def communicate(self) -> tuple[str, None]:
+        return self.said, None
+
+
+broken: list[bool] = []
+
+
+def test_processes_that_check_in_parallel_are_added_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """An empty share is no failure; a failed one is, and what it found is printed; nothing at all does not pass."""
+    monkeypatch.setattr(check_device.subprocess, "Popen", Process)
+    assert check_device.in_shares("module", [], 3) == 0
+    assert "1 passed, 0 failed, 0 of 3 processes ended with an error" in capsys.readouterr().out
+    monkeypatch.setattr(f"{__name__}.broken", [True])
+    assert check_device.in_shares("module", [], 3) == 1
+    said = capsys.readouterr().out
+    assert "FAIL 1.00e+00 three" in said and "2 passed, 1 failed, 1 of 3 processes" in said
+    assert check_device.in_shares("module", [], 1) == 1  # no share of one is known to `Process`
+    assert check_device.report(iter([]), may_be_empty=True) == 0

@@ -74,6 +74,15 @@ def test_three_tiers_with_empty_ones_equal_the_reference():
     assert_equal(Cache(formats, counts, 64), random_queries(2, 6, 64), group="sum", power=2)
 
 
+@pytest.mark.parametrize("counts", [[[[5, 1]], [[0, 0]]], [[[0, 0]], [[2, 17]]]])
+def test_a_tier_without_any_page_costs_nothing(counts: list):
+    """Short prompts leave the low tier of a whole layer empty; its table is then no page wide, and so is its split."""
+    formats = [tier_format(bits, 64) for bits in ("8,4", "4,2")]
+    cache = Cache(formats, counts, 64)
+    assert 0 in {tier.ids.shape[-1] for tier in cache.tiers}
+    assert_equal(cache, random_queries(1, 6, 64), group="max", pages_per_part=None)
+
+
 @pytest.mark.parametrize(("num_k", "num_v", "dtype"), [(0, 0, "float16"), (64, 32, "bfloat16"), (32, 61, "float32")])
 def test_residual_rings_equal_the_reference(num_k: int, num_v: int, dtype: str):
     """Keys and values that left the buffer at different times, rings that wrapped or lost tokens, strided rows."""
@@ -201,8 +210,42 @@ def test_adding_to_scores_that_are_not_tracked_is_refused():
         triton_decode.add_scores(pages, tiers[0], torch.zeros(1, 1, fmt.tokens_per_page, device=DEVICE))
 
 
-def test_rotated_keys_equal_the_reference():
-    """Keys that are rotated to their place in the cache, with scores that are added."""
+ROTATED = {  # bits, head dim, angles, format
+    "k16": ("16,16", 64, 32, {}),
+    "k4v2-groups": ("4,2", 64, 20, {"k_groups": 2}),  # 24 channels keep their place
+    "fp8": ("8,8", 80, 40, {"fp8": True}),
+    "k1": ("1,16", 80, 40, {}),
+    "kivi": ("2,2", 64, 32, {"k_channel_group": 32, "v_groups": 2}),
+}
+
+
+@pytest.mark.parametrize("case", ROTATED.values(), ids=ROTATED.keys())
+def test_keys_that_are_rotated_on_reading_equal_the_reference(case: tuple):
+    """Every way of holding keys, all channels turned or some; sequences with angles of their own, and shared ones."""
+    bits, head_dim, half, extra = case
+    fmt = tier_format(bits, head_dim, **extra)
+    cache = Cache([fmt], [ragged(fmt.tokens_per_page)], head_dim)
+    width = cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page
+    angle = 50 * torch.randn(2, width, half, generator=torch.Generator().manual_seed(4))
+    q = random_queries(2, 6, head_dim)
+    for angles in (angle, angle[:1].expand(2, -1, -1)):
+        cache.tiers[0].rotation = angles
+        assert_equal(cache, q, group="max")
+
+
+def test_rotated_keys_behind_a_ring_equal_the_reference():
+    """The ring's keys have their positions and are not turned; scores are none."""
+    fmt = tier_format("4,4", 64, k_channel_group=16)
+    cache = Cache([fmt], [[[32, 16]]], 64)
+    make = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(1, 2, 24, 64, generator=make) for _ in range(2))
+    width = cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page
+    cache.tiers[0].rotation = torch.randn(1, width, 32, generator=make).transpose(1, 2).contiguous().transpose(1, 2)
+    assert_equal(cache, random_queries(1, 4, 64), Ring(k, v, torch.tensor([[50, 20]])))
+
+
+def test_scores_of_rotated_keys_are_added():
+    """Keys that are rotated to their place in the cache, with scores that are added in place."""
     fmt = tier_format("16,16", 64, track=("score",))
     cache = Cache([fmt], [[[9, 16]]], 64)
     angle = torch.randn(1, cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page, 32)

@@ -33,6 +33,26 @@ def test_column_sums_equal_those_of_the_full_matrix(queries: int, skip_near: int
         assert torch.allclose(got[h].double(), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("queries", "skip_near"), [(-1, 0), (80, 7), (8, 70)])
+def test_queries_below_the_uniform_share_are_counted(queries: int, skip_near: int):
+    """Minus one from every counted query that gives a key less than one over the keys that it sees; uniform rows give
+    exactly that much, and count for none."""
+    q, k, _ = prompt(4, 2, 147, 16)
+    q[0] = 0.0
+    options = {"queries": queries, "skip_near": skip_near}
+    got = triton_prefill.column_scores(q, k, 0.25, **options, below_uniform=True).cpu()
+    for h in range(4):
+        p = slow_attention.causal_probabilities(q[h].cpu(), k[h // 2].cpu(), 0.25)
+        i, j = torch.arange(147)[:, None], torch.arange(147)
+        counted = (i >= j) & (i - j >= skip_near) & (i >= (0 if queries < 0 else 147 - queries))
+        low = counted & (p < 1.0 / (i + 1).double()) & (h > 0)
+        assert torch.equal(got[h].double(), -low.double().sum(0))
+    assert not got[0].any() and got[1].any()
+    counts = Gpu()
+    assert torch.equal(counts.prompt_low_counts(q, k, 0.25, **options, group="max").cpu(), got.view(2, 2, -1).amax(1))
+    assert counts.fallbacks == set()
+
+
 @pytest.mark.parametrize(("length", "head_dim", "q_heads"), [(1, 64, 2), (64, 80, 6), (130, 128, 4)])
 def test_attention_and_lse_equal_the_full_matrix(length: int, head_dim: int, q_heads: int):
     """One token, one full block, several ragged ones; a head dim that is no power of two."""

@@ -32,8 +32,9 @@ def paragraphs() -> tuple[str, ...]:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ValueError(
-            "task=longctx builds its prompts from the module pydoc_data of the Python standard library, and this "
-            "interpreter has none; install the full standard library (Debian: libpython3-stdlib) or run another task"
+            "the text of generated prompts comes from the module pydoc_data of the Python standard library, and "
+            "this interpreter has none; install the full standard library (Debian: libpython3-stdlib), or run another "
+            "task"
         ) from error
     found: dict[str, None] = {}
     for name in sorted(topics):

@@ -1,0 +1,159 @@
+"""Checks every method through the whole engine on a device: `python -m kvbench.bench.check_methods`.
+
+A small random model answers the same prompts twice, with the GPU kernels and with plain torch. Tokens, bytes and what
+was kept must be the same. Needs torch, triton and transformers alone; exit status 0 when everything passed.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvbench.bench import choices
+from kvbench.cache.layout import StoreOptions
+from kvbench.config.files import options
+from kvbench.engine.engine import Engine
+from kvbench.engine.requests import Outcome, Request
+from kvbench.kernels.check_device import Finding, report
+from kvbench.kernels.dispatch import gpu_backend
+from kvbench.models.load import LoadedModel
+
+# Windows, budgets and groups so small that a method drops, demotes, chooses and flushes within some dozens of tokens.
+SMALL = {
+    "window": 8,
+    "budget": 16,
+    "sinks": 2,
+    "recent": 8,
+    "residual_tokens": 16,
+    "group": 16,
+    "read_budget": 16,
+    "min_pages": 1,
+    "dense_layers": 0,
+    "obs_window": 4,
+    "protected": 8,
+    "skip_near": 2,
+}
+TABLE = {"table": [[0.9, 0.1], [0.2, 0.8]]}  # duo_attention's gates belong to one model: two layers, two KV heads
+MODEL = "random preset=tiny num_layers=2"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of prompts.
+
+    Args:
+        prompts: Tokens of each segment of a prompt, and tokens to answer with.
+        small: Put the settings of `SMALL` in place of the method's own.
+        one_tier: Give everything that is kept to the high tier, where a method has thresholds.
+    """
+
+    prompts: tuple[tuple[tuple[int, ...], int], ...]
+    small: bool = True
+    one_tier: bool = False
+
+
+CASES = {
+    "below the window": Case((((5,), 3),), small=False),
+    "one token": Case((((1,), 3),), small=False),
+    "an empty tier": Case((((24,), 3),), one_tier=True),
+    "a row that ends early": Case((((26,), 2), ((12,), 3))),
+    "segments": Case((((18, 5), 2),)),
+}
+
+
+def changes(method: str, case: Case) -> dict:
+    """What a case changes of a method's settings."""
+    own = choices.read_choice("method", method)
+    found: dict[str, Any] = {key: value for key, value in TABLE.items() if key in own}
+    if case.small:
+        for key, value in SMALL.items():
+            is_count = isinstance(own.get(key), int) and not isinstance(own[key], bool) and own[key] > value
+            if is_count or (key in ("budget", "read_budget") and own.get(key) is not None):
+                found[key] = value
+    if case.one_tier and "alpha_h" in own:
+        found["alpha_h"] = own["alpha_l"]
+    return found
+
+
+@cache
+def small_model(device: str, dtype: str) -> LoadedModel:
+    """The model that answers."""
+    return choices.make_model(f"{MODEL} dtype={dtype}", device)
+
+
+def answer(model: LoadedModel, method: str, case: Case, backend: str) -> tuple[list[Outcome], set[str]]:
+    """The outcomes of a case in order, and the operations that the backend had no kernel for."""
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changes(method, case).items())
+    policy = choices.make_method(f"{method} {words}")
+    make, requests = torch.Generator().manual_seed(1), []
+    for index, (segments, tokens) in enumerate(case.prompts):
+        parts = tuple(tuple(torch.randint(1, 257, (n,), generator=make).tolist()) for n in segments)
+        requests.append(
+            Request(sample_id=str(index), subset="check", segments=parts, max_new_tokens=tokens, min_new_tokens=tokens)
+        )
+    engine = Engine(
+        model, policy, store=StoreOptions(), batch_size=len(requests), seed=0, backend=backend, fidelity_max_tokens=0
+    )
+    found: list[Outcome] = []
+    engine.run(requests, on_outcome=found.append)
+    found.sort(key=lambda outcome: outcome.sample_id)
+    return found, engine.backend.fallbacks
+
+
+def differing(mine: Outcome, theirs: Outcome) -> int:
+    """How many of status, tokens, bytes and kept slots differ between two outcomes."""
+    pairs = [(getattr(mine, name), getattr(theirs, name)) for name in ("status", "token_ids", "ledger", "kept")]
+    return sum(a != b for a, b in pairs) + (mine.status != "ok")
+
+
+def check(device: str, dtype: str, methods: list[str], cases: list[str]) -> Iterator[Finding]:
+    """Answers every case with both backends and compares.
+
+    Args:
+        device: Where the model and the cache lie.
+        dtype: The model's dtype.
+        methods: Names of conf/method.
+        cases: Keys of `CASES`.
+    """
+    model = small_model(device, dtype)
+    for method in methods:
+        for name in cases:
+            want, _ = answer(model, method, CASES[name], "torch")
+            try:
+                got, fallbacks = answer(model, method, CASES[name], "triton")
+                worst = float(sum(map(differing, got, want)))
+            except Exception as error:  # compilers and drivers have kinds of their own; the other cases still run
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                worst, fallbacks = float("nan"), set()
+            slow = f" (plain torch: {', '.join(sorted(fallbacks))})" if fallbacks else ""
+            yield Finding(f"{method}, {name}, {dtype}{slow}", worst, 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the checks, prints one line each, and returns 0 when all passed, 1 otherwise, 2 where they cannot run."""
+    known = list(options("method"))
+    parser = argparse.ArgumentParser(prog="python -m kvbench.bench.check_methods", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with TRITON_INTERPRET=1 (slow)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--method", nargs="*", choices=known, default=known)
+    parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
+    chosen = parser.parse_args(argv)
+    if chosen.device.startswith("cuda") and not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees none here; run this on a machine with one", file=sys.stderr)
+        return 2
+    try:
+        gpu_backend(chosen.device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}")
+    return report(check(chosen.device, chosen.dtype, chosen.method, chosen.case))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

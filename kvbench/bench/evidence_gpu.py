@@ -1,0 +1,231 @@
+"""Gathers the evidence of a GPU, stage by stage: `make gpu`, or `python -m kvbench.bench.evidence_gpu`.
+
+Every stage is a process of its own with a limit. What ended well is never run again; what failed is tried once more in
+a later call. A call ends before its minutes are over, so that it fits where a machine is lent by the call; the next one
+goes on, also on another machine of the same kind. Everything lies in one folder, results/gpu/<device>/: what each stage
+printed, the documents of the benches, and `state.json`. With --archive it comes as one file too. Needs torch, triton
+and transformers alone.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+TRIES = 2  # of a stage, before it is given up
+LEAST_S = 45.0  # a stage is not begun with less time left, unless its limit is below
+MODEL = "random preset=llama3-8b dtype=bfloat16"
+GRAPHED = "kvbench.kernels.bench.attention rounds=7 dense=[bf16] scores=[none,return]"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the evidence.
+
+    Args:
+        name: Names its files.
+        limit_s: Seconds it may take.
+        module: What `python -m` runs, with its words; `{out}` stands for the stage's JSON document.
+        dry: The words of a dry run, on a CPU with interpreted kernels and tiny shapes; empty leaves the stage out.
+    """
+
+    name: str
+    limit_s: int
+    module: str
+    dry: str = ""
+
+
+# What decides most comes first: does it run, is it right, and only then how fast it is.
+STAGES = (
+    Stage("probe", 40, "kvbench.bench.evidence_gpu --describe", "kvbench.bench.evidence_gpu --describe --device cpu"),
+    Stage(
+        "check-quick",
+        120,
+        "kvbench.kernels.check_device --quick --jobs 12",
+        "kvbench.kernels.check_device --quick --device cpu --only prompts --jobs 2",
+    ),
+    Stage("check-all", 420, "kvbench.kernels.check_device --jobs 12"),
+    Stage(
+        "check-methods",
+        420,
+        "kvbench.bench.check_methods",
+        "kvbench.bench.check_methods --device cpu --method full --case 'one token'",
+    ),
+    Stage("check-methods-bf16", 180, "kvbench.bench.check_methods --dtype bfloat16 --case 'a row that ends early'"),
+    Stage(
+        "attention",
+        480,
+        f"{GRAPHED} shapes=[32x8x128] lengths=[4096,16384,32768] batches=[1,8,32] out={{out}}",
+        "kvbench.kernels.bench.attention device=cpu kernels=triton shapes=[2x1x16] lengths=[16] batches=[1] rounds=1 "
+        "threads=[1] formats=[K8V4] dense=[fp32] working_set_mb=1 max_buffers=1 scores=[none] out={out}",
+    ),
+    Stage("attention-64", 240, f"{GRAPHED} shapes=[9x3x64,32x8x64] lengths=[4096,16384] batches=[1,32] out={{out}}"),
+    Stage(
+        "decode-4k",
+        480,
+        f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[1,8] rounds=5 prefill_rounds=2 peak=false "
+        "quantised=false out={out}",
+        "kvbench.bench.decode model='random preset=tiny dtype=float32' methods=[full] device=cpu kernels=triton "
+        "context=16 batches=[1] rounds=1 steps=1 prefill_rounds=0 threads=[1] peak=false quantised=false out={out}",
+    ),
+    Stage(
+        "decode-4k-32",
+        360,
+        f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0 peak=false "
+        "quantised=false out={out}",
+    ),
+    Stage(
+        "decode-16k",
+        420,
+        "kvbench.bench.decode model='random preset=llama3.1-8b dtype=bfloat16' context=16384 batches=[1,8] rounds=5 "
+        "prefill_rounds=0 peak=false quantised=false out={out}",
+    ),
+    Stage(
+        "prefill",
+        200,
+        "kvbench.kernels.bench.prefill shapes=[32x8x128] dtype=bf16 eager=false lengths=[8192,32768] rounds=3 "
+        "out={out}",
+    ),
+    Stage("manager", 60, "kvbench.kernels.bench.manager lists=[8192,32768,262144] out={out}"),
+    Stage(
+        "throughput",
+        480,
+        f"kvbench.bench.throughput model='{MODEL}' kv_mb=10000 context=4096 max_batch=128 rounds=5 out={{out}}",
+    ),
+)
+
+
+def words_of(stage: Stage, folder: Path, dry: bool) -> list[str]:
+    """A stage's command line."""
+    module, *words = shlex.split(stage.dry if dry else stage.module)
+    return [sys.executable, "-m", module, *(word.format(out=folder / f"{stage.name}.json") for word in words)]
+
+
+def device_name(dry: bool) -> str:
+    """The folder of a device: its name without what a file's name should not have."""
+    name = "interpreter" if dry else torch.cuda.get_device_name()
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+
+
+def describe(device: str) -> dict:
+    """The machine and its libraries, for the record."""
+    from kvbench.kernels.bench import machine
+    from kvbench.kernels.dispatch import gpu_backend
+
+    found = machine.describe(device, gpu_backend(device))
+    if device != "cpu":
+        own = torch.cuda.get_device_properties(device)
+        found |= {"memory_bytes": own.total_memory, "multiprocessors": own.multi_processor_count}
+        found["l2_bytes"] = getattr(own, "L2_cache_size", None)
+    return found
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def left_over(stages: tuple[Stage, ...], state: dict[str, dict], dry: bool) -> list[Stage]:
+    """The stages that are still to be done, in order: neither ended well nor given up."""
+    wanted = [stage for stage in stages if stage.dry or not dry]
+    return [
+        stage
+        for stage in wanted
+        if state.get(stage.name, {}).get("rc") != 0 and state.get(stage.name, {}).get("tries", 0) < TRIES
+    ]
+
+
+def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
+    """Runs a stage and keeps what it prints.
+
+    Returns:
+        Its exit status; 124 when its time ran out.
+    """
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"TRITON_INTERPRET": "1"} if dry else {})
+    with open(folder / f"{stage.name}.txt", "w", encoding="utf-8") as log:
+        try:
+            command = words_of(stage, folder, dry)
+            print(" ".join(command[1:]), file=log, flush=True)
+            return subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, env=environment, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return 124
+
+
+def go_on(folder: Path, seconds: float, stages: tuple[Stage, ...] = STAGES, dry: bool = False) -> list[Stage]:
+    """Does stages until all are done or the time is over.
+
+    Args:
+        folder: Where everything lies; `state.json` in it says what was done.
+        seconds: All there are.
+        stages: What there is to do.
+        dry: On a CPU with interpreted kernels.
+
+    Returns:
+        The stages that are left.
+    """
+    begin, path = time.monotonic(), folder / "state.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    state: dict[str, dict] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for stage in left_over(stages, state, dry):
+        left_s = seconds - (time.monotonic() - begin)
+        if left_s < min(stage.limit_s, LEAST_S):
+            break
+        limit_s, began, tries = min(stage.limit_s, left_s), time.monotonic(), state.get(stage.name, {}).get("tries", 0)
+        rc = run_stage(stage, folder, limit_s, dry)
+        # A stage that the end of the call cut short has not failed.
+        was_cut = rc == 124 and limit_s < stage.limit_s
+        took_s = round(time.monotonic() - began, 1)
+        state[stage.name] = {"rc": rc, "seconds": took_s, "tries": tries + (not was_cut), "commit": _commit()}
+        path.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        last = (folder / f"{stage.name}.txt").read_text(encoding="utf-8").strip().splitlines()[-1:]
+        print(f"{stage.name:20} status {rc:3} {took_s:7.1f} s  {''.join(last)[:120]}", flush=True)
+        if was_cut:
+            break
+    return left_over(stages, state, dry)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Goes on with the evidence; 0 when nothing is left and all ended well, 1 otherwise, 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m kvbench.bench.evidence_gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=9.0, help="what this call may take")
+    parser.add_argument("--results", type=Path, default=Path("results/gpu"), help="folder; a device has its own in it")
+    parser.add_argument("--archive", type=Path, help="also pack the device's folder into this .tar.gz")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU, interpreted: tries the stages out")
+    parser.add_argument("--describe", action="store_true", help="print the machine as JSON and do nothing else")
+    parser.add_argument("--device", default="cuda", help="what --describe describes: cuda or cpu")
+    chosen = parser.parse_args(argv)
+    if not (chosen.dry or chosen.device == "cpu") and not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees none here; --dry tries the stages out", file=sys.stderr)
+        return 2
+    if chosen.describe:
+        print(json.dumps(describe(chosen.device), indent=1, default=str))
+        return 0
+    folder = chosen.results / device_name(chosen.dry)
+    left = go_on(folder, 60 * chosen.minutes, dry=chosen.dry)
+    if chosen.archive is not None:
+        chosen.archive.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(chosen.archive, "w:gz") as pack:
+            pack.add(folder, arcname=folder.name)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8")) if (folder / "state.json").exists() else {}
+    failed = [name for name, entry in state.items() if entry["rc"] != 0]
+    print(f"{folder}: {sum(entry['rc'] == 0 for entry in state.values())} stages done, {len(left)} left", end="")
+    print(f"; not well: {', '.join(failed)}" if failed else "")
+    return int(bool(left or failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,191 @@
+"""What a statistic sees of a layer, made of a prompt's tensors or of what pages hold."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.layout import ModelShape
+from kvbench.kernels.backend import Backend
+from kvbench.kernels.reference.attention import column_scores, reduce_columns, reduce_scores, rotate
+from kvbench.policy import LayerTensors, ScoreSpec
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """What the tensors of all layers share.
+
+    Args:
+        spec: What the method asks for.
+        shape: The model's shape.
+        backend: Scores prompts.
+    """
+
+    spec: ScoreSpec
+    shape: ModelShape
+    backend: Backend
+
+    def output_projection(self, layer: int) -> Tensor | None:
+        """[Hq, D, E] of a layer, where the statistic asks for it."""
+        weights = self.shape.output_projections
+        if "output_projection" not in self.spec.statistic.needs or weights is None:
+            return None
+        return weights[layer].T.unflatten(0, (self.shape.num_q_heads, -1))
+
+
+class _Tensors(LayerTensors):
+    """The part that prompts and slots have in common."""
+
+    def __init__(self, measurer: Measurer, k: Tensor, v: Tensor, pos: Tensor, tokens_seen: int, scale: float) -> None:
+        self.measurer, self.k, self.v, self.pos = measurer, k, v, pos
+        self.tokens_seen, self.scale = tokens_seen, scale
+
+    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+        inv_freq = self.measurer.shape.inv_freq
+        if "before_rope" not in self.measurer.spec.statistic.needs:
+            inv_freq = None
+        turns = self._given(inv_freq, "rotary positions", "add 'before_rope' to its needs")
+        return rotate(x.float(), position[..., None].float() * turns.to(x.device))
+
+    def _pooled(self, columns: Tensor, queries: int) -> Tensor:
+        """Columns fp32 [Hq, n], pooled and reduced to [H, n]."""
+        spec = self.measurer.spec
+        return reduce_scores(
+            columns,
+            self.k.shape[0],
+            queries=queries,
+            pool=spec.pool,
+            pool_kernel=spec.pool_kernel,
+            pool_stage=spec.pool_stage,
+            pool_region=spec.pool_region,
+            group=spec.group_reduce,
+        )
+
+
+class PromptTensors(_Tensors):
+    """One layer of a prompt.
+
+    Args:
+        measurer: What all layers share.
+        layer: The layer.
+        q: [Hq, N, D], or None where the prompt comes without.
+        k, v: [H, N, D] at the cache's granularity.
+        scale: Factor on attention logits.
+        hidden: [N, E], or None.
+    """
+
+    def __init__(
+        self,
+        measurer: Measurer,
+        layer: int,
+        *,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        hidden: Tensor | None = None,
+    ) -> None:
+        length = k.shape[1]
+        super().__init__(measurer, k, v, torch.arange(length, device=k.device).expand(k.shape[0], -1), length, scale)
+        self._all_q, self._hidden = q, hidden
+        self._output_projection = measurer.output_projection(layer)
+        counted = measurer.spec.prefill_queries
+        if q is not None and counted:
+            self._q = q if counted < 0 else q[:, -counted:]
+
+    def attention(self) -> Tensor:
+        spec, q = self.measurer.spec, self._queries()
+        if spec.query_reduce != "sum":
+            columns = column_scores(
+                q,
+                self.k,
+                self.scale,
+                queries=spec.prefill_queries,
+                skip_near=spec.skip_near,
+                power=spec.power,
+                reduce=spec.query_reduce,
+            )
+            return self._pooled(columns, spec.prefill_queries)
+        return self.measurer.backend.prompt_scores(
+            q,
+            self.k,
+            self.scale,
+            queries=spec.prefill_queries,
+            skip_near=spec.skip_near,
+            power=spec.power,
+            pool=spec.pool,
+            pool_kernel=spec.pool_kernel,
+            pool_stage=spec.pool_stage,
+            pool_region=spec.pool_region,
+            group=spec.group_reduce,
+        )
+
+    def low_counts(self) -> Tensor:
+        spec = self.measurer.spec
+        return self.measurer.backend.prompt_low_counts(
+            self._queries(),
+            self.k,
+            self.scale,
+            queries=spec.prefill_queries,
+            skip_near=spec.skip_near,
+            group=spec.group_reduce,
+        )
+
+    def _queries(self) -> Tensor:
+        """All queries, for the operations that count the last ones themselves."""
+        _ = self.q  # refuses where none count
+        assert self._all_q is not None
+        return self._all_q
+
+
+class SlotTensors(_Tensors):
+    """KV heads of one layer of a row that hold the same number of slots.
+
+    Args:
+        measurer: What all layers share.
+        layer: The layer.
+        heads: int64 [h] which KV heads these are.
+        k, v: [h, n, D] as pages give them back, in order of position.
+        pos: int64 [h, n].
+        tokens_seen: Tokens so far.
+        scale: Factor on attention logits.
+        q: [Hq, w, D] the last queries of all heads, or None.
+        stored: fp32 [h, n] tracked scores, or None.
+    """
+
+    def __init__(
+        self,
+        measurer: Measurer,
+        layer: int,
+        heads: Tensor,
+        *,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+        tokens_seen: int,
+        scale: float,
+        q: Tensor | None,
+        stored: Tensor | None,
+    ) -> None:
+        super().__init__(measurer, k, v, pos, tokens_seen, scale)
+        self._num_heads, self._heads, self.stored = measurer.shape.num_kv_heads, heads, stored
+        projection = measurer.output_projection(layer)
+        self._q = None if q is None else self._own(q)
+        self._output_projection = None if projection is None else self._own(projection)
+
+    def attention(self) -> Tensor:
+        """As for a prompt; the last slots count as the window that `pool_region` leaves alone."""
+        spec, prob = self.measurer.spec, self.probabilities()
+        pos = self.pos.repeat_interleave(self.q.shape[0] // self.k.shape[0], 0)
+        counts = self.q_pos[None, :, None] - pos[:, None] >= spec.skip_near
+        columns = (prob**spec.power).masked_fill(~counts, 0.0)
+        return self._pooled(reduce_columns(columns, counts, spec.query_reduce), self.q.shape[1])
+
+    def low_counts(self) -> Tensor:
+        raise ValueError("low_counts is of a prompt only; slots track what decode steps count")
+
+    def _own(self, x: Tensor) -> Tensor:
+        """The query heads x [Hq, ...] of these KV heads (of these query heads, where each keeps its own set)."""
+        if len(self._heads) * (x.shape[0] // self._num_heads) == x.shape[0]:
+            return x
+        return x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)

@@ -1,0 +1,134 @@
+"""`kvbench help snapkv`: what one method, task, model, ... is, and each of its settings.
+
+A method's settings come from the class itself: type, range, unit and default are those that are checked.
+"""
+
+import difflib
+import inspect
+import re
+import textwrap
+from dataclasses import MISSING, fields
+from types import NoneType
+from typing import TYPE_CHECKING
+
+from kvbench.cli import texts
+from kvbench.config import files
+
+if TYPE_CHECKING:
+    from kvbench.policy import Policy
+
+
+def help_for(words: list[str], width: int = 80) -> str:
+    """The answer to `kvbench help WORD ...`.
+
+    Args:
+        words: Commands, groups (`methods`), names in a group (`snapkv`), or both (`method=snapkv`).
+        width: Columns of the terminal.
+
+    Raises:
+        ValueError: A word is none of these; names the nearest.
+    """
+    return "\n\n".join(_one(word, width) for word in words)
+
+
+def _one(word: str, width: int) -> str:
+    group, sign, name = word.partition("=")
+    if sign and group in files.GROUPS:
+        found = [group] if name in files.options(group) else []
+        names, known = name, files.options(group)
+    else:
+        if word in texts.commands():
+            return texts.command_help(word, width)
+        if word in files.GROUPS or word.removesuffix("s") in files.GROUPS:
+            return texts.list_text([word], width)
+        found = [group for group in (*files.GROUPS, "launcher") if word in files.options(group)]
+        names = word
+        known = texts.commands() | {name: "" for group in files.GROUPS for name in files.options(group)}
+    if not found:
+        near = difflib.get_close_matches(names, known, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"there is no help for {word}.{hint} `kvbench list` shows what there is")
+    return "\n\n".join(choice_help(group, names, width) for group in found)
+
+
+def choice_help(group: str, name: str, width: int = 80) -> str:
+    """What one choice of a group is, and its settings.
+
+    Args:
+        group: One of `kvbench.config.files.GROUPS`.
+        name: One of its options.
+        width: Columns of the terminal.
+    """
+    if group == "method":
+        return method_help(name, width)
+    text = files.path_of(group, name).read_text(encoding="utf-8")
+    about = texts.purpose(text, width)
+    title, scope = f"{group}={name}", f"settings ({group}.KEY=VALUE)"
+    if "@package _global_" in text:
+        scope = "settings"
+    elif group == "launcher":
+        title, scope = f"hydra/{title}", "settings ; the plugin has more"
+    settings = texts.settings_text(text, width, ("defaults:",))
+    return f"{title}\n\n{about}\n\n{scope}\n{settings}"
+
+
+def method_help(name: str, width: int = 80) -> str:
+    """A method: what it does, its settings with type, range, unit and default, its source, and where it differs."""
+    from kvbench.cli import method_table
+    from kvbench.config.settings import read_config
+    from kvbench.rules.declared import declared
+    from kvbench.runs.parts import make_policy
+
+    path = files.path_of("method", name)
+    policy = make_policy(read_config(path))
+    kind = type(policy)
+    doc = inspect.getdoc(kind) or ""
+    listed, meaning, rules = method_table.settings_of(path), method_table.arguments(doc), declared(kind)
+    lines = [f"method={name}", "", *_wrap(doc.split("\n\nArgs:")[0], width), ""]
+    lines.append("settings (method.KEY=VALUE)")
+    for key, default in _defaults(kind, listed).items():
+        rule = rules[key].rule
+        what = rule.text if rule else _kinds(rules[key].kinds)
+        lines.append(f"  {key}={method_table.yaml_value(default)}")
+        lines += _wrap(f"{what}{', or null' if rules[key].optional else ''}", width, "      ")
+        lines += _wrap(meaning.get(key, ""), width, "      ")
+    lines.append(f"  calibration={method_table.yaml_value(listed.get('calibration'))}")
+    lines += _wrap("a file that `kvbench calibrate` wrote; its settings replace these", width, "      ")
+    about = (
+        ("scores by", method_table.scored(policy)),
+        ("acts", method_table.acts(policy)),
+        ("memory of a KV head, bytes", method_table.memory(policy)),
+        ("source", method_table.section(doc, "Source") or _sources(path.read_text(encoding="utf-8"))),
+        ("differs", method_table.section(doc, "Differs") or "not said"),
+    )
+    for title, text in about:
+        lines += ["", *_wrap(f"{title}: {text}", width)]
+    lines += ["", *_wrap(f"defaults: {path}", width)]
+    return "\n".join(lines)
+
+
+def _defaults(kind: "type[Policy]", listed: dict[str, object]) -> dict[str, object]:
+    """Every setting of a method and its default: the YAML's, else the class's."""
+    found = {key: value for key, value in listed.items() if key in {item.name for item in fields(kind)}}
+    for item in fields(kind):
+        if item.init and item.name not in found:
+            made = item.default_factory() if item.default_factory is not MISSING else "(none)"
+            found[item.name] = item.default if item.default is not MISSING else made
+    return found
+
+
+def _kinds(kinds: tuple[object, ...]) -> str:
+    """Types in words, for a setting that only the class itself can check."""
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+    return " or ".join(names.get(kind, re.sub(r"^.*\.", "", str(kind))) for kind in kinds)  # type: ignore[call-overload]
+
+
+def _sources(text: str) -> str:
+    return "; ".join(re.findall(r"^# source: (.+)$", text, re.MULTILINE)) or "not said"
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    words = " ".join(text.split())
+    return textwrap.wrap(
+        words, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,143 @@
+"""How a sweep begins: what is known of its jobs, its folder, and Hydra's launcher."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvbench.cli import words
+from kvbench.cli.jobs import Jobs, check_data
+from kvbench.config import files
+from kvbench.config.settings import as_dict, read_config
+from kvbench.errors import unknown_name
+from kvbench.results.sweep import FOLDER, Sweep
+from kvbench.results.writing import check_writable
+from kvbench.show.progress import note
+
+# Launchers of other packages: the package that has it, and its distribution.
+PLUGINS = {
+    "joblib": ("hydra_joblib_launcher", "hydra-joblib-launcher"),
+    "submitit_local": ("hydra_submitit_launcher", "hydra-submitit-launcher"),
+    "submitit_slurm": ("hydra_submitit_launcher", "hydra-submitit-launcher"),
+    "ray": ("hydra_ray_launcher", "hydra-ray-launcher"),
+}
+LAUNCHER = "hydra/launcher"  # Hydra's group
+PRESETS = "launcher"  # ours
+
+
+def check_launcher(arguments: Sequence[str]) -> None:
+    """Refuse a launcher that does not exist, is not installed, or has nothing to launch.
+
+    Args:
+        arguments: The command line without the command.
+
+    Raises:
+        ValueError: Names the launcher and the remedy.
+    """
+    for word in arguments:
+        key, sign, name = word.partition("=")
+        if key != LAUNCHER or not sign:
+            continue
+        known = {"basic", *PLUGINS}
+        if name not in known and not _has_plugin(name):
+            raise unknown_name(LAUNCHER, name, known)
+        package, distribution = PLUGINS.get(name, ("", ""))
+        if package and (find_spec("hydra_plugins") is None or find_spec(f"hydra_plugins.{package}") is None):
+            raise ValueError(
+                f"{LAUNCHER}={name} needs the package {distribution}, which is not installed; "
+                f"pip install {distribution}, or pip install 'kvbench[cluster]' for all launchers"
+            )
+        if not is_sweep(arguments):
+            raise ValueError(f"{LAUNCHER}={name} launches the jobs of a sweep, and this is one run; add -m")
+
+
+def _has_plugin(name: str) -> bool:
+    """True for a launcher of a plugin that kvbench does not know."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # finds all and lets them register their files
+    return f"{name}.yaml" in ConfigStore.instance().list(LAUNCHER)
+
+
+def with_preset(arguments: Sequence[str]) -> list[str]:
+    """The arguments with kvbench's own settings of their launcher (conf/launcher/), where they name none themselves.
+
+    They are no files of Hydra's group of launchers: the plugins have files of the same names there.
+
+    Args:
+        arguments: The command line without the command.
+    """
+    given = {word.partition("=")[0].lstrip("+") for word in arguments}
+    name = next((word.partition("=")[2] for word in arguments if word.startswith(f"{LAUNCHER}=")), "")
+    if name not in files.options(PRESETS):
+        return list(arguments)
+    preset = _flat(as_dict(read_config(files.path_of(PRESETS, name))))
+    # Some plugins take any word of their engine's, which Hydra calls new; a word that no plugin takes is refused still.
+    own = [f"++{word}" if word.startswith("hydra.launcher.") else word for word in arguments]
+    return [*own, *(f"++{key}={value}" for key, value in preset.items() if key not in given)]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as `a.b.c` and the value as Hydra's command line writes it."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value)}
+    return found
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    """True for a command line that runs a sweep: it says so, and does not ask for something to be shown instead."""
+    shows = any(word.partition("=")[0] in words.SHOWING for word in arguments)
+    return not shows and bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+
+
+def hydra_folder(arguments: Sequence[str]) -> Path:
+    """Where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
+    given = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
+    return Path(["results", *given][-1]) / FOLDER
+
+
+@contextmanager
+def begin(arguments: list[str]) -> Iterator[Jobs]:
+    """Plan a sweep and make its folder; look before whether the data of all jobs are there.
+
+    What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
+    became of them.
+
+    Args:
+        arguments: The command line without the command.
+
+    Raises:
+        ValueError: A setting is wrong, or data is missing.
+    """
+    if not is_sweep(arguments):
+        yield Jobs()
+        return
+    from kvbench.config.compose import compose, with_swept_groups
+    from kvbench.config.sweeps import planned
+
+    plan = planned(words.parted(with_swept_groups(arguments))[1])
+    jobs = plan.jobs if plan else []
+    check_data(jobs)
+    results_dir = Path(compose(jobs[0]).results_dir) if jobs else hydra_folder(arguments).parent
+    check_writable(results_dir, "results_dir")
+    launcher = plan.launcher if plan else "basic"
+    command = shlex.join(["kvbench", *arguments])
+    sweep = Sweep.start(results_dir, command, launcher, plan.labels() if plan else [])
+    by_pattern = any(word.startswith("method=glob(") for word in arguments)
+    try:
+        yield Jobs(sweep=sweep.folder, labels=sweep.record().jobs, skip=by_pattern)
+    except Exception as error:
+        if not sweep.jobs():
+            shutil.rmtree(sweep.folder, ignore_errors=True)
+            raise
+        if launcher == "basic":
+            raise
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        note(f"error: {LAUNCHER}={launcher} gave up: {text[-1]}")

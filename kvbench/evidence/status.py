@@ -1,0 +1,107 @@
+"""`kvbench status`: how the runs and the sweeps of a results folder stand."""
+
+from collections import Counter
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+
+from kvbench.errors import check_whole, unknown_name
+from kvbench.results.journal import is_held
+from kvbench.results.record import RunRecord
+from kvbench.results.sweep import JobRecord, State, Sweep, sweeps
+from kvbench.show import terminal
+from kvbench.show.progress import format_seconds
+from kvbench.show.text import MESSAGE_LENGTH, safe
+
+STATES: tuple[State, ...] = ("done", "running", "failed", "lost", "left")
+
+
+def run_states(results_dir: Path) -> Counter[str]:
+    """How many runs are done, running, failed, and unfinished (stopped or killed, with nobody at work on them)."""
+    found: Counter[str] = Counter()
+    for path in sorted(results_dir.glob("*/*/*/*/run.json")):
+        try:
+            record = RunRecord.load(path.parent)
+        except ValueError:
+            found["unreadable"] += 1
+            continue
+        if record is None:  # somebody removes the folder right now
+            continue
+        if is_held(path.parent):
+            found["running"] += 1
+        else:
+            found[{"complete": "done", "failed": "failed"}.get(record.status, "unfinished")] += 1
+    return found
+
+
+def counted(found: "Counter[str] | Counter[State]") -> str:
+    """Counts as `9 done, 1 running`."""
+    return ", ".join(f"{number} {state}" for state, number in found.items() if number) or "none"
+
+
+def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
+    """Print how one sweep stands.
+
+    Args:
+        sweep: The sweep.
+        most: Jobs of each kind to name; None for all.
+        console: Where to print.
+    """
+    record, states, jobs = sweep.record(), sweep.states(), sweep.jobs()
+    counts = Counter({state: sum(found == state for found in states.values()) for state in STATES})
+    left = sweep.left_s() if counts["left"] or counts["running"] else None
+    console.print(
+        Text(f"\nsweep of {record.started} on {safe(record.host)}: {safe(record.command, 300)}", style="bold")
+    )
+    console.print(Text(f"{len(states)} jobs: {counted(counts)}{f'; {format_seconds(left)} left' if left else ''}"))
+    for state in STATES[1:]:
+        numbers = [number for number, found in states.items() if found == state]
+        for number in numbers[:most]:
+            label = record.jobs[number - 1] if number <= len(record.jobs) else ""
+            console.print(Text(f"  {state:<8} job {number} {safe(label)}{_more(state, jobs.get(number))}"))
+        if most is not None and len(numbers) > most:
+            console.print(Text(f"  {state:<8} and {len(numbers) - most} more; jobs=null names all"))
+    console.print(Text(f"  log      {sweep.log}", overflow="fold"))
+
+
+def _more(state: State, job: JobRecord | None) -> str:
+    """What else is known of a job."""
+    if job is None:
+        return ""
+    if state == "failed":
+        return f": {safe(job.message, MESSAGE_LENGTH)}"
+    return f": since {job.started} on {safe(job.host)}, process {job.process}"
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench status`.
+
+    Args:
+        cfg: The settings in conf/command/status.yaml.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: The folder does not exist, or a setting is out of range.
+    """
+    root = Path(str(cfg.results_dir))
+    if not root.is_dir():
+        raise ValueError(f"results_dir={cfg.results_dir} is not a folder; run an experiment first, or give its folder")
+    if isinstance(cfg.sweeps, str) and cfg.sweeps not in ("newest", "all"):
+        raise unknown_name("sweeps", cfg.sweeps, ("newest", "all", "a number"))
+    found = sweeps(root)
+    if cfg.sweeps != "all":
+        found = found[-(1 if cfg.sweeps == "newest" else check_whole("sweeps", cfg.sweeps, 1)) :]
+    most = None if cfg.jobs is None else check_whole("jobs", cfg.jobs, 1)
+    console = terminal.console(100)
+    states = run_states(root)
+    console.print(Text(f"{cfg.results_dir}: {sum(states.values())} runs: {counted(states)}"))
+    for sweep in found:
+        try:
+            show_sweep(sweep, most, console)
+        except (ValueError, OSError) as error:
+            console.print(Text(f"! {sweep.folder} is left out: {error}"), soft_wrap=True)
+    return 0

@@ -1,0 +1,223 @@
+"""What a method may rank tokens by: a `Statistic` turns one layer's tensors into numbers per KV head and token.
+
+A statistic sees queries, keys and values, so that the policy need not: the store runs it and shows the policy its
+numbers. It is a frozen dataclass whose fields are its settings; two are the same measurement when class and fields are.
+Methods import these from `kvbench.policy`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Need = Literal["before_rope", "output_projection", "hidden_states"]
+NEEDS: tuple[Need, ...] = ("before_rope", "output_projection", "hidden_states")
+
+
+class Asked(Protocol):
+    """What a statistic may check of the `ScoreSpec` that it is in."""
+
+    @property
+    def prefill_queries(self) -> int: ...
+    @property
+    def power(self) -> int: ...
+    @property
+    def query_reduce(self) -> str: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def group_reduce(self) -> str: ...
+    @property
+    def decode_update(self) -> bool: ...
+
+
+class LayerTensors(ABC):
+    """What a statistic sees of one layer of one sequence: a whole prompt, or the slots that its pages hold.
+
+    Slots come in the order of their positions, with keys and values as the pages give them back. KV heads that hold
+    different numbers of slots come in separate calls, so that no entry here is padding.
+
+    Attributes:
+        k, v: [H, n, D] keys, with their rotary positions, and values.
+        pos: int64 [H, n] positions, ascending.
+        tokens_seen: Tokens so far, which is also the position of the next one.
+        scale: Factor on attention logits; NaN where no query counts.
+        stored: fp32 [H, n] the slots' tracked scores; None for a prompt, and where none are tracked.
+    """
+
+    k: Tensor
+    v: Tensor
+    pos: Tensor
+    tokens_seen: int
+    scale: float
+    stored: Tensor | None = None
+    _q: Tensor | None = None
+    _output_projection: Tensor | None = None
+    _hidden: Tensor | None = None
+
+    @property
+    def q(self) -> Tensor:
+        """The last queries [Hq, w, D], with their rotary positions `q_pos`: of a prompt those that the ScoreSpec's
+        `prefill_queries` counts, at a bulk eviction its `slot_queries` (multiplied by the model's factor on logits, so
+        that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another."""
+        return self._given(self._q, "queries", "set prefill_queries and slot_queries of the ScoreSpec")
+
+    @property
+    def q_pos(self) -> Tensor:
+        """int64 [w] positions of the queries."""
+        return torch.arange(self.tokens_seen - self.q.shape[1], self.tokens_seen, device=self.k.device)
+
+    @property
+    def output_projection(self) -> Tensor:
+        """[Hq, D, E]: a query head's part of the output is its attention output times its matrix."""
+        return self._given(self._output_projection, "output projection", "add 'output_projection' to its needs")
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """[n, E] what the layer's projections were computed from; of a prompt only."""
+        return self._given(self._hidden, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
+
+    @abstractmethod
+    def attention(self) -> Tensor:
+        """fp32 [H, n]: the attention that each key receives from the queries, as the ScoreSpec says (power, reduction
+        over queries, pool, group). For a prompt this is the backend's own operation."""
+
+    @abstractmethod
+    def low_counts(self) -> Tensor:
+        """fp32 [H, n]: minus the queries that attend to a key with less than 1 / (keys they see); of a prompt only."""
+
+    @abstractmethod
+    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+        """x [..., D] with rotary positions put on (negative ones take them off), fp32; `position` broadcasts against
+        x[..., 0]. For statistics that declare `before_rope`."""
+
+    def logits(self) -> Tensor:
+        """Attention logits fp32 [Hq, w, n] of `q`, with minus infinity for keys after their query."""
+        group = self.q.shape[0] // self.k.shape[0]
+        keys, pos = (x.repeat_interleave(group, 0) for x in (self.k.float(), self.pos))
+        logits = torch.einsum("hid,hjd->hij", self.q.float() * self.scale, keys)
+        return logits.masked_fill(pos[:, None, :] > self.q_pos[None, :, None], float("-inf"))
+
+    def probabilities(self) -> Tensor:
+        """Attention fp32 [Hq, w, n] of `q`; 0 throughout for a query that sees no key."""
+        logits = self.logits()
+        blind = (self.pos[:, None, :] > self.q_pos[None, :, None]).all(-1, keepdim=True)
+        return logits.softmax(-1).masked_fill(blind.repeat_interleave(len(logits) // len(blind), 0), 0.0)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """x [Hq, ...] as [H, Hq / H, ...]."""
+        return x.unflatten(0, (self.k.shape[0], -1))
+
+    def _given(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:
+        if tensor is None:
+            raise ValueError(f"the statistic looks at the {what}, which it did not ask for; {remedy}")
+        return tensor
+
+
+@dataclass(frozen=True)
+class Statistic(ABC):
+    """Numbers per KV head and token; the first of them is the score.
+
+    A subclass is decorated with `@dataclass(frozen=True)`. It answers for a prompt, and where it can for more:
+    `of_slots` is asked at every bulk eviction, and its answer is what the policy finds in `DecodeView.slots`;
+    `of_token` is asked when a token is written, and its answer is stored where the ScoreSpec tracks `score`.
+
+    Attributes:
+        needs: What it looks at beside queries, keys and values: `before_rope` rotary positions taken off or put on,
+            `output_projection`, `hidden_states`.
+        also: Names of further numbers that it gives beside the score; a policy finds them under `extra`.
+        by_queries: It says something only where queries count.
+        words: What it is, for docs/methods.md.
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    also: ClassVar[tuple[str, ...]] = ()
+    by_queries: ClassVar[bool] = False
+    words: ClassVar[str] = ""
+
+    @abstractmethod
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        """fp32 [H, n], or with names in `also` [1 + len(also), H, n]; finite where the tensors are."""
+
+    def of_slots(self, seen: LayerTensors) -> Tensor:
+        """The same for the slots of pages."""
+        raise NotImplementedError(f"{type(self).__name__} does not define of_slots")
+
+    def of_token(self, k: Tensor, v: Tensor) -> Tensor:
+        """fp32 [...]: the score of tokens as they are written, from keys and values [..., D]. What says anything here
+        must not depend on rotary positions, which are off where a method stores keys without them."""
+        raise NotImplementedError(f"{type(self).__name__} does not define of_token")
+
+    def of_step(self, probability: Tensor, num_keys: Tensor) -> Tensor:
+        """What a decode step adds to tracked scores under `decode_update`.
+
+        Args:
+            probability: fp32 [S, H, n], the group reduced.
+            num_keys: int64 [S, H, 1] keys that the step's queries saw.
+        """
+        return probability
+
+    def check(self, spec: Asked) -> None:  # noqa: B027 - most statistics go with everything
+        """Refuses settings of a ScoreSpec that the statistic does not go with.
+
+        Raises:
+            ValueError: Names them.
+        """
+
+    @classmethod
+    def answers(cls, what: Literal["of_slots", "of_token", "of_step"]) -> bool:
+        """Whether a class defines one of the optional answers."""
+        return getattr(cls, what) is not getattr(Statistic, what)
+
+
+@dataclass(frozen=True)
+class Probability(Statistic):
+    """What queries attend to a key with."""
+
+    by_queries: ClassVar[bool] = True
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        return seen.attention()
+
+
+@dataclass(frozen=True)
+class BelowUniform(Statistic):
+    """Minus 1 for every query that attends to a key with less than 1 / (keys it sees)."""
+
+    by_queries: ClassVar[bool] = True
+    words: ClassVar[str] = "how often below 1 / n"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        return seen.low_counts()
+
+    def of_step(self, probability: Tensor, num_keys: Tensor) -> Tensor:
+        # The largest probability of a group is below the threshold where all of them are: no kernel has to count.
+        return -(probability < 1.0 / num_keys).float()
+
+    def check(self, spec: Asked) -> None:
+        if (spec.power, spec.query_reduce, spec.pool, spec.group_reduce) != (1, "sum", "none", "max"):
+            raise ValueError(
+                f"BelowUniform counts per query head, so it needs power=1, query_reduce='sum', pool='none' and "
+                f"group_reduce='max', not {spec.power}, {spec.query_reduce!r}, {spec.pool!r} and {spec.group_reduce!r}"
+            )
+
+
+@dataclass(frozen=True)
+class KeyNorms(Statistic):
+    """Minus the Euclidean norm of the key, fixed when the slot is written; no query counts."""
+
+    words: ClassVar[str] = "norms of keys"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        return self.of_token(seen.k, seen.v)
+
+    def of_token(self, k: Tensor, v: Tensor) -> Tensor:
+        return -torch.linalg.vector_norm(k.float(), dim=-1)
+
+    def check(self, spec: Asked) -> None:
+        if spec.prefill_queries or spec.decode_update or spec.pool != "none":
+            raise ValueError(
+                "KeyNorms looks at no query, so it needs prefill_queries=0, decode_update=False and pool='none'"
+            )

@@ -1,0 +1,207 @@
+"""What a sweep leaves behind beside its runs: which jobs it has, how each ended, and a log with time stamps.
+
+results/.multirun/<start>-<process>/
+    sweep.json      `SweepRecord` below
+    sweep.log       every line that the sweep and its jobs said, with the time
+    <number>/       one folder for each job that was begun: job.json (`JobRecord`), and a lock while it works
+
+Jobs may run in other processes and on other machines that see the same folder; each writes only its own file.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from kvbench.config import durable
+from kvbench.results.journal import is_held, run_lock
+from kvbench.results.record import now
+from kvbench.results.typed import Misfit, fit, read_json
+from kvbench.results.writing import plain, read_regular, remove_litter, write_atomic
+
+FOLDER = ".multirun"  # in results_dir; hydra.sweep.dir in conf/config.yaml
+State = Literal["done", "failed", "running", "lost", "left"]
+Kind = TypeVar("Kind")
+
+
+@dataclass(kw_only=True)
+class JobRecord:
+    """The content of `job.json`."""
+
+    number: int = 0
+    """From 1."""
+    started: str = ""
+    """ISO 8601 in UTC."""
+    ended: str = ""
+    """ISO 8601 in UTC; empty while it works and after a kill."""
+    wall_s: float = 0.0
+    """Seconds from start to end."""
+    num_done: int = 0
+    """Answers that it computed; 0 where all were there already."""
+    code: int | None = None
+    """Exit code: 0 done, 1 the run failed, 2 it cannot be carried out, 128 + n stopped by signal n; None before the
+    end."""
+    message: str = ""
+    """Why it failed."""
+    run: str = ""
+    """Folder of its run, relative to the results folder; empty where there is none."""
+    reference: str = ""
+    """Folder of the full-cache run that it is compared with."""
+    host: str = ""
+    """The machine."""
+    process: int = 0
+    """The process."""
+
+
+@dataclass(kw_only=True)
+class SweepRecord:
+    """The content of `sweep.json`."""
+
+    command: str = ""
+    """As it was given."""
+    started: str = ""
+    """ISO 8601 in UTC."""
+    launcher: str = ""
+    """Hydra's launcher: `basic` works on one job after the other."""
+    jobs: list[str] = field(default_factory=list)
+    """What is special about each job, such as `snapkv budget=0.25`."""
+    host: str = ""
+    """The machine that it was started on."""
+    process: int = 0
+    """The process that started it."""
+
+
+class Sweep:
+    """One sweep's folder.
+
+    Args:
+        folder: Its folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def start(cls, results_dir: Path, command: str, launcher: str, jobs: Sequence[str]) -> "Sweep":
+        """Make the folder of a new sweep.
+
+        Args:
+            results_dir: The results folder.
+            command: As it was given.
+            launcher: Name of Hydra's launcher.
+            jobs: What is special about each job.
+
+        Raises:
+            JournalError: The disk is full.
+        """
+        folder = results_dir / FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{os.getpid()}"
+        for old in (results_dir / FOLDER).glob("*"):  # sweeps that were killed; this one has another folder
+            for place in (old, *old.glob("*")):
+                remove_litter(place)
+        durable.make_folder(folder)
+        _save(
+            folder / "sweep.json",
+            SweepRecord(command=command, started=now(), launcher=launcher, jobs=list(jobs), **_here()),
+        )
+        return cls(folder)
+
+    @property
+    def results_dir(self) -> Path:
+        """The results folder that it was started with."""
+        return self.folder.parent.parent
+
+    @property
+    def log(self) -> Path:
+        """Every line with the time."""
+        return self.folder / "sweep.log"
+
+    def record(self) -> SweepRecord:
+        """Read `sweep.json`.
+
+        Raises:
+            ValueError: It is no record of a sweep.
+        """
+        return _load(self.folder / "sweep.json", SweepRecord)
+
+    @contextmanager
+    def job(self, number: int) -> Iterator[JobRecord]:
+        """Hold a job's folder while it works; what the block writes into the record is saved at its end, however it
+        ends.
+
+        Args:
+            number: From 1.
+        """
+        folder = self.folder / f"{number:04d}"
+        with ExitStack() as stack:
+            stack.enter_context(run_lock(folder))
+            record = JobRecord(number=number, started=now(), **_here())
+            _save(folder / "job.json", record)
+            start = datetime.now()
+            try:
+                yield record
+            finally:
+                record.ended, record.wall_s = now(), (datetime.now() - start).total_seconds()
+                _save(folder / "job.json", record)
+
+    def jobs(self) -> dict[int, JobRecord]:
+        """The jobs that were begun, by number; a file that cannot be read counts as not begun."""
+        found = {}
+        for path in sorted(self.folder.glob("*/job.json")):
+            try:
+                record = _load(path, JobRecord)
+            except (ValueError, OSError):
+                continue
+            found[record.number] = record
+        return found
+
+    def states(self) -> dict[int, State]:
+        """How every job stands. `lost`: it was begun and its process is gone without an ending, as after a kill."""
+        begun = self.jobs()
+        numbers = sorted({*range(1, len(self.record().jobs) + 1), *begun})
+        return {number: self._state(begun.get(number)) for number in numbers}
+
+    def _state(self, job: JobRecord | None) -> State:
+        if job is None:
+            return "left"
+        if job.code is not None:
+            return "failed" if job.code else "done"
+        return "running" if is_held(self.folder / f"{job.number:04d}") else "lost"
+
+    def left_s(self) -> float | None:
+        """Seconds until the last job ends, if those that are left take as long as those that had to compute something;
+        None where none of these has ended."""
+        ended = [job for job in self.jobs().values() if job.ended and job.num_done]
+        open_jobs = sum(state in ("left", "running") for state in self.states().values())
+        if not ended:
+            return None
+        times = [datetime.fromisoformat(stamp) for job in ended for stamp in (job.started, job.ended)]
+        total = sum(job.wall_s for job in ended)
+        # Several at once: their times together exceed the time that passed.
+        at_once = max(1.0, total / max(1.0, (max(times) - min(times)).total_seconds()))
+        return total / len(ended) * open_jobs / at_once
+
+
+def sweeps(results_dir: Path) -> list[Sweep]:
+    """Every sweep of a results folder, the oldest first."""
+    return [Sweep(path.parent) for path in sorted((results_dir / FOLDER).glob("*/sweep.json"))]
+
+
+def _here() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "process": os.getpid()}
+
+
+def _save(path: Path, record: Any) -> None:
+    write_atomic(path, json.dumps(plain(dataclasses.asdict(record)), indent=2).encode("ascii") + b"\n")
+
+
+def _load(path: Path, kind: type[Kind]) -> Kind:
+    try:
+        return fit(read_json(read_regular(path)), kind)
+    except Misfit as error:
+        raise ValueError(f"{path} is no record of a sweep ({error}); remove its folder") from error

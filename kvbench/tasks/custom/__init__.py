@@ -1,0 +1,190 @@
+"""`task=custom`: questions of the user's own, from a JSONL file, graded by a metric chosen by name.
+
+A row has `context`, `question` and `answers`, or `messages` and `answers`. Models with a chat template are asked as a
+chat (`protocol.chat_template=never` for none). With `protocol.query_aware=false` the context is compressed before the
+question is seen; of messages, the last one is the question and the others are the context. A broken row is named by
+file and line, and the rest run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import check_whole
+from kvbench.tasks.answers import after_thinking
+from kvbench.tasks.choices import choice_request
+from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
+from kvbench.tasks.custom.metrics import CHOICE_MEANING, METRICS, SCORES, grade
+from kvbench.tasks.draw import Limit, drawn
+from kvbench.tasks.prompts import PromptBuilder, PromptRules, render_chat, template_settings
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import check_keys, one_of
+from kvbench.tasks.source import Rows
+from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+
+if TYPE_CHECKING:
+    from kvbench.engine.requests import Request
+    from kvbench.models.load import LoadedModel
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(kw_only=True)
+class CustomSet(TaskSet):
+    """The task; `right` is the place of the right choice of each sample that has choices."""
+
+    right: dict[str, int] = field(default_factory=dict)
+
+    def score_choices(self, request: "Request", choices: list[dict]) -> dict[str, float]:
+        """See `TaskSet`: 1 when no other choice is as likely as the right one."""
+        likely = [choice["loglikelihood"] for choice in choices]
+        place = self.right[request.sample_id]
+        return {"score": float(all(likely[place] > other for at, other in enumerate(likely) if at != place))}
+
+
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
+    """Load the file and make its requests.
+
+    Args:
+        cfg: `file`, `metric`, `separator`, `answer_prefix`, `max_new_tokens`, `stop`.
+        model: Tokenizes the prompts; a prompt that is too long for it loses its middle.
+        limit: Which rows of each subset; None for all.
+        seed: Not used: nothing here is random.
+        protocol: How the rows are asked.
+
+    Raises:
+        ValueError: A setting is wrong, the file is missing, or all of its rows are broken.
+    """
+    check_keys(cfg, ("file", "metric", "separator", "answer_prefix", "max_new_tokens", "stop"))
+    metric = one_of("task.metric", cfg.get("metric", "f1"), METRICS)
+    asker = _Asker(model, protocol, cfg, forces=metric != REGEX)
+    rows = read_file(cfg.get("file"), metric, needs_context=not protocol.query_aware)
+    chosen = _chosen(rows, limit)
+    requests = [asker.choices(row) if metric == CHOICE else asker.answer(row) for row in chosen]
+    asked = {request.sample_id: row for request, row in zip(requests, chosen, strict=True)}
+    opened = {request.sample_id for request in requests if asker.chat and asker.texts.opens_thoughts(request)}
+
+    def score(sample_id: str, answer: str) -> dict[str, float]:
+        rest = after_thinking(answer, sample_id in opened)
+        return {"score": grade(metric, rest or "", asked[sample_id]["answers"])}
+
+    told: dict[str, Any] = {
+        "file": Path(rows.file).name,
+        "metric": metric,
+        "split": "before the question",
+        "truncation": "middle",
+    }
+    told |= {"chat": asker.chat, "separator": asker.separator, "answer_prefix": asker.prefix, "thoughts": "not graded"}
+    return CustomSet(
+        name="custom",
+        protocol=protocol.to_dict() | told,
+        fingerprint=fingerprint(requests, {key: [metric, row["answers"]] for key, row in asked.items()}, _FOLDER),
+        requests=requests,
+        metrics={"score": MetricInfo(True, CHOICE_MEANING if metric == CHOICE else SCORES[metric][1])},
+        primary="score",
+        scorer=score,
+        quarantined=rows.quarantined,
+        copies=rows.copies,
+        right={key: row["choices"].index(row["answers"][0]) for key, row in asked.items() if row["choices"]},
+    )
+
+
+def _chosen(rows: Rows, limit: Limit | None) -> list[dict[str, Any]]:
+    """The rows to ask, subset by subset in the order in which the file has them."""
+    subsets: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        subsets.setdefault(row["subset"], []).append(row)
+    return [some[at] for name, some in subsets.items() for at in drawn(len(some), limit, name)]
+
+
+class _Asker:
+    """Makes the requests of rows; answers that are patterns are not forced, for no model would write them."""
+
+    def __init__(self, model: "LoadedModel", protocol: Protocol, cfg: Mapping[str, Any], forces: bool) -> None:
+        self.model, self.protocol, self.forces = model, protocol, forces
+        self.separator, self.prefix = _setting(cfg, "separator", "\n\n"), _setting(cfg, "answer_prefix", "")
+        stop = cfg.get("stop")
+        stop = [stop] if isinstance(stop, str) else list(stop or ())
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"task.stop={stop!r} must be a list of texts, none of them empty")
+        limit = check_whole("task.max_new_tokens", cfg.get("max_new_tokens", 128), 1)
+        rules = PromptRules(max_new_tokens=limit, stop=tuple(stop), chat_template=True)
+        self.texts = PromptBuilder(model, protocol, rules)
+        self.chat = self.texts.chat
+        self.rendered = PromptBuilder(model, protocol, rules, rendered=True)
+
+    def answer(self, row: dict[str, Any]) -> "Request":
+        """The request whose answer is written by the model."""
+        builder, context, question = self.texts, *self._parts(row)
+        if self.chat and row["messages"] is not None:
+            builder = self.rendered
+        return builder.build(
+            sample_id=_name(row),
+            subset=row["subset"],
+            context=context,
+            question=question,
+            gold=row["answers"][0] if self.forces else "",
+            prefix=self.prefix,
+            meta=_meta(row),
+        )
+
+    def choices(self, row: dict[str, Any]) -> "Request":
+        """The request whose choices are scored."""
+        context, question = self._parts(row)
+        if self.chat and row["messages"] is None:
+            context, question = self._rendered([{"role": "user", "content": context + question}], question)
+        prefix = self.prefix.lstrip() if (context + question)[-1:].isspace() else self.prefix
+        space = "" if (context + question + prefix)[-1:].isspace() else " "
+        if self.protocol.query_aware:
+            context, question = context + question, ""
+        return choice_request(
+            self.model,
+            sample_id=_name(row),
+            subset=row["subset"],
+            context=context if question else context + prefix,
+            question=question + prefix if question else "",
+            continuations=[space + choice for choice in row["choices"]],
+            rendered=self.chat,
+            gold=row["choices"].index(row["answers"][0]),
+            meta=_meta(row),
+        )
+
+    def _parts(self, row: dict[str, Any]) -> tuple[str, str]:
+        """Context and question as they stand in the prompt; messages as the chat template writes them."""
+        messages = row["messages"]
+        if messages is None:
+            return (row["context"], self.separator + row["question"]) if row["context"] else ("", row["question"])
+        if self.chat:
+            return self._rendered(messages, messages[-1]["content"])
+        *before, last = [message["content"] for message in messages]
+        return (self.separator.join(before), self.separator + last) if before else ("", last)
+
+    def _rendered(self, messages: list[dict[str, str]], question: str) -> tuple[str, str]:
+        text = render_chat(self.model, messages, template_settings(self.model, self.protocol))
+        place = text.rfind(question.strip())
+        if place < 0:
+            if not self.protocol.query_aware:
+                raise ValueError(
+                    f"protocol.query_aware=false needs the question inside the chat template unchanged, but the "
+                    f"template of model {self.model.name} alters it; set protocol.chat_template=never"
+                )
+            place = len(text)
+        return text[:place], text[place:]
+
+
+def _setting(cfg: Mapping[str, Any], name: str, default: str) -> str:
+    value = cfg.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f"task.{name}={value!r} must be a text")
+    return value
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['subset']}/{row['index']}"
+
+
+def _meta(row: dict[str, Any]) -> dict[str, Any]:
+    return {"index": row["index"], "id": row["id"], "answers": row["answers"]}

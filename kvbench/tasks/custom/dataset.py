@@ -1,0 +1,115 @@
+"""Rows of a file of the user's own."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvbench.tasks.source import Rows, Source, file_lines, read_rows
+
+ROLES = ("system", "user", "assistant")
+# No model reads that much; a line this long is a broken file.
+MAX_LINE_BYTES = 10_000_000
+CHOICE, REGEX = "choice", "regex"
+
+
+def read_file(file: object, metric: str, needs_context: bool) -> Rows:
+    """Read the rows.
+
+    Args:
+        file: The setting `task.file`.
+        metric: What the rows are graded by, which decides what they must hold.
+        needs_context: Set rows without a context aside.
+
+    Raises:
+        ValueError: There is no such file, or it has no good row.
+    """
+    if not isinstance(file, str) or not file:
+        raise ValueError(f"task.file={file!r} is no file; set task.file to a JSONL file with your questions")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a JSONL file"
+        )
+    source = Source("data_dir", str(path), partial(file_lines, path))
+    return read_rows(source, partial(check_row, metric=metric, needs_context=needs_context), MAX_LINE_BYTES)
+
+
+def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> dict[str, Any]:
+    """Check the object of a line.
+
+    Args:
+        row: `question` and, where there is one, `context`; or `messages`, each with `role` and `content`, the last of
+            the user. `answers`, a text or a list of texts. For the metric `choice`, `choices`, and `answers` is one of
+            them or its place from 0. `subset` and `id` may be there.
+        metric: What the row is graded by.
+        needs_context: The context is compressed before the question is seen.
+
+    Returns:
+        `context`, `question`, `messages` (None without), `answers`, `choices`, `subset`, `id`.
+
+    Raises:
+        ValueError: What is wrong with the row.
+    """
+    messages = _messages(row["messages"]) if row.get("messages") is not None else None
+    if messages is not None and (row.get("question") is not None or row.get("context") is not None):
+        raise ValueError("a row has either messages, or context and question")
+    context = "" if messages is not None else _text("context", row.get("context", ""), may_be_empty=True)
+    question = messages[-1]["content"] if messages is not None else _text("question", row.get("question"))
+    if needs_context and not context.strip() and len(messages or ()) < 2:
+        raise ValueError("no context, and protocol.query_aware=false compresses it before the question is seen")
+    choices = [] if metric != CHOICE else _texts("choices", row.get("choices"))
+    given = row["answers"] if row.get("answers") is not None else row.get("answer")
+    if metric == CHOICE and isinstance(given, int) and not isinstance(given, bool):
+        if not 0 <= given < len(choices):
+            raise ValueError(f"field answers is {given}, and the places of its {len(choices)} choices begin with 0")
+        given = choices[given]
+    answers = _texts("answers", given)
+    if metric == CHOICE and (len(choices) < 2 or len(set(choices)) < len(choices) or answers[0] not in choices):
+        raise ValueError("field choices must be two or more different texts, with the answer among them")
+    if metric == REGEX:
+        for answer in answers:
+            try:
+                re.compile(answer)
+            except re.error as error:
+                raise ValueError(f"field answers has no regular expression: {error}") from error
+    subset = _text("subset", row.get("subset", "all"))
+    name = row.get("id", "")
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise ValueError(f"field id must be a text or a whole number, it is {type(name).__name__}")
+    checked = {"context": context, "question": question, "messages": messages, "answers": answers}
+    return checked | {"choices": choices, "subset": subset, "id": str(name)}
+
+
+def _text(field: str, value: object, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str) or not (may_be_empty or value.strip()):
+        kind = "missing" if value is None else "empty" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"field {field} must be a text, it is {kind}")
+    if "\0" in value:
+        raise ValueError(f"field {field} holds a NUL character, at character {value.index(chr(0)) + 1}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"field {field} holds half of a character pair, at character {error.start + 1}") from error
+    return value
+
+
+def _texts(field: str, value: object) -> list[str]:
+    if isinstance(value, str):
+        return [_text(field, value)]
+    if not isinstance(value, list) or not value:
+        kind = "missing" if value is None else "empty" if value == [] else type(value).__name__
+        raise ValueError(f"field {field} must be a text or a list of texts, it is {kind}")
+    return [_text(field, item) for item in value]
+
+
+def _messages(value: object) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        raise ValueError("field messages must be a list of objects with role and content")
+    for item in value:
+        if item.get("role") not in ROLES:
+            raise ValueError(f"field messages has the role {item.get('role')!r}; known: {', '.join(ROLES)}")
+    if value[-1]["role"] != "user":
+        raise ValueError("the last of the messages must be the user's")
+    return [{"role": item["role"], "content": _text("messages", item.get("content"))} for item in value]

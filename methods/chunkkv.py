@@ -1,0 +1,60 @@
+"""ChunkKV: the observation window chooses whole chunks of the prompt, not single tokens."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import EVICT, PrefillPlan, PrefillView, Whole, WindowRanked, rank_descending
+
+
+@dataclass(kw_only=True)
+class ChunkKV(WindowRanked):
+    """Keeps the observation window and the chunks of consecutive tokens that its queries attend to most.
+
+    Args:
+        budget: What stays of the prompt, window included: ratio, tokens per head, or bytes.
+        chunk: Tokens per chunk; >= 1.
+        reuse: Neighbouring layers that keep what the first of them chose; 1 = every layer chooses. With more the
+            method sees all layers at once, which holds the whole uncompressed prompt meanwhile.
+        window: Observation window, the last prompt queries; >= 1.
+        pool: `max`, `avg` or `none`, over the prompt before the window, before chunks are formed.
+        pool_kernel: Odd width of the pool.
+        decode_every: Evict single tokens again before every n-th decode step, down to each list's share of the prompt's
+            budget; 0 = never, as the paper has it.
+        tier: Precision of what is kept.
+        granularity: `kv_head`: KV heads hold one set each. `q_head`: query heads do, each stored and billed.
+
+    Source: ChunkKV (Liu et al. 2025, arXiv 2502.00299), Algorithms 1 and 2; NVIDIA/kvpress chunkkv_press.py, which
+        takes the mean over a chunk and one choice for all heads of a layer.
+    Differs: the window is kept beside the chunks; the last chunk that fits in part stays in part, so that the budget
+        is met; the last chunk of a prompt may be shorter than the others.
+    """
+
+    chunk: Annotated[int, Whole(1, unit="tokens")] = 10
+    reuse: Annotated[int, Whole(1, 1000, unit="layers")] = 1
+    pool: Literal["max", "avg", "none"] = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reuse > 1:
+            self.scope = "model"
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
+        prefix = view.num_tokens - min(self.window, budget)
+        if budget < view.num_tokens:
+            chosen_by = torch.arange(len(view.layers), device=view.layers.device) // self.reuse * self.reuse
+            worth = self._of_chunks(view.score[..., :prefix].sum(1))[chosen_by]
+            keep = rank_descending(worth) < budget - (view.num_tokens - prefix)
+            tier_of[..., :prefix] = torch.where(keep, 0, EVICT)[:, None]
+        return PrefillPlan(tier_of=tier_of)
+
+    def _of_chunks(self, score: Tensor) -> Tensor:
+        """Every token's [V, n] mean over its chunk, in the same shape; equal chunks keep their order."""
+        length = score.shape[-1]
+        chunk = torch.arange(length, device=score.device) // self.chunk
+        count = torch.bincount(chunk)
+        total = score.new_zeros(len(score), len(count)).index_add_(1, chunk, score)
+        return (total / count)[:, chunk]

@@ -1,0 +1,44 @@
+"""KeyDiff: tokens whose keys point away from the mean direction stay."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.policy import LayerTensors, Scored, Statistic
+
+
+@dataclass(frozen=True)
+class KeyDifference(Statistic):
+    """Minus the cosine between a key and the mean of all keys' directions."""
+
+    words: ClassVar[str] = "cosine of keys to their mean direction"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        keys = seen.k.float()
+        anchor = F.normalize(keys, dim=-1).mean(-2, keepdim=True)
+        return -F.cosine_similarity(keys, anchor, dim=-1)
+
+    def of_slots(self, seen: LayerTensors) -> Tensor:
+        return self.of_prompt(seen)
+
+
+@dataclass(kw_only=True)
+class KeyDiff(Scored):
+    """Keeps, per KV head, the tokens whose keys are least like the others; no attention is looked at.
+
+    Args:
+        budget: What stays of the prompt: ratio, tokens per head, or bytes.
+        decode_every: Compare all keys again and evict before every n-th decode step, down to each list's share of the
+            prompt's budget; 0 = never.
+        tier: Precision of what is kept.
+
+    Source: KeyDiff (Park et al. 2025, arXiv 2504.15364), as NVIDIA/kvpress keydiff_press.py computes its anchor.
+    Differs: the prompt is compressed at once, after it was read; the paper reads it in blocks and evicts after each.
+        Keys are compared in fp32; equal ones keep the earlier token.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.score_by(KeyDifference())

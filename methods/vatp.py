@@ -1,0 +1,96 @@
+"""VATP: attention counts by what it brings, so it is weighed by the norm of the value."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import (
+    ALL_QUERIES,
+    EVICT,
+    CompactPlan,
+    DecodeView,
+    LayerTensors,
+    Number,
+    PrefillPlan,
+    PrefillView,
+    Scored,
+    ScoreSpec,
+    Statistic,
+    Whole,
+    rank_descending,
+    shrink_to_share,
+)
+
+
+@dataclass(frozen=True)
+class ValueWeighted(Statistic):
+    """Attention times the sum of the value's absolute entries; the attention itself is `attention`."""
+
+    also: ClassVar[tuple[str, ...]] = ("attention",)
+    by_queries: ClassVar[bool] = True
+    words: ClassVar[str] = "times the L1 norm of the value"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        return self._weighed(seen.attention(), seen.v)
+
+    def of_slots(self, seen: LayerTensors) -> Tensor:
+        assert seen.stored is not None, "the method tracks scores"
+        return self._weighed(seen.stored, seen.v)
+
+    def _weighed(self, attention: Tensor, v: Tensor) -> Tensor:
+        return torch.stack([attention * v.float().abs().sum(-1), attention])
+
+
+@dataclass(kw_only=True)
+class VATP(Scored):
+    """Keeps the tokens with the most attention times the L1 norm of their value, the first ones and a recent window.
+
+    Args:
+        budget: What stays of the prompt: ratio, tokens per head, or bytes.
+        recent_share: Share of the budget for the most recent tokens, in [0, 1).
+        sinks: First tokens that always stay, since their values are small whatever they do; >= 0.
+        window: Last prompt queries that count (Scissorhands' form counts 400); 0 = all, as H2O.
+        decode_every: Evict again before every n-th decode step, by the attention received since, down to each list's
+            share of the prompt's budget; 0 = never.
+        tier: Precision of what is kept.
+
+    Source: guozhiyu/vatp utils_hh/modify_llama.py (Guo et al., EMNLP 2024), H2O's form with 20 first tokens.
+    Differs: one kept set per KV head, by its query heads' sum; the original masks and frees nothing, at every step;
+        here slots are freed, after the prompt and every `decode_every` steps. The recent window yields to the sinks in
+        a budget too small for both.
+    """
+
+    recent_share: Annotated[float, Number(0, 1)] = 0.5
+    sinks: Annotated[int, Whole(0, unit="tokens")] = 20
+    window: Annotated[int, Whole(0, unit="tokens")] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.score = ScoreSpec(
+            statistic=ValueWeighted(),
+            prefill_queries=self.window or ALL_QUERIES,
+            group_reduce="sum",
+            decode_update=self.decode_every > 0,
+            track=("score", "pos") if self.decode_every else (),
+        )
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        budget, length = view.budget_tokens(self._budget), view.num_tokens
+        first = length - int(budget * self.recent_share)
+        score = self._protected(view.score, torch.arange(length, device=view.score.device), first)
+        tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
+        return PrefillPlan(tier_of=tier_of, score=view.extra["attention"] if self.decode_every else None)
+
+    def plan_compact(self, view: DecodeView) -> CompactPlan:
+        slots = view.slots(0)
+        share = view.prompt_slots.float().mean((1, 2)) * self.recent_share
+        first = (view.tokens_seen - share.long())[:, None, None, None]
+        return shrink_to_share(view, self._budget, 0, self._protected(slots.score, slots.pos, first))
+
+    def _protected(self, score: Tensor, pos: Tensor, first: Tensor | int) -> Tensor:
+        """Scores with the sinks above all, and then the recent tokens, the newest first."""
+        top = torch.finfo(torch.float32).max / 4
+        newest = (1 + pos / 2**22) * top  # rises with the position, in steps that fp32 can tell apart
+        return torch.where(pos >= first, newest, score.clamp(max=top)).masked_fill(pos < self.sinks, 3 * top)

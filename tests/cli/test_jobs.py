@@ -1,0 +1,215 @@
+"""What becomes of a sweep whose jobs run in other processes: the table, the picture, the exit code, the log."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_command import write_conf
+from fake_parts import make_parts
+from places import ROOT, TESTS
+
+from kvbench.cli.main import main
+from kvbench.config import files
+from kvbench.results.sweep import sweeps
+
+
+@pytest.fixture
+def work(tmp_path):
+    """An empty folder beside a configuration of fakes."""
+    write_conf(tmp_path / "conf")
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def forked(work, *words, **environment):
+    """A sweep on fakes, each job in a process of its own; its code, stdout and stderr."""
+    paths = [ROOT, TESTS, TESTS / "cli", TESTS / "cli" / "plugin"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | environment
+    program = [sys.executable, TESTS / "cli" / "fake_command.py", work.parent / "conf", 10, 0.1]
+    launch = ["-m", "hydra/launcher=forking", "reference=none"]
+    done = subprocess.run(
+        [*map(str, program), *launch, *words],
+        env=environment,
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_jobs_in_other_processes(work):
+    """One job ends well, one has a bad setting, one is killed: the end names each, shows the run that is there, and the
+    code is the worst; the same command goes on, and loses nothing."""
+    sweep = ["method=snapkv,kivi", "method.ratio=0.5,1.5"]
+    code, out, said = forked(work, *sweep, KILL="2")
+    assert code == 2, said
+    assert "Quality: fake with tiny" in out and "\nsnapkv" in out
+    assert (work / "results" / "fake" / "tiny" / "sweep.png").exists()
+    assert "4 jobs: 1 done, 2 failed, 1 lost; log: results/.multirun/" in said
+    assert "jobs 2 (snapkv ratio=1.5), 4 (kivi ratio=1.5) failed: method.ratio=1.5 is outside (0, 1]" in said
+    assert "job 3 (kivi ratio=0.5) ended without a word, as after a kill; give the same command again to go on" in said
+    assert "hydra/launcher=forking gave up: jobs [2] were killed" in said and "Traceback" not in said
+    code, out, said = forked(work, *sweep)
+    assert code == 2 and "4 jobs: 2 done, 2 failed; log" in said
+    assert "\nsnapkv" in out and "\nkivi" in out
+    lines = [path.read_bytes().count(b"\n") for path in work.rglob("samples.jsonl")]
+    assert lines == [10, 10]
+    assert not list(work.parent.rglob("kvbench-forking*"))
+
+
+def test_sweep_of_failed_runs_fails(work):
+    """Where every run failed, the exit code says so under any launcher, and the table shows them as failed."""
+    code, out, said = forked(work, "method=snapkv,kivi", FAIL="1")
+    assert code == 1, said
+    assert "snapkv FAILED" in out and "kivi FAILED" in out
+    assert "2 jobs: 2 failed" in said and "no sample ended well" in said
+
+
+@pytest.fixture
+def fakes(work, monkeypatch):
+    """The same in this process."""
+    monkeypatch.setattr(files, "conf_folder", lambda: work.parent / "conf")
+    monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
+    monkeypatch.chdir(work)
+    return work
+
+
+def test_log_of_a_sweep(fakes, capsys):
+    """Each job says its number, what is special about it, and how long the rest takes; the log has the times."""
+    assert main(["-m", "method=snapkv,kivi", "seed=0,1", "limit=4"]) == 0
+    said = capsys.readouterr().err
+    found = re.findall(r"^job (\d) of 4: (\w+ seed=\d)(, [^,]+ left)?$", said, re.MULTILINE)
+    assert [(number, what) for number, what, _ in found] == [
+        ("1", "snapkv seed=0"),
+        ("2", "snapkv seed=1"),
+        ("3", "kivi seed=0"),
+        ("4", "kivi seed=1"),
+    ]
+    assert not found[0][2] and all(left for _, _, left in found[1:])
+    assert said.count("already there: ") == 2 and "resume=false" not in said, "once for each reference"
+    (sweep,) = sweeps(Path("results"))
+    lines = sweep.log.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\[[1-4]\] )?\S", line) for line in lines), lines
+    assert {line for line in said.splitlines() if line.startswith("job ")} <= {
+        re.sub(r"^.{20}(\[\d\] )?", "", line) for line in lines
+    }
+    assert set(sweep.states().values()) == {"done"}
+
+
+def test_missing_data_ends_a_sweep_before_it_begins(fakes, monkeypatch, capsys):
+    """Data is looked for once, before a model is loaded, and every part that is missing is named."""
+    import dataclasses
+
+    from kvbench.runs import parts as real
+
+    loaded = []
+
+    def parts():
+        fake = make_parts()
+        fake = dataclasses.replace(fake, load_model=lambda cfg: loaded.append(cfg))
+        return dataclasses.replace(fake, check_task=real.check_task)
+
+    monkeypatch.setattr("kvbench.runs.parts.default_parts", parts)
+    monkeypatch.setattr("kvbench.models.files.hub_reachable", lambda: False)
+    (fakes / "data").mkdir()
+    for task, subsets in (("longbench", "[trec,lcc,qasper]"), ("math", "[algebra,geometry]")):
+        (fakes.parent / "conf" / "task" / f"{task}.yaml").write_text(
+            (ROOT / "conf" / "task" / f"{task}.yaml").read_text()
+        )
+        key = {"longbench": "subsets", "math": "subjects"}[task]
+        words = [f"task={task}", f"task.{key}={subsets}", "task.data_dir=data"]
+        for line in (["-m", "method=snapkv,kivi,diffkv", *words], ["method=kivi", *words]):
+            assert main(line) == 2
+            said = capsys.readouterr().err
+            assert said.count("error: ") == 1 and said.count(f"task={task} has no data for") == 1, said
+            for name in subsets.strip("[]").split(","):
+                assert name in said.split("Looked in")[0]
+    assert not loaded
+    assert not list(fakes.rglob("sweep.json"))
+
+
+def test_method_that_a_pattern_named_may_not_fit(fakes, monkeypatch, capsys):
+    """`glob(*)` leaves out a method that is not for this model, and says so; a method that was named is an error."""
+    import dataclasses
+
+    from kvbench.errors import NotForModel
+
+    def parts():
+        def make_policy(cfg):
+            if cfg.ratio == 0.25:
+                raise NotForModel("kivi needs a table of this model")
+            return make_parts().make_policy(cfg)
+
+        return dataclasses.replace(make_parts(), make_policy=make_policy)
+
+    monkeypatch.setattr("kvbench.runs.parts.default_parts", parts)
+    assert main(["-m", "method=glob(*)", "limit=2", "reference=none"]) == 0
+    assert "job 3 of 4: left out: kivi needs a table of this model" in capsys.readouterr().err
+    assert main(["-m", "method=kivi,snapkv", "limit=2", "reference=none"]) == 2
+
+
+def test_real_method_says_that_it_is_not_for_a_model():
+    """DuoAttention's table belongs to one model; without it, or beside another model, it is not for that model."""
+    from kvbench.errors import NotForModel
+    from kvbench.methods.duo_attention import DuoAttention
+
+    for method in (DuoAttention(), DuoAttention(table=[[0.0, 1.0]])):
+        with pytest.raises(NotForModel, match="gates"):
+            method.check_model(num_layers=2, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method=kivi", "hydra/launcher=joblib"], "is not installed; pip install hydra-joblib-launcher"),
+        (["method=kivi", "hydra/launcher=basic"], "launches the jobs of a sweep, and this is one run; add -m"),
+    ],
+)
+def test_launchers_that_cannot_be_used(fakes, monkeypatch, capsys, words, message):
+    """A launcher whose package is missing, or that has nothing to launch, is refused with the remedy."""
+    monkeypatch.setattr("kvbench.cli.sweeping.find_spec", lambda name: None)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_presets_leave_the_users_own_words():
+    """A launcher's preset fills in what the command line does not say."""
+    from kvbench.cli.sweeping import PLUGINS, with_preset
+
+    words = with_preset(["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=9"])
+    assert words[:3] == ["-m", "hydra/launcher=submitit_slurm", "++hydra.launcher.timeout_min=9"]
+    assert "++hydra.launcher.gpus_per_node=1" in words, "one GPU for each job"
+    assert sum("hydra.launcher.timeout_min" in word for word in words) == 1
+    assert "++hydra.launcher.ray.remote.num_cpus=1" in with_preset(["-m", "hydra/launcher=ray"])
+    assert with_preset(["-m"]) == ["-m"]
+    assert set(files.options("launcher")) == set(PLUGINS)
+
+
+def test_status(fakes, capsys):
+    """`status` counts runs and jobs by how they stand, and names those that are not done."""
+    assert main(["-m", "method=snapkv,kivi", "method.ratio=0.5,1.5", "limit=4", "reference=none"]) == 2
+    capsys.readouterr()
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("results: 2 runs: 2 done\n")
+    assert "4 jobs: 2 done, 2 failed" in out
+    assert "failed   job 2 snapkv ratio=1.5: method.ratio=1.5 is outside (0, 1]" in " ".join(out.split()).replace(
+        "failed job", "failed   job"
+    )
+    (sweep,) = sweeps(Path("results"))
+    (sweep.folder / "0003" / "job.json").unlink()
+    text = (sweep.folder / "0004" / "job.json").read_text()
+    (sweep.folder / "0004" / "job.json").write_text(re.sub(r'"code": \d', '"code": null', text))
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert "4 jobs: 1 done, 1 failed, 1 lost, 1 left" in out and "lost     job 4 kivi ratio=1.5: since" in out
+    with sweep.job(4):  # as in the process that works on it
+        assert main(["status"]) == 0
+    assert "running  job 4 kivi ratio=1.5" in capsys.readouterr().out
+    assert main(["status", "sweeps=none"]) == 2
+    assert main(["status", "results_dir=nowhere"]) == 2

@@ -1,0 +1,120 @@
+"""`--config-dir`: a folder of the user's own, with methods that live nowhere else, under every command."""
+
+import sys
+
+import pytest
+
+from kvbench.calibrate import command as calibrate
+from kvbench.calibrate import gates
+from kvbench.cli.main import main
+from kvbench.config import files
+
+MODULE = '''"""A method of somebody's own."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvbench.policy import EVICT, Number, Policy, PrefillPlan
+
+
+@dataclass(kw_only=True)
+class Toy(Policy):
+    """Keeps the first part of every prompt.
+
+    Args:
+        share: What stays of the prompt.
+
+    Source: none, an example.
+    Differs: none.
+    """
+
+    share: Annotated[float, Number(0, 1, above=True)] = 0.5
+
+    def plan_prefill(self, view):
+        tier_of = view.filled(0)
+        tier_of[..., max(1, int(self.share * view.num_tokens)) :] = EVICT
+        return PrefillPlan(tier_of=tier_of)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder with a method, a model and a task of one's own."""
+    folder = tmp_path / "my folder"
+    for group in ("method", "model", "task"):
+        (folder / group).mkdir(parents=True)
+    (folder / "own_toy.py").write_text(MODULE)
+    (folder / "method" / "toy.yaml").write_text("# The first part of a prompt.\n_target_: own_toy.Toy\nshare: 0.5\n")
+    (folder / "model" / "mini.yaml").write_text("# A small one.\nkind: random\npreset: tiny\nname: mini\nseed: 0\n")
+    (folder / "task" / "short.yaml").write_text(
+        "# A short one.\ndefaults:\n  - longctx\n  - _self_\nitems: 1\nkinds: [kv]\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_lists_and_help_know_own_choices(mine, capsys):
+    """`list`, `help` and the general help show them; without the flag they are unknown."""
+    for words in (["list", "method"], ["help", "methods"], ["--help"]):
+        assert main([*words, "--config-dir", str(mine)]) == 0
+        out = capsys.readouterr().out
+        assert "toy" in out and "snapkv" in out, words
+    assert main([f"--config-dir={mine}", "help", "toy"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "method=toy Keeps the first part of every prompt." in out
+    assert "share=0.5 a number in (0, 1] What stays of the prompt." in out and "source: none, an example." in out
+    assert main(["help", "toy"]) == 2
+    assert not files.own_folders()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method=tyo"], "Did you mean toy? Known: ada_pyramidkv"),
+        (["toy"], "Did you mean method=toy?"),
+        (["method=toy", "method.shaer=1"], "there is no setting method.shaer. Did you mean method.share?"),
+        (["method=toy", "method.share=2"], "share=2 must be a number in (0, 1]"),
+        (["calibrate", "method=tyo"], "Did you mean toy?"),
+        (["gates", "model=mimi"], "Did you mean mini?"),
+        (["bench", "what=decode", "decode.methods=[tyo]"], "Did you mean toy?"),
+        (["--model", "mini", "--press", "toy"], "Did you mean `kvbench model=mini method=toy`?"),
+    ],
+)
+def test_own_choices_are_meant(mine, capsys, words, message):
+    """A typo near an own choice finds it, under every command."""
+    assert main([*words, "--config-dir", str(mine)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_commands_run_with_own_choices(mine, monkeypatch):
+    """`calibrate`, `gates` and `bench` get the method, the model and the task from there."""
+    from kvbench.bench.choices import read_choice
+
+    seen = []
+    shares = lambda: read_choice("method", "toy share=0.3")["share"]  # noqa: E731
+    monkeypatch.setattr(calibrate, "main", lambda cfg: seen.append(cfg.method._target_) or 0)
+    monkeypatch.setattr(gates, "main", lambda cfg: seen.append((cfg.model.name, cfg.task["items"])) or 0)
+    monkeypatch.setattr("kvbench.bench.command.main", lambda cfg: seen.append(shares()) or 0)
+    own = ["--config-dir", str(mine)]
+    assert main(["calibrate", "method=toy", *own]) == 0
+    assert main(["gates", "model=mini", "task=short", *own]) == 0
+    assert main(["bench", *own]) == 0
+    assert seen == ["own_toy.Toy", ("mini", 1), 0.3]
+
+
+def test_run_with_own_choices(mine):
+    """A run, and a sweep beside a method of kvbench's, take method, model and task from there."""
+    words = ["model=mini", "task=short", "task.length=400", "reference=none", "fidelity.max_tokens=0", "batch_size=1"]
+    assert main(["--config-dir", str(mine), "-m", "method=toy,snapkv", *words]) == 0
+    assert sorted(path.parent.parent.name for path in mine.parent.glob("results/*/mini/*/*/run.json")) == [
+        "snapkv",
+        "toy",
+    ]
+
+
+def test_name_of_kvbenchs_own_is_refused(mine, capsys):
+    """A file that would be hidden behind kvbench's own of that name is named."""
+    (mine / "method" / "snapkv.yaml").write_text("_target_: own_toy.Toy\n")
+    assert main(["list", "--config-dir", str(mine)]) == 2
+    assert "snapkv.yaml has the name of kvbench's own method=snapkv; rename it" in capsys.readouterr().err

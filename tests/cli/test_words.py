@@ -1,0 +1,96 @@
+"""The words of a command line: commands, flags, and what people write who come from other tools."""
+
+import pytest
+from places import ROOT
+
+from kvbench.cli import words
+from kvbench.cli.main import main
+from kvbench.config import files
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("--method snapkv", "kvbench method=snapkv"),
+        ("--method=snapkv --limit 10", "kvbench method=snapkv limit=10"),
+        ("--press snapkv --compression_ratio 0.75", "kvbench method=snapkv method.budget=0.25"),
+        ("--model hf --tasks gsm8k", "kvbench model=hf task=gsm8k"),
+        (
+            "--model hf --model_args pretrained=Qwen/Qwen3-8B,dtype=bfloat16",
+            "kvbench model=hf model.path=Qwen/Qwen3-8B",
+        ),
+        ("--model Qwen/Qwen3-8B", "kvbench model=hf model.path=Qwen/Qwen3-8B"),
+        ("--tasks gsm8k,math500", "kvbench -m task=gsm8k,math500"),
+        ("--tasks hellaswag", "kvbench task=lm_eval task.name=hellaswag"),
+        ("method=kivi --batch-size 2 --seed 3", "kvbench method=kivi batch_size=2 seed=3"),
+        ("--method.budget 0.5", "kvbench method.budget=0.5"),
+        ("-m --method snapkv,kivi", "kvbench -m method=snapkv,kivi"),
+    ],
+)
+def test_habits_of_others(line, meant, capsys):
+    """A flag of lm-eval's or kvpress's is answered with the whole command as kvbench writes it; nothing is run."""
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "settings are key=value. Did you mean `" in said and f"`{meant}" in said, said
+    assert "usage:" not in said
+
+
+def test_habits_name_settings_that_exist():
+    """Every key that a habit is translated to is a setting of some configuration."""
+    text = (ROOT / "conf" / "config.yaml").read_text()
+    for key in words.HABITS.values():
+        group, dot, name = key.partition(".")
+        if not dot:
+            assert group in files.GROUPS or f"\n{group}:" in text, key
+            continue
+        found = [files.path_of(group, choice).read_text() for choice in files.options(group)]
+        assert any(f"\n{name}:" in part or f"\n# {name}:" in part for part in found), key
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--foo",
+            "--foo is no flag of kvbench. Did you mean --info? Settings are key=value, without dashes; flags are",
+        ),
+        ("--multrun method=kivi", "--multrun is no flag of kvbench. Did you mean --multirun?"),
+        ("--foo 3 --bar", "--foo and --bar are no flags of kvbench."),
+        ("compare --metric nll", "--metric is no flag"),
+        ("method snapkv", "method is no command. Did you mean method=snapkv?"),
+        ("methods", "methods is no command. Did you mean method=NAME?"),
+        ("task longbench limit=3", "Did you mean task=longbench?"),
+        ("metod=snapkv", "there is no setting metod. Did you mean method?"),
+        ("list metod", "metod is none of the lists. Did you mean methods?"),
+        ("--config-dir", "--config-dir needs a folder"),
+        ("--config-dir nowhere list", "--config-dir nowhere is no folder"),
+        ("hydra/launcher=jobilb -m", "hydra/launcher=jobilb does not exist. Did you mean joblib?"),
+    ],
+)
+def test_wrong_words(line, message, capsys):
+    """A word that is nothing is named with the nearest that is something."""
+    assert main(line.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_flags_of_hydra_pass():
+    """Hydra's own flags, with their values, and negative numbers are left alone."""
+    words.check_flags(["-m", "--cfg", "job", "-p", "method", "method=kivi", "--resolve"])
+    assert words.parted(["a=1", "--cfg", "job", "b=2"]) == (["--cfg", "job"], ["a=1", "b=2"])
+    assert words.take_config_dir(["x=1", "--config-dir=here", "y=2"])[1] == ["x=1", "y=2"]
+
+
+@pytest.mark.parametrize(
+    ("words_given", "message"),
+    [
+        (["method=snapkv", "store.budget_bytes=1Mi"], "store.budget_bytes='1Mi' is no number of bytes"),
+        (["method=snapkv", "method.window=x"], "window='x' must be a whole number of tokens"),
+        (["method=snapkv", "method.budget=null"], "budget=None is not a budget; write a ratio"),
+        (["method=kivi", "method.bits=3"], "bits=3 must be 1, 2, 4 or 8 bits"),
+    ],
+)
+def test_values_of_another_kind(words_given, message, tmp_path, capsys):
+    """A value of the wrong kind is named as the user wrote it, in one line, with what is allowed."""
+    assert main([*words_given, f"results_dir={tmp_path / 'r'}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and "Traceback" not in said and "'<'" not in said

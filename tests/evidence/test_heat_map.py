@@ -1,0 +1,99 @@
+"""Heat maps: what lies in which cell, differences to the full cache, samples that a run lacks, pictures and CSV."""
+
+import csv
+
+import pytest
+from stored import store
+
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main
+from kvbench.evidence import heat_figure
+from kvbench.evidence.heat_cells import panels_of
+from kvbench.evidence.load import load_groups
+
+DEPTHS, LENGTHS, ITEMS = (0, 50, 100), (512, 1024), 2
+SUBSETS = {str(length): [0.0] * (len(DEPTHS) * ITEMS) for length in LENGTHS}
+
+
+def meta(number: int) -> dict:
+    """Depth and length of a sample, in the order in which the runs below have them."""
+    length, rest = divmod(number, len(DEPTHS) * ITEMS)
+    return {"length": LENGTHS[length], "depth": DEPTHS[rest // ITEMS], "index": rest % ITEMS}
+
+
+def scores(rule) -> dict:
+    """Scores by subset, from a rule of depth, length and item."""
+    numbers = range(len(LENGTHS) * len(DEPTHS) * ITEMS)
+    found: dict[str, list[float]] = {subset: [] for subset in SUBSETS}
+    for number in numbers:
+        cell = meta(number)
+        found[str(cell["length"])].append(float(rule(cell["depth"], cell["length"], cell["index"])))
+    return found
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Three runs: the full cache finds all but the middle of the long prompts, one method only what lies at the end,
+    another what the full cache does not."""
+    options = {"task": "needle", "meta": meta}
+    store(tmp_path, "full", scores(lambda d, n, i: not (d == 50 and n == 1024)), ratio=1.0, tiers=(100,), **options)
+    store(tmp_path, "snapkv", scores(lambda d, n, i: d == 100 or (d == 50 and i == 0)), **options)
+    store(tmp_path, "kivi", scores(lambda d, n, i: True), **options)
+    return tmp_path
+
+
+def panels(root, *words):
+    """The maps of the one group."""
+    (group,) = load_groups(compose_command("heatmap", [f"results_dir={root}", *words]))
+    return panels_of(group, "score")
+
+
+def test_cells_and_differences(runs) -> None:
+    """Every cell has the values of its own samples, and their differences to the full cache."""
+    found = panels(runs)
+    maps = {one.label: one for one in found.maps}
+    assert (found.depths, found.lengths, found.num_samples) == ([0, 50, 100], [512, 1024], 12)
+    assert list(maps) == ["full", "kivi", "snapkv"] and maps["full"].differences is None
+    full = heat_figure.grid(maps["full"].values, found.depths, found.lengths)
+    assert full == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    mine = heat_figure.grid(maps["snapkv"].values, found.depths, found.lengths)
+    assert mine == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    minus = heat_figure.grid(maps["snapkv"].differences, found.depths, found.lengths)
+    assert minus == [[-1.0, -1.0], [-0.5, 0.5], [0.0, 0.0]]
+
+
+def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
+    """Maps are compared by eye, so all are over the same samples; a cell without any is empty."""
+    store(runs, "tova", SUBSETS, task="needle", meta=meta, statuses={0: "oom", 1: "nan", 4: "oom"})
+    found = panels(runs)
+    assert found.num_samples == 9 and any("9 of 12 samples that every run has" in note for note in found.notes)
+    table = heat_figure.grid(found.maps[0].values, found.depths, found.lengths)
+    assert table[0][0] != table[0][0] and len(found.maps[0].values[100, 512]) == 1
+    assert heat_figure.render(found, "png").startswith(b"\x89PNG")
+
+
+def test_command_writes_pictures_and_csv(runs, capsys) -> None:
+    """A picture of each kind, the same bytes twice, and a row for each cell; only tasks that have depths."""
+    store(runs, "full", {"a": [1.0, 0.0]}, task="toy")
+    assert main(["heatmap", f"results_dir={runs}"]) == 0
+    folder = runs / "heatmap"
+    assert {path.suffix for path in folder.iterdir()} == {".png", ".svg", ".csv"} and len(list(folder.iterdir())) == 3
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert main(["heatmap", f"results_dir={runs}"]) == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    rows = list(csv.DictReader((folder / "heatmap.csv").read_text().splitlines()))
+    assert len(rows) == 3 * 6
+    row = next(r for r in rows if (r["run"], r["depth_percent"], r["length_tokens"]) == ("snapkv", "50", "1024"))
+    assert (row["n"], float(row["value"]), float(row["difference"])) == ("2", 0.5, 0.5)
+    assert 0 < float(row["low"]) < 0.5 < float(row["high"]) < 1
+    assert "50.0 (+50.0)" in capsys.readouterr().out
+
+
+def test_nothing_to_draw_is_an_error(tmp_path) -> None:
+    """A folder without such runs, and a picture kind that there is not."""
+    store(tmp_path, "full", {"a": [1.0, 0.0]}, meta={"depth": "deep", "length": 3})
+    for words, message in (([], "task=needle"), (["kinds=[gif]"], "kinds=gif does not exist")):
+        with pytest.raises(ValueError, match=message):
+            from kvbench.cli.commands import run
+
+            run("heatmap", [f"results_dir={tmp_path}", *words])

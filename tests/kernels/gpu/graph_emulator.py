@@ -1,0 +1,76 @@
+"""What a CUDA graph means, on the CPU: a step that cannot be captured is found without a GPU.
+
+`record(step)` runs a step once and keeps every torch operation and every Triton launch with the very tensors that it
+got; a replay carries them out again into the same tensors. Whatever the step took from the host, such as a number that
+should have changed or a size, is frozen as in a real graph, so that replayed steps differ from eager ones. Reading back
+while it is recorded raises.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from kvbench.kernels.gpu import parts
+
+READS_BACK = {"_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "_unique2", "equal", "is_nonzero"}
+# A graph has a memory pool of its own: what is allocated in it lies at the same place in every replay.
+ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+class NotCapturable(RuntimeError):
+    """A step reads something back to the host."""
+
+
+def _as_tuple(x: object) -> tuple:
+    return tuple(x) if isinstance(x, list | tuple) else (x,)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        masks = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in READS_BACK or masks:
+            raise NotCapturable(f"{function} reads back to the host: its result decides a size or a number")
+        out = function(*args, **kwargs)
+        if name not in ALLOCATES:
+            self.tape.append(lambda: self._again(function, args, kwargs, out))
+        return out
+
+    @staticmethod
+    def _again(function, args, kwargs, out) -> None:
+        for new, old in zip(_as_tuple(function(*args, **kwargs)), _as_tuple(out), strict=True):
+            if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                old.copy_(new)
+
+    def launch(self, kernel, grid, arguments, constants) -> None:
+        with _disable_current_modes():
+            kernel[grid](*arguments, **constants)
+        self.tape.append(lambda: kernel[grid](*arguments, **constants))
+
+
+def record(step: Callable[[], object]) -> Callable[[], None]:
+    """Runs a step once and returns its replay.
+
+    Args:
+        step: Works on tensors in main memory; Triton kernels are interpreted.
+
+    Raises:
+        NotCapturable: It reads something back.
+    """
+    recorder = _Recorder()
+    with parts.recording(recorder.launch), recorder:
+        step()
+
+    @torch.no_grad()
+    def replay() -> None:
+        for again in recorder.tape:
+            again()
+
+    return replay

@@ -1,0 +1,65 @@
+"""Steps that a CUDA graph must hold, replayed by an emulator: equal to eager ones, to the last byte."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+
+from graph_emulator import NotCapturable, record
+from triton_helpers import DEVICE
+
+from kvbench.kernels import check_device, checks
+from kvbench.kernels.gpu.backend import Gpu
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="with a GPU, check_device captures a real graph"),
+]
+STEPS = 6
+
+
+def test_a_replayed_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch):
+    """Reserving, looking up, writing, attending and adding scores of one layer: outputs after every step, slots and
+    page bytes at the end, as `check_device` captures it on a GPU."""
+    monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
+    found = []
+    for captured in (False, True):
+        step, held, out = check_device._decode_step(check_device.Plan(DEVICE, Gpu(), quick=True))
+        step()
+        outputs = [out.clone()]
+        run = record(step) if captured else step
+        outputs += [out.clone()] if captured else []
+        for _ in range(STEPS - len(outputs)):
+            run()
+            outputs.append(out.clone())
+        held.check()
+        found.append((outputs, held.num_slots.clone(), held.pages.clone()))
+    (outputs, slots, pages), (again, slots_again, pages_again) = found
+    assert all(torch.equal(a, b) for a, b in zip(outputs, again, strict=True)) and len(outputs) == STEPS
+    assert not torch.equal(outputs[0], outputs[-1])
+    assert torch.equal(slots, slots_again) and torch.equal(pages, pages_again) and int(slots[0, 0]) == STEPS
+
+
+def test_a_number_of_the_host_is_frozen():
+    """A counter that Python moves on stands still in a replay, as in a graph; one on the device goes on."""
+    count, number, device_number = torch.zeros(2), [0], torch.zeros(())
+
+    def step() -> None:
+        number[0] += 1
+        device_number.add_(1)
+        count[0].add_(number[0])
+        count[1].add_(device_number)
+
+    replay = record(step)
+    for _ in range(2):
+        replay()
+    assert count.tolist() == [1 + 1 + 1, 1 + 2 + 3]
+
+
+@pytest.mark.parametrize(
+    "step", [lambda x: x[x > 0].sum(), lambda x: int(x.sum()), lambda x: x.nonzero(), lambda x: bool((x > 0).any())]
+)
+def test_a_step_that_reads_back_is_refused(step):
+    """Masks, numbers and sizes that depend on content."""
+    with pytest.raises(NotCapturable, match="reads back to the host"):
+        record(lambda: step(torch.ones(3)))

@@ -1,0 +1,216 @@
+"""A file of the user's own: broken rows, prompts, messages, choices, and every metric against plain code."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench.tasks import load_task
+from kvbench.tasks.custom import metrics
+
+GOOD = {"context": "The door is red. The car is blue.", "question": "What is red?", "answers": ["the door", "door"]}
+
+
+@pytest.fixture
+def load(tmp_path, model):
+    """Gives a function that writes rows (objects, or raw lines) and loads the task."""
+
+    def load(*rows, limit=None, protocol=None, using=model, **settings):
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        (tmp_path / "my.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+        cfg = {"name": "custom", "file": str(tmp_path / "my.jsonl")} | settings
+        return load_task(cfg, using, limit=limit, seed=0, protocol=protocol)
+
+    return load
+
+
+def text_of(model, request) -> str:
+    """The prompt as text."""
+    return model.tokenizer.decode([token for part in request.segments for token in part])
+
+
+def test_broken_rows_are_named_and_the_rest_run(load) -> None:
+    """A byte-order mark and Windows line ends are no fault; each broken row has its line and its reason."""
+    broken = {
+        "field question must be a text, it is missing": {"context": "c", "answers": ["a"]},
+        "field answers must be a text or a list of texts, it is missing": {"question": "q"},
+        "field answers must be a text or a list of texts, it is empty": {"question": "q", "answers": []},
+        "field answers must be a text, it is int": {"question": "q", "answers": [3]},
+        "field context holds a NUL character, at character 3": GOOD | {"context": "ab\0"},
+        "field question holds half of a character pair": b'{"question": "\\ud800", "answers": "a"}',
+        "a line of 10000": b'{"question": "q", "answers": "a", "context": "' + b"x" * 10_000_000 + b'"}',
+        "not UTF-8": b'{"question": "\xff"}',
+        "not JSON": b'{"question": "q"',
+        "a row must be a JSON object, this is a list": b"[]",
+        "field messages has the role 'tool'": {"messages": [{"role": "tool", "content": "x"}], "answers": "a"},
+        "the last of the messages must be the user's": {
+            "messages": [{"role": "assistant", "content": "x"}],
+            "answers": "a",
+        },
+        "a row has either messages, or context and question": GOOD | {"messages": [{"role": "user", "content": "x"}]},
+        "field id must be a text or a whole number, it is list": GOOD | {"id": []},
+    }
+    first = b"\xef\xbb\xbf" + json.dumps(GOOD | {"id": 1}).encode() + b"\r"
+    twin = GOOD | {"id": 1, "question": "What is blue?"}
+    task = load(first, *broken.values(), twin, b"", GOOD | {"question": "And?"})
+    assert [request.sample_id for request in task.requests] == ["all/0", "all/15", "all/17"]
+    assert [row["line"] for row in task.quarantined] == list(range(2, 2 + len(broken)))
+    for row, reason in zip(task.quarantined, broken, strict=True):
+        assert row["reason"].startswith(reason), (row["reason"], reason)
+        assert row["file"].endswith("my.jsonl")
+    (copy,) = task.copies
+    assert (copy["line"], copy["reason"]) == (16, "the same id as in line 1")
+
+
+@pytest.mark.parametrize("query_aware", [True, False])
+@pytest.mark.parametrize("chat", ["auto", "never"])
+def test_prompt_and_border(load, model, query_aware: bool, chat: str) -> None:
+    """Context, then the question, then how the answer begins; a chat or none; the border lies before the question."""
+    task = load(
+        GOOD, separator="\n---\n", answer_prefix=" It is", protocol={"query_aware": query_aware, "chat_template": chat}
+    )
+    (request,) = task.requests
+    text = "The door is red. The car is blue.\n---\nWhat is red?"
+    wanted = f"<s><|user|>\n{text}</s><|assistant|>\nIt is" if chat == "auto" else f"<s>{text} It is"
+    assert text_of(model, request) == wanted
+    assert model.tokenizer.decode(request.gold) == " the door"
+    assert len(request.segments) == (1 if query_aware else 2)
+    if not query_aware:
+        assert model.tokenizer.decode(request.segments[0]).endswith("The car is blue.")
+
+
+@pytest.mark.parametrize("chat", ["auto", "never"])
+def test_messages(load, model, chat: str) -> None:
+    """As the chat template writes them; the last one is the question."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "The door is red."},
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": "What is red?"},
+    ]
+    row = {"messages": messages, "answers": "door"}
+    protocol = {"query_aware": False, "chat_template": chat}
+    (request,) = load(row, protocol=protocol).requests
+    before, after = map(model.tokenizer.decode, request.segments)
+    if chat == "never":
+        assert before + after == "<s>Be brief.\n\nThe door is red.\n\nI see.\n\nWhat is red?"
+    else:
+        told = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert before + after == told and after.startswith("What is red?")
+    assert "What is red" not in before
+
+
+def test_rows_without_a_context(load) -> None:
+    """They are asked where the whole prompt is seen; else there is nothing to compress, and they are named."""
+    row = {"question": "What is red?", "answers": "door"}
+    assert len(load(row, GOOD).requests) == 2
+    task = load(row, GOOD, protocol={"query_aware": False})
+    assert [request.sample_id for request in task.requests] == ["all/1"]
+    assert task.quarantined[0]["reason"].startswith("no context, and protocol.query_aware=false")
+
+
+@pytest.mark.parametrize("query_aware", [True, False])
+@pytest.mark.parametrize("chat", ["auto", "never"])
+def test_choices_are_scored(load, model, query_aware: bool, chat: str) -> None:
+    """By their log-likelihoods, whatever names the right one; a tie is no right answer."""
+    rows = [GOOD | {"choices": ["door", "car", "tree"], "answers": answer} for answer in ("car", 1)]
+    task = load(*rows, metric="choice", protocol={"query_aware": query_aware, "chat_template": chat})
+    for request in task.requests:
+        space = "\n" if chat == "auto" else " "  # white space behind the prompt belongs to the choice
+        assert [model.tokenizer.decode(choice) for choice in request.choices] == [
+            space + word for word in ("door", "car", "tree")
+        ]
+        assert request.gold == request.choices[1]
+        prompt = text_of(model, request)
+        assert prompt.startswith("<s>") and prompt.count("<s>") == 1 and "What is red?" in prompt
+        if not query_aware:
+            assert "What is red" not in model.tokenizer.decode(request.segments[0])
+        likely = [{"loglikelihood": value} for value in (-2.0, -1.0, -3.0)]
+        assert task.score_choices(request, likely) == {"score": 1.0}
+        assert task.score_choices(request, [likely[1], likely[1], likely[0]]) == {"score": 0.0}
+    bad = [GOOD | {"choices": ["a", "b"], "answers": 2}, GOOD | {"choices": ["a"], "answers": "a"}, GOOD]
+    named = load(*bad, rows[0], metric="choice").quarantined
+    assert ["places" in named[0]["reason"], "two or more" in named[1]["reason"], "choices" in named[2]["reason"]]
+    assert [row["line"] for row in named] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("metric", "text", "answers", "score"),
+    [
+        ("exact", " The Door. ", ["a door"], 1.0),
+        ("exact", "red door", ["door", "Red, door"], 1.0),
+        ("exact", "red door", ["door"], 0.0),
+        ("contains", "it is THE\n door!", ["window", "the door"], 1.0),
+        ("contains", "it is", ["door"], 0.0),
+        ("contains_all", "a door and a car", ["door", "tree", "CAR", "x y"], 0.5),
+        ("f1", "the red door", ["door"], 2 * 0.5 * 1 / 1.5),
+        ("f1", "", ["door"], 0.0),
+        ("rouge_l", "a b c", ["a x c"], 2 / 3),
+        ("code", "\n# note\nreturn x", ["return x"], 1.0),
+        ("regex", "it costs 12.50 EUR", [r"\b12[.,]50\b"], 1.0),
+        ("regex", "twelve", [r"^\d+$", "l{2}"], 0.0),
+    ],
+)
+def test_metrics(load, metric: str, text: str, answers: list, score: float) -> None:
+    """The best over the answers, for contains_all the share of them; thoughts are not graded."""
+    task = load(GOOD | {"answers": answers}, metric=metric)
+    request = task.requests[0]
+    assert task.score(request, text)["score"] == pytest.approx(score, abs=1e-6)
+    assert task.score(request, f"<think>{text}")["score"] == 0.0
+    assert task.score(request, f"<think>hm</think>{text}")["score"] == pytest.approx(score, abs=1e-6)
+    assert bool(request.gold) == (metric != "regex")
+
+
+def test_every_metric_is_described() -> None:
+    """In the order in which the setting lists them, and in the file of the setting."""
+    assert metrics.METRICS == ("exact", "contains", "contains_all", "f1", "rouge_l", "code", "regex", "choice")
+
+
+def test_fingerprint_and_subsets(load) -> None:
+    """What is asked and what it is graded by decide; a limit counts in each subset."""
+    rows = [GOOD | {"subset": name, "question": f"{name} {n}?"} for n in range(4) for name in ("b", "a")]
+    task = load(*rows, limit=2)
+    assert [request.subset for request in task.requests] == ["b", "b", "a", "a"]
+    same = load(*rows, limit=2)
+    assert same.fingerprint == task.fingerprint
+    assert load(*rows, limit=2, metric="exact").fingerprint != task.fingerprint
+    assert load(*(row | {"answers": "x"} for row in rows), limit=2).fingerprint != task.fingerprint
+    assert task.protocol["file"] == "my.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"file": None}, "task.file=None is no file; set task.file"),
+        ({"file": "/nowhere.jsonl"}, "task.file=/nowhere.jsonl is not a file"),
+        ({"metric": "f2"}, "task.metric=f2 does not exist. Did you mean f1?"),
+        ({"max_new_tokens": 0}, "task.max_new_tokens=0"),
+        ({"stop": [""]}, "task.stop="),
+        ({"separator": 3}, "task.separator=3 must be a text"),
+        ({"template": "x"}, "template"),
+    ],
+)
+def test_wrong_settings_are_named(load, settings: dict, message: str) -> None:
+    """Before anything runs."""
+    with pytest.raises(ValueError, match=message):
+        load(GOOD, **settings)
+
+
+def test_a_file_without_good_rows(load) -> None:
+    """Nothing runs, and the first fault is named."""
+    with pytest.raises(ValueError, match="all 1 rows of .*my.jsonl are broken; the first, line 1: field question"):
+        load({"answers": "a"})
+
+
+def test_a_bad_pattern_is_a_broken_row(load) -> None:
+    """Found before the model runs."""
+    task = load(GOOD | {"answers": "("}, GOOD | {"answers": "d.or"}, metric="regex")
+    assert task.quarantined[0]["reason"].startswith("field answers has no regular expression")
+
+
+def test_a_model_without_a_template(load, tokenizer) -> None:
+    """Messages are joined as texts."""
+    plain = SimpleNamespace(tokenizer=tokenizer, max_tokens=512, name="plain", chat_template=False)
+    row = {"messages": [{"role": "user", "content": "One."}, {"role": "user", "content": "Two?"}], "answers": "a"}
+    (request,) = load(row, using=plain).requests
+    assert text_of(plain, request) == "<s>One.\n\nTwo?"
