@@ -127,6 +127,7 @@ class _Asker:
             context=context,
             question=question,
             gold=row["answers"][0] if self.forces else "",
+            answers=row["answers"],
             prefix=self.prefix,
             meta=_meta(row),
         )

@@ -84,6 +84,7 @@ def load(
                     question=document.question,
                     prefix=document.prefix if prefix else "",
                     gold=document.gold if prefix else document.prefix + document.gold,
+                    answers=document.answers,
                     meta={"task": name, "length": length, "index": index, "answers": list(document.answers)},
                 )
                 if check_thoughts(builder, document, request, prefix):

@@ -86,6 +86,7 @@ def load(
                     question=document.question,
                     prefix=document.prefix if prefix else "",
                     gold=document.gold if prefix else document.prefix + document.gold,
+                    answers=document.answers,
                     meta={"length": length, "depth": depth, "index": index, "answers": list(document.answers)},
                 )
                 if check_thoughts(builder, document, request, prefix):
