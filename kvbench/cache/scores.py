@@ -53,7 +53,7 @@ class Scores:
         if not self.spec.measures_prompts:
             return None
         seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, hidden=hidden)
-        return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v)
+        return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
 
     def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:
         """Scores of what the pages of rows hold.
@@ -101,7 +101,7 @@ class Scores:
                 q=q,
                 stored=fields["score"][heads, :count].gather(1, order) if "score" in fields else None,
             )
-            found = _checked(statistic, "of_slots", statistic.of_slots(seen), own_k, own_v)
+            found = _checked(statistic, "of_slots", statistic.of_slots(seen), own_k, own_v, q)
             found = found.view(len(out), len(heads), count)
             back = torch.empty_like(found).scatter_(-1, order.expand_as(found), found)
             out[:, heads, :count] = back
@@ -177,8 +177,8 @@ def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
         )
 
 
-def _checked(statistic: Statistic, call: str, found: object, k: Tensor, v: Tensor) -> Tensor:
-    """The answer of a statistic about keys and values [H, n, D], once it is what the contract says.
+def _checked(statistic: Statistic, call: str, found: object, k: Tensor, *others: Tensor | None) -> Tensor:
+    """The answer of a statistic about keys [H, n, D] and what else it saw, once it is what the contract says.
 
     Raises:
         ValueError: Names class, call and rule.
@@ -189,8 +189,8 @@ def _checked(statistic: Statistic, call: str, found: object, k: Tensor, v: Tenso
         got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"{name} gave {got}, but it must give a floating-point tensor of shape {shape}")
     # On another device the host would wait for the answer; and what a model spoils shows in its logits.
-    if found.device.type == "cpu" and not _finite(found) and _finite(k) and _finite(v):
-        raise ValueError(f"{name} gave a number that is not finite for keys and values that are; guard its quotients")
+    if found.device.type == "cpu" and not _finite(found) and all(_finite(x) for x in (k, *others) if x is not None):
+        raise ValueError(f"{name} gave a number that is not finite for tensors that are; guard its quotients")
     return found.float()
 
 

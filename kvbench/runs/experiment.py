@@ -13,11 +13,11 @@ from kvbench.config import code, files
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys, unknown_name
-from kvbench.results import identity, provenance
+from kvbench.results import identity, provenance, tracking
 from kvbench.results.sample import Key
 from kvbench.results.writing import check_writable
 from kvbench.rules.kinds import Flag, Whole
-from kvbench.runs import calibration, tracking
+from kvbench.runs import calibration
 from kvbench.runs.parts import Parts, read_bytes, store_options
 from kvbench.show.progress import note
 

@@ -16,12 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config.files import FULL
 from kvbench.engine.requests import Outcome, Request
-from kvbench.results import provenance, summary
+from kvbench.results import provenance, summary, tracking
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.sample import TAIL_TOKENS, SampleRecord, journal_record
 from kvbench.results.writing import JournalError, write_atomic
-from kvbench.runs import tracking
 from kvbench.runs.beside import Beside
 from kvbench.runs.experiment import OWN, Experiment, check_config, prepare, reference_config
 from kvbench.runs.grading import grade_outcome

@@ -73,6 +73,10 @@ class Engine:
     def __init__(self, bench: Bench, cfg, policy: Graded) -> None:
         self.bench, self.policy, self.backend = bench, policy, SimpleNamespace(name="torch", isa="")
 
+    def text_of(self, ids) -> str:
+        """Every token is a word."""
+        return " ".join(map(str, ids))
+
     def run(self, requests, *, on_outcome, on_step=None, sizing=None, own=False) -> None:
         """One outcome per request; Ctrl-C after as many as the test says."""
         policy, bench = self.policy, self.bench

@@ -110,6 +110,7 @@ def cpu_s(grader, text: str) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.timeout(3600 if LONG else 300)
 @pytest.mark.parametrize("name", GRADERS)
 def test_time_grows_with_the_length(name: str) -> None:
     """Every fragment, repeated, behind every start. What took quadratic time needed minutes for the longest of these;

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from fake_parts import make_cfg, make_parts
 
-from kvbench.runs import tracking
+from kvbench.results import tracking
 from kvbench.runs.run import run_experiment
 
 
