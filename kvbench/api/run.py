@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.api.choose import words
 from kvbench.api.load import run_row, sample_row
+from kvbench.config import files
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
 from kvbench.results import provenance
@@ -176,13 +177,13 @@ def run(
     """
     choices = {"method": method, "task": task, "model": model, "protocol": protocol}
     asked = [f"{group}={name}" for group, name in choices.items()]
-    if config_dir is not None:
-        asked += words({"hydra.searchpath": [f"file://{Path(config_dir).expanduser().absolute()}"]})
     asked += words({"limit": limit, "results_dir": str(results_dir), "resume": resume})
     asked += words(settings or {}) + words(method_settings, "method.")
-    cfg = compose(asked)
-    _check_source(cfg.method._target_)
-    finished = run_experiment(cfg, method=method, parts=_loaders().parts())
+    own = files.own_folders() if config_dir is None else [Path(config_dir).expanduser()]
+    with files.with_own_folders(own):
+        cfg = compose(asked)
+        _check_source(cfg.method._target_)
+        finished = run_experiment(cfg, method=method, parts=_loaders().parts())
     from kvbench.show import figure
 
     result = Result(run=finished)

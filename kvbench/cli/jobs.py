@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.cli import endings, gpus
 from kvbench.cli.report import EXIT_FAILED, report
+from kvbench.cli.words import config_dir_flags
 from kvbench.config import files
 from kvbench.errors import NotForModel
 from kvbench.results.record import RunRecord
@@ -127,9 +128,8 @@ class Jobs:
             _parts.clear()  # let go of another sweep's model
             _parts[self.key] = parts.default_parts()
         settings = HydraConfig.get()
-        own = [word for folder in self.own for word in ("--config-dir", str(folder))]
         origin = Origin(
-            command=[*own, *settings.overrides.task],  # of a sweep, this job's own values
+            command=[*config_dir_flags(self.own), *settings.overrides.task],  # of a sweep, this job's own values
             experiment=settings.runtime.choices.get("experiment") or "",
         )
         return run_experiment(cfg, method=method, parts=_parts[self.key], say=say, origin=origin)

@@ -136,7 +136,7 @@ def run_command(overrides: list[str]) -> int:
     check_choices(overrides)
     sweeping.check_launcher(overrides)
     overrides = sweeping.with_preset(overrides)
-    own = [word for folder in files.own_folders() for word in ("--config-dir", str(folder))]
+    own = words.config_dir_flags(files.own_folders())
     with _argv(["kvbench", *own, *words.flags_first(with_swept_groups(overrides))]):
         with sweeping.begin(overrides) as jobs:
             try:

@@ -98,6 +98,11 @@ def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
     return folders, others
 
 
+def config_dir_flags(folders: Sequence[Path]) -> list[str]:
+    """The words that name the user's own folders again."""
+    return [word for folder in folders for word in ("--config-dir", str(folder))]
+
+
 def refuse_stored_config(own: Sequence[Path], arguments: Sequence[str]) -> None:
     """Refuse a folder of choices that has a config.yaml: Hydra would read kvbench's own in its place, without a word.
 
