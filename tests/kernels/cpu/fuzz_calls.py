@@ -68,7 +68,7 @@ class Call:
         self.dice, self.make = dice, torch.Generator().manual_seed(dice.randrange(2**31))
         self.dim = dice.choice((8, 16, 24, 32, 64, 64, 80, 128, 256))
         self.args: dict[str, Any] = {}
-        self.positions = torch.randperm(1 << 15, generator=self.make)  # of tokens, each of them once
+        self.top, self.positions = 0, torch.randperm(1 << 15, generator=self.make)  # of tokens, each of them once
         self.build()
 
     def build(self) -> None:
@@ -124,9 +124,17 @@ class Call:
         for write in (torch_pages.write_keys, torch_pages.write_values):
             write(self.pages, fmt, page, slot, torch.randn(len(page), self.dim, generator=self.make))
         if fmt.slot.track:
-            score, pos = torch.rand(len(page), generator=self.make), self.positions[: len(page)]
-            self.positions = self.positions[len(page) :]
-            torch_pages.write_tracked(self.pages, fmt, page, slot, score, pos)
+            score = torch.rand(len(page), generator=self.make)
+            torch_pages.write_tracked(self.pages, fmt, page, slot, score, self.unseen(len(page)))
+
+    def unseen(self, number: int) -> Tensor:
+        """Positions int64 [number] that no token has yet; of the rare large lists, beyond the first 32,768."""
+        while len(self.positions) < number:
+            more = torch.randperm(1 << 15, generator=self.make)
+            self.top += 1 << 15
+            self.positions = torch.cat([self.positions, self.top + more])
+        taken, self.positions = self.positions[:number], self.positions[number:]
+        return taken
 
     def tiers(self, lead: tuple[int, ...], track: tuple[str, ...], *, num: int, plain: bool, most: int) -> list:
         """Tiers of random lists [*lead] on a new pool."""
