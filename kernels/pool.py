@@ -1,4 +1,8 @@
-"""The page pool: one flat array of pages and a circular list of the free ones."""
+"""The page pool: one flat array of pages and a circular list of the free ones.
+
+A page may have several holders. Whoever writes to a page first makes sure that nobody else holds it (`PageTable.own`);
+the holders are counted only while there is a page with more than one.
+"""
 
 import torch
 from torch import Tensor
@@ -14,7 +18,8 @@ class PagePool:
     """Fixed-size pages, handed out and taken back for many lists at once.
 
     The free list is a circular array of page ids between two counters that only rise, taken modulo its length. The
-    number of free pages is kept explicitly, because equal counters cannot tell full from empty.
+    number of free pages is kept explicitly, because equal counters cannot tell full from empty. `others` counts the
+    holders of every page beyond the first, int32 [num_pages]; it is None, and costs nothing, while no page is shared.
 
     Args:
         page_bytes: Bytes per page.
@@ -36,6 +41,8 @@ class PagePool:
         self.start = 0  # next free page to hand out
         self.end = num_pages  # where the next returned page goes
         self.num_free = num_pages
+        self.others: Tensor | None = None
+        self._before: tuple[int, int, Tensor | None] = (self.end, self.num_free, None)
 
     @property
     def num_pages(self) -> int:
@@ -49,8 +56,8 @@ class PagePool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the page array and the free list, as the tensors hold them."""
-        return self.pages.nbytes + self.free_list.nbytes
+        """Bytes of the page array, the free list and the holders' counts, as the tensors hold them."""
+        return self.pages.nbytes + self.free_list.nbytes + (0 if self.others is None else self.others.nbytes)
 
     def allocate(self, need: Tensor) -> tuple[Tensor, Tensor]:
         """Takes `need[n]` pages for every list n in one go.
@@ -84,20 +91,45 @@ class PagePool:
         self.num_free += count
 
     def release(self, ids: Tensor) -> None:
-        """Takes pages back; `ids` int64 [M], each of them in use and listed once."""
+        """Gives up pages; those that nobody else holds are free again.
+
+        Args:
+            ids: int64 [M] in use, each listed once for every holder that gives it up.
+        """
+        others = self.others
+        if others is not None:
+            ids, others = self._given_up(ids, others)
         count = ids.numel()
         if count > self.num_used:
             raise AssertionError(f"{count} pages returned but only {self.num_used} are in use: a page was freed twice")
         first, second = self._parts(self.end, count)
         until = first.stop - first.start
         self.free_list[first], self.free_list[second] = ids[:until].to(torch.int32), ids[until:].to(torch.int32)
+        self._before = self.end, self.num_free, self.others
+        self.others = others
         self.end += count
         self.num_free += count
 
-    def undo_release(self, count: int) -> None:
-        """Undoes the last `release`, of `count` pages; needs no memory."""
-        self.end -= count
-        self.num_free -= count
+    def share(self, ids: Tensor) -> None:
+        """Adds a holder to pages; `ids` int64 [M], each of them in use and listed once."""
+        others = torch.zeros_like(self.free_list) if self.others is None else self.others.clone()
+        others[ids] += 1
+        self._before = self.end, self.num_free, self.others
+        self.others = others if ids.numel() else self.others
+
+    def undo(self) -> None:
+        """Undoes the last `release` or `share`; needs no memory."""
+        self.end, self.num_free, self.others = self._before
+
+    def _given_up(self, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Which of the pages nobody holds any more, and the holders beyond the first of all pages then."""
+        pages, holders = ids.unique(return_counts=True)
+        left = others[pages] - holders
+        if bool((left < -1).any()):
+            raise AssertionError("a page is given up by more lists than hold it: a page was freed twice")
+        after = others.clone()
+        after[pages] = left.clamp(min=0).to(torch.int32)
+        return pages[left < 0], after if bool(after.any()) else None
 
     def free_ids(self) -> Tensor:
         """The free pages in the order they will be handed out; int64 [num_free]. For checks."""
@@ -119,8 +151,11 @@ class PagePool:
         self._copy_pages(pages)
         free_list = torch.zeros(old + extra, dtype=torch.int32, device=pages.device)
         free_list[: free.numel()] = free.to(torch.int32)
+        others = self.others
+        if others is not None:
+            others = torch.cat([others, others.new_zeros(extra)])
         # Only now, when nothing can fail any more: pages and free list never disagree.
-        self.pages, self.free_list = pages, free_list
+        self.pages, self.free_list, self.others = pages, free_list, others
         self.num_free += extra
         self.start, self.end = 0, self.num_free
 

@@ -106,8 +106,75 @@ class PageTable:
         try:
             self.num_slots[tier, lists] = count.to(torch.int32)
         except BaseException:  # a page that a table names must not be free
-            self.pool.undo_release(owner.numel())
+            self.pool.undo()
             raise
+
+    def share(self, old: Tensor, new: Tensor) -> None:
+        """Lets empty lists hold what others hold; a page is copied once one of its holders writes to it (`own`).
+
+        Args:
+            old, new: int64 [M] lists.
+        """
+        if bool(self.num_slots[:, new].any()):
+            raise AssertionError("only an empty list can share what another one holds")
+        self.pool.share(self._pages_of(old))
+        try:
+            self.entries[new] = self.entries[old]
+            if len(self.third):
+                self.third[new] = self.third[old]
+            self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
+        except BaseException:
+            self.pool.undo()
+            raise
+
+    def own(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
+        """Gives lists pages of their own where a page with a slot of theirs is held by others, too.
+
+        Call it before anything is written to these slots. One page more than needed is taken where all holders of a
+        page write in the same call.
+
+        Args:
+            slots: (tier, lists int64 [M], slots int64 [M] that they hold), tier by tier; a slot may come twice.
+
+        Raises:
+            PoolExhausted: The pool is exhausted; nothing was changed.
+        """
+        if self.pool.others is None:
+            return
+        found = []
+        for table in (self.entries, self.third):
+            entries = [
+                lists * self.max_pages + self._column(tier, slot // self.tokens_per_page[tier])
+                for tier, lists, slot in slots
+                if self._table(tier) is table
+            ]
+            where = torch.cat(entries).unique() if entries else torch.empty(0, dtype=torch.int64)
+            old = table.view(-1)[where].long()
+            is_shared = self.pool.others[old] > 0
+            found.append((table.view(-1), where[is_shared], old[is_shared]))
+        old = torch.cat([pages for _, _, pages in found])
+        if not old.numel():
+            return
+        new, _ = self.pool.allocate(torch.tensor([old.numel()], device=old.device))
+        try:
+            self.pool.pages[new] = self.pool.pages[old]
+            parts = new.to(torch.int32).split([len(where) for _, where, _ in found])
+            self.pool.release(old)
+        except BaseException:
+            self.pool.undo_allocate(old.numel())
+            raise
+        for (table, where, _), ids in zip(found, parts, strict=True):
+            table.scatter_(0, where, ids)  # needs no memory
+
+    def own_all(self, lists: Tensor) -> None:
+        """As `own`, for everything that lists (int64 [M]) hold."""
+        if self.pool.others is None:
+            return
+        slots = []
+        for tier, size in enumerate(self.tokens_per_page):
+            owner, index = self._each_page(lists, tier)
+            slots.append((tier, lists[owner], index * size))
+        self.own(slots)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Which slots move so that the kept ones become the first ones; survivors from the end fill the lowest holes
@@ -133,14 +200,23 @@ class PageTable:
         return holes[:, 0], width - 1 - movers[:, 1], holes[:, 1], count
 
     def used_page_ids(self) -> Tensor:
-        """All page ids that the tables name, int64; walks every list. For checks and recounts."""
+        """All page ids that the tables name, int64, once for every holder; walks every list. For checks and
+        recounts."""
+        return self._pages_of(torch.arange(self.num_lists, device=self.entries.device))
+
+    def _pages_of(self, lists: Tensor) -> Tensor:
+        """The page ids of lists (int64 [M]), tier by tier."""
         found = []
         for tier in range(self.num_tiers):
-            pages = self.num_pages(tier)
-            owner = torch.repeat_interleave(torch.arange(self.num_lists, device=pages.device), pages)
-            index = torch.arange(owner.numel(), device=pages.device) - (pages.cumsum(0) - pages)[owner]
-            found.append(self._table(tier)[owner, self._column(tier, index)].long())
+            owner, index = self._each_page(lists, tier)
+            found.append(self._table(tier)[lists[owner], self._column(tier, index)].long())
         return torch.cat(found)
+
+    def _each_page(self, lists: Tensor, tier: int) -> tuple[Tensor, Tensor]:
+        """Every page of lists (int64 [M]): the list's index in `lists`, and the page's number in the list."""
+        pages = self.num_pages(tier)[lists]
+        owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), pages)
+        return owner, torch.arange(owner.numel(), device=lists.device) - (pages.cumsum(0) - pages)[owner]
 
     def _table(self, tier: int) -> Tensor:
         return self.third if tier == 2 else self.entries

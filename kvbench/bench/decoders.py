@@ -61,8 +61,8 @@ class StoreDecoder:
         return row
 
     def fork(self, source: int) -> int:
-        """Copies a row."""
-        row = self.runner.fork(source)
+        """Copies a row, in pages of its own: rows that share pages would be read from a processor's cache."""
+        row = self.runner.fork(source, share=False)
         self.rows.append(row)
         return row
 

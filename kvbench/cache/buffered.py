@@ -64,8 +64,8 @@ class Buffered(Paged):
         super().clear(lists)
         self.ring.clear(lists)
 
-    def copy(self, source: int, target: int) -> None:
-        super().copy(source, target)
+    def share(self, source: int, target: int) -> None:
+        super().share(source, target)
         rows = torch.tensor([source, target], device=self.shape.device)
         self.ring.copy(source, target, *(self.pages.lists_of(row[None]) for row in rows))
 
@@ -115,9 +115,22 @@ class BufferedStep(PagedStep):
         ring, lists = self.holding.ring, self.lists.flatten()
         self._before = ring.num_k[lists].long(), ring.num_v[lists].long()
         self._after = ring.after_append(lists)
-        grown = torch.maximum(*self._after) - self.pages.held(0, lists)
-        self.pages.table.reserve(lists, 0, grown.clamp(min=0))
+        table, grown = self.pages.table, torch.maximum(*self._after) - self.pages.held(0, lists)
+        held = table.reserve(lists, 0, grown.clamp(min=0))
+        if self.pages.pool.others is not None:
+            try:
+                table.own([self._written(lists, side) for side in (0, 1)])
+            except BaseException:
+                table.truncate(lists, 0, held)
+                raise
         ring.num_tokens[lists] += 1
+
+    def _written(self, lists: Tensor, side: int) -> tuple[int, Tensor, Tensor]:
+        """The slots of tier 0 that one side (0 keys, 1 values) of the lists fills in this step."""
+        before, after = self._before[side], self._after[side]
+        owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), after - before)
+        first = (after - before).cumsum(0) - (after - before)
+        return 0, lists[owner], before[owner] + torch.arange(owner.numel(), device=lists.device) - first[owner]
 
     def strip(self, k: Tensor) -> Tensor:
         return k  # a ring holds keys as they come; they lose their position on the way to a page

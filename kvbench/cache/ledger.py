@@ -74,6 +74,17 @@ class Ledger:
         page_bytes = pool.page_bytes + pool.free_list.element_size()
         return self._pages.num_pages(rows) * page_bytes + sum(self.fixed_row_bytes())
 
+    @property
+    def shared_bytes(self) -> int:
+        """What the rows together hold less than their resident bytes say, because they share pages.
+
+        A row's own bytes are those that it would hold alone, so that they do not depend on what is beside it. The sum
+        over all open rows, less this, is what is really held.
+        """
+        pool = self._pages.pool
+        extra = 0 if pool.others is None else int(pool.others.sum())
+        return extra * (pool.page_bytes + pool.free_list.element_size())
+
     def row_bytes(self, row: int) -> int:
         """Resident bytes of one row."""
         return int(self.resident_bytes(torch.tensor([row], device=self._shape.device))[0])

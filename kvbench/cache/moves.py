@@ -1,5 +1,7 @@
 """Carries out a step's plan on the pages: room for the incoming tokens, demotions, bulk evictions."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +28,14 @@ class _Displaced:
     target: Tensor
 
 
-def make_room(pages: Pages, lists: Tensor, plan: DecodePlan) -> tuple[Tensor, Tensor]:
-    """Reserves the slots of a step and moves the tokens that it demotes.
+def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -> tuple[Tensor, Tensor]:
+    """Reserves the slots of a step and moves the tokens that it demotes; no slot that the step writes to is shared then.
 
     Args:
         pages: The pages.
         lists: int64 [M] all lists of the step.
         plan: What the policy decided for them.
+        own_all: The step writes to every page, since scores are added to all slots.
 
     Returns:
         Page and slot in it for each list's incoming token, int64 [M].
@@ -47,7 +50,10 @@ def make_room(pages: Pages, lists: Tensor, plan: DecodePlan) -> tuple[Tensor, Te
     fresh = (slot == APPEND).nonzero()[:, 0]
     moving = ((slot != APPEND) & (demote_to != EVICT)).nonzero()[:, 0]
     displaced = _Displaced(lists[moving], slot[moving], demote_to[moving], demote_slot[moving])
-    slot[fresh] = _reserve(pages, plan.tier, lists[fresh], displaced)
+    with _undone(pages) as done:
+        slot[fresh] = _reserve(pages, plan.tier, lists[fresh], displaced, done)
+        if pages.pool.others is not None:
+            _own(pages, lists, plan.tier, slot, displaced, own_all)
     if moving.numel():
         _demote(pages, plan.tier, displaced)
     return pages.table.lookup(lists, plan.tier, slot)
@@ -60,27 +66,45 @@ def evict(pages: Pages, lists: Tensor, plan: CompactPlan) -> None:
             pages.compact(tier, lists, keep.flatten(0, 2))
 
 
-def _reserve(pages: Pages, tier: int, fresh: Tensor, displaced: _Displaced) -> Tensor:
-    """Takes all new slots of the step, or none: fills the targets of the displaced tokens and returns the first new
-    slot of the `fresh` lists, int64."""
+@contextmanager
+def _undone(pages: Pages) -> Iterator[list[tuple[Tensor, int, Tensor]]]:
+    """Gives back what was reserved (lists, tier, slots before) when anything goes wrong."""
     done: list[tuple[Tensor, int, Tensor]] = []
+    try:
+        yield done
+    except BaseException:
+        for lists, which, before in reversed(done):
+            pages.table.truncate(lists, which, before)
+        raise
+
+
+def _reserve(
+    pages: Pages, tier: int, fresh: Tensor, displaced: _Displaced, done: list[tuple[Tensor, int, Tensor]]
+) -> Tensor:
+    """Takes all new slots of the step: fills the targets of the displaced tokens, notes what was `done`, and returns
+    the first new slot of the `fresh` lists, int64."""
 
     def take(lists: Tensor, which: int) -> Tensor:
         before = pages.table.reserve(lists, which, torch.ones_like(lists))
         done.append((lists, which, before))
         return before
 
-    try:
-        first = take(fresh, tier)
-        for other in range(len(pages.formats)):
-            new = ((displaced.demote_to == other) & (displaced.target == APPEND)).nonzero()[:, 0]
-            if new.numel():
-                displaced.target[new] = take(displaced.lists[new], other)
-    except BaseException:
-        for lists, which, before in reversed(done):
-            pages.table.truncate(lists, which, before)
-        raise
+    first = take(fresh, tier)
+    for other in range(len(pages.formats)):
+        new = ((displaced.demote_to == other) & (displaced.target == APPEND)).nonzero()[:, 0]
+        if new.numel():
+            displaced.target[new] = take(displaced.lists[new], other)
     return first
+
+
+def _own(pages: Pages, lists: Tensor, tier: int, slot: Tensor, displaced: _Displaced, own_all: bool) -> None:
+    """Takes the pages that a step writes to out of what the lists share."""
+    if own_all:
+        pages.table.own_all(lists)
+        return
+    moved = [(displaced.demote_to == other).nonzero()[:, 0] for other in range(len(pages.formats))]
+    targets = [(other, displaced.lists[to], displaced.target[to]) for other, to in enumerate(moved)]
+    pages.table.own([(tier, lists, slot), *targets])
 
 
 def _demote(pages: Pages, tier: int, displaced: _Displaced) -> None:

@@ -135,14 +135,11 @@ class Paged:
         """Forgets lists."""
         self.pages.clear(lists)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copies a row into an empty one.
-
-        Raises:
-            PoolExhausted: Not enough pages; the caller clears the target.
-        """
+    def share(self, source: int, target: int) -> None:
+        """Lets an empty row hold what another one holds: its pages until one of them writes to one, and copies of
+        whatever lies beside the pages."""
         rows = torch.tensor([source, target], device=self.shape.device)
-        self.pages.copy(*(self.pages.lists_of(row[None]) for row in rows))
+        self.pages.table.share(*(self.pages.lists_of(row[None]) for row in rows))
         if self.scores.queries is not None:
             self.scores.queries.copy(source, target)
 
@@ -180,7 +177,9 @@ class Paged:
         lists = pages.layer_lists(rows, layer).flatten()
         first = pages.table.reserve(lists, 0, torch.full_like(lists, chunk))
         offset = torch.arange(chunk, device=k.device)
-        page, slot = pages.table.lookup(lists.repeat_interleave(chunk), 0, (first[:, None] + offset).flatten())
+        each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
+        pages.table.own([(0, each, ordinal)])
+        page, slot = pages.table.lookup(each, 0, ordinal)
         position = int(self.counters.tokens_seen[row]) + offset
         score = self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0
         pages.put(
@@ -214,7 +213,9 @@ class Paged:
         due = rows[self.plans.due(self.view(rows))]
         if not due.numel():
             return
-        lists, plan = self.pages.lists_of(due), self.plans.compact(self.measured_view(due))
+        lists = self.pages.lists_of(due)
+        self.pages.table.own_all(lists)  # before the plan: what cannot be carried out is not asked for
+        plan = self.plans.compact(self.measured_view(due))
         moves.evict(self.pages, lists, plan)
         if plan.restart_scores:
             self.scores.restart(lists)
@@ -241,7 +242,7 @@ class PagedStep:
         self.view = self.holding.view(self.rows)
         plan = self.holding.plans.decode(self.view)
         self.tier = plan.tier
-        page, slot = moves.make_room(pages, lists, plan)
+        page, slot = moves.make_room(pages, lists, plan, own_all=policy.score.decode_update)
         if pages.formats[self.tier].slot.track:
             pages.put(self.tier, page, slot, pos=self.tokens_seen.repeat_interleave(pages.lists_per_row))
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)

@@ -160,7 +160,7 @@ class Pages:
 
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
         """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
-        the emptied pages."""
+        the emptied pages. The lists share no page with others (`PageTable.own_all`)."""
         owner, source, target, count = self.table.plan_compaction(lists, tier, keep)
         old, new = (self.table.lookup(lists[owner], tier, slot) for slot in (source, target))
         self.backend.move_slots(self.pool.pages, self.formats[tier], *old, *new)
@@ -172,18 +172,3 @@ class Pages:
         """Returns all pages of lists (int64 [M])."""
         for tier in range(len(self.formats)):
             self.table.truncate(lists, tier, torch.zeros_like(lists))
-
-    def copy(self, old: Tensor, new: Tensor) -> None:
-        """Copies lists (int64 [M]) page by page into empty ones.
-
-        Raises:
-            PoolExhausted: Not enough pages; the caller clears the new lists.
-        """
-        for tier in range(len(self.formats)):
-            self.table.reserve(new, tier, self.held(tier, old))
-        for tier in range(len(self.formats)):
-            used = self.table.num_pages(tier)[old]
-            width = int(used.max())
-            live = torch.arange(width, device=old.device) < used[:, None]
-            source, target = (self.table.page_ids(lists, tier, width)[live] for lists in (old, new))
-            self.pool.pages[target] = self.pool.pages[source]

@@ -126,11 +126,21 @@ class CompressedStore:
         self.holding.clear(self._lists(row))
         self._free_rows.append(row)
 
-    def fork_row(self, source: int) -> int:
-        """Copies a row, page by page, into a new row; whatever goes wrong, no new row is open afterwards."""
+    def fork_row(self, source: int, *, share: bool = True) -> int:
+        """Opens a row that holds what another one holds.
+
+        Args:
+            source: The other row.
+            share: Hold it in the same pages, and copy a page once one of the rows writes to it; else copy all now.
+
+        Raises:
+            PoolExhausted: No room; like after any other error, no new row is open.
+        """
         row = self.open_row()
         try:
-            self.holding.copy(source, row)
+            self.holding.share(source, row)
+            if not share:
+                self.pages.table.own_all(self._lists(row))
             for counter in (self.counters.tokens_seen, self.counters.prompt_tokens):
                 counter[row] = counter[source]
             if self.counters.prompt_slots.numel():

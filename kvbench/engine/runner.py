@@ -171,9 +171,9 @@ class Runner:
             return logits, {}
         return logits, {i: session.first_bad_layer(i) for i in (~finite).nonzero()[:, 0].tolist()}
 
-    def fork(self, row: int) -> int:
-        """Copies a row, page by page; gives the copy."""
-        return self._opened(self.store.fork_row(row))
+    def fork(self, row: int, *, share: bool = True) -> int:
+        """Opens a row that holds what another one holds; `share` as in `CompressedStore.fork_row`."""
+        return self._opened(self.store.fork_row(row, share=share))
 
     def close(self, row: int) -> None:
         """Forgets a row and returns its pages."""

@@ -164,19 +164,41 @@ def test_rows_are_reused_clean():
     assert slot_bytes(store, again) == want
 
 
-def test_a_fork_shares_nothing():
-    """The copy has the same slots on other pages; steps of one do not touch the other."""
-    store, layers = store_of(Keep(tier=Tier(k_bits=4, v_bits=4))), tokens(64, 24)
-    row = prefill(store, layers, 20)
+def test_a_fork_shares_pages_until_one_writes():
+    """The copy has the same slots in the same pages; a step of one takes its last pages out and leaves the other's."""
+    store, layers = store_of(Keep(tier=Tier(k_bits=4, v_bits=4))), tokens(64, 64)
+    row = prefill(store, layers, 60)
+    pool, table = store.pages.pool, store.pages.table
+    size, before = table.tokens_per_page[0], pool.num_used
+    assert before == 4 * -(-60 // size) and size < 60 and 60 % size
     copy = store.fork_row(row)
     want = slot_bytes(store, row)
-    assert slot_bytes(store, copy) == want
-    used = store.pages.table.used_page_ids().tolist()
-    assert len(set(used)) == len(used)
-    step(store, [copy], [layers], 20)
+    assert slot_bytes(store, copy) == want and pool.num_used == before
+    each = store.ledger.row_bytes(row)
+    assert store.ledger.row_bytes(copy) == each, "a row is billed what it would hold alone"
+    assert store.ledger.shared_bytes == before * (pool.page_bytes + 4)
+    step(store, [copy], [layers], 60)
     assert slot_bytes(store, row) == want
     assert slot_bytes(store, copy) != want
-    assert store.counters.tokens_seen[[row, copy]].tolist() == [20, 21]
+    assert pool.num_used == before + 4, "one page of each list was written to"
+    assert store.ledger.shared_bytes == (before - 4) * (pool.page_bytes + 4)
+    assert store.counters.tokens_seen[[row, copy]].tolist() == [60, 61]
+    held = slot_bytes(store, copy)
+    store.close_row(row)
+    assert slot_bytes(store, copy) == held and pool.others is None and pool.num_used == before
+    step(store, [copy], [layers], 61)
+    store.close_row(copy)
+    assert pool.num_used == 0 and sorted(pool.free_ids().tolist()) == list(range(pool.num_pages))
+
+
+def test_a_fork_that_shares_nothing():
+    """What a bench asks for: pages of its own from the start."""
+    store, layers = store_of(Keep()), tokens(64, 20)
+    row = prefill(store, layers, 20)
+    copy = store.fork_row(row, share=False)
+    assert slot_bytes(store, copy) == slot_bytes(store, row)
+    used = store.pages.table.used_page_ids().tolist()
+    assert len(set(used)) == len(used) and store.pages.pool.others is None and store.ledger.shared_bytes == 0
 
 
 def test_query_head_granularity_equals_kv_heads():

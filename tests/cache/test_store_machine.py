@@ -1,6 +1,7 @@
 """Random histories of a compressed store against a slow oracle that keeps every slot by itself."""
 
 import random
+from collections import Counter
 from typing import ClassVar
 
 import numpy as np
@@ -77,7 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
         StoreMachine.counts[name] = StoreMachine.counts.get(name, 0) + 1
 
     @rule(
-        action=st.sampled_from(["decode"] * 6 + ["prefill"] * 3 + ["chunk", "fork", "close"]),
+        action=st.sampled_from(["decode"] * 6 + ["prefill"] * 3 + ["chunk", "fork", "fork", "close"]),
         size=st.integers(1, 24),
         seed=SEEDS,
     )
@@ -187,10 +188,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.slow.rows[row].tokens_seen += length
 
     def fork(self, seed: int) -> None:
-        """A copy of a row; without room for it nothing changes."""
-        source = random.Random(seed).choice(sorted(self.slow.rows))
+        """A copy of a row, most often in the same pages; without room for it nothing changes."""
+        dice = random.Random(seed)
+        source, share = dice.choice(sorted(self.slow.rows)), dice.random() < 0.8
         try:
-            row = self.store.fork_row(source)
+            row = self.store.fork_row(source, share=share)
         except PoolExhausted:
             self.count("fork exhausted")
             return
@@ -241,11 +243,18 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         store, pool = self.store, self.store.pages.pool
-        used, free = store.pages.table.used_page_ids().tolist(), pool.free_ids().tolist()
-        assert sorted(used + free) == list(range(pool.num_pages))
+        holders, free = Counter(store.pages.table.used_page_ids().tolist()), pool.free_ids().tolist()
+        assert sorted([*holders, *free]) == list(range(pool.num_pages))
+        others = {page: count - 1 for page, count in holders.items() if count > 1}
+        found = [] if pool.others is None else pool.others.tolist()
+        assert others == {page: count for page, count in enumerate(found) if count}
+        assert (pool.others is None) == (not others)
+        self.count("shared pages" if others else "no shared page")
+        shared = sum(others.values()) * (self.page_bytes + 4)
+        assert shared == store.ledger.shared_bytes
         fixed, ring = store.ledger.fixed_row_bytes()
         assert ring == 0
-        total = (ROWS - len(self.slow.rows)) * fixed + len(free) * (self.page_bytes + 4)
+        total = (ROWS - len(self.slow.rows)) * fixed + len(free) * (self.page_bytes + 4) - shared
         for row, owner in self.slow.rows.items():
             items = store.ledger.itemise(row)
             counts = [sum(len(tiers[t]) for tiers in owner.each()) for t in range(len(self.policy.tiers))]
@@ -273,6 +282,9 @@ class StoreMachine(RuleBasedStateMachine):
             store.pages.table.third,
             store.pages.table.num_slots,
         ]
+        if pool.others is not None:
+            total += 4 * pool.num_pages
+            tensors.append(pool.others)
         tensors += [store.counters.tokens_seen, store.counters.prompt_tokens, store.counters.prompt_slots]
         assert total == store.allocated_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
@@ -295,6 +307,7 @@ def test_random_histories_agree_with_the_oracle():
     assert counts["decode"] > 100, counts
     for name in ("prefill", "step after compaction", "chunk", "fork", "decode exhausted", "prefill exhausted"):
         assert counts.get(name, 0) > 3, counts
+    assert counts["shared pages"] > 100, counts
 
 
 def test_dice_need_a_store():

@@ -289,17 +289,19 @@ def f(x):
     [one.join() for one in made]
     return x
 """,
+    # All of its threads live until the last one was refused, however long that takes beside a load.
     """
 import threading, time
 def f(x):
-    count = 0
+    count, over = 0, threading.Event()
     try:
         while count < 100:
-            threading.Thread(target=time.sleep, args=(0.3,), daemon=True).start()
+            threading.Thread(target=over.wait, daemon=True).start()
             count += 1
     except RuntimeError:
         pass
     time.sleep(0.2)
+    over.set()
     return 5 < count < 16
 """,
     """
