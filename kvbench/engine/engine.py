@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -78,6 +79,9 @@ class Engine:
     ) -> None:
         """Answers requests in groups of `batch_size`, in order.
 
+        Where requests that follow one another begin with the same segment, it is read and compressed once, and each of
+        them goes on from there in a fork: their answers are those of separate runs.
+
         Args:
             requests: What to answer.
             on_outcome: Called once per (sample, repeat), as soon as the sample is finished.
@@ -102,6 +106,12 @@ class Engine:
             return
         self._on_outcome, self._on_step, self._own = on_outcome, on_step, own and self.fidelity_max_tokens != 0
         self._callers: BaseException | None = None  # what `on_outcome` raised
+        self._context: tuple[tuple[int, ...], int] | None = None  # a segment that was read, and its row
+        self._followed = {
+            one.sample_id
+            for one, other in pairwise(requests)
+            if min(len(one.segments), len(other.segments)) > 1 and one.segments[0] == other.segments[0]
+        }
         size, reason = self._reserve(everything)
         if reason is not None:
             for request in requests:
@@ -109,6 +119,7 @@ class Engine:
             return
         for begin in range(0, len(requests), size):
             self._run_group(list(requests[begin : begin + size]))
+        self._drop_context()  # it is still open where the last questions could not be answered
 
     def _reserve(self, requests: list[Request]) -> tuple[int, str | None]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them.
@@ -122,7 +133,8 @@ class Engine:
         size = min(self.batch_size, len(requests))  # never more rows than there is to answer
         while True:
             try:
-                self.runner.reserve(rows=max(rows_of) * size, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+                rows = max(rows_of) * size + bool(self._followed)
+                self.runner.reserve(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
                 return size, None
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -140,11 +152,11 @@ class Engine:
             return
         except BaseException as error:
             if error is self._callers or not is_out_of_memory(error):
-                self.runner.close_all()
+                self._close_all()
                 raise
             reason = _reason(error)
         # Here, not in the handler: until that ends, the error holds every tensor of the pass that failed.
-        self.runner.close_all()
+        self._close_all()
         left = [r for r in group if r.sample_id not in finished]
         if len(left) == 1:
             self._fail(left[0], "oom", reason, None)
@@ -159,18 +171,21 @@ class Engine:
         rows: list[tuple[Row, Sample]] = []
         for request in group:
             begin, before = time.perf_counter(), len(self.runner.open_rows)
+            shares = self._context is not None and self._context[0] == request.segments[0]
             try:
                 row, logits, reference = self._prefill(request)
             except NotFinite as error:
                 for opened in self.runner.open_rows[before:]:
                     self.runner.close(opened)
+                if self._context is not None and self._context[1] not in self.runner.open_rows:
+                    self._context = None
                 self._fail(request, "nan", str(error), error.layer)
                 finished.add(request.sample_id)
                 continue
             num_rows = request.num_samples + (self._own or reference is not None) + len(request.choices)
             replays = self.runner.prompts.limit_bytes > 0  # and a replay takes no prefill
             prefill_s = None if replays else time.perf_counter() - begin
-            sample = Sample(request, prefill_s, num_rows)
+            sample = Sample(request, prefill_s, num_rows, shares_context=shares)
             for repeat in range(request.num_samples):
                 own = row if repeat == 0 else self.runner.fork(row)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._room(request))
@@ -198,8 +213,11 @@ class Engine:
         gold, head, *rest = self._gold(request), *request.segments
         # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
         # full-cache reference.
-        row, read = self.runner.read(head, ahead=gold[:-1] if not rest else ())
-        reference, logits = (read if gold and not rest else None), read[0]
+        if rest:
+            row, reference = self._read_context(request), None
+        else:
+            row, read = self.runner.read(head, ahead=gold[:-1])
+            reference, logits = (read if gold else None), read[0]
         for segment in rest:
             logits = self.runner.append(row, segment)
         if gold and rest:
@@ -207,6 +225,30 @@ class Engine:
             reference = self.runner.full_logits(everything, num_logits=len(gold))
         self.store.ledger.restart(row)  # averages are over the answer, not over a question fed token by token
         return row, logits, None if reference is None else torch.log_softmax(reference, -1)
+
+    def _read_context(self, request: Request) -> int:
+        """A row with the first segment of a request: of its own, or a fork of what the requests around it share."""
+        head, is_last = request.segments[0], request.sample_id not in self._followed
+        if self._context is None or self._context[0] != head:
+            self._drop_context()
+            row, _ = self.runner.read(head)
+            if is_last:
+                return row
+            self._context = head, row
+        row = self._context[1]
+        if is_last:
+            self._context = None
+            return row
+        return self.runner.fork(row)
+
+    def _drop_context(self) -> None:
+        if self._context is not None:
+            self.runner.close(self._context[1])
+            self._context = None
+
+    def _close_all(self) -> None:
+        self._context = None
+        self.runner.close_all()
 
     def _decode(self, rows: list[tuple[Row, Sample]], finished: set[str]) -> None:
         """Decodes all rows together until each is over."""
@@ -288,7 +330,8 @@ class Engine:
                 num_prompt_tokens=state.request.num_prompt_tokens,
                 ledger=held,
                 kept=kept,
-                timing={"prefill_s": sample.prefill_s, **state.timing},
+                timing={"prefill_s": sample.prefill_s, **state.timing}
+                | ({"shares_context": 1.0} if sample.shares_context else {}),
             )
         self.runner.close(state.row)
         sample.open_rows -= 1

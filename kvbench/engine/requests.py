@@ -87,8 +87,9 @@ class Outcome:
         ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the
             items of the ledger at the end.
         kept: What the method did: tokens seen, slots held per tier, ratio.
-        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`; the only fields that differ between identical
-            runs.
+        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`, and `shares_context` where the context had been
+            read for an earlier question, so that `prefill_s` is of the question alone; the only fields that differ
+            between identical runs.
     """
 
     sample_id: str

@@ -73,7 +73,10 @@ class ForcedRow(Row):
 
 @dataclass
 class Sample:
-    """A request in flight: its outcomes so far and how many rows are still open."""
+    """A request in flight: its outcomes so far and how many rows are still open.
+
+    With `shares_context`, another request had read its first segment, so `prefill_s` is of the rest alone.
+    """
 
     request: Request
     prefill_s: float | None  # None: not measured
@@ -83,6 +86,7 @@ class Sample:
     drift: dict[str, list[float]] | None = None
     own: "tuple[int, Tensor] | None" = None  # a copy of the prompt's row, and its logits, that the own answer will take
     choices: dict[int, dict] = field(default_factory=dict)
+    shares_context: bool = False
 
     def take(self, row: ForcedRow) -> None:
         """Keeps what a forced row measured."""

@@ -1,0 +1,123 @@
+"""Many questions to one context: it is read, compressed and held once, and the answers are those of separate runs."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from engine_helpers import NATIVE_METHODS, answers, comparable, engine, random_tokens, request
+
+from kvbench.engine.runner import Runner
+from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.full import Full
+from kvbench.methods.h2o import H2O
+from kvbench.methods.kivi import Kivi
+from kvbench.methods.kv_compress import KVCompress
+from kvbench.methods.quest import Quest
+from kvbench.methods.snapkv import SnapKV
+
+# 16-bit and quantised, deciding in the prompt, in every step, in bulk, by reading less, behind a residual buffer.
+POLICIES = {
+    "full": Full(),
+    "snapkv": SnapKV(budget=0.5, window=8, tier="k8v4"),
+    "h2o": H2O(budget=30, window=8),
+    "kivi": Kivi(bits=2, group=8, residual_tokens=16),
+    "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16),
+    "kv_compress": KVCompress(budget=40, obs_window=8, protected=8, block=4, continual=True),
+    "quest": Quest(read_budget=24, page_tokens=8, dense_layers=0),
+}
+
+
+@pytest.fixture
+def loaded(tiny_model):
+    """The tiny Llama with three query heads per KV head, in fp32."""
+    return tiny_model("llama", "gqa3", 64)
+
+
+def questions(count: int = 8, **fields) -> list:
+    """Questions of several lengths about one context, and one about another between two more about a third."""
+    context, other, third = random_tokens(70), random_tokens(50, seed=1), random_tokens(33, seed=2)
+    asked = [request(f"a{i}", context, random_tokens(3 + i, seed=3), **fields) for i in range(count)]
+    asked.append(request("b", other, random_tokens(4, seed=4), **fields))
+    return asked + [request(f"c{i}", third, random_tokens(5, seed=5 + i), **fields) for i in range(2)]
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_answers_are_those_of_separate_runs(loaded, name):
+    """Tokens, fidelity, bytes and what was kept, to the last bit."""
+    policy, asked = POLICIES[name], questions(max_new_tokens=10, gold=random_tokens(6, seed=9))
+    together = answers(loaded, policy, asked, batch_size=1)
+    for one in asked:
+        (alone,) = answers(loaded, policy, [one], batch_size=1, sizing=asked).values()
+        assert comparable(together[one.sample_id, 0]) == comparable(alone)
+    shared = [one.sample_id for one in asked if together[one.sample_id, 0].timing.get("shares_context")]
+    assert shared == [f"a{i}" for i in range(1, 8)] + ["c1"]
+
+
+@pytest.mark.parametrize("name", list(NATIVE_METHODS))
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_in_batches_too(loaded, name, batch_size):
+    """Questions of one context in one batch and over several."""
+    policy, asked = NATIVE_METHODS[name], questions(max_new_tokens=10)
+    together = answers(loaded, policy, asked, batch_size=batch_size)
+    for one in asked:
+        (alone,) = answers(loaded, policy, [one], sizing=asked).values()
+        assert together[one.sample_id, 0].token_ids == alone.token_ids
+
+
+def test_a_context_costs_once(loaded):
+    """Of eight questions, the context is read once, and its pages are held once while they are answered."""
+    asked, seen, read = questions()[:8], [], []
+    own = Runner.read
+
+    def reading(self, prompt, ahead=()):
+        read.append(len(prompt))
+        return own(self, prompt, ahead)
+
+    def look(running, step):
+        rows = torch.tensor(running.runner.open_rows)
+        pages = int(running.store.pages.num_pages(rows).sum()) * running.store.pages.pool.page_bytes
+        seen.append((step["cache_bytes"], pages, running.store.ledger.shared_bytes))
+
+    with patch.object(Runner, "read", reading):
+        answers(loaded, Full(), asked, on_step=look, page_bytes=2048)
+    assert read == [70]
+    held, billed, shared = seen[0]
+    assert held < 0.4 * billed, "eight rows of nine pages and more a list, of which eight are the context's"
+    assert shared == (billed - held) // 2048 * (2048 + 4), "the ledger says how much less that is than the rows' sum"
+
+
+def test_a_bad_question_leaves_the_context_to_the_others(loaded):
+    """A question whose logits are not finite is recorded as such; the next ones still share the context."""
+    asked = questions()[:4]
+    own, calls = Runner.append, []
+
+    def failing(self, row, tokens):
+        calls.append(len(tokens))
+        found = own(self, row, tokens)
+        if len(calls) == 2:
+            from kvbench.engine.runner import NotFinite
+
+            raise NotFinite(1)
+        return found
+
+    with patch.object(Runner, "append", failing):
+        got = answers(loaded, Full(), asked, batch_size=2)
+    assert [got[f"a{i}", 0].status for i in range(4)] == ["ok", "nan", "ok", "ok"]
+    alone = answers(loaded, Full(), asked[3:], sizing=asked)
+    assert got["a3", 0].token_ids == alone["a3", 0].token_ids
+
+
+def test_memory_that_runs_out_gives_the_context_back(loaded):
+    """With pages for the context and little more, groups are halved, and every page comes back."""
+    asked = questions(max_new_tokens=40)[:4]
+    alone = {}
+    with engine(loaded, Full(), batch_size=1, page_bytes=2048) as running:
+        running.run(
+            asked[:1],
+            on_outcome=lambda outcome: None,
+            on_step=lambda step: alone.update(most=max(step["cache_bytes"], alone.get("most", 0))),
+        )
+    got = answers(loaded, Full(), asked, batch_size=4, page_bytes=2048, budget_bytes=int(1.6 * alone["most"]))
+    assert {outcome.status for outcome in got.values()} == {"ok"}
+    want = answers(loaded, Full(), asked, batch_size=4, page_bytes=2048)
+    assert all(torch.equal(*(torch.tensor(x[key].token_ids) for x in (got, want))) for key in got)
