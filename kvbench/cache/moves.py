@@ -29,7 +29,7 @@ class _Displaced:
 
 
 def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -> tuple[Tensor, Tensor]:
-    """Reserves the slots of a step and moves the tokens that it demotes; no slot that the step writes to is shared then.
+    """Reserves the slots of a step, takes those it writes to out of shared pages, and moves the tokens it demotes.
 
     Args:
         pages: The pages.
