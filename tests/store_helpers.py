@@ -30,6 +30,7 @@ def make_store(
     dtype=torch.float32,
     inv_freq=None,
     track=(),
+    rotation="none",
 ) -> CompressedStore:
     """Returns a store of the given shape with room for `max_tokens` prompt tokens and 128 more."""
     shape = ModelShape(
@@ -47,7 +48,7 @@ def make_store(
         rows=rows,
         max_prompt_tokens=max_tokens,
         max_new_tokens=128,
-        options=StoreOptions(track=track),
+        options=StoreOptions(track=track, rotation=rotation),
         backend=get_backend("torch"),
     )
 

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from kvbench.cache.rotation import KINDS, Kind
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.policy import Policy, ReadSpec, Tier
 from kvbench.rules.declared import check_settings
-from kvbench.rules.kinds import MAX_BYTES, Names, Number, Whole
+from kvbench.rules.kinds import MAX_BYTES, Choice, Names, Number, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class StoreOptions:
         memory_share: Most of a GPU's free memory that the page pool takes where `budget_bytes` is None; the rest is for
             reading prompts.
         track: Further per-slot fields (`score`, `pos`) to keep and bill, for inspection.
+        rotation: Which `Rotation` keys and values take before they are stored: `none` or `hadamard`.
     """
 
     page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
@@ -30,6 +32,7 @@ class StoreOptions:
     budget_bytes: Annotated[int | None, Whole(1, MAX_BYTES, unit="bytes")] = None
     memory_share: Annotated[float, Number(0, 1, above=True)] = 0.9
     track: Annotated[tuple[str, ...], Names(("score", "pos"))] = ()
+    rotation: Annotated[Kind, Choice(KINDS)] = "none"
 
     def __post_init__(self) -> None:
         check_settings(self, "store.")

@@ -13,6 +13,7 @@ from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.reads import StepReads
 from kvbench.cache.rope import Rope
+from kvbench.cache.rotation import Rotation
 from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
 from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
@@ -74,11 +75,14 @@ class Paged:
         shape: The model's shape.
         pages: The pages.
         counters: What the rows have seen.
+        rotation: What keys and values took before they come here; statistics see them without.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters) -> None:
+    def __init__(
+        self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, rotation: Rotation
+    ) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
-        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages)
+        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, rotation)
         self.plans = CheckedPlans(policy, pages)
 
     @property

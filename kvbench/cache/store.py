@@ -19,6 +19,7 @@ from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged, PagedStep
 from kvbench.cache.pages import Pages
 from kvbench.cache.prompts import Prompts
+from kvbench.cache.rotation import Rotation, check_rotation
 from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.policy import DecodeView, Policy
@@ -58,7 +59,9 @@ class CompressedStore:
         pool: type[PagePool] = PagePool,
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
+        check_rotation(options.rotation, policy)
         self.policy, self.shape = policy, shape
+        self._rotation = Rotation(options.rotation, shape.head_dim, shape.device)
         heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
         self.copies = heads // shape.num_kv_heads  # of each key and value
         tokens = max_prompt_tokens + max_new_tokens
@@ -76,9 +79,9 @@ class CompressedStore:
         lists = self.pages.table.num_lists if policy.compact_every else 0
         self.counters = Counters.make(rows, lists, shape.device)
         self.holding = (
-            Paged(policy, shape, self.pages, self.counters)
+            Paged(policy, shape, self.pages, self.counters, self._rotation)
             if policy.residual is None
-            else Buffered(policy, shape, self.pages, self.counters, policy.residual)
+            else Buffered(policy, shape, self.pages, self.counters, self._rotation, policy.residual)
         )
         self.ledger = Ledger(self.holding, self.counters, shape)
         self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
@@ -199,7 +202,7 @@ class CompressedStore:
             score = scores.of_prompt(layer, None, keys, values, math.nan)
         if scores.queries is not None and last is not None:
             scores.queries.hold_prompt(row, layer, last, k.shape[1])
-        self._prompts.place(row, layer, keys, values, score)
+        self._prompts.place(row, layer, self._rotation.turn(keys), self._rotation.turn(values), score)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
@@ -210,7 +213,8 @@ class CompressedStore:
         Returns:
             fp32 [Hq, n, D].
         """
-        out = self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale)
+        q, k, v = (self._rotation.turn(x) for x in (q, k, v))
+        out = self._rotation.back(self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale))
         if layer + 1 == self.shape.num_layers:
             self.counters.tokens_seen[row] += k.shape[1]
             self.ledger.hold(row)
@@ -243,7 +247,9 @@ class CompressedStore:
         assert self._step is not None and self._layers is not None, "begin_step comes first"
         if (queries := self.holding.scores.queries) is not None:
             queries.hold_step(self._step.rows, layer, q, scale, self._step.tokens_seen)
-        return self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
+        q, k, v = (self._rotation.turn(x) for x in (q, k, v))
+        out = self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
+        return self._rotation.back(out)
 
     def end_step(self) -> None:
         """Counts the new token and the bytes held.

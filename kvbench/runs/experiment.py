@@ -111,11 +111,11 @@ def reference_config(cfg: DictConfig) -> DictConfig:
     """The same experiment with the full cache.
 
     The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed one
-    would only make it fail.
+    would only make it fail. Nothing is rotated, so that one reference serves runs with and without.
     """
     changed = copy_config(cfg)
     changed.method = read_config(files.conf_folder() / "method" / f"{FULL}.yaml")
-    changed.store.budget_bytes = None
+    changed.store.budget_bytes, changed.store.rotation = None, "none"
     return changed
 
 

@@ -20,14 +20,16 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
         separator: What stands between the method and its settings.
 
     Returns:
-        `snapkv` where there is one run of it, else `snapkv budget=0.25`, or the
-        start of the hash where no setting differs.
+        `snapkv` where there is one run of it, else `snapkv budget=0.25`, or the start of the hash where no setting
+        differs; `rotation=hadamard` where the store rotates.
     """
     labels = []
     for record in records:
         same = {other.hash: other.identity for other in records if other.method == record.method}
         words = differing(record.identity.get("method", {}), [item.get("method", {}) for item in same.values()])
         words += differing({key: record.identity.get(key) for key in APART}, list(same.values()))
+        rotation = (record.identity.get("store") or {}).get("rotation", "none")
+        words += [f"rotation={rotation}"] if rotation != "none" else []  # always: the name of the method hides it
         words = [_cut(word) for word in words]
         labels.append(separator.join([safe(record.method), *([" ".join(words)] if words else [])]))
     names: dict[str, set[str]] = {}

@@ -1,0 +1,67 @@
+"""A rotation of channels that spreads outliers over all of them before keys and values are stored."""
+
+import math
+import random
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import Policy
+
+Kind = Literal["none", "hadamard"]
+KINDS: tuple[Kind, ...] = ("none", "hadamard")
+
+
+class Rotation:
+    """Turns queries, keys and values on their way into the store, and attention's output back.
+
+    `hadamard` multiplies with a Hadamard matrix whose rows have random signs, an orthogonal matrix: the products of
+    queries and keys stay what they are, and a channel that is far larger than the others, which would stretch the scale
+    of a quantiser, becomes a little of every channel. A head dim that is no power of two is turned in blocks of the
+    largest one that divides it. All heads and layers share the signs, and so do all runs.
+
+    Args:
+        kind: `none` or `hadamard`.
+        head_dim: Channels per head.
+        device: Where the cache lives.
+
+    Source: QuaRot (Ashkboos et al. 2024) section 3, for keys; TurboQuant (Zandieh et al. 2025), for both sides.
+    Differs: the model's weights stay as they are; the cache turns queries and output itself.
+    """
+
+    def __init__(self, kind: Kind, head_dim: int, device: torch.device | str = "cpu") -> None:
+        self._matrix = None if kind == "none" else hadamard(head_dim).to(device)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """x [..., D] in the channels of the store, in its own dtype."""
+        return x if self._matrix is None else (x.float() @ self._matrix).to(x.dtype)
+
+    def back(self, x: Tensor) -> Tensor:
+        """x [..., D] from the channels of the store, in its own dtype."""
+        return x if self._matrix is None else (x.float() @ self._matrix.T).to(x.dtype)
+
+
+def hadamard(head_dim: int) -> Tensor:
+    """The matrix, fp32 [D, D] and orthogonal: random signs times a Hadamard matrix, in blocks."""
+    block = head_dim & -head_dim  # the largest power of two in it
+    matrix = torch.ones(1, 1)
+    while len(matrix) < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    dice = random.Random(0)  # Python's generator gives the same numbers in every version
+    signs = torch.tensor([dice.choice((-1.0, 1.0)) for _ in range(head_dim)])
+    return signs[:, None] * torch.block_diag(*[matrix] * (head_dim // block)) / math.sqrt(block)
+
+
+def check_rotation(kind: Kind, policy: Policy) -> None:
+    """Refuses a rotation where stored keys get their rotary position on reading, in the model's own channels.
+
+    Raises:
+        ValueError: Names setting and method.
+    """
+    if kind != "none" and policy.position_mode != "absolute":
+        raise ValueError(
+            f"store.rotation={kind} needs keys that are stored with their positions, but {type(policy).__name__} stores "
+            f"them without (position_mode={policy.position_mode}); set store.rotation=none, or "
+            "method.position_mode=absolute or method.pre_rope=false where the method has that option"
+        )

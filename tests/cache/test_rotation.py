@@ -1,0 +1,113 @@
+"""Rotated channels: nothing changes where nothing is rounded, and outliers cost a quantiser less."""
+
+import dataclasses
+
+import pytest
+import torch
+from engine_helpers import NATIVE_METHODS, answers, random_tokens, request
+from store_helpers import make_store
+
+from kvbench.cache.rotation import Rotation, hadamard
+from kvbench.methods.h2o import H2O
+from kvbench.methods.keydiff import KeyDiff
+from kvbench.methods.kvquant_style import KVQuantStyle
+from kvbench.methods.quest import Quest
+from kvbench.methods.r_kv import RKV
+from kvbench.methods.snapkv import SnapKV
+from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.methods.uniform import Uniform
+
+# Every way of holding, ranking and reading tokens, in the model's own type: nothing is rounded.
+POLICIES = NATIVE_METHODS | {
+    "streaming_llm": StreamingLLM(budget=40, position_mode="absolute", tier="native"),
+    "h2o": H2O(budget=30, window=8, tier="native"),
+    "keydiff": KeyDiff(budget=40, decode_every=4, tier="native"),
+    "r_kv": RKV(budget=40, window=5, decode_every=4, tier="native"),
+    # All pages are read: which ones bounds choose does depend on the channels that they are bounds of.
+    "quest": Quest(read_budget=1000, page_tokens=8, dense_layers=0, tier="native"),
+}
+
+
+@pytest.mark.parametrize("dim", [1, 2, 8, 24, 64, 80, 96, 128])
+def test_the_matrix_is_orthogonal_and_spreads(dim):
+    """Every entry of a block has one size; queries and keys keep their products, and the way back is exact."""
+    matrix = hadamard(dim)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(dim), atol=1e-6)
+    block = dim & -dim
+    assert matrix[matrix != 0].abs().tolist() == pytest.approx([block**-0.5] * (dim * block))
+    turn, x = Rotation("hadamard", dim), torch.randn(3, 5, dim)
+    assert torch.allclose(turn.back(turn.turn(x)), x, atol=1e-5)
+    assert turn.turn(x.half()).dtype == torch.float16
+    assert Rotation("none", dim).turn(x) is x
+    assert torch.equal(hadamard(dim), matrix), "every run has the same signs"
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_without_rounding_nothing_changes(tiny_model, name, backend):
+    """The same answers from the same tokens, for prompts, segments and steps, and the same bytes."""
+    loaded = tiny_model("llama", "gqa3", 64)
+    asked = [
+        request("a", random_tokens(70), gold=random_tokens(9, seed=3)),
+        request("b", random_tokens(50, seed=1), random_tokens(12, seed=2)),
+    ]
+    plain, turned = (
+        answers(loaded, POLICIES[name], asked, batch_size=2, backend=backend, rotation=kind)
+        for kind in ("none", "hadamard")
+    )
+    for key, one in plain.items():
+        assert (one.token_ids, one.ledger, one.kept) == (turned[key].token_ids, turned[key].ledger, turned[key].kept)
+        if one.fidelity is not None:
+            assert turned[key].fidelity["nll"] == pytest.approx(one.fidelity["nll"], abs=1e-4)
+
+
+@pytest.mark.parametrize("tier", ["int4", "k4v2", "k2v2"])
+def test_an_outlier_costs_a_quantiser_less(tier):
+    """One channel of the keys and one of the values are twenty times the others: the error of attention shrinks."""
+    torch.manual_seed(0)
+    layers, heads, dim, tokens = 1, 2, 64, 60
+    q, k, v = (torch.randn(heads, tokens + 1, dim) for _ in range(3))
+    k[..., 5] *= 20
+    v[..., 9] *= 20
+    q[..., 5] /= 20
+    exact = torch.softmax((q[:, -1:] @ k.transpose(1, 2)) * 0.1, -1) @ v
+    errors = {}
+    for rotation in ("none", "hadamard"):
+        store = make_store(
+            Uniform(tier=tier), num_q_heads=heads, num_kv_heads=heads, head_dim=dim, num_layers=layers, rotation=rotation
+        )
+        row = store.open_row()
+        store.prefill_layer(row, 0, q[:, :-1], k[:, :-1], v[:, :-1], 0.1)
+        store.begin_step(torch.tensor([row]))
+        out = store.attend(0, *(x[None, :, -1] for x in (q, k, v)), 0.1)
+        store.end_step()
+        errors[rotation] = float((out[0] - exact[:, 0]).norm())
+    assert errors["hadamard"] < 0.7 * errors["none"], errors
+
+
+def test_statistics_see_what_the_model_gave():
+    """Slots that are measured at a bulk eviction come back in the model's own channels."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 40, 16), torch.randn(1, 40, 16), torch.randn(1, 40, 16)
+    found = []
+    for rotation in ("none", "hadamard"):
+        policy = RKV(budget=30, window=5, decode_every=4, tier="native")
+        store = make_store(policy, num_q_heads=2, head_dim=16, rotation=rotation)
+        row = store.open_row()
+        store.prefill_layer(row, 0, q, k, v, 0.3)
+        rows = torch.tensor([row])
+        found.append(store.holding.scores.of_slots(rows, store.counters.tokens_seen[rows]))
+    assert torch.allclose(*found, atol=1e-5) and found[0].abs().sum() > 0
+
+
+def test_keys_without_positions_are_refused():
+    """The rotary embedding is put on in the model's channels, so such keys cannot be turned before."""
+    message = "store.rotation=hadamard needs keys that are stored with their positions, but {} stores them without"
+    inv_freq = 10000.0 ** -(torch.arange(4) / 4)
+    with pytest.raises(ValueError, match=message.format("StreamingLLM") + ".*set store.rotation=none"):
+        make_store(StreamingLLM(budget=40, position_mode="cache_relative"), inv_freq=inv_freq, rotation="hadamard")
+    with pytest.raises(ValueError, match=message.format("KVQuantStyle")):
+        make_store(KVQuantStyle(group=8), inv_freq=inv_freq, rotation="hadamard")
+    make_store(dataclasses.replace(KVQuantStyle(group=8), pre_rope=False), rotation="hadamard")
+    with pytest.raises(ValueError, match="store.rotation='random' .*'none' or 'hadamard'"):
+        make_store(SnapKV(budget=0.5), rotation="random")
