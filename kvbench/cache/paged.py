@@ -78,9 +78,7 @@ class Paged:
         rotation: What keys and values took before they come here; statistics see them without.
     """
 
-    def __init__(
-        self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, rotation: Rotation
-    ) -> None:
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, rotation: Rotation) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
         self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, rotation)
         self.plans = CheckedPlans(policy, pages)

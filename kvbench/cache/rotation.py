@@ -60,8 +60,9 @@ def check_rotation(kind: Kind, policy: Policy) -> None:
         ValueError: Names setting and method.
     """
     if kind != "none" and policy.position_mode != "absolute":
+        name = type(policy).__name__
         raise ValueError(
-            f"store.rotation={kind} needs keys that are stored with their positions, but {type(policy).__name__} stores "
-            f"them without (position_mode={policy.position_mode}); set store.rotation=none, or "
-            "method.position_mode=absolute or method.pre_rope=false where the method has that option"
+            f"store.rotation={kind} needs keys that are stored with their positions, but {name} stores them without "
+            f"(position_mode={policy.position_mode}); set store.rotation=none, or method.position_mode=absolute or "
+            "method.pre_rope=false where the method has that option"
         )

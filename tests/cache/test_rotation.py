@@ -74,7 +74,12 @@ def test_an_outlier_costs_a_quantiser_less(tier):
     errors = {}
     for rotation in ("none", "hadamard"):
         store = make_store(
-            Uniform(tier=tier), num_q_heads=heads, num_kv_heads=heads, head_dim=dim, num_layers=layers, rotation=rotation
+            Uniform(tier=tier),
+            num_q_heads=heads,
+            num_kv_heads=heads,
+            head_dim=dim,
+            num_layers=layers,
+            rotation=rotation,
         )
         row = store.open_row()
         store.prefill_layer(row, 0, q[:, :-1], k[:, :-1], v[:, :-1], 0.1)
