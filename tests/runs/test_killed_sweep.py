@@ -1,7 +1,8 @@
 """What is killed, or meets a disk that refuses, again and again ends with what one that was left alone leaves.
 
-The default suite has a few kills and faults. `make test-killed` (KVBENCH_FULL_TESTS=1) has KVBENCH_KILLS of them, a
-hundred by default, and the conversion of the embedded model; it takes minutes.
+The default suite has a few kills and faults of a small sweep; KVBENCH_KILLS=1000 makes them many, of the same sweep.
+`make test-killed` (KVBENCH_FULL_TESTS=1) kills a larger sweep, KVBENCH_KILLS times, a hundred by default, and the
+conversion of the embedded model.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from kvbench.cli.commands import compose_command
 from kvbench.evidence import compare, pareto
 
 IS_FULL = bool(os.environ.get("KVBENCH_FULL_TESTS"))
-NUM_KILLS = int(os.environ.get("KVBENCH_KILLS", "100")) if IS_FULL else 4
+NUM_KILLS = int(os.environ.get("KVBENCH_KILLS", "100" if IS_FULL else "4"))
 NUM_FAULTS = max(12, NUM_KILLS // 4) if IS_FULL else 3
 METHODS = ("full", "snapkv", "h2o", "kivi", "diffkv") if IS_FULL else ("full", "snapkv")
 ITEMS = 3 if IS_FULL else 1
@@ -143,7 +144,7 @@ def moment(rng, calls, whole_s):
     return {"seconds": rng.uniform(0, 0.5 * whole_s)}
 
 
-@pytest.mark.timeout(36000 if IS_FULL else 600)
+@pytest.mark.timeout(36000 if IS_FULL or NUM_KILLS > 100 else 600)
 def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys):
     """SIGKILL at random times and calls of a sweep, then one start to its end: samples, numbers and pictures are the
     unbroken sweep's, no finished sample is ever lost, and nothing else is left lying."""
