@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.policy import Policy, ReadSpec, Tier
 from kvbench.rules.declared import check_settings
-from kvbench.rules.kinds import MAX_BYTES, Names, Number, Whole
+from kvbench.rules.kinds import MAX_BYTES, Choice, Number, Several, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class StoreOptions:
     )
     budget_bytes: Annotated[int | None, Whole(1, MAX_BYTES, unit="bytes")] = None
     memory_share: Annotated[float, Number(0, 1, above=True)] = 0.9
-    track: Annotated[tuple[str, ...], Names(("score", "pos"))] = ()
+    track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0)] = ()
 
     def __post_init__(self) -> None:
         check_settings(self, "store.")
