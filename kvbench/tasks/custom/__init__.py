@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.rules.kinds import Choice, Several, Text, Whole
 from kvbench.tasks.answers import after_thinking
+from kvbench.tasks.chat import render_chat, template_settings
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
 from kvbench.tasks.custom.metrics import CHOICE_MEANING, METRICS, SCORES, grade
 from kvbench.tasks.draw import Limit, drawn
-from kvbench.tasks.prompts import PromptBuilder, PromptRules, render_chat, template_settings
+from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import TaskSettings, listed_texts
 from kvbench.tasks.source import Rows

@@ -20,19 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvbench.engine.requests import Request
 from kvbench.errors import unknown_name
 from kvbench.rules.kinds import Choice, Text, Whole
+from kvbench.tasks.chat import TemplateSettings, render_chat, require_template, template_settings, thinking_label
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.harness.find import build_tasks, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
-from kvbench.tasks.prompts import (
-    PromptBuilder,
-    TemplateSettings,
-    generation_rules,
-    render_chat,
-    require_template,
-    template_settings,
-    thinking_label,
-)
+from kvbench.tasks.prompts import PromptBuilder, generation_rules
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import DataDir, TaskSettings
 from kvbench.tasks.taskset import TaskSet, fingerprint
