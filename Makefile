@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model format style types docs test test-code test-degenerate test-killed test-arm test-bytes test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model format style types docs test test-code test-degenerate test-exact test-killed test-arm test-bytes test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -39,6 +39,9 @@ test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every 
 
 test-degenerate: setup ## 10,000 degenerate answers through every grader, and texts of a million characters (minutes)
 	KVBENCH_DEGENERATE=1 $(PYTHON) -m pytest -q tests/tasks/test_degenerate_answers.py
+
+test-exact: setup model ## 2,032 tokens of the embedded model step by step beside its exact logits (minutes)
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/engine/test_invariants.py -k step_by_step
 
 # How many kills; an hour has a thousand.
 KVBENCH_KILLS ?= 100

@@ -19,9 +19,10 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.runs.experiment import load_method
 from kvbench.runs.parts import default_parts
 from kvbench.tasks.answers import after_thinking
+from kvbench.tasks.chat import render_chat, template_settings
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
-from kvbench.tasks.prompts import PromptBuilder, generation_rules, render_chat, template_settings
+from kvbench.tasks.prompts import PromptBuilder, generation_rules
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:

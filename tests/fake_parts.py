@@ -1,8 +1,6 @@
-"""A small model, task, policy and engine for the tests of the run loop; run as a program it is a run that can be
-killed."""
+"""A small model, task, policy and engine for the tests of the run loop, and a slow run on them that can be killed."""
 
 import hashlib
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,7 +193,7 @@ def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:
     return cfg
 
 
-def main() -> None:
+def main(results_dir: Path) -> None:
     """Run 120 samples slowly; the test kills this process when it likes."""
     from kvbench.results import provenance
     from kvbench.runs import experiment
@@ -204,9 +202,4 @@ def main() -> None:
     # The starts belong to one run even while somebody edits a source file, and each begins at once.
     provenance.harness_hash = lambda backend: "the same"
     experiment._harness_imports = lambda backend: frozenset()
-    print("ready", flush=True)
-    run_experiment(make_cfg(Path(sys.argv[1])), method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
-
-
-if __name__ == "__main__":
-    main()
+    run_experiment(make_cfg(results_dir), method="half", parts=make_parts(count=120, pause_s=0.004), say=print)

@@ -5,28 +5,58 @@ from collections.abc import Iterator
 
 from kvbench.policy.settings import BudgetRule, TierRule
 from kvbench.rules.declared import Declared
-from kvbench.rules.kinds import Choice, Day, Flag, Names, Number, TableOrPath, Text, Whole
+from kvbench.rules.kinds import Choice, Day, Flag, Number, Rule, Several, TableOrPath, Text, Whole
 
 
 def wrong(field: Declared) -> Iterator[object]:
     """Values that a field must refuse."""
     rule = field.rule
-    yield from (math.nan, math.inf, -math.inf, {"a": 1}, {}, [{}])
-    if not isinstance(rule, Names):
-        yield []
     if not field.optional:
         yield None
+    if isinstance(rule, Several):
+        yield from wrong_lists(rule)
+        return
+    yield from wrong_for(rule)
+
+
+def wrong_lists(rule: Several) -> Iterator[object]:
+    """Values that are no such list: a wrong one alone and among others, one twice, too few."""
+    good = right(rule.item)
+    if rule.least:
+        yield []
+    yield from ([good, good], [[good]], [None], [good, None], {"a": good}, {good})
+    for value in wrong_for(rule.item):
+        yield [value]
+        if not isinstance(value, list) and not (rule.alone is not None and rule.alone.fits(value)):
+            yield value
+    if rule.alone is None:
+        yield good
+    else:
+        yield from (value for value in wrong_for(rule.alone) if not isinstance(value, list))
+
+
+def right(rule: Rule) -> object:
+    """A value that a rule allows."""
+    if isinstance(rule, Choice):
+        return rule.options[0]
+    return rule.low if isinstance(rule, Whole) else "text"
+
+
+def wrong_for(rule: Rule | None) -> Iterator[object]:
+    """Values that a rule must refuse; None is the field's own business."""
+    yield from (math.nan, math.inf, -math.inf, {"a": 1}, {}, [{}])
+    yield []
     if not isinstance(rule, Text | TableOrPath):
         yield from ("no such thing", "maybe", ["max"])
+    if not (isinstance(rule, Text) and rule.empty):
+        yield ""
     if not isinstance(rule, TableOrPath):
-        yield from ("", [1])
+        yield [1]
     if not isinstance(rule, Flag):
         yield from (True, False)
-    if isinstance(rule, Names):
-        yield [rule.options[0]] * 2
     if isinstance(rule, Day):
         yield from ("2024-13-01", "2024-02-30", "24-1-1", "20240726", "today")
-    if isinstance(rule, Flag | Choice | TierRule | TableOrPath | Names | Text | Day):
+    if isinstance(rule, Flag | Choice | TierRule | TableOrPath | Text | Day):
         yield from (10**30, -(10**30), 0.5, 1.0, 0, 2.0)
     if isinstance(rule, Flag):
         yield from ("true", 1)

@@ -19,7 +19,8 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import options
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
-from kvbench.kernels.check_device import Finding, report
+from kvbench.kernels.check_device import report
+from kvbench.kernels.device_inputs import Finding
 from kvbench.kernels.dispatch import gpu_backend
 from kvbench.models.load import LoadedModel
 

@@ -10,7 +10,7 @@ from kvbench.cache.rotation import KINDS, Kind
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.policy import Policy, ReadSpec, Tier
 from kvbench.rules.declared import check_settings
-from kvbench.rules.kinds import MAX_BYTES, Choice, Names, Number, Whole
+from kvbench.rules.kinds import MAX_BYTES, Choice, Number, Several, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class StoreOptions:
     )
     budget_bytes: Annotated[int | None, Whole(1, MAX_BYTES, unit="bytes")] = None
     memory_share: Annotated[float, Number(0, 1, above=True)] = 0.9
-    track: Annotated[tuple[str, ...], Names(("score", "pos"))] = ()
+    track: Annotated[tuple[str, ...], Several(Choice(("score", "pos")), least=0)] = ()
     rotation: Annotated[Kind, Choice(KINDS)] = "none"
 
     def __post_init__(self) -> None:

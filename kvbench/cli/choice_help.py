@@ -1,6 +1,6 @@
 """`kvbench help snapkv`: what one method, task, model, ... is, and each of its settings.
 
-A method's settings come from the class itself: type, range, unit and default are those that are checked.
+What a setting may be comes from the class that declares it: type, range and unit are those that are checked.
 """
 
 import difflib
@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,10 @@ def choice_help(group: str, name: str, width: int = 80) -> str:
     """
     if group == "method":
         return method_help(name, width)
-    text = files.path_of(group, name).read_text(encoding="utf-8")
+    path = files.path_of(group, name)
+    if group in ("task", "protocol"):
+        return declared_help(group, name, path, width)
+    text = path.read_text(encoding="utf-8")
     about = texts.purpose(text, width)
     title, scope = f"{group}={name}", f"settings ({group}.KEY=VALUE)"
     if "@package _global_" in text:
@@ -70,6 +74,33 @@ def choice_help(group: str, name: str, width: int = 80) -> str:
         title, scope = f"hydra/{title}", "settings ; the plugin has more"
     settings = texts.settings_text(text, width, ("defaults:",))
     return f"{title}\n\n{about}\n\n{scope}\n{settings}"
+
+
+def declared_help(group: str, name: str, path: Path, width: int) -> str:
+    """A task or a protocol: what it is, and its settings with default, type, range and unit, and their meaning.
+
+    Args:
+        group: `task` or `protocol`.
+        name: Its name.
+        path: Its YAML file, whose comments say what the settings mean.
+        width: Columns of the terminal.
+    """
+    from kvbench.config.settings import read_config
+    from kvbench.rules.declared import declared
+    from kvbench.tasks import settings_class
+    from kvbench.tasks.protocol import Protocol
+
+    text = path.read_text(encoding="utf-8")
+    rules = declared(Protocol if group == "protocol" else settings_class(read_config(path)))
+    lines = [f"{group}={name}", "", *texts.purpose(text, width).splitlines(), "", f"settings ({group}.KEY=VALUE)"]
+    for key, value, meaning in re.findall(r"^(\w+): *(.*?)(?: +# (.*))?$", text, re.MULTILINE):
+        if key in rules:
+            lines.append(f"  {key}={value}")
+            lines += _wrap(rules[key].text, width, "      ")
+            lines += _wrap(meaning, width, "      ")
+    if re.search(r"^defaults:", text, re.MULTILINE):
+        lines += ["", *_wrap(f"the other settings are those of {group}=default", width)]
+    return "\n".join(lines)
 
 
 def method_help(name: str, width: int = 80) -> str:

@@ -1,9 +1,10 @@
 """What each benchmark consists of: its files, their rows, what a row must hold, and where they come from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvbench.rules.declared import Declared, declared
 from kvbench.tasks.settings import name_list
 from kvbench.tasks.source import RowCheck
 
@@ -71,11 +72,17 @@ def files_of(task: str, subsets: str | Sequence[str] | None = None) -> list[Data
     return _MAKERS[task](task, subsets)
 
 
+def _names(setting: Declared, chosen: str | Sequence[str], groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The parts of a benchmark that were asked for, as the setting of its task reads them."""
+    setting.check(chosen, "task.")
+    return name_list(chosen, groups)
+
+
 def _longbench(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
-    from kvbench.tasks.longbench import ENGLISH, GROUPS, LONGBENCH_E
+    from kvbench.tasks.longbench import GROUPS, Settings
     from kvbench.tasks.longbench.dataset import HUB_ARCHIVE, HUB_REPOS, check_row
 
-    names = name_list("task.subsets", subsets or "en", (*ENGLISH, *LONGBENCH_E), GROUPS)
+    names = _names(declared(Settings)["subsets"], subsets or "en", GROUPS)
     return [
         DataFile(
             name=name,
@@ -101,14 +108,13 @@ def _gsm8k(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
 
 
 def _math(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
-    from kvbench.tasks.mathematics.dataset import SUBJECTS, check_row, place
+    from kvbench.tasks.mathematics import GROUPS, SubjectSettings
+    from kvbench.tasks.mathematics.dataset import check_row, place
 
     if task == "math500":
         names = {"math500": 500}
     else:
-        names = {
-            name: _MATH[name] for name in name_list("task.subjects", subsets or "all", SUBJECTS, {"all": SUBJECTS})
-        }
+        names = {name: _MATH[name] for name in _names(declared(SubjectSettings)["subjects"], subsets or "all", GROUPS)}
     return [
         DataFile(
             name=place(name).stems[0],

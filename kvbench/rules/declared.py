@@ -33,6 +33,11 @@ class Declared:
         self.rule: Rule | None = rules[0] if rules else _plain(self.kinds)
         """What it may be; None where only the class itself can tell."""
 
+    @property
+    def text(self) -> str:
+        """What is allowed, in words, where a rule says it."""
+        return (self.rule.text if self.rule else "a value") + (", or null" if self.optional else "")
+
     def check(self, value: object, prefix: str = "") -> None:
         """Refuses a value that the field may not have.
 
@@ -44,7 +49,9 @@ class Declared:
         try:
             self.rule.check(f"{prefix}{self.name}", value)
         except ValueError as error:
-            raise ValueError(f"{error}, or null" if self.optional else str(error)) from None
+            near = self.rule.near(value)
+            hint = f". Did you mean {near}?" if near else ""
+            raise ValueError(f"{error}{', or null' if self.optional else ''}{hint}") from None
 
 
 _READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; every object asks

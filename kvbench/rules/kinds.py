@@ -1,5 +1,6 @@
 """The kinds of values that settings have. A rule says what it takes, in words and in code."""
 
+import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ class Rule(ABC):
     @abstractmethod
     def fits(self, value: object) -> bool:
         """True for a value that is allowed."""
+
+    def near(self, value: object) -> str:
+        """The allowed text that is nearest to a value that is not allowed; empty for none."""
+        return ""
 
     def check(self, name: str, value: object) -> None:
         """Refuses a value that is not allowed.
@@ -150,17 +155,28 @@ class Choice(Rule):
     def fits(self, value: object) -> bool:
         return any(is_same(value, option) for option in self.options)
 
+    def near(self, value: object) -> str:
+        names = [option for option in self.options if isinstance(option, str)]
+        near = difflib.get_close_matches(value, names, n=1, cutoff=0.4) if isinstance(value, str) else []
+        return near[0] if near else ""
+
 
 @dataclass(frozen=True)
 class Text(Rule):
-    """Text that is not empty."""
+    """Text.
+
+    Args:
+        empty: It may be empty.
+    """
+
+    empty: bool = False
 
     @property
     def text(self) -> str:
-        return "text"
+        return "text" if self.empty else "text that is not empty"
 
     def fits(self, value: object) -> bool:
-        return isinstance(value, str) and bool(value)
+        return isinstance(value, str) and (self.empty or bool(value))
 
 
 @dataclass(frozen=True)
@@ -179,23 +195,36 @@ class Day(Rule):
 
 
 @dataclass(frozen=True)
-class Names(Rule):
-    """A list of names, each at most once.
+class Several(Rule):
+    """A list of different values.
 
     Args:
-        options: All there are.
+        item: What each of them may be.
+        alone: What may stand there without a list; None = nothing.
+        least: How many there are at least.
     """
 
-    options: tuple[str, ...]
+    item: Rule
+    alone: Rule | None = None
+    least: int = 1
 
     @property
     def text(self) -> str:
-        return f"a list of names, each once, among {', '.join(self.options)}"
+        if self.alone == self.item:
+            return f"{self.item.text}, or a list of different ones"
+        first = "" if self.alone is None else f"{self.alone.text}, or "
+        return f"{first}a list of different values, each {self.item.text}"
 
     def fits(self, value: object) -> bool:
-        if isinstance(value, str) or not isinstance(value, Sequence):
+        if self.alone is not None and self.alone.fits(value):
+            return True
+        if not _is_list(value) or len(value) < self.least or not all(map(self.item.fits, value)):
             return False
-        return all(item in self.options for item in value) and len(set(value)) == len(value)
+        return not any(is_same(item, other) for at, item in enumerate(value) for other in value[:at])
+
+    def near(self, value: object) -> str:
+        items = value if _is_list(value) else [value]
+        return next((self.item.near(item) for item in items if not self.item.fits(item)), "")
 
 
 @dataclass(frozen=True)

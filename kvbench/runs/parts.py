@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from kvbench.config.settings import as_dict, copy_config
 from kvbench.errors import check_keys
 from kvbench.rules.kinds import MAX_BYTES, shown
-from kvbench.show.progress import note
+from kvbench.show.progress import note, steps_shown
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -306,8 +306,10 @@ class Loaders:
 
         def load() -> "TaskSet":
             from kvbench.tasks import load_task
+            from kvbench.tasks.watch import watched
 
-            return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
+            with watched(steps_shown):
+                return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
 
         named = {"limit": limit, "seed": seed, "protocol": as_dict(protocol)}
         return self._task.get([as_dict(cfg), model.fingerprint, named], load)

@@ -3,7 +3,7 @@ to stderr."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -113,10 +113,13 @@ class Progress:
         total: Samples of the whole run.
         done: Samples that an earlier session had finished.
         stream: Where to write; a terminal gets the live bar.
+        unit: What is counted.
     """
 
-    def __init__(self, label: str, total: int, done: int = 0, *, stream: TextIO | None = None) -> None:
-        self.label, self.total, self.done = label, total, done
+    def __init__(
+        self, label: str, total: int, done: int = 0, *, stream: TextIO | None = None, unit: str = "samples"
+    ) -> None:
+        self.label, self.total, self.done, self.unit = label, total, done, unit
         self._first = done
         self._stream = stream or sys.stderr
         self._started = self._spoken = time.monotonic()
@@ -127,7 +130,7 @@ class Progress:
     def __enter__(self) -> Self:
         self._started = self._spoken = time.monotonic()
         resumed = f", {self.done} of them done before" if self.done else ""
-        first = f"{self.label}: {self.total} samples{resumed}"
+        first = f"{self.label}: {self.total} {self.unit}{resumed}"
         log(first)
         if self._stream.isatty():
             self._live = LiveBar(self._stream, self.label, self.total, self.done, self.state())
@@ -145,7 +148,7 @@ class Progress:
 
     def state(self) -> str:
         """The numbers as one line of text."""
-        parts = [f"{self.done}/{self.total} samples"]
+        parts = [f"{self.done}/{self.total} {self.unit}"]
         if self._rate is not None:
             parts.append(f"{self._rate:.1f} tokens/s")
         if self._cache_bytes is not None:
@@ -176,3 +179,15 @@ class Progress:
 
     def _write(self, text: str) -> None:
         print(visible(text), file=self._stream, flush=True)
+
+
+@contextmanager
+def steps_shown(label: str, steps: int) -> Iterator[Callable[[], None]]:
+    """Shows work before a run begins; gives a function to call after each step.
+
+    Args:
+        label: What is done.
+        steps: How many steps it has.
+    """
+    with Progress(label, steps, unit="programs") as progress:
+        yield progress.advance

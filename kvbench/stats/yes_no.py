@@ -1,11 +1,15 @@
 """Right and wrong answers, paired: exact power, and an exact test that two rates differ by less than a margin."""
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
 POWER = 0.8
 MOST_SAMPLES = 1 << 20
+# What a sum over a binomial distribution leaves out at each end: less than rounding does.
+_TAIL = 1e-20
+_BLOCK = 4096
 
 
 def within(lost: int, gained: int, count: int, margin: float) -> float:
@@ -51,11 +55,25 @@ def power(loss: float, churn: float, count: int, level: float) -> float:
     from scipy.stats import binom
 
     churn = min(1.0, max(churn, loss))
-    differ = np.arange(count + 1)
-    most = binom.ppf(level / 2, differ, 0.5)  # gained answers that still are few enough
-    most = most - (binom.cdf(most, differ, 0.5) >= level / 2)
+    # Nearly all numbers of differing samples are next to impossible: of a million, some thousands matter.
+    first, last = int(binom.ppf(_TAIL, count, churn)), int(binom.isf(_TAIL, count, churn))
+    blocks = range(first // _BLOCK, last // _BLOCK + 1)
+    most = np.concatenate([_most_gained(level, block) for block in blocks])
+    most = most[first - blocks[0] * _BLOCK :][: last - first + 1]
+    differ = np.arange(first, last + 1)
     gained = (churn - loss) / (2 * churn)
     return float(np.sum(binom.pmf(differ, count, churn) * binom.cdf(most, differ, gained)))
+
+
+@lru_cache(maxsize=256)
+def _most_gained(level: float, block: int) -> np.ndarray:
+    """The most gained answers that still show a loss, -1 where none do: for each number of differing samples of a
+    block."""
+    from scipy.stats import binom
+
+    differ = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
+    most = binom.ppf(level / 2, differ, 0.5)
+    return most - (binom.cdf(most, differ, 0.5) >= level / 2)
 
 
 def detectable(churn: float, count: int, level: float) -> float | None:
@@ -74,12 +92,29 @@ def detectable(churn: float, count: int, level: float) -> float | None:
 
 
 def samples_needed(loss: float, churn: float, level: float) -> int | None:
-    """How many samples show a loss with 80 % probability; None for more than a million."""
-    few, many = 1, 8
+    """How many samples show a loss with 80 % probability, to 0.5 %; None for more than a million.
+
+    Args:
+        loss: Share lost less share gained, in (0, 1].
+        churn: Share of the samples that differ at all.
+        level: Of the test.
+    """
+    from scipy.stats import norm
+
+    # What the normal distribution says is near; the exact power decides.
+    differ = min(1.0, max(churn, loss))
+    spread = norm.isf(level / 2) * math.sqrt(differ) + norm.isf(1 - POWER) * math.sqrt(max(0.0, differ - loss**2))
+    guess = (spread / loss) ** 2
+    if guess > 1.1 * MOST_SAMPLES:
+        return None
+    many = max(2, math.ceil(min(MOST_SAMPLES, guess)))
     while power(loss, churn, many, level) < POWER:
-        few, many = many, 2 * many
+        many += max(1, many // 32)
         if many > MOST_SAMPLES:
             return None
+    few = many - max(1, many // 32)
+    while few > 0 and power(loss, churn, few, level) >= POWER:
+        many, few = few, few - max(1, few // 32)
     while many - few > max(1, few // 200):
         middle = (few + many) // 2
         few, many = (few, middle) if power(loss, churn, middle, level) >= POWER else (middle, many)

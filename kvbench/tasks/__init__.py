@@ -3,19 +3,21 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbench.errors import unknown_name
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import TaskSettings
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
-__all__ = ["MetricInfo", "TaskSet", "check_task", "load_task"]
+__all__ = ["MetricInfo", "TaskSet", "check_task", "load_task", "settings_class"]
 
-# Task -> the package of this folder whose function `load` loads it.
+# Task -> the package of this folder whose function `load` loads it. Its `SETTINGS` says by name what may be set.
 BENCHMARKS = {
     "longbench": "longbench",
     "longctx": "longctx",
@@ -30,6 +32,7 @@ BENCHMARKS = {
     "humaneval_plus": "code",
     "mbpp_plus": "code",
 }
+HARNESS = "lm_eval"
 
 
 def load_task(
@@ -56,13 +59,12 @@ def load_task(
     Raises:
         ValueError: a setting is unknown or out of range, or data is missing or broken; the message says what to do.
     """
-    package = _package(task_cfg)
+    package, settings = _read(task_cfg)
     if model.tokenizer is None:
         raise ValueError(
             f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model"
         )
-    load = import_module(f"kvbench.tasks.{package}").load
-    return load(task_cfg, model, limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))
+    return package.load(settings, model, limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))
 
 
 class _ModelNeeded(Exception):
@@ -101,18 +103,35 @@ def check_task(
     key = repr([task_cfg, limit, seed, protocol])
     if key in _checked:
         return
-    load = import_module(f"kvbench.tasks.{_package(task_cfg)}").load
+    package, settings = _read(task_cfg)
     with suppress(_ModelNeeded):
-        load(task_cfg, _NotLoaded(), limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))
+        asked = {"limit": Limit.read(limit), "seed": seed, "protocol": Protocol.from_mapping(protocol)}
+        package.load(settings, _NotLoaded(), **asked)
     _checked.add(key)
 
 
-def _package(task_cfg: Mapping[str, Any]) -> str:
-    """The package of this folder that loads a task."""
+def settings_class(task_cfg: Mapping[str, Any]) -> type[TaskSettings]:
+    """What may be set of a task: a dataclass whose fields say it.
+
+    Args:
+        task_cfg: The `task` group of the configuration, of which `name` and `harness` are read.
+
+    Raises:
+        ValueError: There is no such task.
+    """
+    return _package(task_cfg).SETTINGS[HARNESS if task_cfg.get("harness") else str(task_cfg["name"])]
+
+
+def _read(task_cfg: Mapping[str, Any]) -> tuple[ModuleType, TaskSettings]:
+    """The package that loads a task, and the task's settings."""
+    return _package(task_cfg), settings_class(task_cfg).read(task_cfg)
+
+
+def _package(task_cfg: Mapping[str, Any]) -> ModuleType:
     name, harness = task_cfg.get("name"), task_cfg.get("harness")
-    if harness not in (None, "lm_eval"):
-        raise unknown_name("task.harness", harness, ("lm_eval",))
+    if harness not in (None, HARNESS):
+        raise unknown_name("task.harness", harness, (HARNESS,))
     package = "harness" if harness else BENCHMARKS.get(str(name))
     if package is None:
         raise unknown_name("task.name", name, BENCHMARKS)
-    return package
+    return import_module(f"kvbench.tasks.{package}")

@@ -1,14 +1,13 @@
-"""From a task's text to the tokens of a request: chat template, truncation from the middle, segments, gold tokens."""
+"""From a task's text to the tokens of a request: truncation from the middle, segments, gold tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, tzinfo
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.requests import Request
-from kvbench.tasks.protocol import TEMPLATE_DATE, Protocol
+from kvbench.tasks.chat import TemplateSettings, render_chat, require_template, template_settings, thinking_label
+from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
 # Re-tokenising the two decoded halves of a cut prompt can give a few tokens more than were kept.
 RETOKENISE_SLACK_TOKENS = 16
-# More than any template puts around a conversation.
-_MAX_TEMPLATE_CHARS = 1_000_000
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 # What lm-eval's own models generate when a task does not say.
 DEFAULT_MAX_NEW_TOKENS = 256
 THINK = "<think>"
@@ -82,141 +78,11 @@ def generation_rules(
     return PromptRules.from_yaml({"generation_kwargs": generation, "metadata": metadata or {}}), protocol
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateSettings:
-    """What a chat template is told beside the messages; a template takes what it knows.
-
-    Args:
-        date: The day that it takes for today, as YYYY-MM-DD; the time is midnight.
-        thinking: Whether the model may think before it answers; None leaves it to the template.
-    """
-
-    date: str = TEMPLATE_DATE
-    thinking: bool | None = None
-
-    @property
-    def now(self) -> datetime:
-        """The moment that a template takes for the present one."""
-        return datetime.fromisoformat(self.date)
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """The names under which templates know these settings."""
-        # In English whatever the locale, which decides the names that strftime gives.
-        told: dict[str, Any] = {"date_string": f"{self.now.day:02} {_MONTHS[self.now.month - 1]} {self.now.year}"}
-        return told if self.thinking is None else told | {"enable_thinking": self.thinking}
-
-
-def template_settings(model: "LoadedModel", protocol: Protocol) -> TemplateSettings:
-    """What a protocol tells a model's chat template, which is tried out.
-
-    Args:
-        model: A model with a chat template.
-        protocol: The choices of the experiment. Both ways in which templates ask for the date give its date, at
-            midnight.
-
-    Raises:
-        ValueError: The protocol switches thinking and the template has no switch for it; or the template cannot be
-            rendered, or drops the message.
-    """
-    if protocol.thinking is not None and "enable_thinking" not in str(model.tokenizer.chat_template):
-        raise ValueError(
-            f"protocol.thinking={str(protocol.thinking).lower()}, but the chat template of model {model.name} has no "
-            "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one"
-        )
-    settings = TemplateSettings(date=protocol.date, thinking=protocol.thinking)
-    one, other = (render_chat(model, [{"role": "user", "content": text}], settings) for text in ("a", "b"))
-    if one == other:
-        raise ValueError(
-            f"the chat template of model {model.name} drops the message of the user, so that all prompts would be "
-            f"{one[:80]!r}; set protocol.chat_template=never, or repair the template"
-        )
-    return settings
-
-
-def render_chat(
-    model: "LoadedModel", messages: list[dict[str, str]], settings: TemplateSettings, add_generation_prompt: bool = True
-) -> str:
-    """The text that a chat template makes of messages.
-
-    Args:
-        model: Its tokenizer has the template.
-        messages: Each with `role` and `content`.
-        settings: What the template is told.
-        add_generation_prompt: True opens the turn of the model; False leaves the last message open, to be continued.
-
-    Raises:
-        ValueError: The template is faulty, refuses the messages, or makes far more text than it was given.
-    """
-    try:
-        with _stopped_clock(settings.now):
-            rendered = model.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **settings.variables,
-            )
-    except Exception as error:
-        # A template is a program of the model's maker: it may fail with any error, or raise one of its own.
-        reason = " ".join(str(error).split())[:300] or "no message"
-        raise ValueError(
-            f"the chat template of model {model.name} cannot be rendered ({type(error).__name__}: {reason}); set "
-            "protocol.chat_template=never, or repair the template"
-        ) from error
-    assert isinstance(rendered, str), "tokenize=False gives text"
-    given = sum(len(message["content"]) for message in messages)
-    if len(rendered) > _MAX_TEMPLATE_CHARS + 8 * given:
-        raise ValueError(
-            f"the chat template of model {model.name} makes {len(rendered)} characters of a conversation of {given}; "
-            "set protocol.chat_template=never, or repair the template"
-        )
-    return rendered
-
-
-@contextmanager
-def _stopped_clock(now: datetime) -> Iterator[None]:
-    """Lets chat templates that ask transformers for the time (`strftime_now`) find this one.
-
-    transformers takes plain data for a template and no functions, so its clock is the only place for it.
-    """
-    from transformers.utils import chat_template_utils
-
-    class Stopped(datetime):
-        """A clock that stands still."""
-
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]  # a plain one will do
-            return now
-
-    names = vars(chat_template_utils)
-    clock = names["datetime"]
-    names["datetime"] = Stopped
-    try:
-        yield
-    finally:
-        names["datetime"] = clock
-
-
 def decode(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], **options: bool) -> str:
     """The text of one sequence of tokens; the options are those of the tokenizer's `decode`."""
     text = tokenizer.decode(list(ids), **options)
     assert isinstance(text, str), "one sequence gives one text"
     return text
-
-
-def require_template(model: "LoadedModel") -> None:
-    """Raises ValueError for `protocol.chat_template=always` with a model that has no chat template."""
-    if not model.chat_template:
-        raise ValueError(
-            f"protocol.chat_template=always, but the tokenizer of model {model.name} has no chat template; use auto or "
-            "never, or an instruction-tuned model"
-        )
-
-
-def thinking_label(protocol: Protocol, chat: bool) -> str:
-    """What result rows say of thinking: `on`, `off`, `template` (as the template does by itself), `no chat`."""
-    return {None: "template", True: "on", False: "off"}[protocol.thinking] if chat else "no chat"
 
 
 class PromptBuilder:

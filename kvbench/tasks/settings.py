@@ -1,123 +1,81 @@
-"""Checks that the task groups of the configuration share."""
+"""The settings of a task: fields of a dataclass, each with its rule, read from the configuration's `task` group."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, Self
 
-from kvbench import errors
+from kvbench.config.settings import as_dict
+from kvbench.errors import check_keys
+from kvbench.rules.declared import check_settings, declared
+from kvbench.rules.kinds import Choice, Several, Text, Whole
+
+MIN_PROMPT_TOKENS = 256
+MAX_ITEMS = 2**20
+
+# What many tasks have: where their files lie, how many prompts are made, which k of pass@k are reported.
+DataDir = Annotated[str | None, Text()]
+Items = Annotated[int, Whole(1, MAX_ITEMS, unit="prompts")]
+_LENGTH = Whole(MIN_PROMPT_TOKENS, unit="tokens")
+Length = Annotated[int, _LENGTH]
+Lengths = Annotated[int | Sequence[int], Several(_LENGTH, alone=_LENGTH)]
+_DRAWS = Whole(1, 2**16, unit="answers")
+Draws = Annotated[int | Sequence[int] | None, Several(_DRAWS, alone=_DRAWS)]
 
 
-def check_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse settings that the task does not have.
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """What is set of a task, checked against the rules of its fields before anything is loaded.
 
     Args:
-        cfg: The `task` group.
-        known: The task's keys; `name` is always allowed.
+        name: Which task it is.
 
     Raises:
-        ValueError: names the key, what exists and the nearest.
+        ValueError: Names the first setting that may not be what it is, its value and what is allowed.
     """
-    errors.check_keys(cfg, ("name", *known), what="task key")
+
+    name: Annotated[str, Text()]
+
+    def __post_init__(self) -> None:
+        check_settings(self, "task.")
+
+    @classmethod
+    def read(cls, cfg: Mapping[str, Any]) -> Self:
+        """The settings of a `task` group; what it lacks takes its default.
+
+        Raises:
+            ValueError: Names a setting that the task has not, that is wrong, or that is missing and has no default.
+        """
+        values = {key: value for key, value in as_dict(cfg).items() if value != "???"}
+        check_keys(values, declared(cls), what="task key")
+        for item in fields(cls):
+            if item.name not in values and item.default is MISSING and item.default_factory is MISSING:
+                raise ValueError(
+                    f"task.{item.name} is missing and has no default; give {declared(cls)[item.name].text}"
+                )
+        return cls(**values)
 
 
-def name_list(
-    key: str, value: str | Sequence[str], known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None
-) -> list[str]:
-    """Read a setting that lists names.
+def names_of(known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None) -> Several:
+    """The rule of a setting that lists names.
 
     Args:
-        key: The setting, for messages.
-        value: A name or a list of names.
         known: All valid names.
         groups: Short names that stand for several.
-
-    Returns:
-        The names in the order given, groups replaced by their members, each name once.
-
-    Raises:
-        ValueError: the list is empty, a name is unknown or is there twice.
     """
-    groups = groups or {}
-    names: dict[str, None] = {}
-    if not isinstance(value, Sequence):
-        raise ValueError(
-            f"{key}={value!r} is neither a name nor a list of names; known: {', '.join((*groups, *known))}"
-        )
-    given = [value] if isinstance(value, str) else list(value)
-    for place, item in enumerate(given):
-        if item in given[:place]:
-            raise ValueError(f"{key}={given} names {item} twice; name it once")
-        if not isinstance(item, str) or item not in known and item not in groups:
-            raise errors.unknown_name(key, item, (*known, *groups))
-        names.update(dict.fromkeys(groups.get(item, (item,))))
-    if not names:
-        raise ValueError(f"{key}={list(value)} names nothing; known: {', '.join((*groups, *known))}")
-    return list(names)
+    name = Choice((*(groups or ()), *known))
+    return Several(name, alone=name)
 
 
-def one_of(key: str, value: object, known: Sequence[str]) -> str:
-    """Read a setting that names one of several choices.
-
-    Args:
-        key: The setting, for messages.
-        value: What was given.
-        known: The choices.
-
-    Raises:
-        ValueError: Names the value, the choices and the nearest.
-    """
-    if value not in known:
-        raise errors.unknown_name(key, value, known)
-    return str(value)
+def name_list(value: str | Sequence[str], groups: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+    """The names that a setting of `names_of` lists: in the order given, groups as their members, each name once."""
+    return list(dict.fromkeys(name for item in listed_texts(value) for name in (groups or {}).get(item, (item,))))
 
 
-def whole_list(key: str, value: object, minimum: int) -> list[int]:
-    """Read a setting that is a whole number or a list of different ones.
-
-    Args:
-        key: The setting, for messages.
-        value: What was given.
-        minimum: The smallest that is allowed.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    given = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    good = [item for item in given if isinstance(item, int) and not isinstance(item, bool) and item >= minimum]
-    if not given or len(good) < len(given) or len(set(good)) < len(good):
-        shown = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-        raise ValueError(f"{key}={shown!r} must be a whole number of at least {minimum}, or a list of different ones")
-    return good
+def listed(value: int | Sequence[int]) -> list[int]:
+    """The numbers of a setting that is one or a list."""
+    return list(value) if isinstance(value, Sequence) else [value]
 
 
-def flag(key: str, value: object) -> bool:
-    """Read a setting that is true or false.
-
-    Args:
-        key: The setting, for messages.
-        value: What was given.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} must be true or false")
-    return value
-
-
-def draw_sizes(cfg: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The setting `task.k`: of how many answers pass@k and maj@k are to be reported; None for the task's own choice.
-
-    Raises:
-        ValueError: It is no list of different whole numbers above 0.
-    """
-    value = cfg.get("k")
-    if value is None:
-        return None
-    sizes = [value] if isinstance(value, int) else list(value) if isinstance(value, Sequence) else []
-    good = all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in sizes)
-    if isinstance(value, bool | str) or not sizes or not good or len(set(sizes)) < len(sizes):
-        raise ValueError(
-            f"task.k={value!r} must be a list of different whole numbers above 0, for example task.k=[1,8,64], or null "
-            "for 1, 2, 4, ... and protocol.num_samples"
-        )
-    return tuple(sizes)
+def listed_texts(value: str | Sequence[str]) -> list[str]:
+    """The texts of a setting that is one or a list."""
+    return [value] if isinstance(value, str) else list(value)

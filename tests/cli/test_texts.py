@@ -69,7 +69,8 @@ def test_help_of_a_task_and_a_model(capsys):
     """A task's and a model's help are its purpose and its settings; a name that two groups have shows both."""
     assert main(["help", "longbench"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("task=longbench\n") and "subsets: en # en = the 16 English subsets" in out
+    assert out.startswith("task=longbench\n") and "\n  subsets=en\n" in out
+    assert "or a list of different ones en = the 16 English subsets" in " ".join(out.split())
     assert main(["help", "random"]) == 0
     out = capsys.readouterr().out
     assert "method=random\n" in out and "model=random\n" in out

@@ -39,7 +39,12 @@ def parsed(settings: str) -> dict:
 
 
 def settings_of(case: str):
-    """The YAML file of a method as a config, with what a case changes of it."""
+    """The YAML file of a method as a config, with what a case changes of it; a copy of the caller's own."""
+    return _settings_of(case).copy()
+
+
+@cache
+def _settings_of(case: str):
     name, _, also = case.partition(" ")
     listed = OmegaConf.load(FOLDER / f"{name}.yaml")
     unknown = set(parsed(also)) - {str(key) for key in listed}

@@ -1,7 +1,8 @@
-"""Run as a program under `unshare -Urm`: a sweep whose results lie on a small disk of its own, which is full.
+"""For a process that may mount a disk: a sweep whose results lie on a small disk of its own, which is full.
 
-Prints one line of JSON per command: what was free, its exit code, what it said, and what lies in the results then. The
-same sweep is first run beside the disk, in TARGET/whole; in the end what the disk holds is copied to TARGET/cut.
+TARGET/facts.jsonl gets one line of JSON per command: what was free, its exit code, what it said, and what lies in the
+results then. The same sweep is first run beside the disk, in TARGET/whole; in the end what the disk holds is copied to
+TARGET/cut.
 """
 
 import contextlib
@@ -10,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 DISK_BYTES, PAGE_BYTES = 4 << 20, 4096
@@ -63,26 +63,26 @@ def written(results: Path) -> dict[str, bytes]:
 
 def main(target: Path, pages: list[int]) -> None:
     """Starts a sweep with more and more pages free, then with room, and reads it with none."""
-    print(json.dumps(command([*SWEEP.split(), f"results_dir={target / 'whole'}"])), flush=True)
-    disk = target / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)], check=True)
-    results = disk / "results"
-    for free in [*(count * PAGE_BYTES for count in pages), DISK_BYTES]:
-        leave_free(disk, free)
-        facts = command([*SWEEP.split(), f"results_dir={results}"])
-        print(json.dumps({"free": free} | facts | journals(results)), flush=True)
-    for name in READERS:
-        assert read(results, name)["code"] == 0
-    good = written(results)
-    for free in (0, 3 * PAGE_BYTES):  # nothing can be written; a small table can, and a picture cannot
-        leave_free(disk, free)
+    with open(target / "facts.jsonl", "w") as facts:
+
+        def note(**found: object) -> None:
+            facts.write(json.dumps(found) + "\n")
+
+        note(**command([*SWEEP.split(), f"results_dir={target / 'whole'}"]))
+        disk = target / "disk"
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)], check=True)
+        results = disk / "results"
+        for free in [*(count * PAGE_BYTES for count in pages), DISK_BYTES]:
+            leave_free(disk, free)
+            found = command([*SWEEP.split(), f"results_dir={results}"])
+            note(free=free, **found, **journals(results))
         for name in READERS:
-            facts = read(results, name)
-            same = written(results) == good
-            print(json.dumps({"free": free, "reader": name, "same": same} | facts | journals(results)), flush=True)
-    shutil.copytree(results, target / "cut")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(word) for word in sys.argv[2:]])
+            assert read(results, name)["code"] == 0
+        good = written(results)
+        for free in (0, 3 * PAGE_BYTES):  # nothing can be written; a small table can, and a picture cannot
+            leave_free(disk, free)
+            for name in READERS:
+                found = read(results, name)
+                note(free=free, reader=name, same=written(results) == good, **found, **journals(results))
+        shutil.copytree(results, target / "cut")

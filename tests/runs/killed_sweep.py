@@ -3,7 +3,8 @@
 Reads lines of JSON and answers each with one. It is a process of its own because a process whose torch has started
 threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call.
 
-    job      sweep: a kvbench command, `words`; build: a small kernel; convert: the embedded model from the file `gguf`
+    job      sweep: a kvbench command, `words`; fake: a slow run on fakes; disk: full_disk_sweep.py with its `pages`,
+             in namespaces of its own; build: a small kernel; convert: the embedded model from the file `gguf`
     folder   where the job works: the results, or the cache
     seconds  when to kill it; null = not
     at       which call below the folder goes wrong, from 1 on; 0 = none
@@ -20,6 +21,10 @@ import time
 import traceback
 from pathlib import Path
 
+import fake_parts
+import full_disk_sweep
+
+NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000
 KINDS = ("", "kill", "torn", "eio", "enospc", "short")
 SOURCE = 'extern "C" int kvbench_test_answer() { return 42; }\n'
 
@@ -29,6 +34,24 @@ def sweep(task: dict) -> int:
     from kvbench.cli.main import main
 
     return main([*task["words"], f"results_dir={task['folder']}"])
+
+
+def fake(task: dict) -> int:
+    """A run of 120 samples on fakes."""
+    fake_parts.main(Path(task["folder"]))
+    return 0
+
+
+def disk(task: dict) -> int:
+    """A sweep on a disk that fills up, where this process is root and may mount one."""
+    users = os.getuid(), os.getgid()
+    if ctypes.CDLL(None, use_errno=True).unshare(NEW_USERS | NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    for name, number in zip(("uid_map", "gid_map"), users, strict=True):
+        Path(f"/proc/self/{name}").write_text(f"0 {number} 1")
+    full_disk_sweep.main(Path(task["folder"]), task["pages"])
+    return 0
 
 
 def build(task: dict) -> int:
@@ -51,7 +74,7 @@ def convert(task: dict) -> int:
     return 0
 
 
-JOBS = {"sweep": sweep, "build": build, "convert": convert}
+JOBS = {"sweep": sweep, "fake": fake, "disk": disk, "build": build, "convert": convert}
 
 
 def run(task: dict) -> dict:
@@ -65,7 +88,8 @@ def run(task: dict) -> dict:
             try:
                 for number in (1, 2):
                     os.dup2(said.fileno(), number)
-                os.environ["KVBENCH_CACHE"] = task["folder"] if task["job"] != "sweep" else os.environ["KVBENCH_CACHE"]
+                if task["job"] in ("build", "convert"):
+                    os.environ["KVBENCH_CACHE"] = task["folder"]
                 if task["at"] is not None:
                     shim.fault_arm(task["folder"].encode(), ctypes.c_long(task["at"]), KINDS.index(task["kind"]))
                 code = JOBS[task["job"]](task)
@@ -94,6 +118,7 @@ if __name__ == "__main__":
     import transformers  # noqa: F401
 
     import kvbench.engine.engine
+    import kvbench.results.provenance
     import kvbench.runs.run
     import kvbench.show.figure
     import kvbench.show.table

@@ -1,7 +1,6 @@
 """A disk that fills up during a sweep: a clear error, nothing lost, and the same tables after room was made."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from full_disk_sweep import READERS
-from places import ROOT, TESTS
 from test_killed_sweep import tables
 
 # A disk of one's own without being root: a mount inside a namespace, which ends with its process.
@@ -30,16 +28,14 @@ def can_mount(folder: Path) -> bool:
     return subprocess.run(trial, capture_output=True, check=False).returncode == 0
 
 
-def test_full_disk_in_a_sweep(tmp_path):
+def test_full_disk_in_a_sweep(tmp_path, server):
     """Started with more and more room, a sweep names the file that did not fit every time and goes on from there; in
     the end its quality and byte columns are an unbroken sweep's, and readers leave their good files alone."""
     if not can_mount(tmp_path):
         pytest.skip("needs user namespaces that may mount a tmpfs (util-linux's unshare)")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, str(TESTS / "runs" / "full_disk_sweep.py"), str(tmp_path), *map(str, PAGES)]
-    done = subprocess.run([*UNSHARE, *program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    first, *facts = map(json.loads, done.stdout.splitlines())
+    answer = server("disk", tmp_path, pages=PAGES)
+    assert answer["ended"] == 0, answer["said"]
+    first, *facts = map(json.loads, (tmp_path / "facts.jsonl").read_text().splitlines())
     assert first["code"] == 0, first["said"]
     last, readers = facts[len(PAGES)], facts[len(PAGES) + 1 :]
     assert last["code"] == 0 and last["samples"] == 12 and "error" not in last["said"]

@@ -10,14 +10,12 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from places import ROOT, TESTS
 
 from kvbench.cli.commands import compose_command
 from kvbench.evidence import compare, pareto
@@ -42,49 +40,20 @@ NEEDS_SHIM = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Gives a function that does a job in a process that can be killed; see killed_sweep.py."""
-    folder = tmp_path_factory.mktemp("server")
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    environment.setdefault("KVBENCH_CACHE", os.path.expanduser("~/.cache/kvbench"))
-    if shutil.which("gcc"):
-        shim = folder / "faults.so"
-        source = TESTS / "runs" / "faults.c"
-        subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
-        environment["LD_PRELOAD"] = str(shim)
-    with subprocess.Popen(
-        [sys.executable, str(TESTS / "runs" / "killed_sweep.py")],
-        env=environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdout.readline() == "ready\n"
-
-        def run(job, where, *, seconds=None, at=0 if "LD_PRELOAD" in environment else None, kind="", **more):
-            task = {"job": job, "folder": str(where), "seconds": seconds, "at": at, "kind": kind} | more
-            child.stdin.write(json.dumps(task | {"words": WORDS.split()}) + "\n")
-            child.stdin.flush()
-            return json.loads(child.stdout.readline())
-
-        yield run
-        child.stdin.close()
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, server):
     """An unbroken sweep: its folder, the calls below it that it made, and its seconds."""
     folder = tmp_path_factory.mktemp("sweep") / "whole"
     begin = time.monotonic()
-    answer = server("sweep", folder)
+    answer = sweep(server, folder)
     seconds = time.monotonic() - begin
     assert answer["ended"] == 0, answer["said"]
     assert num_records(folder) == NUM_RECORDS and not litter(folder)
     return folder, answer["calls"], seconds
+
+
+def sweep(server, folder, **when):
+    """The sweep of these tests in a process of its own; see killed_sweep.py."""
+    return server("sweep", folder, words=WORDS.split(), **when)
 
 
 def num_records(results_dir):
@@ -154,7 +123,7 @@ def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys)
     kills, seen, last, wholes = {"seconds": 0, "kill": 0, "torn": 0}, set(), 0, 0
     while sum(kills.values()) < NUM_KILLS:
         when = moment(rng, calls, whole_s)
-        answer = server("sweep", cut, **when)
+        answer = sweep(server, cut, **when)
         assert answer["ended"] in ("killed", 0), answer["said"]
         count = num_records(cut)
         assert count >= last, "a finished sample was lost"
@@ -167,7 +136,7 @@ def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys)
             shutil.rmtree(cut)
             last, wholes = 0, wholes + 1
     assert len(seen) >= min(8, NUM_KILLS // 2), "the kills all hit the same moment, so this test shows nothing"
-    answer = server("sweep", cut)
+    answer = sweep(server, cut)
     assert answer["ended"] == 0, answer["said"]
     assert num_records(cut) == NUM_RECORDS
     assert content(cut) == content(folder)
@@ -192,14 +161,14 @@ def test_refused_calls_end_with_one_message(tmp_path, server, whole):
         assert trial <= 5 * NUM_FAULTS, "hardly a fault was told"
         cut, kind = tmp_path / str(trial), ("eio", "enospc", "short")[trial % 3]
         at = rng.randint(1, calls)
-        answer = server("sweep", cut, at=at, kind=kind)
+        answer = sweep(server, cut, at=at, kind=kind)
         where = f"{kind} at call {at} of {calls}: {answer['said']}"
         errors = [line for line in answer["said"].splitlines() if line.startswith("error: ")]
         assert "Traceback" not in answer["said"], where
         if answer["ended"] != 0:
             assert kind != "short" and answer["ended"] in (1, 2) and len(errors) == 1, where
             told += 1
-            answer = server("sweep", cut)
+            answer = sweep(server, cut)
             assert answer["ended"] == 0, f"after {where}: {answer['said']}"
         else:  # a folder that was there before was to be made
             assert not errors, where

@@ -6,8 +6,6 @@ import operator
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from statistics import fmean
 import pytest
 from fake_parts import FakePolicy, make_cfg, make_parts, make_requests
 from omegaconf import OmegaConf
-from places import ROOT, TESTS
 
 import kvbench.runs.run
 from kvbench.cli.endings import Stopped
@@ -172,29 +169,27 @@ def test_resume_from_any_subset(tmp_path):
         assert resumed.record.metrics == whole.record.metrics
 
 
-@pytest.mark.timeout(240)
-def test_killed_twenty_times(tmp_path):
+def test_killed_twenty_times(tmp_path, server):
     """SIGKILL at 20 random moments, then a last start, leaves the records of an uninterrupted run, each exactly
     once."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
-    command = [sys.executable, str(TESTS / "fake_parts.py")]
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     rng = random.Random(seed)
+    begin = time.monotonic()
+    answer = server("fake", tmp_path / "whole")
+    assert answer["ended"] == 0, answer["said"]
+    whole_s = time.monotonic() - begin
     sizes = []
     for _ in range(20):
-        with subprocess.Popen([*command, str(tmp_path / "cut")], env=environment, stdout=subprocess.PIPE) as child:
-            assert child.stdout.readline() == b"ready\n"
-            time.sleep(rng.uniform(0, 0.25))  # a start takes about 0.1 s
-            child.kill()
+        server("fake", tmp_path / "cut", seconds=rng.uniform(0, 0.5 * whole_s))
         files = list((tmp_path / "cut").rglob("samples.jsonl"))
         sizes.append(files[0].read_bytes().count(b"\n") if files else 0)
         if sizes[-1] not in (0, 120):  # nothing can be written after a kill
             assert RunRecord.load(files[0].parent).status == "running"
     assert sizes == sorted(sizes), "a finished sample was lost"
     assert len(set(sizes)) > 3, "the kills all hit the same moment, so this test shows nothing"
-    for name in ("cut", "whole"):
-        subprocess.run([*command, str(tmp_path / name)], env=environment, check=True, capture_output=True)
+    answer = server("fake", tmp_path / "cut")
+    assert answer["ended"] == 0, answer["said"]
     cut, whole = (next((tmp_path / name).rglob("samples.jsonl")).parent for name in ("cut", "whole"))
     assert len(samples(whole)) == 120
     assert samples(cut) == samples(whole)

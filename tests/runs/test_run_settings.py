@@ -16,7 +16,6 @@ from kvbench.rules.declared import declared
 from kvbench.runs.experiment import RULES, check_config
 from kvbench.runs.parts import store_options
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import name_list
 
 
 @pytest.mark.parametrize(
@@ -118,14 +117,6 @@ def test_overrides_of_a_random_model_are_written_as_documented():
     ):
         with pytest.raises(ValueError, match=f"{field}={value}"):
             random_config("tiny", overrides={field: value})
-
-
-@pytest.mark.parametrize("value", [[], ["kv", "kv"], 5, {"kv": 1}, [["kv"]], ["vk"], ""])
-def test_a_list_of_names_says_which(value):
-    """Nothing, a name twice, and what is no name are refused."""
-    with pytest.raises(ValueError, match="^task.kinds="):
-        name_list("task.kinds", value, ("kv", "passkey"))
-    assert name_list("task.kinds", ["passkey", "kv"], ("kv", "passkey")) == ["passkey", "kv"]
 
 
 def test_rows_are_never_more_than_the_requests_need(monkeypatch):

@@ -103,6 +103,32 @@ def test_better_is_not_said_when_more_was_lost():
         {"all": [pair for group in pairs.values() for pair in group]}).p)  # fmt: skip
 
 
+@pytest.mark.parametrize("count", [1, 2, 17, 100, 1000, 20_000])
+def test_power_is_the_whole_sum(count):
+    """Leaving out what is next to impossible changes nothing: every number of differing samples, summed up."""
+    from scipy.stats import binom
+
+    differ = np.arange(count + 1)
+    for level in (0.05, 0.05 / 40):
+        most = binom.ppf(level / 2, differ, 0.5)
+        most -= binom.cdf(most, differ, 0.5) >= level / 2
+        for loss, churn in ((1e-9, 1e-6), (0.01, 0.05), (0.3, 0.97), (1.0, 1.0), (0.4, 0.1)):
+            churn = max(loss, churn)
+            want = np.sum(binom.pmf(differ, count, churn) * binom.cdf(most, differ, (churn - loss) / (2 * churn)))
+            assert yes_no.power(loss, churn, count, level) == pytest.approx(float(want), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "churn", "level"), [(1.0, 1.0, 0.05), (0.2, 0.3, 0.05), (0.05, 0.9, 0.001), (0.003, 0.02, 0.05)]
+)
+def test_samples_needed_have_the_power_and_fewer_have_not(loss, churn, level):
+    """The number that is named shows the loss, one step less does not; a loss too small for a million has none."""
+    needed = yes_no.samples_needed(loss, churn, level)
+    assert yes_no.power(loss, churn, needed, level) >= 0.8
+    assert yes_no.power(loss, churn, needed - max(1, needed // 100), level) < 0.8
+    assert yes_no.samples_needed(loss / 1000, churn, level) is None
+
+
 @pytest.mark.parametrize(("count", "lost", "gained"), [(30, 0, 0), (30, 1, 0), (30, 1, 1), (100, 1, 0), (100, 9, 3)])
 @pytest.mark.parametrize("rows", [1, 12])
 def test_would_show_is_the_power_of_the_test(count, lost, gained, rows):

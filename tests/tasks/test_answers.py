@@ -10,7 +10,6 @@ from kvbench.tasks.answers import after_thinking, last_boxed, to_number
 from kvbench.tasks.gsm8k import metrics as gsm8k
 from kvbench.tasks.mathematics import grade as maths
 from kvbench.tasks.sampling_stats import answer_statistics, maj_at_k, pass_at_k, sampling_statistics
-from kvbench.tasks.settings import draw_sizes
 
 
 @pytest.mark.parametrize(
@@ -210,14 +209,6 @@ def test_sampling_statistics_of_any_k_with_votes() -> None:
     result = sampling_statistics(many, "correct", vote=lambda row: row["text"])
     assert result["maj@64"]["value"] == 1.0 and 0.3 < result["maj@2"]["value"] < 1
     assert not [name for name in sampling_statistics(many, "correct") if name.startswith("maj@")]
-
-
-@pytest.mark.parametrize("k", [0, [], "2", [2, 2], [1.5], True, [True], {"a": 1}])
-def test_k_is_a_list_of_whole_numbers(k: object) -> None:
-    """Anything else is refused with an example."""
-    assert draw_sizes({"k": [1, 8]}) == (1, 8) and draw_sizes({"k": 4}) == (4,) and draw_sizes({}) is None
-    with pytest.raises(ValueError, match=r"task\.k=.* must be a list of different whole numbers above 0"):
-        draw_sizes({"k": k})
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """Chat templates are data of a model's maker: their date is the protocol's, their faults name model and template."""
 
 import datetime
+import sys
+import time
 
 import pytest
 from test_task_prompts import AWARE, CHAT, build
 
-from kvbench.tasks.prompts import PromptBuilder, render_chat, template_settings
+from kvbench.tasks import chat
+from kvbench.tasks.chat import render_chat, template_settings
+from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
 
 USER = [{"role": "user", "content": "hello"}]
@@ -84,6 +88,47 @@ def test_faults_of_a_template_name_the_model(with_template, template, reason) ->
     message = rf"chat template of model stand-in cannot be rendered \({reason}.*set protocol.chat_template=never"
     with pytest.raises(ValueError, match=message):
         PromptBuilder(with_template(template), AWARE, CHAT)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ messages[0]['content'] }}",
+        "{% macro f(n) %}{% for i in range(9) %}{{ f(n) if n < 500 }}{% endfor %}{% endmacro %}{{ f(0) }}",
+        "{% set ns = namespace(n=9) %}{% for i in range(99999) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n }}",
+    ],
+)
+def test_a_template_without_end_is_stopped(with_template, monkeypatch, template) -> None:
+    """Loops in loops, a macro that calls itself, numbers that grow: one sentence that names the model, and no hang."""
+    monkeypatch.setattr(chat, "RENDER_LIMIT_S", 0.3)
+    begin = time.process_time()
+    with pytest.raises(
+        ValueError, match=r"chat template of model stand-in (takes longer than 0.3 s for a conv|cannot)"
+    ):
+        PromptBuilder(with_template(template), AWARE, CHAT)
+    assert time.process_time() - begin < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**11 }}{{ messages[0]['content'] }}",
+        "{{ ('%' ~ 10**11 ~ 's') | format('a') }}{{ messages[0]['content'] }}",
+        "{{ 'a'.center(10**11) }}{{ messages[0]['content'] }}",
+        "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+    ],
+)
+def test_a_template_of_gigabytes_is_refused(with_template, template) -> None:
+    """Text that is asked for at once, or doubles: memory ends at a bound, and the process has what it had before."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(
+        ValueError, match=r"cannot be rendered \(MemoryError: it asks for more than 1024 MiB\); set proto"
+    ):
+        PromptBuilder(with_template(template), AWARE, CHAT)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_a_template_that_drops_the_message_is_refused(with_template) -> None:

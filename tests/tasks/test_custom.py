@@ -181,12 +181,12 @@ def test_fingerprint_and_subsets(load) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"file": None}, "task.file=None is no file; set task.file"),
+        ({"file": None}, "task.file=None must be text"),
         ({"file": "/nowhere.jsonl"}, "task.file=/nowhere.jsonl is not a file"),
-        ({"metric": "f2"}, "task.metric=f2 does not exist. Did you mean f1?"),
+        ({"metric": "f2"}, "task.metric='f2' must be .*. Did you mean f1?"),
         ({"max_new_tokens": 0}, "task.max_new_tokens=0"),
         ({"stop": [""]}, "task.stop="),
-        ({"separator": 3}, "task.separator=3 must be a text"),
+        ({"separator": 3}, "task.separator=3 must be text"),
         ({"template": "x"}, "template"),
     ],
 )

@@ -189,7 +189,7 @@ def test_the_fingerprint_follows_the_data(model, tmp_path: Path) -> None:
     [
         ({"subsets": ["tre"]}, "Did you mean trec"),
         ({"subsets": "gov_reports"}, "Did you mean gov_report"),
-        ({"subsets": "trec", "max_prompt_tokens": 1}, "at least 2"),
+        ({"subsets": "trec", "max_prompt_tokens": 1}, "tokens from 2 to"),
         ({"subsets": "trec", "max_prompt_tokens": 9999}, "must lie between 2 and"),
         ({"subsets": "trec", "datadir": "x"}, "Did you mean data_dir"),
         ({"subsets": ["qasper"]}, "no data for the subset qasper"),

@@ -1,8 +1,13 @@
 """LongBench's scores against hand-computed values and against the official code's quirks."""
 
-import pytest
+import random
+import time
 
-from kvbench.tasks.longbench import metrics
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.tasks.longbench import metrics, rouge
 from kvbench.tasks.longbench.rouge import rouge_l
 
 
@@ -59,6 +64,59 @@ def test_rouge_of_nothing_is_zero(text: str) -> None:
     """The package raises there, and LongBench counts 0."""
     assert rouge_l(text, "a b") == 0.0
     assert rouge_l("a b", text) == 0.0
+
+
+def common_by_table(wanted: list[str], predicted: list[str]) -> set[str]:
+    """Words of the longest common subsequence that the package takes, from the table of lengths."""
+    table = [[0] * (len(predicted) + 1)]
+    for word in wanted:
+        above, row = table[-1], [0]
+        for column, other in enumerate(predicted, 1):
+            row.append(above[column - 1] + 1 if word == other else max(above[column], row[-1]))
+        table.append(row)
+    words, row, column = set(), len(wanted), len(predicted)
+    while row and column:
+        if wanted[row - 1] == predicted[column - 1]:
+            row, column = row - 1, column - 1
+            words.add(wanted[row])
+        elif table[row - 1][column] > table[row][column - 1]:
+            row -= 1
+        else:
+            column -= 1
+    return words
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from("abcdefgh"), max_size=40), st.lists(st.sampled_from("abcdefghxy"), max_size=70))
+def test_common_words_are_those_of_the_table(wanted: list[str], predicted: list[str]) -> None:
+    """Of several longest common subsequences, the one whose way back the plain table shows, ties and all."""
+    assert rouge._common_words(wanted, predicted, rouge._places(predicted)) == common_by_table(wanted, predicted)
+
+
+@settings(max_examples=150)
+@given(st.text("abc .", max_size=80), st.text("abcd .", max_size=80))
+def test_rouge_is_that_of_every_pair_of_sentences(prediction: str, reference: str) -> None:
+    """Pairs that are left out, because they can add nothing, change no score."""
+    predicted, wanted = (
+        [piece.split() or [""] for piece in text.split(".") if piece] for text in (prediction, reference)
+    )
+    common = set().union(*(common_by_table(one, other) for one in wanted for other in predicted))
+    if predicted and wanted:
+        precision, recall = (len(common) / len(set().union(*text)) for text in (predicted, wanted))
+        expected = 2 * precision * recall / (precision + recall + 1e-8)
+    assert rouge_l(prediction, reference) == (expected if predicted and wanted else 0.0)
+
+
+def test_time_of_rouge_is_bounded() -> None:
+    """32,000 words that are all in a reference of 2,000, in short, long and one sentence, take a second at most."""
+    rng = random.Random(0)
+    wanted = ". ".join(" ".join(f"w{rng.randrange(400)}" for _ in range(40)) for _ in range(50))
+    for size in (8, 130, 32_000):
+        answer = ". ".join(" ".join(f"w{rng.randrange(400)}" for _ in range(size)) for _ in range(32_000 // size))
+        for reference in (wanted, wanted.replace(".", "")):
+            begin = time.process_time()
+            assert rouge_l(answer, reference) > 0.5
+            assert time.process_time() - begin < 1
 
 
 def test_rouge_of_sentences_too_long_for_the_package() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kvbench.tasks import load_task
-from kvbench.tasks.ruler.grid import read_depths
+from kvbench.tasks.ruler.grid import depths_of
 from kvbench.tasks.ruler.words import Essays
 
 
@@ -80,17 +80,17 @@ def test_the_question_can_be_apart(model) -> None:
 
 def test_depths() -> None:
     """A number of them, or a list."""
-    assert read_depths(5) == [0, 25, 50, 75, 100] and read_depths(2) == [0, 100]
-    assert read_depths([90, 10]) == [10, 90]
+    assert depths_of(5) == [0, 25, 50, 75, 100] and depths_of(2) == [0, 100]
+    assert depths_of([90, 10]) == [10, 90]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"depths": 1}, "task.depths=1 must be a whole number of at least 2, or a list of percents"),
-        ({"depths": [0, 101]}, "are percent of the text, so at most 100"),
+        ({"depths": 1}, "task.depths=1 must be a whole number of depths from 2 to 101, or a list of different values"),
+        ({"depths": [0, 101]}, "each a whole number of percent from 0 to 100"),
         ({"depths": "five"}, "task.depths='five'"),
-        ({"values": "letters"}, "task.values=letters does not exist"),
+        ({"values": "letters"}, "task.values='letters' must be 'numbers' or 'uuids'"),
         ({"needles": 0}, "task.needles=0"),
         ({"needles": 40, "lengths": 512}, "task.lengths=512 is too short for task.needles=40"),
         ({"lengths": 9000}, "does not fit model stand-in"),

@@ -10,15 +10,17 @@ run it; `grade` compares what came out with the `reference`, by the rules of `or
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
+from kvbench.rules.kinds import Choice
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, one_of
+from kvbench.tasks.settings import DataDir, TaskSettings
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -36,6 +38,24 @@ _FOLDER = Path(__file__).resolve().parent
 _MAX_CAGES = 8  # more would only take memory: answers come one after the other
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        form: How the functions are asked for.
+        data_dir: Folder with EvalPlus' file; None for what EvalPlus left in its cache.
+        allow_code_execution: The user's consent that code written by the model runs on this machine, in the cage.
+    """
+
+    form: Annotated[str, Choice(FORMS)] = FORMS[0]
+    data_dir: DataDir = None
+    allow_code_execution: bool = False
+
+
+SETTINGS = {"humaneval_plus": Settings, "mbpp_plus": Settings}
+
+
 def _unusable(name: str, docs: Sequence[dict]) -> dict[int, str]:
     """The rows whose reference does not run, found out before hours of answers to them."""
     from kvbench.tasks.code.grade import DATASETS
@@ -44,13 +64,11 @@ def _unusable(name: str, docs: Sequence[dict]) -> dict[int, str]:
     return unusable(DATASETS[name], ((doc["index"], json.loads(doc["row"])) for doc in docs))
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Load the problems in one form.
 
     Args:
-        cfg: `name` (`humaneval_plus` or `mbpp_plus`), `form` (of `FORMS`), `data_dir`, `allow_code_execution`.
+        cfg: The settings; `name` is `humaneval_plus` or `mbpp_plus`.
         model: Tokenizes the prompts.
         limit: Which problems; None for all.
         seed: Not used: nothing here is random.
@@ -58,20 +76,18 @@ def load(
 
     Raises:
         CageRefused: There is no consent, or this machine cannot isolate generated code; before anything is generated.
-        ValueError: An unknown form or key, or data that is missing or broken.
+        ValueError: Data is missing or broken.
     """
     from kvbench.tasks.code.cage import run as cage
 
-    check_keys(cfg, ("form", "data_dir", "allow_code_execution"))
-    name, form = cfg["name"], one_of("task.form", cfg.get("form") or FORMS[0], FORMS)
-    consent = cfg.get("allow_code_execution", False)
+    name, form, consent = cfg.name, cfg.form, cfg.allow_code_execution
     # Hours of answers that cannot be graded help nobody: a trivial program goes first.
     cage.run("def one():\n    return 1\n", "one", [[]], allow_code_execution=consent)
     return load_problems(
         name=name,
         folder=_FOLDER,
         yaml_names=[f"kvbench_{name}_{form}"],
-        metadata={"data_dir": cfg.get("data_dir"), "allow_code_execution": consent},
+        metadata={"data_dir": cfg.data_dir, "allow_code_execution": consent},
         model=model,
         limit=limit,
         protocol=protocol,

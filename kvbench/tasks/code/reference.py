@@ -23,6 +23,7 @@ from kvbench.tasks.code.cage.wire import WireError, decode, encode
 from kvbench.tasks.code.dataset import CodeRow
 from kvbench.tasks.code.mbpp_inputs import restore_inputs
 from kvbench.tasks.code.oracle import FOUND_TASKS, has_own_rule
+from kvbench.tasks.watch import long_work
 
 _CALL_S, _CPU_S, _WALL_S = 100.0, 400.0, 3600.0
 # Source: EvalPlus 0.3.1, `eval/__init__.py`: what a solution may take there.
@@ -134,7 +135,9 @@ def unusable(dataset: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str
             return item[0], str(error)
         return None
 
-    return dict(filter(None, cage.map_bounded(why, rows)))
+    listed = list(rows)
+    with long_work(f"reference solutions of {dataset}", len(listed)) as step:
+        return dict(filter(None, cage.map_bounded(why, listed, after_each=step)))
 
 
 def _run(dataset: str, row: CodeRow, calls: list[list[object]], limits: cage.Limits) -> Group:

@@ -6,20 +6,21 @@ question is seen; of messages, the last one is the question and the others are t
 file and line, and the rest run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbench.errors import check_whole
+from kvbench.rules.kinds import Choice, Several, Text, Whole
 from kvbench.tasks.answers import after_thinking
+from kvbench.tasks.chat import render_chat, template_settings
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
 from kvbench.tasks.custom.metrics import CHOICE_MEANING, METRICS, SCORES, grade
 from kvbench.tasks.draw import Limit, drawn
-from kvbench.tasks.prompts import PromptBuilder, PromptRules, render_chat, template_settings
+from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, one_of
+from kvbench.tasks.settings import TaskSettings, listed_texts
 from kvbench.tasks.source import Rows
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
@@ -28,6 +29,30 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
 _FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        file: The JSONL file.
+        metric: What the answers are graded by.
+        separator: Between context and question.
+        answer_prefix: How the answer begins.
+        max_new_tokens: Length limit of an answer.
+        stop: Texts that end an answer.
+    """
+
+    file: Annotated[str, Text()]
+    metric: Annotated[str, Choice(METRICS)] = "f1"
+    separator: Annotated[str, Text(empty=True)] = "\n\n"
+    answer_prefix: Annotated[str, Text(empty=True)] = ""
+    max_new_tokens: Annotated[int, Whole(1, unit="tokens")] = 128
+    stop: Annotated[str | Sequence[str] | None, Several(Text(), alone=Text(), least=0)] = ()
+
+
+SETTINGS = {"custom": Settings}
 
 
 @dataclass(kw_only=True)
@@ -43,25 +68,22 @@ class CustomSet(TaskSet):
         return {"score": float(all(likely[place] > other for at, other in enumerate(likely) if at != place))}
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Load the file and make its requests.
 
     Args:
-        cfg: `file`, `metric`, `separator`, `answer_prefix`, `max_new_tokens`, `stop`.
+        cfg: The settings.
         model: Tokenizes the prompts; a prompt that is too long for it loses its middle.
         limit: Which rows of each subset; None for all.
         seed: Not used: nothing here is random.
         protocol: How the rows are asked.
 
     Raises:
-        ValueError: A setting is wrong, the file is missing, or all of its rows are broken.
+        ValueError: The file is missing, or all of its rows are broken.
     """
-    check_keys(cfg, ("file", "metric", "separator", "answer_prefix", "max_new_tokens", "stop"))
-    metric = one_of("task.metric", cfg.get("metric", "f1"), METRICS)
+    metric = cfg.metric
     asker = _Asker(model, protocol, cfg, forces=metric != REGEX)
-    rows = read_file(cfg.get("file"), metric, needs_context=not protocol.query_aware)
+    rows = read_file(cfg.file, metric, needs_context=not protocol.query_aware)
     chosen = _chosen(rows, limit)
     requests = [asker.choices(row) if metric == CHOICE else asker.answer(row) for row in chosen]
     asked = {request.sample_id: row for request, row in zip(requests, chosen, strict=True)}
@@ -103,15 +125,11 @@ def _chosen(rows: Rows, limit: Limit | None) -> list[dict[str, Any]]:
 class _Asker:
     """Makes the requests of rows; answers that are patterns are not forced, for no model would write them."""
 
-    def __init__(self, model: "LoadedModel", protocol: Protocol, cfg: Mapping[str, Any], forces: bool) -> None:
+    def __init__(self, model: "LoadedModel", protocol: Protocol, cfg: Settings, forces: bool) -> None:
         self.model, self.protocol, self.forces = model, protocol, forces
-        self.separator, self.prefix = _setting(cfg, "separator", "\n\n"), _setting(cfg, "answer_prefix", "")
-        stop = cfg.get("stop")
-        stop = [stop] if isinstance(stop, str) else list(stop or ())
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"task.stop={stop!r} must be a list of texts, none of them empty")
-        limit = check_whole("task.max_new_tokens", cfg.get("max_new_tokens", 128), 1)
-        rules = PromptRules(max_new_tokens=limit, stop=tuple(stop), chat_template=True)
+        self.separator, self.prefix = cfg.separator, cfg.answer_prefix
+        stop = tuple(listed_texts(cfg.stop or ()))
+        rules = PromptRules(max_new_tokens=cfg.max_new_tokens, stop=stop, chat_template=True)
         self.texts = PromptBuilder(model, protocol, rules)
         self.chat = self.texts.chat
         self.rendered = PromptBuilder(model, protocol, rules, rendered=True)
@@ -174,13 +192,6 @@ class _Asker:
                 )
             place = len(text)
         return text[:place], text[place:]
-
-
-def _setting(cfg: Mapping[str, Any], name: str, default: str) -> str:
-    value = cfg.get(name, default)
-    if not isinstance(value, str):
-        raise ValueError(f"task.{name}={value!r} must be a text")
-    return value
 
 
 def _name(row: dict[str, Any]) -> str:

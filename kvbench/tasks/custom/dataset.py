@@ -14,7 +14,7 @@ MAX_LINE_BYTES = 10_000_000
 CHOICE, REGEX = "choice", "regex"
 
 
-def read_file(file: object, metric: str, needs_context: bool) -> Rows:
+def read_file(file: str, metric: str, needs_context: bool) -> Rows:
     """Read the rows.
 
     Args:
@@ -25,8 +25,6 @@ def read_file(file: object, metric: str, needs_context: bool) -> Rows:
     Raises:
         ValueError: There is no such file, or it has no good row.
     """
-    if not isinstance(file, str) or not file:
-        raise ValueError(f"task.file={file!r} is no file; set task.file to a JSONL file with your questions")
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(

@@ -4,14 +4,15 @@
 with its calculator annotations and `####`; `zeroshot`: the question alone, in the chat template where there is one.
 """
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
+from kvbench.rules.kinds import Choice
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, one_of
+from kvbench.tasks.settings import DataDir, TaskSettings
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -25,33 +26,45 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        form: How the problems are asked.
+        data_dir: Folder with test.jsonl, and train.jsonl for `fewshot5`; None for the local caches, then the hub.
+    """
+
+    form: Annotated[str, Choice(FORMS)] = FORMS[0]
+    data_dir: DataDir = None
+
+
+SETTINGS = {"gsm8k": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Load the test file in one form.
 
     Args:
-        cfg: `form` (of `FORMS`), `data_dir`.
+        cfg: The settings.
         model: Tokenizes the prompts.
         limit: Which problems; None for all.
         seed: Chooses the examples of `fewshot5`.
         protocol: How the problems are asked; with `query_aware=false` the examples are the context.
 
     Raises:
-        ValueError: An unknown form or key, or data that is missing or broken.
+        ValueError: Data is missing or broken.
     """
-    check_keys(cfg, ("form", "data_dir"))
-    form = one_of("task.form", cfg.get("form") or FORMS[0], FORMS)
     return load_problems(
         name="gsm8k",
         folder=_FOLDER,
-        yaml_names=[f"kvbench_gsm8k_{form}"],
-        metadata={"data_dir": cfg.get("data_dir"), "seed": seed},
+        yaml_names=[f"kvbench_gsm8k_{cfg.form}"],
+        metadata={"data_dir": cfg.data_dir, "seed": seed},
         model=model,
         limit=limit,
         protocol=protocol,
         metrics=METRICS,
         primary="correct",
-        describe={"form": form, "split": "after the examples"},
+        describe={"form": cfg.form, "split": "after the examples"},
         meta_keys=("answer",),
     )

@@ -15,25 +15,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.engine.requests import Request
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import unknown_name
+from kvbench.rules.kinds import Choice, Text, Whole
+from kvbench.tasks.chat import TemplateSettings, render_chat, require_template, template_settings, thinking_label
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.harness.find import build_tasks, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
-from kvbench.tasks.prompts import (
-    PromptBuilder,
-    TemplateSettings,
-    generation_rules,
-    render_chat,
-    require_template,
-    template_settings,
-    thinking_label,
-)
+from kvbench.tasks.prompts import PromptBuilder, generation_rules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys
+from kvbench.tasks.settings import DataDir, TaskSettings
 from kvbench.tasks.taskset import TaskSet, fingerprint
 
 if TYPE_CHECKING:
@@ -46,13 +40,39 @@ _FOLDER = Path(__file__).resolve().parent
 _OTHER_WAY = "`kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of a task of lm-eval.
+
+    Args:
+        name: A task, a group or a tag.
+        harness: Whose task it is.
+        num_fewshot: In front of each question; None for the task's own number.
+        include_path: Folder with task YAMLs of the user's own, searched first.
+        data_dir: Folder with a copy of the data set's repository; None for the cache, then the hub.
+        metric: The one that stands for the task; None for the first.
+    """
+
+    harness: Annotated[str, Choice(("lm_eval",))] = "lm_eval"
+    num_fewshot: Annotated[int | None, Whole(0, 1024, unit="examples")] = None
+    include_path: Annotated[str | None, Text()] = None
+    data_dir: DataDir = None
+    metric: Annotated[str | None, Text()] = None
+
+    def __post_init__(self) -> None:
+        if self.name is None:  # as in the shipped file
+            raise ValueError("task.name=null names no task; give one of lm-eval's: task.name=hellaswag, for example")
+        super().__post_init__()
+
+
+SETTINGS = {"lm_eval": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Load a task, a group or a tag of lm-eval.
 
     Args:
-        cfg: `name` (lm-eval's), `num_fewshot`, `include_path`, `data_dir`, `metric` (the one that stands for the task).
+        cfg: The settings.
         model: Tokenizes the prompts; its chat template is used with `protocol.chat_template=always` only.
         limit: Which documents of each task; None for all.
         seed: Chooses few-shot examples and shuffled choices; 0 gives lm-eval's own.
@@ -62,14 +82,9 @@ def load(
     Raises:
         ValueError: An unknown name, data that is missing, or a task that this loop cannot run.
     """
-    check_keys(cfg, ("harness", "num_fewshot", "include_path", "data_dir", "metric"))
-    name, shots = cfg["name"], cfg.get("num_fewshot")
-    if not name:
-        raise ValueError("task=lm_eval needs the name of one of lm-eval's tasks: task.name=hellaswag, for example")
-    if shots is not None:
-        check_whole("task.num_fewshot", shots, 0, ", or null for the task's own")
+    name = cfg.name
     tasks = build_tasks(
-        name, include_path=cfg.get("include_path"), data_dir=cfg.get("data_dir"), seed=seed, num_fewshot=shots
+        name, include_path=cfg.include_path, data_dir=cfg.data_dir, seed=seed, num_fewshot=cfg.num_fewshot
     )
     asker = _Asker.make(model, protocol)
     requests: list[Request] = []
@@ -88,7 +103,7 @@ def load(
             # Functions that lm-eval cannot write as source are written with their address, which changes by process.
             references[first].append(re.sub(r" at 0x[0-9a-f]+", "", config))
     choices = any(request.choices for request in requests)
-    rules = {
+    rules: dict[str, Any] = {
         "harness": f"lm-eval {version('lm_eval')}",
         "lm_eval_task": name,
         "num_fewshot": {leaf: task.get_config("num_fewshot") for leaf, task in tasks.items()},
@@ -107,10 +122,10 @@ def load(
         fingerprint=fingerprint(requests, references, _FOLDER),
         requests=requests,
         metrics=metrics,
-        primary=_primary(cfg.get("metric"), metrics),
+        primary=_primary(cfg.metric, metrics),
         scorer=lambda key, text: docs[key].score_text(text),
         docs=docs,
-        weighting=weighting_of(name, cfg.get("include_path")) if len(tasks) > 1 else "subset",
+        weighting=weighting_of(name, cfg.include_path) if len(tasks) > 1 else "subset",
     )
 
 

@@ -13,17 +13,18 @@ Differs: the chat template is the tokenizer's own (the official code has hand-wr
     before compression.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvbench.errors import check_whole
+from kvbench.rules.kinds import Whole
 from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longbench.dataset import length_bucket
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, name_list
+from kvbench.tasks.settings import DataDir, TaskSettings, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
@@ -62,30 +63,40 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        subsets: Subsets, or groups of `GROUPS`.
+        data_dir: Folder with their files; None for the local caches, then the hub.
+        max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
+    """
+
+    subsets: Annotated[str | Sequence[str], names_of((*ENGLISH, *LONGBENCH_E), GROUPS)] = "en"
+    data_dir: DataDir = None
+    max_prompt_tokens: Annotated[int | None, Whole(2, unit="tokens")] = None
+
+
+SETTINGS = {"longbench": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Load the subsets that the configuration names.
 
     Args:
-        cfg: `subsets` (a group of `GROUPS` or a list of groups and subsets), `data_dir`, `max_prompt_tokens`.
+        cfg: The settings.
         model: Tokenizes the prompts; its context length limits them.
         limit: Which samples of each subset; None for all.
         seed: Not used: nothing here is random.
         protocol: How the samples are asked.
 
     Raises:
-        ValueError: unknown subset or key, missing data, or a subset whose rows are all broken.
+        ValueError: Missing data, or a subset whose rows are all broken.
     """
-    check_keys(cfg, ("subsets", "data_dir", "max_prompt_tokens"))
-    subsets = name_list(
-        "task.subsets", "en" if cfg.get("subsets") is None else cfg["subsets"], (*ENGLISH, *LONGBENCH_E), GROUPS
-    )
-    cut = cfg.get("max_prompt_tokens")
-    if cut is not None:
-        check_whole("task.max_prompt_tokens", cut, 2, ", or null for the longest that the model takes")
+    subsets = name_list(cfg.subsets, GROUPS)
     names = {subset: f"kvbench_longbench_{subset}" for subset in subsets}
-    tasks = load_lmeval_tasks(_FOLDER, list(names.values()), {"data_dir": cfg.get("data_dir")})
+    tasks = load_lmeval_tasks(_FOLDER, list(names.values()), {"data_dir": cfg.data_dir})
     requests: list[Request] = []
     scored: dict[str, tuple[Task, dict]] = {}
     quarantined: list[dict] = []
@@ -95,7 +106,7 @@ def load(
         task = tasks[name]
         quarantined += task.dataset["test"].quarantined
         copies += task.dataset["test"].copies
-        builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config), cut)
+        builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config), cfg.max_prompt_tokens)
         rules[subset] = {
             "chat_template": builder.chat,
             "max_new_tokens": builder.max_new_tokens,

@@ -5,11 +5,7 @@ text. The package itself is not used because its recursion fails on long sentenc
 2021.
 """
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
-
-_NUMPY_COLUMNS = 128  # rows shorter than this are faster in plain Python
+from collections.abc import Sequence
 
 
 def rouge_l(prediction: str, reference: str) -> float:
@@ -34,12 +30,14 @@ def rouge_l(prediction: str, reference: str) -> float:
     if not predicted or not wanted:
         return 0.0
     common: set[str] = set()
+    # An answer that repeats itself has few different sentences.
+    different = {words: _places(words) for words in dict.fromkeys(map(tuple, predicted))}
     for sentence in wanted:
         known = set(sentence)
-        # Words that the sentence lacks are on no common path, and an answer that repeats itself says little else.
-        shared = dict.fromkeys(tuple(word for word in other if word in known) for other in predicted)
-        for words in shared:
-            common |= _common_words(sentence, words)
+        for words, places in different.items():
+            # Most pairs of a long answer have no word that another pair has not found already.
+            if not (known & places.keys()) <= common:
+                common |= _common_words(sentence, words, places)
     precision = len(common) / len(set().union(*predicted))
     recall = len(common) / len(set().union(*wanted))
     return 2 * precision * recall / (precision + recall + 1e-8)
@@ -50,44 +48,46 @@ def _sentences(text: str) -> list[list[str]]:
     return [" ".join(piece.split()).split(" ") for piece in text.split(".") if piece]
 
 
-def _common_words(wanted: Sequence[str], predicted: Sequence[str]) -> set[str]:
-    """Words on one longest common subsequence: of several, the one that the package finds."""
-    goes_up = _table if len(predicted) < _NUMPY_COLUMNS else _table_of_bits
-    is_up = goes_up(wanted, predicted)
+def _places(words: Sequence[str]) -> dict[str, list[int]]:
+    """Where each word stands."""
+    places: dict[str, list[int]] = {}
+    for place, word in enumerate(words):
+        places.setdefault(word, []).append(place)
+    return places
+
+
+def _common_words(wanted: Sequence[str], predicted: Sequence[str], places: dict[str, list[int]]) -> set[str]:
+    """Words on one longest common subsequence: of several, the one that the package finds.
+
+    The usual table of lengths is never written. Of its row for the first words of `wanted`, an integer has bit j where
+    the length grows with word j of `predicted`; the next row follows by one addition, whose carry moves each growth to
+    the first match before it.
+
+    Args:
+        wanted: A sentence of the reference.
+        predicted: A sentence of the prediction.
+        places: Where each word of `predicted` stands in it.
+
+    Source: Hyyro, "Bit-parallel LCS-length computation revisited", AWOCA 2004, for the addition.
+    Differs: the rows are kept, to go back through them. At a mismatch the package goes up where the length above is
+        greater than the one to the left, which is where it grows in both rows.
+    """
+    matches = {word: sum(1 << place for place in places.get(word, ())) for word in set(wanted)}
+    whole = (1 << len(predicted)) - 1
+    still, grows, ups = whole, 0, []
+    for word in wanted:
+        held = still & matches[word]
+        still = ((still + held) | (still - held)) & whole
+        above, grows = grows, whole ^ still
+        ups.append(above & grows)
     words: set[str] = set()
     rows, columns = len(wanted), len(predicted)
     while rows and columns:
         if wanted[rows - 1] == predicted[columns - 1]:
             rows, columns = rows - 1, columns - 1
             words.add(wanted[rows])
-        elif is_up(rows, columns):
+        elif ups[rows - 1] >> (columns - 1) & 1:
             rows -= 1
         else:
             columns -= 1
     return words
-
-
-def _table(wanted: Sequence[str], predicted: Sequence[str]) -> Callable[[int, int], bool]:
-    """Which way a common subsequence goes back from a cell: up, or else left."""
-    table = [[0] * (len(predicted) + 1)]
-    for word in wanted:
-        above, row = table[-1], [0]
-        for column, other in enumerate(predicted, 1):
-            row.append(above[column - 1] + 1 if word == other else max(above[column], row[-1]))
-        table.append(row)
-    return lambda row, column: table[row - 1][column] > table[row][column - 1]
-
-
-def _table_of_bits(wanted: Sequence[str], predicted: Sequence[str]) -> Callable[[int, int], bool]:
-    """The same for long answers, of which a bit for each cell is kept."""
-    numbers = {word: number for number, word in enumerate(dict.fromkeys(wanted))}
-    places = np.array([numbers.get(word, -1) for word in predicted])
-    row = np.zeros(len(predicted) + 1, np.int32)
-    ups = []
-    for word in wanted:
-        above = row
-        row = np.zeros_like(above)
-        # A cell is the largest of its left and its upper neighbour, or one more than the one before both.
-        np.maximum.accumulate(np.where(places == numbers[word], above[:-1] + 1, above[1:]), out=row[1:])
-        ups.append(np.packbits(above[1:] > row[:-1]))
-    return lambda row, column: bool(ups[row - 1][(column - 1) >> 3] >> (7 - ((column - 1) & 7)) & 1)

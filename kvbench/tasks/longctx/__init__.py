@@ -9,19 +9,19 @@ between Python versions, and so do the prompts: the fingerprint hashes the promp
 taken for the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvbench.errors import check_whole
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longctx.dataset import DEFAULT_ITEMS, DEFAULT_LENGTH
-from kvbench.tasks.longctx.generate import KINDS, MIN_LENGTH, tokens_needed
+from kvbench.tasks.longctx.generate import KINDS, tokens_needed
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, name_list
+from kvbench.tasks.settings import Items, Length, TaskSettings, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
@@ -37,25 +37,38 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        kinds: The kinds of questions.
+        length: Of each prompt.
+        items: Of each kind.
+    """
+
+    kinds: Annotated[str | Sequence[str], names_of(KINDS)] = KINDS
+    length: Length = DEFAULT_LENGTH
+    items: Items = DEFAULT_ITEMS
+
+
+SETTINGS = {"longctx": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Generate the documents and their requests.
 
     Args:
-        cfg: `length` (prompt tokens), `items` (per kind), `kinds`.
+        cfg: The settings.
         model: Its tokenizer counts; its context must hold prompt and answer.
         limit: Items per kind when that is fewer.
         seed: Decides the content.
         protocol: How the samples are asked.
 
     Raises:
-        ValueError: a setting is out of range or does not fit the model.
+        ValueError: a setting does not fit the model.
     """
-    check_keys(cfg, ("length", "items", "kinds"))
-    kinds = name_list("task.kinds", KINDS if cfg.get("kinds") is None else cfg["kinds"], KINDS)
-    length = check_whole("task.length", cfg.get("length", DEFAULT_LENGTH), MIN_LENGTH)
-    items = check_whole("task.items", cfg.get("items", DEFAULT_ITEMS), 1)
+    kinds, length, items = name_list(cfg.kinds), cfg.length, cfg.items
     names = {kind: f"kvbench_longctx_{kind}" for kind in kinds}
     items = min(items, limit.count) if limit else items
     metadata = {"tokenizer": model.tokenizer, "length": length, "items": items, "seed": seed}

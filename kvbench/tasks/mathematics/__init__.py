@@ -6,16 +6,18 @@ as plain text, the form that base models are asked in.
 The score is the share of all problems that are right; `run.json` also has it by subject.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
+from kvbench.rules.kinds import Choice
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.mathematics.dataset import MATH500, SUBJECTS
 from kvbench.tasks.mathematics.grade import vote
 from kvbench.tasks.problem_set import load_problems
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, draw_sizes, name_list, one_of
+from kvbench.tasks.settings import DataDir, Draws, TaskSettings, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
@@ -26,49 +28,69 @@ METRICS = {
     "correct": MetricInfo(True, "the last boxed or final answer equals the reference (math-verify)"),
     "parsed": MetricInfo(True, "the answer holds a final answer to grade; a wrong one is not a parse failure"),
 }
+GROUPS = {"all": SUBJECTS}
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of MATH-500.
+
+    Args:
+        form: How the problems are asked.
+        data_dir: Folder with the files; None for the local caches, then the hub.
+        k: Of how many answers pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
+    """
+
+    form: Annotated[str, Choice(FORMS)] = FORMS[0]
+    data_dir: DataDir = None
+    k: Draws = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectSettings(Settings):
+    """What is set of MATH.
+
+    Args:
+        subjects: Some of them, or `all`.
+    """
+
+    subjects: Annotated[str | Sequence[str], names_of(SUBJECTS, GROUPS)] = "all"
+
+
+SETTINGS = {MATH500: Settings, "math": SubjectSettings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Load MATH-500, or subjects of MATH.
 
     Args:
-        cfg: `name` (`math500` or `math`), `form` (of `FORMS`), `data_dir`, `k`; for `math` also `subjects`, of
-            `SUBJECTS`.
+        cfg: The settings.
         model: Tokenizes the prompts.
         limit: Which problems, for `math` per subject; None for all.
         seed: Not used: nothing here is random.
         protocol: How the problems are asked; with `query_aware=false` the examples of `minerva4` are the context.
 
     Raises:
-        ValueError: An unknown subject, form or key, or data that is missing or broken.
+        ValueError: Data is missing or broken.
     """
-    name, form = cfg["name"], one_of("task.form", cfg.get("form") or FORMS[0], FORMS)
-    end = "" if form == FORMS[0] else f"_{form}"
-    if name == MATH500:
-        check_keys(cfg, ("data_dir", "form", "k"))
-        yaml_names = [f"kvbench_math500{end}"]
-    else:
-        check_keys(cfg, ("data_dir", "subjects", "form", "k"))
-        subjects = name_list(
-            "task.subjects", "all" if cfg.get("subjects") is None else cfg["subjects"], SUBJECTS, {"all": SUBJECTS}
-        )
-        yaml_names = [f"kvbench_math_{subject}{end}" for subject in subjects]
+    end = "" if cfg.form == FORMS[0] else f"_{cfg.form}"
+    yaml_names = [f"kvbench_math500{end}"]
+    if isinstance(cfg, SubjectSettings):
+        yaml_names = [f"kvbench_math_{subject}{end}" for subject in name_list(cfg.subjects, GROUPS)]
     return load_problems(
-        name=name,
+        name=cfg.name,
         folder=_FOLDER,
         yaml_names=yaml_names,
-        metadata={"data_dir": cfg.get("data_dir")},
+        metadata={"data_dir": cfg.data_dir},
         model=model,
         limit=limit,
         protocol=protocol,
         metrics=METRICS,
         primary="correct",
         vote=vote,
-        sizes=draw_sizes(cfg),
-        describe={"form": form, "split": "after the examples"} if end else {"form": form},
+        sizes=None if cfg.k is None else listed(cfg.k),
+        describe={"form": cfg.form, "split": "after the examples"} if end else {"form": cfg.form},
         meta_keys=("answer", "subject", "level"),
         group_by="subject",
     )

@@ -13,11 +13,11 @@ Source: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context 
 Differs: see `needles.make`, `counts`, `chains` and `definitions.write`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbench.errors import check_whole
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort
@@ -26,16 +26,13 @@ from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import DEFINITIONS, GENERATED, write
 from kvbench.tasks.ruler.document import Document, Job
 from kvbench.tasks.ruler.words import QA_FILES, Documents, documents, essays, vocabulary
-from kvbench.tasks.settings import check_keys, flag, name_list, whole_list
+from kvbench.tasks.settings import DataDir, Items, Lengths, TaskSettings, listed, name_list, names_of
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
     from kvbench.engine.requests import Request
     from kvbench.models.load import LoadedModel
 
-DEFAULT_LENGTHS = (4096,)
-DEFAULT_ITEMS = 10
-MIN_LENGTH = 256
 GROUPS = {"generated": GENERATED, "all": tuple(DEFINITIONS)}
 METRICS = {
     "score": MetricInfo(True, "share of the right answers that are in the text; qa_1, qa_2: one of them is (RULER's)")
@@ -43,14 +40,33 @@ METRICS = {
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        tasks: Names of RULER's tasks, or of `GROUPS`.
+        lengths: Of prompt, chat template and answer together.
+        items: Of each task and length.
+        answer_prefix: The prompt ends with the beginning of the answer.
+        data_dir: Folder with the essays and the files of the questions; None for text of kvbench's own.
+    """
+
+    tasks: Annotated[str | Sequence[str], names_of(tuple(DEFINITIONS), GROUPS)] = "generated"
+    lengths: Lengths = (4096,)
+    items: Items = 10
+    answer_prefix: bool = True
+    data_dir: DataDir = None
+
+
+SETTINGS = {"ruler": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Generate the documents and their requests.
 
     Args:
-        cfg: `tasks` (names, or a group of `GROUPS`), `lengths` (tokens), `items` (of each task and length),
-            `answer_prefix`, `data_dir`.
+        cfg: The settings.
         model: Its tokenizer counts; its context must hold the longest length.
         limit: Items of each task and length when that is fewer.
         seed: Decides the content.
@@ -58,17 +74,12 @@ def load(
 
     Raises:
         MissingDataError: A task of question answering has no file.
-        ValueError: A setting is out of range or does not fit the model.
+        ValueError: A setting does not fit the model.
     """
-    check_keys(cfg, ("tasks", "lengths", "items", "answer_prefix", "data_dir"))
-    chosen = cfg.get("tasks")
-    names = name_list("task.tasks", "generated" if chosen is None else chosen, tuple(DEFINITIONS), GROUPS)
-    lengths = whole_list("task.lengths", cfg.get("lengths", DEFAULT_LENGTHS), MIN_LENGTH)
-    items = check_whole("task.items", cfg.get("items", DEFAULT_ITEMS), 1)
-    items = min(items, limit.count) if limit else items
-    prefix = flag("task.answer_prefix", cfg.get("answer_prefix", True))
+    names, lengths = name_list(cfg.tasks, GROUPS), listed(cfg.lengths)
+    prefix, data_dir = cfg.answer_prefix, cfg.data_dir
+    items = min(cfg.items, limit.count) if limit else cfg.items
     check_lengths(lengths, model)
-    data_dir = cfg.get("data_dir")
     maker = _Maker(model, protocol, essays(data_dir), items, seed, prefix)
     files = {name: documents(name, data_dir) for name in names if name in QA_FILES}
     requests, found = [], {}

@@ -8,13 +8,13 @@ Source: Kamradt, "Needle In A Haystack - Pressure Testing LLMs", 2023: depth tim
 Differs: keys and values are drawn anew for every item, so that no model knows them; the answer is matched, not judged.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvbench.errors import check_whole
+from kvbench.rules.kinds import Choice, Several, Whole
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort, most_units
@@ -25,14 +25,12 @@ from kvbench.tasks.ruler.document import Document
 from kvbench.tasks.ruler.needles import Needles, among_sentences, ask, draw, needle
 from kvbench.tasks.ruler.scores import match_all
 from kvbench.tasks.ruler.words import Essays, essays, vocabulary
-from kvbench.tasks.settings import check_keys, flag, one_of, whole_list
+from kvbench.tasks.settings import DataDir, Items, Lengths, TaskSettings, listed
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
-DEFAULT_LENGTHS = (1024, 2048, 4096)
-MIN_LENGTH = 256
 VALUES = ("numbers", "uuids")
 MOST_NEEDLES = 64
 # A UUID takes most; the answer begins with it.
@@ -41,35 +39,52 @@ METRICS = {"score": MetricInfo(True, "the value that was asked for stands in the
 _FOLDER = Path(__file__).resolve().parent
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        lengths: Of prompt, chat template and answer together.
+        depths: How many depths, evenly from the beginning to the end of the text, or which, in percent of it.
+        items: Of each cell.
+        needles: In each prompt.
+        values: What the needles hold.
+        answer_prefix: The prompt ends with the beginning of the answer.
+        data_dir: Folder with the essays; None for text of kvbench's own.
+    """
+
+    lengths: Lengths = (1024, 2048, 4096)
+    depths: Annotated[
+        int | Sequence[int], Several(Whole(0, 100, unit="percent"), alone=Whole(2, 101, unit="depths"))
+    ] = 5
+    items: Items = 2
+    needles: Annotated[int, Whole(1, MOST_NEEDLES, unit="facts")] = 1
+    values: Annotated[str, Choice(VALUES)] = "numbers"
+    answer_prefix: bool = True
+    data_dir: DataDir = None
+
+
+SETTINGS = {"needle": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Generate the prompts of every cell.
 
     Args:
-        cfg: `lengths` (tokens of prompt, template and answer), `depths` (a number of them, or a list in percent),
-            `items` (of each cell), `needles` (in each prompt), `values` (`numbers` or `uuids`), `answer_prefix`,
-            `data_dir` (for essays).
+        cfg: The settings.
         model: Its tokenizer counts; its context must hold the longest length.
         limit: Items of each cell when that is fewer.
         seed: Decides the content.
         protocol: How the samples are asked.
 
     Raises:
-        ValueError: A setting is out of range or does not fit the model.
+        ValueError: A setting does not fit the model.
     """
-    check_keys(cfg, ("lengths", "depths", "items", "needles", "values", "answer_prefix", "data_dir"))
-    lengths = whole_list("task.lengths", cfg.get("lengths", DEFAULT_LENGTHS), MIN_LENGTH)
-    depths = read_depths(cfg.get("depths", 5))
-    items = check_whole("task.items", cfg.get("items", 2), 1)
-    items = min(items, limit.count) if limit else items
-    count = check_whole("task.needles", cfg.get("needles", 1), 1)
-    if count > MOST_NEEDLES:
-        raise ValueError(f"task.needles={count} must be at most {MOST_NEEDLES}")
-    values = one_of("task.values", cfg.get("values", "numbers"), VALUES)
-    prefix = flag("task.answer_prefix", cfg.get("answer_prefix", True))
+    lengths, depths = listed(cfg.lengths), depths_of(cfg.depths)
+    items = min(cfg.items, limit.count) if limit else cfg.items
+    count, values, prefix = cfg.needles, cfg.values, cfg.answer_prefix
     check_lengths(lengths, model)
-    text = essays(cfg.get("data_dir"))
+    text = essays(cfg.data_dir)
     builder = uncut(model, protocol, PromptRules(max_new_tokens=ANSWER_TOKENS[values], chat_template=True))
     spec = Needles("essay", values="uuids" if values == "uuids" else "numbers", num_keys=count)
     requests, answers = [], {}
@@ -112,21 +127,11 @@ def load(
     )
 
 
-def read_depths(value: object) -> list[int]:
-    """The setting `task.depths`: how many, evenly from the beginning to the end, or which, in percent.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        depths = whole_list("task.depths", value, 0)
-        if max(depths) > 100:
-            raise ValueError(f"task.depths={depths} are percent of the text, so at most 100")
+def depths_of(depths: int | Sequence[int]) -> list[int]:
+    """The depths of a setting `task.depths`, in percent: so many from the beginning to the end, or those listed."""
+    if isinstance(depths, Sequence):
         return sorted(depths)
-    number = check_whole("task.depths", value, 2, ", or a list of percents")
-    if number > 101:
-        raise ValueError(f"task.depths={number} must be at most 101, one for each percent")
-    return [round(100 * step / (number - 1)) for step in range(number)]
+    return [round(100 * step / (depths - 1)) for step in range(depths)]
 
 
 def write(

@@ -8,7 +8,8 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from triton_helpers import DEVICE
 
 from kvbench.kernels import check_device
-from kvbench.kernels.check_device import Finding, Plan
+from kvbench.kernels.device_checks import check_prompts
+from kvbench.kernels.device_inputs import FORMATS, Finding, Plan, differ
 from kvbench.kernels.gpu.backend import Gpu
 
 
@@ -20,7 +21,7 @@ def test_wrong_results_are_found(capsys: pytest.CaptureFixture):
             return 1.001 * super().prompt_scores(*args, **options)
 
     plan = Plan(DEVICE, Off(), quick=True)
-    assert check_device.report(check_device.check_prompts(plan)) == 1
+    assert check_device.report(check_prompts(plan)) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL  1.00e-03 (bound 1e-05)  column scores") == 3
     assert "ok  " in printed and "3 passed, 3 failed" in printed
@@ -31,8 +32,8 @@ def test_a_difference_that_is_no_number_and_no_findings_at_all_do_not_pass(capsy
     assert check_device.report(iter([Finding("x", float("nan"), 1.0)])) == 1
     assert check_device.report(iter([])) == 1
     assert check_device.report(iter([Finding("x", 0.0, 0.0)])) == 0
-    assert check_device._differ(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])) != 0.0
-    assert check_device._differ(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == 0.0
+    assert differ(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])) != 0.0
+    assert differ(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == 0.0
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -47,7 +48,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_shares_are_the_whole():
     """Every check belongs to one share, whatever their number."""
-    names = [f"attend {kind} {name}" for kind in range(9) for name in check_device.FORMATS]
+    names = [f"attend {kind} {name}" for kind in range(9) for name in FORMATS]
     for parts in (1, 2, 16):
         plans = [Plan(DEVICE, Gpu(), share=(part, parts)) for part in range(parts)]
         assert all(sum(plan.takes(name) for plan in plans) == 1 for name in names)

@@ -8,7 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from graph_emulator import NotCapturable, record
 from triton_helpers import DEVICE
 
-from kvbench.kernels import check_device, checks
+from kvbench.kernels import checks
+from kvbench.kernels.device_checks import decode_step
+from kvbench.kernels.device_inputs import Plan
 from kvbench.kernels.gpu.backend import Gpu
 
 pytestmark = [
@@ -24,7 +26,7 @@ def test_a_replayed_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
     found = []
     for captured in (False, True):
-        step, held, out = check_device._decode_step(check_device.Plan(DEVICE, Gpu(), quick=True))
+        step, held, out = decode_step(Plan(DEVICE, Gpu(), quick=True))
         step()
         outputs = [out.clone()]
         run = record(step) if captured else step

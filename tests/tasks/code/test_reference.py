@@ -2,15 +2,18 @@
 
 import itertools
 import json
+from contextlib import contextmanager
 
 import pytest
 
+from kvbench.show.progress import steps_shown
 from kvbench.tasks.code import reference
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode, encode
 from kvbench.tasks.code.digest import digest
 from kvbench.tasks.code.grade import GradeResult, grade_mbpp_plus
 from kvbench.tasks.code.reference import Digest, UnusableRow, unusable
+from kvbench.tasks.watch import watched
 
 needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
 PASS = GradeResult("pass", True, True)
@@ -94,6 +97,28 @@ def test_rows_that_nothing_can_be_graded_against_are_named(change, reason):
     rows = [(3, ROW), (5, {**ROW, **change}), (8, {**ROW, "plus_input": []})]
     found = unusable("mbpp", rows)
     assert list(found) == [5] and reason in found[5] and "Own/1" in found[5]
+
+
+@needs_cage
+def test_references_that_run_are_watched(capsys):
+    """Each row is one step, also one that fails; who loads a task sees them, and nobody else."""
+    bad = {**ROW, "canonical_solution": "def choices(*x):\n    return x[9]\n"}
+    steps = []
+
+    @contextmanager
+    def watcher(label, number):
+        steps.append((label, number))
+        yield lambda: steps.append("step")
+
+    with watched(watcher):
+        assert list(unusable("mbpp", iter([(0, ROW), (1, bad)]))) == [1]
+    assert steps == [("reference solutions of mbpp", 2), "step", "step"]
+    unusable("mbpp", [(0, ROW)])
+    assert len(steps) == 3 and not capsys.readouterr().err
+    with watched(steps_shown):
+        unusable("mbpp", [(0, ROW)])
+    first, last = capsys.readouterr().err.splitlines()
+    assert (first, last) == tuple(f"reference solutions of mbpp: {text}" for text in ("1 programs", "1/1 programs"))
 
 
 @needs_cage

@@ -95,7 +95,11 @@ def require_consent(allow_code_execution: bool) -> None:
 
 
 def map_bounded(
-    function: Callable[[_Item], _Result], items: Iterable[_Item], *, workers: int | None = None
+    function: Callable[[_Item], _Result],
+    items: Iterable[_Item],
+    *,
+    workers: int | None = None,
+    after_each: Callable[[], None] = lambda: None,
 ) -> list[_Result]:
     """Grade many programs at a time, never more than the given number.
 
@@ -103,6 +107,7 @@ def map_bounded(
         function: Runs one item; it spends its time waiting for its cage.
         items: The items.
         workers: At most this many at a time, at least 1; by default the CPU cores this process may use.
+        after_each: Called in this thread for each item that is done, in their order.
 
     Returns:
         One result per item, in order.
@@ -114,4 +119,8 @@ def map_bounded(
     if workers < 1:
         raise ValueError(f"workers={workers}: at least 1 program at a time. Leave it out for one per CPU core.")
     with ThreadPoolExecutor(workers, thread_name_prefix="cage") as pool:
-        return list(pool.map(function, items))
+        found = []
+        for result in pool.map(function, items):
+            found.append(result)
+            after_each()
+        return found

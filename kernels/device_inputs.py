@@ -1,0 +1,156 @@
+"""What the checks of a device need: how much to check, random pages in every format, and comparisons with their bounds.
+
+`check_device.py` is the command.
+"""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.backend import TierPages
+from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.reference.pages import region
+
+if TYPE_CHECKING:
+    from kvbench.kernels.gpu.backend import Gpu
+
+TRACK = ("score", "pos")
+# Sums are fp32 throughout for fp32 queries. For 16-bit ones, weights (and keys with a scale per channel) are rounded to
+# 11 or 8 bits before they are multiplied; outputs of unit-variance values stay within a few times that.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FORMATS: dict[str, dict] = {
+    "k16v16": {"k_bits": 16, "v_bits": 16},
+    "k16v16 bf16": {"k_bits": 16, "v_bits": 16, "dtype": torch.bfloat16},
+    **{f"k{k}v{v}": {"k_bits": k, "v_bits": v} for k, v in ((8, 8), (8, 4), (4, 4), (4, 2), (2, 2), (2, 1), (1, 1))},
+    "k4v2 symmetric": {"k_bits": 4, "v_bits": 2, "symmetric": True},
+    "k8v4 groups": {"k_bits": 8, "v_bits": 4, "k_groups": 2, "v_groups": 4},
+    "e4m3": {"k_bits": 8, "v_bits": 8, "fp8": True},
+    "kivi 2 bits": {"k_bits": 2, "v_bits": 2, "k_channel_group": 32, "v_groups": 2},
+    "kivi 4 bits, group 24": {"k_bits": 4, "v_bits": 4, "k_channel_group": 24, "v_groups": 4},
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: the largest difference (or the bytes that differ) and what is allowed."""
+
+    name: str
+    difference: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the bound; NaN is not."""
+        return self.difference <= self.bound
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where and how much to check.
+
+    Args:
+        device: Where the backend under test works.
+        backend: Its operations.
+        quick: One head dim, short lists and fp32 queries.
+        share: Which share of the checks, of how many. Each has kernels of its own, so that processes compile in
+            parallel.
+    """
+
+    device: torch.device
+    backend: "Gpu"
+    quick: bool = False
+    share: tuple[int, int] = (0, 1)
+
+    def takes(self, name: str) -> bool:
+        """Whether a check belongs to this share; every name belongs to one."""
+        return zlib.crc32(name.encode()) % self.share[1] == self.share[0]
+
+    @property
+    def tokens(self) -> int:
+        """Slots of the longest list."""
+        return 60 if self.quick else 3000
+
+    @property
+    def kinds(self) -> tuple[tuple[int, torch.dtype, tuple[str, ...]], ...]:
+        """Head dims and query dtypes, and the formats to check with each: every kernel is compiled, a second or two."""
+        few = ("k16v16", "k8v4", "k4v2", "kivi 2 bits")
+        if self.quick:
+            return ((64, torch.float32, few),)
+        return (
+            (64, torch.float32, tuple(FORMATS)),
+            (128, torch.float16, tuple(FORMATS)),
+            (128, torch.bfloat16, few),
+            (80, torch.float32, few),
+        )
+
+
+REFERENCE = get_backend("torch")
+
+
+def format_of(name: str, head_dim: int) -> PageFormat:
+    """The format of this name in `FORMATS`, on small pages."""
+    slot = SlotFormat(head_dim=head_dim, track=TRACK, **FORMATS[name])
+    return PageFormat(slot, max(64 * head_dim, -(-slot.quantum_bytes // 16) * 16))
+
+
+def differ(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors; NaN where only one is NaN."""
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0.0, (a - b).abs()).max()) if a.numel() else 0.0
+
+
+def bytes_differ(a: Tensor, b: Tensor) -> float:
+    """How many elements of two tensors differ."""
+    return float((a.cpu() != b.cpu()).sum())
+
+
+@contextmanager
+def no_synchronisation(device: torch.device) -> Iterator[None]:
+    """While this is open, an operation that makes the host wait for the GPU raises an error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def filled(plan: Plan, formats: list[PageFormat], counts: list[Tensor]) -> tuple[Tensor, list[TierPages]]:
+    """Random pages, shuffled, and tiers [S, H] on them, in main memory; unused slots have NaN among their scales."""
+    make = torch.Generator().manual_seed(7)
+    widths = [-(-int(c.max()) // f.tokens_per_page) for f, c in zip(formats, counts, strict=True)]
+    total = sum(w * counts[0].numel() for w in widths) + 3
+    pages = torch.randint(256, (total, formats[0].page_bytes), dtype=torch.uint8, generator=make)
+    order, tiers = torch.randperm(total, generator=make), []
+    for fmt, count, width in zip(formats, counts, widths, strict=True):
+        used = count.numel() * width
+        ids, order = order[:used].view(*count.shape, width), order[used:]
+        tiers.append(TierPages(fmt, ids, count, count))
+        slot = torch.arange(width * fmt.tokens_per_page)
+        page = ids.repeat_interleave(fmt.tokens_per_page, -1).flatten()
+        within = (slot % fmt.tokens_per_page).repeat(count.numel())
+        k, v = (torch.randn(len(page), fmt.slot.head_dim, generator=make) for _ in range(2))
+        REFERENCE.write_keys(pages, fmt, page, within, k)
+        REFERENCE.write_values(pages, fmt, page, within, v)
+        if fmt.regions["v_scale"][1]:
+            dead = (slot >= count[..., None]).flatten()
+            region(pages, fmt, "v_scale")[page[dead], :, within[dead]] = float("nan")
+        region(pages, fmt, "score")[ids.flatten()] = 0.0
+    return pages, tiers
+
+
+def moved_to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
+    """The same tiers on a device."""
+    moved = [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
+    for mine, tier in zip(moved, tiers, strict=True):
+        mine.rotation = None if tier.rotation is None else tier.rotation.to(device)
+    return moved

@@ -1,0 +1,74 @@
+"""Bounds around code that is not ours, such as graders and chat templates: how much time and memory it may take."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_AGAIN_S = 1.0  # what swallows the first alarm gets another
+
+
+class OutOfTime(BaseException):
+    """Something took too long. No Exception, so that a library that catches all of these lets it through."""
+
+
+@contextmanager
+def time_limit(limit_s: float | None) -> Iterator[None]:
+    """Raise `OutOfTime` inside the block when it takes longer.
+
+    The kernel's timer interrupts Python code and regular expressions, which look for signals while they match. Signals
+    reach the main thread only; in another thread there is no limit. Code that sets alarms of its own (some graders of
+    lm-eval do) puts its limits in the place of this one.
+
+    Args:
+        limit_s: Seconds of wall time; None for no limit.
+    """
+    if limit_s is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    inside = True
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if inside:
+            raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
+        try:
+            yield
+        finally:
+            inside = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def memory_limit(more_bytes: int) -> Iterator[None]:
+    """Let memory run out inside the block, as a MemoryError, when it asks for so much more than there is now.
+
+    The limit is on the address space of the process, so that one huge request is refused before a page of it is there.
+    What other threads ask for counts too; like `time_limit` it is for the main thread, and there is none in others.
+    Without /proc (not on Linux) there is none either.
+
+    Args:
+        more_bytes: What the block may add to the address space.
+    """
+    sizes = Path("/proc/self/statm")
+    if threading.current_thread() is not threading.main_thread() or not sizes.exists():
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(sizes.read_text().split()[0]) * resource.getpagesize() + more_bytes
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,157 @@
+"""Chat templates: programs of a model's maker that write a conversation as text. They are told a fixed date, their time
+and memory are bounded, and their faults name the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, tzinfo
+from typing import TYPE_CHECKING, Any
+
+from kvbench.tasks.bounds import OutOfTime, memory_limit, time_limit
+from kvbench.tasks.protocol import TEMPLATE_DATE, Protocol
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
+
+# More than any template puts around a conversation, or needs for it: transformers' sandbox bounds neither.
+_MAX_TEMPLATE_CHARS = 1_000_000
+RENDER_LIMIT_S = 30.0
+RENDER_LIMIT_BYTES = 1 << 30
+REASONS: dict[type, str] = {MemoryError: f"it asks for more than {RENDER_LIMIT_BYTES >> 20} MiB"}
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateSettings:
+    """What a chat template is told beside the messages; a template takes what it knows.
+
+    Args:
+        date: The day that it takes for today, as YYYY-MM-DD; the time is midnight.
+        thinking: Whether the model may think before it answers; None leaves it to the template.
+    """
+
+    date: str = TEMPLATE_DATE
+    thinking: bool | None = None
+
+    @property
+    def now(self) -> datetime:
+        """The moment that a template takes for the present one."""
+        return datetime.fromisoformat(self.date)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The names under which templates know these settings."""
+        # In English whatever the locale, which decides the names that strftime gives.
+        told: dict[str, Any] = {"date_string": f"{self.now.day:02} {_MONTHS[self.now.month - 1]} {self.now.year}"}
+        return told if self.thinking is None else told | {"enable_thinking": self.thinking}
+
+
+def template_settings(model: "LoadedModel", protocol: Protocol) -> TemplateSettings:
+    """What a protocol tells a model's chat template, which is tried out.
+
+    Args:
+        model: A model with a chat template.
+        protocol: The choices of the experiment. Both ways in which templates ask for the date give its date, at
+            midnight.
+
+    Raises:
+        ValueError: The protocol switches thinking and the template has no switch for it; or the template cannot be
+            rendered, or drops the message.
+    """
+    if protocol.thinking is not None and "enable_thinking" not in str(model.tokenizer.chat_template):
+        raise ValueError(
+            f"protocol.thinking={str(protocol.thinking).lower()}, but the chat template of model {model.name} has no "
+            "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one"
+        )
+    settings = TemplateSettings(date=protocol.date, thinking=protocol.thinking)
+    one, other = (render_chat(model, [{"role": "user", "content": text}], settings) for text in ("a", "b"))
+    if one == other:
+        raise ValueError(
+            f"the chat template of model {model.name} drops the message of the user, so that all prompts would be "
+            f"{one[:80]!r}; set protocol.chat_template=never, or repair the template"
+        )
+    return settings
+
+
+def render_chat(
+    model: "LoadedModel", messages: list[dict[str, str]], settings: TemplateSettings, add_generation_prompt: bool = True
+) -> str:
+    """The text that a chat template makes of messages.
+
+    Args:
+        model: Its tokenizer has the template.
+        messages: Each with `role` and `content`.
+        settings: What the template is told.
+        add_generation_prompt: True opens the turn of the model; False leaves the last message open, to be continued.
+
+    Raises:
+        ValueError: The template is faulty, refuses the messages, takes far too long or too much memory, or makes far
+            more text than it was given.
+    """
+    given = sum(len(message["content"]) for message in messages)
+    try:
+        with time_limit(RENDER_LIMIT_S), memory_limit(RENDER_LIMIT_BYTES), _stopped_clock(settings.now):
+            rendered = model.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **settings.variables,
+            )
+    except OutOfTime:
+        raise ValueError(
+            f"the chat template of model {model.name} takes longer than {RENDER_LIMIT_S:g} s for a conversation of "
+            f"{given} characters; set protocol.chat_template=never, or repair the template"
+        ) from None
+    except Exception as error:
+        # A template is a program of the model's maker: it may fail with any error, or raise one of its own.
+        reason = " ".join(str(error).split())[:300] or REASONS.get(type(error), "no message")
+        raise ValueError(
+            f"the chat template of model {model.name} cannot be rendered ({type(error).__name__}: {reason}); set "
+            "protocol.chat_template=never, or repair the template"
+        ) from error
+    assert isinstance(rendered, str), "tokenize=False gives text"
+    if len(rendered) > _MAX_TEMPLATE_CHARS + 8 * given:
+        raise ValueError(
+            f"the chat template of model {model.name} makes {len(rendered)} characters of a conversation of {given}; "
+            "set protocol.chat_template=never, or repair the template"
+        )
+    return rendered
+
+
+@contextmanager
+def _stopped_clock(now: datetime) -> Iterator[None]:
+    """Lets chat templates that ask transformers for the time (`strftime_now`) find this one.
+
+    transformers takes plain data for a template and no functions, so its clock is the only place for it.
+    """
+    from transformers.utils import chat_template_utils
+
+    class Stopped(datetime):
+        """A clock that stands still."""
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]  # a plain one will do
+            return now
+
+    names = vars(chat_template_utils)
+    clock = names["datetime"]
+    names["datetime"] = Stopped
+    try:
+        yield
+    finally:
+        names["datetime"] = clock
+
+
+def require_template(model: "LoadedModel") -> None:
+    """Raises ValueError for `protocol.chat_template=always` with a model that has no chat template."""
+    if not model.chat_template:
+        raise ValueError(
+            f"protocol.chat_template=always, but the tokenizer of model {model.name} has no chat template; use auto or "
+            "never, or an instruction-tuned model"
+        )
+
+
+def thinking_label(protocol: Protocol, chat: bool) -> str:
+    """What result rows say of thinking: `on`, `off`, `template` (as the template does by itself), `no chat`."""
+    return {None: "template", True: "on", False: "off"}[protocol.thinking] if chat else "no chat"
