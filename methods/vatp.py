@@ -93,4 +93,4 @@ class VATP(Scored):
         """Scores with the sinks above all, and then the recent tokens, the newest first."""
         top = torch.finfo(torch.float32).max / 4
         newest = (1 + pos / 2**22) * top  # rises with the position, in steps that fp32 can tell apart
-        return torch.where(pos >= first, newest, score.clamp(max=top)).masked_fill(pos < self.sinks, 3 * top)
+        return torch.where(pos >= first, newest, score.clamp(max=top)).masked_fill(pos < self.sinks, float("inf"))

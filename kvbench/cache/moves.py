@@ -86,8 +86,6 @@ def _reserve(pages: Pages, tier: int, fresh: Tensor, displaced: _Displaced) -> T
 def _demote(pages: Pages, tier: int, displaced: _Displaced) -> None:
     """Requantises displaced tokens into their new tier, score and position included; every read happens before any
     write."""
-    if pages.formats[tier].slot.group_tokens > 1:
-        raise AssertionError(f"tier {tier} holds groups of tokens that share scales; its slots cannot be demoted")
     k, v, score, pos = pages.read(tier, *pages.table.lookup(displaced.lists, tier, displaced.slot))
     for other in range(len(pages.formats)):
         chosen = (displaced.demote_to == other).nonzero()[:, 0]
