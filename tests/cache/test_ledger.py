@@ -191,3 +191,15 @@ def test_prompt_summary_counts_slots_of_all_lists():
     assert kept["prompt_slots"] == 23 * LISTS
     assert kept["lists"] == LISTS
     assert kept["page_tokens"] == store.pages.formats[0].tokens_per_page
+
+
+def test_a_later_segment_is_part_of_the_peak():
+    """Nothing of it is staged: the peak is what the row holds then, to the byte."""
+    store = store_of(Full(), 64, page_bytes=4096)  # 16 slots a page
+    row, make = run(store, 16, 0), torch.Generator().manual_seed(1)
+    staged = store.ledger.meters[row].staging_peak_bytes
+    for layer in range(LAYERS):
+        store.append_chunk(row, layer, *(torch.randn(n, 90, 64, generator=make) for n in (6, 3, 3)), 0.1)
+    meter = store.ledger.meters[row]
+    assert meter.peak_bytes == sum(store.ledger.fixed_row_bytes()) + 7 * LISTS * (4096 + 4)
+    assert meter.staging_peak_bytes == staged == 2 * HEADS * 16 * 64 * 4
