@@ -85,7 +85,7 @@ class VATP(Scored):
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         slots = view.slots(0)
-        share = view.prompt_slots.float().mean((1, 2)) * self.recent_share
+        share = view.prompt_slots.double().mean((1, 2)) * self.recent_share
         first = (view.tokens_seen - share.long())[:, None, None, None]
         return shrink_to_share(view, self._budget, 0, self._protected(slots.score, slots.pos, first))
 

@@ -47,6 +47,7 @@ TESTS = (
     "tests/methods",
     "tests/engine/test_against_masks.py",
     "tests/engine/test_invariants.py",
+    "tests/engine/test_prompt_cache.py",
 )
 EQUIVALENT = ROOT / "tests" / "mutants_equivalent.yaml"
 # No time limits, and the same drawn cases for every mutant.

@@ -1,10 +1,10 @@
 """Which mutants the code has: one changed spot each. tests/mutants.py draws and runs them.
 
 No mutant changes what no run can show: annotations, decorators and docstrings, messages of errors and of asserts,
-f-strings, `strict=True` of a zip (it only ever raises an error that cannot happen), and imports that only a type
-checker reads. Whole numbers become one more and one less, with two exceptions that would mostly be the same place under
-another name: a 0 that is an index or an argument does not become -1 (the last of one is the first), and no -1 becomes 1
-(the last of two axes; -1 becomes -2 and 0 already).
+f-strings, `strict=True` of a zip (it only ever raises an error that cannot happen), imports that only a type checker
+reads, and abstract methods. Whole numbers become one more and one less, with two exceptions that would mostly be the
+same place under another name: a 0 that is an index or an argument does not become -1 (the last of one is the first),
+and no -1 becomes 1 (the last of two axes; -1 becomes -2 and 0 already).
 """
 
 import ast
@@ -132,6 +132,8 @@ def _spots(
         scope = (*scope, node.name)
     elif isinstance(node, ast.FunctionDef) and not function:
         function = ".".join((*scope, node.name))
+    if isinstance(node, ast.FunctionDef) and any(ast.unparse(x) == "abstractmethod" for x in node.decorator_list):
+        return
     for field, value in ast.iter_fields(node):
         if field in LEFT_ALONE:
             continue
