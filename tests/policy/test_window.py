@@ -34,7 +34,7 @@ def kept(view, budget, window: int = 0, **more) -> list[list[int]]:
 
 @pytest.mark.parametrize("percent", [1, 29, 42, 53, 59, 84, 100])
 def test_a_ratio_of_a_prompt_without_a_share_is_the_budget_s(percent):
-    """Row by row as many tokens as `Budget.tokens` gives: 0.29 x 100 is below 29 in fp64, 0.53 x 100 below 53 in fp32."""
+    """Row by row what `Budget.tokens` gives: 0.29 x 100 is below 29 in fp64, and 0.53 x 100 below 53 in fp32."""
     seen = list(range(1, 301))
     view = view_of(1, seen, 1, 300)
     found = [len(tokens) for tokens in kept(view, percent / 100)]
@@ -47,6 +47,10 @@ def test_a_share_grows_with_the_sequence():
     assert [len(tokens) for tokens in kept(view_of(10, [10, 13, 14, 20], 3, 20), 0.25)] == [3, 3, 4, 6]
     assert [len(tokens) for tokens in kept(view_of(4, [8, 20], 1, 20), 0.25)] == [2, 5]
     assert [len(tokens) for tokens in kept(view_of(3, [8, 20], 1, 20), 0.25)] == [2, 5]
+    assert [len(tokens) for tokens in kept(view_of(4, [8, 20], 2, 20), 0.25)] == [
+        4,
+        10,
+    ]  # a head with more than the mean
 
 
 @pytest.mark.parametrize(("prompt", "share", "count"), [(11, 5, 5), (10, 4, 10), (9, 9, 10)])
