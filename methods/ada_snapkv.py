@@ -73,7 +73,7 @@ class AdaSnapKV(WindowRanked):
             prefix = view.num_tokens - window
             score = view.score[0, :, :prefix]
             base = budget - window
-            if self.pyramid and base:
+            if self.pyramid:
                 layers = pyramid_budgets(
                     base,
                     prefix,

@@ -69,17 +69,12 @@ class Critical(AdaSnapKV):
         self.score = replace(self.score, statistic=ProjectedValues())
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        if not self.adaptive:
-            budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
-            window = min(self.window, budget) if budget < view.num_tokens else view.num_tokens
-            own = torch.tensor(budget - window, device=view.score.device)
-        else:
+        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
+        window = min(self.window, budget)
+        prefix, own = view.num_tokens - window, torch.tensor(budget - window, device=view.score.device)
+        if self.adaptive:
             tier_of = super().plan_prefill(view).tier_of  # says how many, not yet which
-            window = (
-                view.num_tokens if bool((tier_of >= 0).all()) else min(self.window, view.budget_tokens(self._budget))
-            )
             own = (tier_of >= 0).sum(-1, keepdim=True) - window
-        prefix = view.num_tokens - window
         if prefix:
             mean = view.score[..., :prefix] / min(self.window, view.num_tokens)
             keep = self.two_stages(mean, view.extra["norm"][..., :prefix], own)

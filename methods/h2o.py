@@ -78,7 +78,7 @@ class H2O(Policy):
         if self.one_shot:
             return DecodePlan()
         budget = view.budget_tokens(self._budget)
-        recent = (budget * self.recent_share).long()
+        recent = (budget.double() * self.recent_share).long()  # the prompt's number: 0.29 x 100 differs in fp32
         lightest = view.argmin(0, by="score", before=view.tokens_seen - recent)
         full = view.num_slots(0) > budget[:, None, None]
         return DecodePlan(slot=torch.where(full & lightest.found, lightest.slot, -1))

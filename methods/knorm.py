@@ -53,7 +53,7 @@ class KeyNorm(Policy):
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, skipped, length = view.budget_tokens(self._budget), self.skip_layers, view.num_tokens
-        if budget < length and skipped:
+        if budget < length:
             left = budget * view.num_layers - skipped * length
             if skipped >= view.num_layers or left < view.num_layers - skipped:
                 raise ValueError(

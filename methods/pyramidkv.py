@@ -46,16 +46,14 @@ class PyramidKV(WindowRanked):
         window = min(self.window, budget)
         if budget < view.num_tokens:
             prefix = view.num_tokens - window
-            keep = [0] * view.num_layers
-            if budget > window:
-                keep = pyramid_budgets(
-                    budget - window,
-                    prefix,
-                    view.num_tokens,
-                    view.num_layers,
-                    beta=self.beta,
-                    official_rounding=self.official_rounding,
-                )
+            keep = pyramid_budgets(
+                budget - window,
+                prefix,
+                view.num_tokens,
+                view.num_layers,
+                beta=self.beta,
+                official_rounding=self.official_rounding,
+            )
             own = torch.tensor(keep, device=view.layers.device)[view.layers][:, None, None]
             tier_of[..., :prefix] = torch.where(rank_descending(view.score[..., :prefix]) < own, 0, EVICT)
         return PrefillPlan(tier_of=tier_of)

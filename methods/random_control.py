@@ -74,7 +74,7 @@ class RandomControl(Policy):
         for seen, own in zip(view.tokens_seen.tolist(), pos, strict=True):
             generator = torch.Generator().manual_seed(hash((self.seed, seen)))
             draws.append(torch.rand(own.shape, generator=generator).to(pos.device))
-        score = torch.stack(draws).masked_fill((pos >= 0) & (pos < self.sinks), 3.0)
+        score = torch.stack(draws).masked_fill(pos < self.sinks, 3.0)
         return shrink_to_share(view, self._budget, self.window, score)
 
     def check_outcome(self, record: dict) -> str | None:

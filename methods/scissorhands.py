@@ -106,4 +106,4 @@ class Scissorhands(Policy):
 
     def _dropped(self, budget: Tensor) -> Tensor:
         """Tokens dropped at once, int64 [S]."""
-        return (budget * self.drop).long().clamp(min=1)
+        return (budget.double() * self.drop).long().clamp(min=1)

@@ -85,7 +85,7 @@ class VATP(Scored):
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         slots = view.slots(0)
-        share = view.prompt_slots.float().mean((1, 2)) * self.recent_share
+        share = view.prompt_slots.double().mean((1, 2)) * self.recent_share
         first = (view.tokens_seen - share.long())[:, None, None, None]
         return shrink_to_share(view, self._budget, 0, self._protected(slots.score, slots.pos, first))
 
@@ -93,4 +93,4 @@ class VATP(Scored):
         """Scores with the sinks above all, and then the recent tokens, the newest first."""
         top = torch.finfo(torch.float32).max / 4
         newest = (1 + pos / 2**22) * top  # rises with the position, in steps that fp32 can tell apart
-        return torch.where(pos >= first, newest, score.clamp(max=top)).masked_fill(pos < self.sinks, 3 * top)
+        return torch.where(pos >= first, newest, score.clamp(max=top)).masked_fill(pos < self.sinks, float("inf"))

@@ -1,157 +1,125 @@
-"""A mutation run: changes one spot of the code at a time, runs the tests that watch it, and prints what nobody noticed.
+"""A mutation run: changes one spot of the code at a time, runs tests that reach it, and prints what nobody noticed.
 
-    python tests/mutants.py [number=200] [seed=0] [only=methods/] [seconds=300] [at_least=0.95] [depth=9]
+    python tests/mutants.py [number=200] [seed=0] [only=methods/] [index=3,17] [seconds=40] [at_least=0.95]
+        [tests=FILE,FOLDER] [reached=FILE]
 
-Mutants of methods/, kvbench/policy/ and kvbench/cache/ are drawn at random by `seed`. Each is written into a copy of
-the repository; a child process, forked from one that has imported torch and transformers, runs the file's tests there
-until one fails. A mutant that runs over `seconds` counts as noticed. tests/mutants_equivalent.yaml lists, with reasons,
-mutants that no test can notice; they are not drawn. The exit status is 1 when a smaller share than `at_least` was
-noticed. `depth` is how many of a file's groups of tests run, the quickest first: with 1 only those beside it.
+Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/ are drawn by a hash of `seed` and their
+names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before them all
+tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which functions it
+enters; `reached` names a file that keeps the notes for a further run. A mutant meets the tests that enter its function,
+until one fails: one case of every test first and then the further cases, each round the quickest first, for about
+`seconds` of what they take.
+
+All times are the processor's, and no test has a time limit: a busy machine notices nothing. A mutant that keeps a test
+busy ten times as long as the code does runs for ever, and counts as noticed. Every file is printed anew from its syntax
+before the first run, so that no test fails for a comment that is gone, and all tests that noticed something run once
+more at the end without a mutant.
+
+tests/mutants_equivalent.yaml lists, with reasons, mutants that no test can notice; they are not drawn. The exit status
+is 1 when a smaller share than `at_least` was noticed.
 """
 
 import ast
+import hashlib
+import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from mutation import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("methods", "kvbench/policy", "kvbench/cache")
+TESTS = (
+    "tests/policy",
+    "tests/cache",
+    "tests/methods",
+    "tests/engine/test_against_masks.py",
+    "tests/engine/test_invariants.py",
+    "tests/engine/test_prompt_cache.py",
+)
 EQUIVALENT = ROOT / "tests" / "mutants_equivalent.yaml"
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Mod: ast.FloorDiv,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+# No time limits, and the same drawn cases for every mutant.
+QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", "--hypothesis-seed=0"]
+START_S, SLACK_S, STUCK_S = 120, 20, 1800
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One change.
+@dataclass
+class Reached:
+    """A test's note: its seconds of processor time, and the functions of FOLDERS that it enters, as `path:name`."""
+
+    seconds: float
+    functions: list[str]
+
+
+@dataclass
+class Notes:
+    """What pytest tells about a run: it fills `reached`, and the file `failed` with the test that failed first.
 
     Args:
-        path: The file, from the root of the repository.
-        line: Its line there, from 1.
-        code: That line, without its indentation.
-        change: What becomes of the node, as `old -> new`.
-        source: The whole file with the change.
+        copy: The copy of the repository that the tests run in.
+        failed: The file.
+        limits: Test -> seconds of processor time after which it runs for ever; for tests that are not in it, none.
+        traces: Whether to note the functions.
     """
 
-    path: str
-    line: int
-    code: str
-    change: str
-    source: str
+    copy: Path
+    failed: Path
+    limits: dict[str, float] = field(default_factory=dict)
+    traces: bool = False
+    reached: dict[str, Reached] = field(default_factory=dict)
+    _entered: set[CodeType] = field(default_factory=set)
 
-    @property
-    def name(self) -> tuple[str, str, str]:
-        """What a list of mutants knows it by, wherever its line moves."""
-        return self.path, self.code, self.change
+    def pytest_collection_finish(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.change}\n    {self.code}"
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        self.failed.write_text(item.nodeid)
+        signal.setitimer(signal.ITIMER_PROF, self.limits.get(item.nodeid, 0))
+        self._entered.clear()
+        begun = time.process_time()
+        if self.traces:
+            threading.settrace(self._enter)
+            sys.settrace(self._enter)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            seconds = time.process_time() - begun
+            names = {self._name(code) for code in self._entered} - {""}
+            self.reached[item.nodeid] = Reached(round(seconds, 3), sorted(names))
 
+    def _enter(self, frame: FrameType, event: str, argument: object) -> None:
+        self._entered.add(frame.f_code)
 
-def replacements(node: ast.AST) -> Iterator[ast.AST]:
-    """What a node may become instead."""
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
-        yield ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators)
-    elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-        yield ast.BinOp(node.left, SWAPS[type(node.op)](), node.right)
-    elif isinstance(node, ast.BoolOp):
-        yield ast.BoolOp(SWAPS[type(node.op)](), node.values)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert | ast.USub):
-        yield node.operand
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield ast.Constant(not node.value)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
-        yield from (ast.Constant(node.value + 1), ast.Constant(node.value - 1))
-    elif isinstance(node, ast.AugAssign | ast.Raise) or (
-        isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
-    ):
-        yield ast.Pass()
-    elif isinstance(node, ast.If) and not node.orelse:
-        yield ast.If(ast.Constant(False), node.body, [])
-
-
-def spots(node: ast.AST, path: tuple = ()) -> Iterator[tuple[tuple, ast.AST]]:
-    """Every node that may change, with the way to it; not annotations, messages of errors and decorators."""
-    for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "decorator_list", "exc", "msg", "type_params"):
-            continue
-        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
-                way = (*path, (field, index))
-                yield way, child
-                yield from spots(child, way)
+    def _name(self, code: CodeType) -> str:
+        """`path:name` of a function of FOLDERS, else empty."""
+        if not code.co_filename.startswith(str(self.copy)):
+            return ""
+        path = str(Path(code.co_filename).relative_to(self.copy))
+        inside = path.startswith(tuple(f"{folder}/" for folder in FOLDERS))
+        return f"{path}:{code.co_qualname.split('.<locals>')[0]}" if inside else ""
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
-    """All mutants of a file."""
-    text = path.read_text(encoding="utf-8")
-    tree, lines = ast.parse(text), text.splitlines()
-    for way, node in spots(tree):
-        for new in replacements(node):
-            changed = deepcopy(tree)
-            owner: ast.AST = changed
-            for field, index in way[:-1]:
-                owner = getattr(owner, field) if index is None else getattr(owner, field)[index]
-            field, index = way[-1]
-            if index is None:
-                setattr(owner, field, new)
-            else:
-                getattr(owner, field)[index] = new
-            line = node.lineno  # type: ignore[attr-defined]
-            old, after = (" ".join(ast.unparse(ast.fix_missing_locations(x)).split()) for x in (node, new))
-            source = ast.unparse(ast.fix_missing_locations(changed))
-            yield Mutant(str(path.relative_to(ROOT)), line, lines[line - 1].strip(), f"{old} -> {after}", source)
+def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], traces: bool = False) -> int | None:
+    """Runs tests in a copy of the repository, in a child process until one fails; what pytest's exit status says.
 
-
-def tests_of(path: str) -> list[list[str]]:
-    """Arguments for pytest, the quickest first: the tests that watch a file."""
-    plain = [
-        "tests/methods",
-        *(f"--ignore={p.relative_to(ROOT)}" for p in ROOT.glob("tests/methods/test_conformance*")),
-    ]
-    suite = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("tests/methods/test_conformance*.py"), reverse=True)]
-    masks = ["tests/engine/test_against_masks.py", "tests/engine/test_invariants.py"]
-    if path.startswith("methods/"):
-        module, own = Path(path).stem, f"tests/methods/test_{Path(path).stem}.py"
-        names = [p.stem for p in ROOT.glob("conf/method/*.yaml") if f".methods.{module}." in p.read_text()]
-        first = [[own]] if (ROOT / own).is_file() else []
-        return [*first, plain, [*suite, "-k", " or ".join(names)], masks]
-    if path.startswith("kvbench/policy/"):
-        return [["tests/policy"], plain, suite, masks]
-    return [["tests/cache"], plain, suite, masks]
-
-
-def run(copy: Path, tests: list[list[str]], seconds: float, log: Path) -> bool:
-    """Whether all tests pass in a copy of the repository, in a child process."""
+    Returns:
+        The status; negative for a process that ended by a signal, such as that of a time limit. None when the child
+        got nowhere for a long time without work for the processor, which says nothing.
+    """
     child = os.fork()
     if not child:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -159,31 +127,58 @@ def run(copy: Path, tests: list[list[str]], seconds: float, log: Path) -> bool:
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.chdir(copy)
-        sys.path[:] = [str(copy), str(copy / "tests"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
-        import pytest
-
-        status = 0
-        for arguments in tests:
-            status = status or int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments]))
-            status = 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else status
-        os._exit(min(status, 255))
-    end, done = time.monotonic() + seconds, False
+        sys.path[:] = [
+            str(copy),
+            str(copy / "tests"),
+            *(p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)),
+        ]
+        signal.setitimer(signal.ITIMER_PROF, 0 if traces else START_S)
+        notes = Notes(copy, log.with_name("failed"), limits, traces)
+        status = int(pytest.main([*QUIET, *([] if traces else ["-x"]), *tests], plugins=[notes]))
+        if traces:
+            written = {test: [note.seconds, note.functions] for test, note in notes.reached.items()}
+            log.with_name("reached").write_text(json.dumps(written))
+        os._exit(status)
+    end, done = time.monotonic() + STUCK_S * (4 if traces else 1), False
     try:
         while time.monotonic() < end:
             found, status = os.waitpid(child, os.WNOHANG)
             done = found != 0
             if done:
-                return status == 0
-            time.sleep(0.05)
-        return False
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        return None
     finally:  # whatever ends this run, a signal too, ends its child
         if not done:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
+def tests_for(mutant: Mutant, reached: dict[str, Reached], seconds: float) -> list[str]:
+    """The tests that enter a mutant's function (outside of functions: its file), in the order to run them."""
+    spot = f"{mutant.path}:{mutant.function}"
+    found = [
+        test
+        for test, note in reached.items()
+        if any(name == spot or (not mutant.function and name.startswith(spot)) for name in note.functions)
+    ]
+    found.sort(key=lambda test: reached[test].seconds)
+    cases: dict[str, int] = {}
+    rounds = []
+    for test in found:
+        name = test.split("[")[0]
+        cases[name] = cases.get(name, -1) + 1
+        rounds.append((cases[name], test))
+    chosen, spent = [], 0.0
+    for _, test in sorted(rounds, key=lambda pair: pair[0]):
+        if spent + reached[test].seconds <= seconds or not chosen:
+            chosen.append(test)
+            spent += reached[test].seconds
+    return chosen
+
+
 def copied(folder: Path) -> Path:
-    """A copy of the files that git knows or does not ignore, without results."""
+    """A copy of the files that git knows or does not ignore, without results, its code printed from its syntax."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -194,7 +189,26 @@ def copied(folder: Path) -> Path:
         if name and not name.startswith("results/") and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    for path in files():
+        (folder / path).write_text(plain(path), encoding="utf-8")
     return folder
+
+
+def files() -> list[str]:
+    """The files that have mutants, from the root of the repository."""
+    return [str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+
+
+def plain(path: str) -> str:
+    """A file as its syntax prints."""
+    return ast.unparse(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+
+
+def put(target: Path, source: str) -> None:
+    """Writes a file of the copy, and takes its bytecode away, which may be of the same second and size."""
+    for stale in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
+        stale.unlink()
+    target.write_text(source, encoding="utf-8")
 
 
 def preload() -> None:
@@ -202,9 +216,8 @@ def preload() -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    sys.dont_write_bytecode = True  # two mutants of one second and size would share it
     import hydra  # noqa: F401
-    import pytest  # noqa: F401
+    import hypothesis  # noqa: F401
     import scipy.stats  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -213,17 +226,21 @@ def main(arguments: list[str]) -> int:
     """Draws and runs the mutants; see the head of this file."""
     said = dict(item.split("=", 1) for item in arguments)
     number, seed, only = int(said.pop("number", 200)), int(said.pop("seed", 0)), said.pop("only", "")
-    seconds, at_least = float(said.pop("seconds", 300)), float(said.pop("at_least", 0.95))
-    depth = int(said.pop("depth", 9))
+    seconds, at_least = float(said.pop("seconds", 40)), float(said.pop("at_least", 0.95))
+    index, kept = said.pop("index", ""), said.pop("reached", "")
+    tests = said.pop("tests", ",".join(TESTS)).split(",")
     if said:
-        print(f"unknown: {', '.join(said)}; settings are number, seed, only, seconds, at_least, depth")
+        print(f"unknown: {', '.join(said)}; settings are number, seed, only, index, seconds, at_least, tests, reached")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    preload()
     import yaml
 
-    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
-    found = [mutant for path in files if str(path.relative_to(ROOT)).startswith(only) for mutant in mutants_of(path)]
+    found = [
+        mutant
+        for path in files()
+        if path.startswith(only)
+        for mutant in mutants_of(path, (ROOT / path).read_text(encoding="utf-8"))
+    ]
     listed = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
     known = {(entry["file"], entry["code"], entry["change"]) for entry in listed}
     assert all(entry["reason"] for entry in listed)
@@ -231,23 +248,50 @@ def main(arguments: list[str]) -> int:
         print(f"no longer in the code, take out of {EQUIVALENT.name}: {sorted(gone)}")
         return 2
     found = [mutant for mutant in found if mutant.name not in known]
-    drawn = random.Random(seed).sample(found, min(number, len(found)))
+    found.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest())
+    drawn = list(enumerate(found[:number], 1))
+    drawn = [pair for pair in drawn if not index or str(pair[0]) in index.split(",")]
     print(f"{len(drawn)} of {len(found)} mutants, seed {seed}; {len(known)} more are listed as equivalent", flush=True)
-    survivors = []
+    preload()
     with tempfile.TemporaryDirectory() as temporary:
-        copy, log = copied(Path(temporary) / "copy"), Path(temporary) / "log"
-        for kind in dict.fromkeys(mutant.path for mutant in drawn):
-            if not run(copy, tests_of(kind)[:depth], 4 * seconds, log):
-                print(f"the tests of {kind} fail without a mutant:\n{log.read_text()}")
+        copy, log = copied(Path(temporary).resolve() / "copy"), Path(temporary) / "log"
+        if not (kept and Path(kept).is_file()):
+            if run(copy, tests, log, limits={}, traces=True):
+                print(f"the tests fail without a mutant:\n{log.read_text()}")
                 return 2
-        for index, mutant in enumerate(drawn, 1):
-            target, begun = copy / mutant.path, time.monotonic()
-            target.write_text(mutant.source, encoding="utf-8")
-            passed = run(copy, tests_of(mutant.path)[:depth], seconds, log)
-            shutil.copy(ROOT / mutant.path, target)
-            survivors += [mutant] * passed
-            word = "SURVIVED" if passed else "noticed"
-            print(f"{index} {word} {time.monotonic() - begun:.1f} s {mutant if passed else mutant.path}", flush=True)
+            if kept:
+                shutil.copy(log.with_name("reached"), kept)
+        notes = json.loads((Path(kept) if kept else log.with_name("reached")).read_text())
+        reached = {test: Reached(*note) for test, note in notes.items()}
+        print(f"{len(reached)} tests take {sum(note.seconds for note in reached.values()):.0f} s", flush=True)
+        return judge(copy, log, drawn, reached, seconds, at_least)
+
+
+def judge(
+    copy: Path, log: Path, drawn: list[tuple[int, Mutant]], reached: dict[str, Reached], seconds: float, at_least: float
+) -> int:
+    """Runs the mutants drawn and prints which survive."""
+    limits = {test: SLACK_S + 10 * note.seconds for test, note in reached.items()}
+    survivors, watchers, failed = [], {}, log.with_name("failed")
+    for index, mutant in drawn:
+        target, begun = copy / mutant.path, time.monotonic()
+        tests = tests_for(mutant, reached, seconds)
+        failed.write_text("the imports")
+        put(target, mutant.source)
+        status = run(copy, tests, log, limits=limits) if tests else 0
+        put(target, plain(mutant.path))
+        shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # failures of this mutant, which would be tried again
+        if status in (None, 0):
+            survivors.append(mutant)
+            word = f"SURVIVED {len(tests)} tests" + " (STUCK)" * (status is None)
+        else:
+            watchers[failed.read_text()] = mutant
+            word = f"noticed by {failed.read_text()}" + f" (ended by signal {-status})" * (status < 0)
+        print(f"{index} {time.monotonic() - begun:.1f} s {mutant}\n    {word}", flush=True)
+    again = [test for test in reached if test in watchers]
+    if again and run(copy, again, log, limits={}):
+        print(f"{failed.read_text()} fails without a mutant too, so that it noticed nothing:\n{log.read_text()}")
+        return 2
     score = 1 - len(survivors) / max(1, len(drawn))
     print(f"\n{len(drawn) - len(survivors)} of {len(drawn)} noticed: {100 * score:.1f} %, asked {100 * at_least:g} %")
     print("\n".join(str(mutant) for mutant in survivors))

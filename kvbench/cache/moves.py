@@ -110,8 +110,6 @@ def _own(pages: Pages, lists: Tensor, tier: int, slot: Tensor, displaced: _Displ
 def _demote(pages: Pages, tier: int, displaced: _Displaced) -> None:
     """Requantises displaced tokens into their new tier, score and position included; every read happens before any
     write."""
-    if pages.formats[tier].slot.group_tokens > 1:
-        raise AssertionError(f"tier {tier} holds groups of tokens that share scales; its slots cannot be demoted")
     k, v, score, pos = pages.read(tier, *pages.table.lookup(displaced.lists, tier, displaced.slot))
     for other in range(len(pages.formats)):
         chosen = (displaced.demote_to == other).nonzero()[:, 0]

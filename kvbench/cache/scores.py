@@ -87,7 +87,7 @@ class Scores:
         fields = {name: pages.field(0, name)[tier.ids[0]].flatten(1) for name in pages.formats[0].slot.track}
         out = torch.zeros(1 + len(statistic.also), *fields["pos"].shape, device=k.device)
         held = tier.num_k[0]
-        for count in sorted(set(held.tolist()) - {0}):
+        for count in sorted(set(held.tolist())):
             heads = (held == count).nonzero()[:, 0]
             pos, order = fields["pos"][heads, :count].long().sort(-1)
             turn = order[..., None].expand(-1, -1, k.shape[-1])
@@ -134,7 +134,7 @@ class Scores:
             reduced: Per tier, fp32 [S, H, n] probabilities, the group reduced; empty when a step updates nothing.
         """
         spec, pages = self.spec, self._pages
-        if reduced and spec.statistic.answers("of_step"):
+        if spec.statistic.answers("of_step"):
             num_keys = torch.stack([tier.num_k for tier in tiers]).sum(0)[..., None]
             reduced = [spec.statistic.of_step(score, num_keys) for score in reduced]
         for index, (tier, score) in enumerate(zip(tiers, reduced, strict=False)):

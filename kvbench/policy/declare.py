@@ -60,11 +60,6 @@ class Tier:
                 raise ValueError(f"{name}={value} must be >= 1")
 
     @property
-    def evictable(self) -> bool:
-        """True when a single slot can be evicted, demoted or overwritten."""
-        return self.native or self.k_axis == "token" or self.k_bits == 16
-
-    @property
     def name(self) -> str:
         """Short label such as `k8v4`, `k2v2-channel32` or `native`."""
         if self.native:

@@ -132,7 +132,7 @@ def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int)
     limit = surplus[..., None, None] if isinstance(surplus, Tensor) else surplus
     chosen = (_inverse(price.flatten(-2).argsort(dim=-1, stable=True)).view_as(price) < limit) & price.isfinite()
     count = chosen.sum(-1)
-    num_evicted = torch.where(count > 0, hanging + (count - 1) * block, 0)
+    num_evicted = hanging + (count - 1) * block  # none or fewer where no block goes
     return _inverse(order) < num_evicted[..., None]
 
 

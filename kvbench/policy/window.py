@@ -109,8 +109,8 @@ def shrink_to_share(view: DecodeView, budget: Budget, window: int, score: Tensor
     seen, prompt = view.tokens_seen[:, None, None], view.prompt_tokens[:, None, None]
     if budget.unit == "ratio":
         # The one token that is kept of a prompt too short for the ratio is no share of it, or nothing would ever go.
-        grown = (seen * budget.value + 1e-9).long()
-        target = torch.where(prompt * budget.value < 1, grown, view.prompt_slots * seen // prompt)
+        grown = (seen.double() * budget.value + 1e-9).long()  # as `Budget.tokens` does
+        target = torch.where(prompt.double() * budget.value < 1, grown, view.prompt_slots * seen // prompt)
     else:
         allowed = view.budget_tokens(budget)[:, None, None]
         target = torch.where(prompt <= allowed, allowed, view.prompt_slots)

@@ -161,6 +161,7 @@ def without_head_1(tier_of):
         (tiers(lambda x: x[:, :1]), r"tier_of has the shape \(1, 1, 11\), but it must have \(1, 3, 11\)"),
         (tiers(lambda x: x[..., 1:]), r"tier_of has the shape \(1, 3, 10\), but it must have \(1, 3, 11\)"),
         (tiers(lambda x: x == 0), "tier_of is bool, but it must hold integers"),
+        (tiers(lambda x: x.to("meta")), "tier_of lies on meta, but it must lie on cpu"),
         (tiers(lambda x: x + 0.4), "tier_of is float32, but it must hold integers"),
         (tiers(with_one(2)), r"tier_of must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method"),
         (tiers(with_one(-2)), r"tier_of must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method"),

@@ -11,6 +11,7 @@ from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
+from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Policy
 
 LAYERS, HEADS, GROUP = 2, 3, 2
@@ -191,3 +192,26 @@ def test_prompt_summary_counts_slots_of_all_lists():
     assert kept["prompt_slots"] == 23 * LISTS
     assert kept["lists"] == LISTS
     assert kept["page_tokens"] == store.pages.formats[0].tokens_per_page
+
+
+def test_a_later_segment_is_part_of_the_peak():
+    """Nothing of it is staged: the peak is what the row holds then, to the byte."""
+    store = store_of(Full(), 64, page_bytes=4096)  # 16 slots a page
+    row, make = run(store, 16, 0), torch.Generator().manual_seed(1)
+    staged = store.ledger.meters[row].staging_peak_bytes
+    for layer in range(LAYERS):
+        store.append_chunk(row, layer, *(torch.randn(n, 90, 64, generator=make) for n in (6, 3, 3)), 0.1)
+    meter = store.ledger.meters[row]
+    assert meter.peak_bytes == sum(store.ledger.fixed_row_bytes()) + 7 * LISTS * (4096 + 4)
+    assert meter.staging_peak_bytes == staged == 2 * HEADS * 16 * 64 * 4
+
+
+def test_rows_share_what_bulk_evictions_keep_count_of():
+    """A counter of the prompt's slots per list, each row's own: the rows sum to what is allocated."""
+    store = store_of(SnapKV(budget=8, window=4, decode_every=4), 64)
+    row = run(store, 20, 6)
+    items = [store.ledger.itemise(number) for number in (row, 1 - row)]
+    entries = ceil((MAX_PROMPT + MAX_NEW) / store.pages.formats[0].tokens_per_page) + 1
+    assert items[0]["table_bytes"] == LISTS * 4 * (entries + 1) + 2 * 8 + LISTS * 4
+    free = store.pages.pool.num_free * (store.pages.pool.page_bytes + 4)
+    assert sum(item["resident_bytes"] for item in items) + free == store.allocated_bytes

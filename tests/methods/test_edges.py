@@ -7,10 +7,20 @@ from omegaconf import OmegaConf
 from store_helpers import held_positions, make_store, prefill_view
 from test_diffkv_artifact import HIGH, LOW, policy_of, store_of
 
+from kvbench.methods.ada_snapkv import AdaSnapKV
+from kvbench.methods.critical import Critical
 from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.h2o import H2O
+from kvbench.methods.keydiff import KeyDiff
+from kvbench.methods.knorm import KeyNorm
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.minikv import MiniKV
+from kvbench.methods.pyramidkv import PyramidKV
+from kvbench.methods.random_control import RandomControl
+from kvbench.methods.scissorhands import Scissorhands
 from kvbench.methods.snapkv import SnapKV
+from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.methods.tova import TOVA
 from kvbench.policy import Budget, Policy, choose_blocks, largest_remainder, pyramid_budgets, share_with_cap
 
 # Constants of the methods' sources, read in the code that the YAML names; `make docs` would follow any change.
@@ -182,3 +192,60 @@ def contents(store, row):
     keys, values, live = store.pages.backend.gather_dense(store.pages.pool.pages, tiers, ring)
     chosen = live[0, 0]
     return keys[0, 0][chosen].float(), values[0, 0][chosen].float(), int(chosen.sum())
+
+
+# Records of four lists that kept `most` and on average `average` of a prompt of 100 tokens, and at the end `end` each.
+def complaint(policy: Policy, most: float, average: float, end: float = 0.0) -> str | None:
+    """What the method's own check says to such a record."""
+    kept = {"lists": 4, "prompt_tokens": 100, "tokens_seen": 100, "page_tokens": 8, "slot_bytes": 2.0}
+    slots = {"prompt_slots_max": most, "prompt_slots": 4 * average, "slots_per_tier": [4 * end]}
+    return policy.check_outcome({"kept": kept | slots})
+
+
+@pytest.mark.parametrize(
+    ("policy", "spare"),
+    [
+        (H2O(budget=40), 1),
+        (TOVA(budget=40), 1),
+        (Scissorhands(budget=40), 0),
+        (StreamingLLM(budget=40), 0),
+        (KVCompress(budget=48, continual=True), 1),
+    ],
+)
+def test_what_a_method_holds_at_the_end_is_checked_to_the_token(policy, spare):
+    """The budget, and the one token that a step adds where the victim goes when the next one begins."""
+    limit = int(Budget.parse(policy.budget).value)
+    assert complaint(policy, limit, limit, limit + spare) is None
+    assert "held at the end" in complaint(policy, limit, limit, limit + spare + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mean"),
+    [
+        (AdaSnapKV(budget=40, window=8), True),
+        (Critical(budget=40, window=8, adaptive=True), True),
+        (Critical(budget=40, window=8), False),
+        (KeyNorm(budget=40, skip_layers=1), True),
+        (KeyNorm(budget=40), False),
+        (KVCompress(budget=48), True),
+        (MiniKV(budget=40), True),
+        (PyramidKV(budget=40, window=8), True),
+        (SnapKV(budget=40, window=8), False),
+        (KeyDiff(budget=40), False),
+        (H2O(budget=40), False),
+        (RandomControl(budget=40), False),
+    ],
+)
+def test_a_budget_is_of_every_list_or_of_their_mean(policy, mean):
+    """One list with more than the budget is wrong, unless lists share one."""
+    limit = int(Budget.parse(policy.budget).value)
+    assert complaint(policy, limit, limit) is None
+    assert (complaint(policy, limit + 20, limit) is None) == mean
+    assert complaint(policy, limit + 20, limit + 0.25) is not None
+
+
+def test_one_shot_methods_may_hold_what_they_like_at_the_end():
+    """Only what the prompt left is held to the budget where nothing is evicted later."""
+    for policy in (H2O(budget=40, one_shot=True), KVCompress(budget=48), SnapKV(budget=40, window=8)):
+        limit = int(Budget.parse(policy.budget).value)
+        assert complaint(policy, limit, limit, 99) is None

@@ -1,12 +1,14 @@
 """H2O: the golden prompt and steps through the real kernels, and its one-shot variant."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from store_helpers import golden, held_positions, held_scores, make_store, prefill_view
 
 from kvbench.methods.h2o import H2O
+from kvbench.policy import Extreme
 
 
 def log_query(row: list[float], positions: list[int]) -> torch.Tensor:
@@ -114,3 +116,27 @@ def test_scores_of_log_queries():
     """The construction itself: the softmax of a log query is the wanted row."""
     assert torch.softmax(log_query([0.25, 0.75], [0, 2])[0], -1)[2].item() == pytest.approx(0.75)
     assert math.isclose(sum(golden("h2o")["A"][3]), 1.0)
+
+
+def test_the_recent_window_of_a_step_is_that_of_the_prompt():
+    """For every share in percent, as many tokens as the prompt's plan protects: 0.29 x 100 is 28 in fp64, as Python
+    has it, and 29 in fp32."""
+    nothing = torch.full((1, 1, 1), -1)
+    before: list[int] = []
+
+    def argmin(tier: int, **asked: torch.Tensor) -> Extreme:
+        before.append(int(asked["before"]))
+        return Extreme(value=nothing, slot=nothing, pos=nothing)
+
+    view = SimpleNamespace(
+        budget_tokens=lambda budget: torch.tensor([100]),
+        tokens_seen=torch.tensor([400]),
+        num_slots=lambda tier: torch.full((1, 1, 1), 100),
+        argmin=argmin,
+    )
+    prompt = prefill_view(torch.arange(400.0).flip(0)[None], 400)
+    for percent in range(101):
+        policy = H2O(budget=100, recent_share=percent / 100)
+        assert policy.plan_decode(view).slot.tolist() == [[[-1]]]
+        recent = int((policy.plan_prefill(prompt).tier_of[0, 0, 200:] >= 0).sum())
+        assert 400 - before[-1] == recent

@@ -130,11 +130,39 @@ def test_rotation_spoils_channels_that_are_far_from_zero():
     assert errors[True] < 0.1 * errors[False]
 
 
+@pytest.mark.parametrize("chunk", [1, 6])
+def test_a_later_segment_sees_true_positions(chunk):
+    """A chunk behind a prompt, and the step after it, equal plain attention on keys rotated by transformers."""
+    raw_q, raw_k, v = inputs(11 + chunk + 1)
+    store, row = filled(Plain(), 11, raw_q, raw_k, v)
+    q, k = rotated(raw_q), rotated(raw_k)
+    new = slice(11, 11 + chunk)
+    out = store.append_chunk(row, 0, q[:, new], k[:, new], v[:, new], 0.25)
+    assert store.takes_chunks and not make_store(KVQuantStyle(group=8), inv_freq=INV_FREQ, head_dim=DIM).takes_chunks
+    for position in range(11, 11 + chunk):
+        want = plain_attention(q[:, position], k[:, : position + 1], v[:, : position + 1], 0.25)
+        assert (out[:, position - 11] - want).abs().max() < 1e-5
+    last = 11 + chunk
+    want = plain_attention(q[:, last], k, v, 0.25)
+    assert (step(store, row, last, raw_q, raw_k, v) - want).abs().max() < 1e-5
+
+
 def test_models_that_cannot_rotate_are_refused():
     """Without plain rotary frequencies the method says what to set instead, and does run with it."""
     with pytest.raises(ValueError, match=r"KVQuantStyle stores keys without.*or method.pre_rope=false"):
         make_store(KVQuantStyle(), inv_freq=None)
     make_store(KVQuantStyle(pre_rope=False), inv_freq=None)
+
+
+def test_a_run_that_never_quantised_is_caught():
+    """More than two groups seen and no page written: not with two groups, and not with a slot in a page."""
+    policy = KVQuantStyle(group=8)
+
+    def complaint(seen: int, paged: int) -> str | None:
+        return policy.check_outcome({"kept": {"tokens_seen": seen, "slots_per_tier": [paged, seen - paged]}})
+
+    assert complaint(16, 0) is None and complaint(17, 1) is None
+    assert complaint(17, 0) == "17 tokens seen but none was quantised"
 
 
 def test_policies_that_lose_slots_are_refused():

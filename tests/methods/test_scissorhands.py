@@ -1,6 +1,8 @@
 """Scissorhands: hand-counted low probabilities of a prompt and of steps, and drops of many tokens when the budget is
 full."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from store_helpers import causal_probabilities, held_positions, held_scores, make_store
@@ -185,3 +187,20 @@ def test_counting_needs_the_groups_maximum():
     """A mean of probabilities does not say which query heads are low, so it is refused."""
     with pytest.raises(ValueError, match="group_reduce='max', not 1, 'sum', 'none' and 'mean'"):
         ScoreSpec(statistic=BelowUniform(), group_reduce="mean")
+
+
+@pytest.mark.parametrize(("drop", "dropped"), [(0.1, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
+@pytest.mark.parametrize("prompt", [2, 4, 9])
+def test_a_drop_is_due_when_the_budget_is_full(prompt, drop, dropped):
+    """Not one step before it is, and then whenever as many tokens have come in as a drop takes away."""
+    seen = torch.arange(prompt, prompt + 20)
+    view = SimpleNamespace(
+        tokens_seen=seen,
+        prompt_tokens=torch.full_like(seen, prompt),
+        budget_tokens=lambda budget: torch.full_like(seen, int(budget.value)),
+    )
+    held, due = min(prompt, 4), []
+    for _ in range(20):
+        due.append(held == 4)
+        held = held - dropped + 1 if held == 4 else held + 1
+    assert Scissorhands(budget=4, drop=drop).compact_due(view).tolist() == due

@@ -76,3 +76,14 @@ def test_no_count_of_tokens_or_layers_is_beyond_the_model(name):
                 check_sizes(policy, max_tokens=4096, num_layers=30)
             checked += 1
     assert checked or name in ("full", "int4", "int8", "fp8")
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if settings_of(n)._target_.split(".")[-2] in (n, f"{n}_control")])
+def test_a_class_has_the_defaults_of_its_file(name):
+    """Made in Python without a setting, a method is what its YAML file lists; only gates belong to one model."""
+    policy, listed = policy_class(settings_of(name)._target_)(), OmegaConf.to_container(settings_of(name))
+    assert {field: getattr(policy, field) for field in declared(type(policy))} | {"table": None} == {
+        **{key: value for key, value in listed.items() if key != "_target_"},
+        "table": None,
+    }
+    assert policy.check_outcome({}) is None  # a record without slots says nothing

@@ -86,3 +86,9 @@ def test_bad_settings(make, message):
     """A bad setting is named with its rule."""
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_two_bits_may_be_symmetric():
+    """The fewest that have a code on either side of zero."""
+    (tier,) = Uniform(tier="k2v8", symmetric=True).tiers
+    assert (tier.symmetric, tier.k_bits, tier.v_bits) == (True, 2, 8)

@@ -20,6 +20,7 @@ from kvbench.policy.budget import read_size
         (2**24, 2**24, "tokens"),
         ("8MiB", 2**23, "bytes"),
         (" 0.5 KiB ", 512, "bytes"),
+        ("1B", 1, "bytes"),
     ],
 )
 def test_a_whole_number_is_tokens_and_a_point_makes_a_ratio(text, value, unit):
@@ -28,7 +29,7 @@ def test_a_whole_number_is_tokens_and_a_point_makes_a_ratio(text, value, unit):
 
 
 @pytest.mark.parametrize(
-    "text", [0, -1, 1.5, 256.0, 2**24 + 1, 10**40, math.nan, math.inf, "1e400", "0B", "2097152GiB"]
+    "text", [0, -1, 1.5, 256.0, 2**24 + 1, 10**40, math.nan, math.inf, "1e400", "0B", "0.5B", "2097152GiB"]
 )
 def test_numbers_out_of_range_are_refused(text):
     """Absurd budgets would evict nothing, without a word."""
@@ -47,3 +48,11 @@ def test_what_is_no_number_is_refused(text):
 def test_sizes(text, size):
     """A number and one of four units, and nothing else."""
     assert read_size(text) == size
+
+
+def test_bytes_hold_one_token_of_every_list_at_least():
+    """Two lists with tokens of 4 bytes need 8 bytes, and have two tokens each from 16 on."""
+    assert [Budget.parse(f"{size}B").tokens(50, 2, 4.0) for size in (8, 15, 16)] == [1, 1, 2]
+    with pytest.raises(ValueError, match=r"budget=7B holds less than one token per KV head \(2 lists x 4 B\)"):
+        Budget.parse("7B").tokens(50, 2, 4.0)
+    assert Budget.parse(0.1).tokens(1, 2, 4.0) == 1 and Budget.parse(0.3).tokens(10, 2, 4.0) == 3
