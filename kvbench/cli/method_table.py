@@ -123,6 +123,14 @@ def arguments(doc: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
+def meanings(kind: type[Policy]) -> dict[str, str]:
+    """What a method's docstring says of each setting, or that of the class which it has the setting from."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        found |= arguments(inspect.cleandoc(each.__doc__ or ""))
+    return found
+
+
 def settings_of(path: Path) -> dict[str, object]:
     """The settings that a method's YAML file lists, in its order.
 
@@ -159,7 +167,7 @@ def render() -> str:
         what.append([link, summary, precision, policy.scope, acts(policy), scored(policy), memory(policy)])
         sources = re.findall(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         whence.append([link, sources[0], section(doc, "Differs")])
-        meaning = arguments(doc)
+        meaning = meanings(type(policy))
         settings = "\n".join(
             f"- `{key}={yaml_value(value)}`: {meaning.get(key, '')}" for key, value in settings_of(path).items()
         )

@@ -39,10 +39,12 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 """
 
 from kvbench.errors import NotForModel
+from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
+from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import (
     choose_blocks,
     largest_remainder,
@@ -51,17 +53,18 @@ from kvbench.policy.ranking import (
     rank_descending,
     share_with_cap,
 )
-from kvbench.policy.scored import Scored
+from kvbench.policy.scored import Scored, shrink_to_share
 from kvbench.policy.settings import BudgetText, TierText, check_sizes
-from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic
+from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic, WithValueNorms
 from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.policy.window import WindowRanked, shrink_to_share, window_score
+from kvbench.policy.window import WindowRanked
 from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole
 
 __all__ = [
     "ALLOWED_BITS",
     "ALL_QUERIES",
     "APPEND",
+    "Allocation",
     "EVICT",
     "MAX_TOKENS",
     "BelowUniform",
@@ -81,6 +84,7 @@ __all__ = [
     "PrefillPlan",
     "PrefillView",
     "Probability",
+    "Ranked",
     "ReadSpec",
     "Residual",
     "ScoreSpec",
@@ -92,13 +96,16 @@ __all__ = [
     "TierText",
     "Whole",
     "WindowRanked",
+    "WithValueNorms",
     "check_sizes",
     "choose_blocks",
     "largest_remainder",
     "num_blocks",
     "pyramid_budgets",
     "rank_descending",
+    "read_table",
     "share_with_cap",
+    "shares_by_score",
+    "shares_by_table",
     "shrink_to_share",
-    "window_score",
 ]
