@@ -153,11 +153,11 @@ class Policy(Declarations):
         return None
 
     def share_complaint(
-        self, record: dict, budget: Budget, window: int, *, mean: bool = False, spare_pages: int = 0
+        self, record: dict, budget: Budget, window: int, *, at_least: int = 1, mean: bool = False, spare_pages: int = 0
     ) -> str | None:
         """`budget_complaint` of a method that evicts by `shrink_to_share`: after the prompt, and at the end where it
         also evicts while decoding."""
-        complaint = self.budget_complaint(record, budget, mean=mean, spare_pages=spare_pages)
+        complaint = self.budget_complaint(record, budget, at_least=at_least, mean=mean, spare_pages=spare_pages)
         kept = record.get("kept", {})
         if complaint or not kept or not self.compact_every:
             return complaint

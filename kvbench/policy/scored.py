@@ -53,9 +53,7 @@ class Scored(Ranked):
         self.compact_every = self.decode_every
         if self.threshold is not None and (self.allocation != "uniform" or self.value_aware):
             what = f"allocation={self.allocation}" if self.allocation != "uniform" else "value_aware=true"
-            raise ValueError(
-                f"threshold={self.threshold} leaves {what} no budget to divide; set one of the two"
-            )
+            raise ValueError(f"threshold={self.threshold} leaves {what} no budget to divide; set one of the two")
         if self.protect in ("prompt", "answer") and not self.decode_every:
             raise ValueError(
                 f"protect={self.protect} is about evictions while decoding, and decode_every=0 makes none; set "
@@ -100,9 +98,17 @@ class Scored(Ranked):
         keep = (score >= self.threshold) | stays | (rank_descending(score) == 0)
         return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8))
 
+    def prompt_budget(self, view: PrefillView) -> int:
+        return max(super().prompt_budget(view), min(self._sinks, view.num_tokens))
+
     def _first_last(self, budget: int) -> tuple[int, int]:
         first, last = super()._first_last(budget)
-        return max(first, self.protect_tokens if self.protect == "sinks" else 0), last
+        return max(first, self._sinks), last
+
+    @property
+    def _sinks(self) -> int:
+        """First tokens that are never evicted, whatever the budget."""
+        return self.protect_tokens if self.protect == "sinks" else 0
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         return self.shrink(view)
@@ -117,12 +123,19 @@ class Scored(Ranked):
         slots, window = view.slots(0), self.last_tokens()
         stays = self._protected(view, slots.pos) & slots.valid
         if self.threshold is None:
-            target = answer_share(view, self._budget) if self.protect == "prompt" else prompt_share(view, self._budget)
+            target = answer_share(view, self._budget) if self.protect == "prompt" else self._share(view)
             return shrink_to_share(view, self._budget, window, score, stays=stays, target=target)
         ranked = self._per_query_held(view, slots) if score is None else score
         stays |= slots.pos >= (view.tokens_seen[:, None, None] - window)[..., None]
         best = rank_descending(ranked.masked_fill(~slots.valid, float("-inf"))) == 0
         return CompactPlan(keep=[(ranked >= self.threshold) | stays | best])
+
+    def _share(self, view: DecodeView) -> Tensor:
+        """int64 [S, L, H]: `prompt_share`; what first tokens took beyond the budget does not grow with the sequence."""
+        if not self._sinks:
+            return prompt_share(view, self._budget)
+        allowed = view.budget_tokens(self._budget)[:, None, None]
+        return prompt_share(view, self._budget, view.prompt_slots * allowed // allowed.clamp(min=self._sinks))
 
     def _protected(self, view: DecodeView, pos: Tensor) -> Tensor:
         """bool [S, L, H, n]: slots that `protect` never evicts."""
@@ -148,12 +161,16 @@ class Scored(Ranked):
             return None
         kept, window = record.get("kept", {}), self.last_tokens()
         if self.protect != "prompt":
-            extra = 0
-            if kept and self.protect == "answer":
-                extra = kept["tokens_seen"] - kept["prompt_tokens"]
-            least = max(window, extra, self.protect_tokens if self.protect == "sinks" else 0)
+            answer = kept["tokens_seen"] - kept["prompt_tokens"] if kept and self.protect == "answer" else 0
+            if answer and self.budget_is_mean:  # some lists hold little else, others their share
+                answer += self._budget.tokens(kept["tokens_seen"], kept["lists"], kept["slot_bytes"])
             return self.share_complaint(
-                record, self._budget, least, mean=self.budget_is_mean, spare_pages=self.spare_pages
+                record,
+                self._budget,
+                max(window, answer, self._sinks),
+                at_least=max(1, self._sinks),
+                mean=self.budget_is_mean,
+                spare_pages=self.spare_pages,
             )
         if not kept:
             return None
@@ -168,19 +185,25 @@ class Scored(Ranked):
         return f"{held:g} tokens per head held at the end, but the prompt and the budget allow {limit}"
 
 
-def prompt_share(view: DecodeView, budget: Budget) -> Tensor:
+def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) -> Tensor:
     """int64 [S, L, H]: what each list may hold now, from what the prompt's plan gave it.
 
     With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
     otherwise it stays, and a prompt that fitted the budget grows up to it first.
+
+    Args:
+        view: The view.
+        budget: The method's budget.
+        given: int64 [S, L, H] what counts as given by the plan; None = all that it gave.
     """
+    given = view.prompt_slots if given is None else given
     seen, prompt = view.tokens_seen[:, None, None], view.prompt_tokens[:, None, None]
     if budget.unit == "ratio":
         # The one token that is kept of a prompt too short for the ratio is no share of it, or nothing would ever go.
         grown = (seen * budget.value + 1e-9).long()
-        return torch.where(prompt * budget.value < 1, grown, view.prompt_slots * seen // prompt)
+        return torch.where(prompt * budget.value < 1, grown, given * seen // prompt)
     allowed = view.budget_tokens(budget)[:, None, None]
-    return torch.where(prompt <= allowed, allowed, view.prompt_slots)
+    return torch.where(prompt <= allowed, allowed, given)
 
 
 def answer_share(view: DecodeView, budget: Budget) -> Tensor:
