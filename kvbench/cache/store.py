@@ -80,7 +80,9 @@ class CompressedStore:
             if policy.residual is None
             else Buffered(policy, shape, self.pages, self.counters, policy.residual)
         )
-        self.ledger = Ledger(self.holding, self.counters, shape)
+        self.ledger = Ledger(policy, self.holding, self.counters, shape)
+        self.fit = self.holding.fit = self.ledger.fit
+        self._max_new_tokens = max_new_tokens
         self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
         self._free_rows = list(range(rows))
         self._step: PagedStep | None = None
@@ -90,7 +92,8 @@ class CompressedStore:
     @property
     def allocated_bytes(self) -> int:
         """Everything the allocator holds for the cache: pool, tables, counters, rings."""
-        return self.pages.allocated_bytes + self.counters.allocated_bytes + self.holding.allocated_bytes
+        solved = self.fit.tokens.nbytes
+        return self.pages.allocated_bytes + self.counters.allocated_bytes + self.holding.allocated_bytes + solved
 
     @property
     def used_bytes(self) -> int:
@@ -108,9 +111,15 @@ class CompressedStore:
 
     # Rows.
 
-    def open_row(self) -> int:
-        """Takes an empty row."""
+    def open_row(self, new_tokens: int | None = None) -> int:
+        """Takes an empty row.
+
+        Args:
+            new_tokens: Most tokens that will be read behind the prompt; None = as many as the store was made for. A
+                budget in bytes is solved for with this.
+        """
         row = self._free_rows[0]
+        self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.counters.tokens_seen[row] = self.counters.prompt_tokens[row] = 0
         self.ledger.open(row)
         return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
@@ -135,6 +144,8 @@ class CompressedStore:
                 counter[row] = counter[source]
             if self.counters.prompt_slots.numel():
                 self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
+            if self.fit.budget is not None:
+                self.fit.tokens[row] = self.fit.tokens[source]
             self.ledger.fork(source, row)
         except BaseException:
             self.close_row(row)

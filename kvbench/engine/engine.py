@@ -107,6 +107,9 @@ class Engine:
             for request in requests:
                 self._fail(request, "oom", reason, None)
             return
+        if self.store.fit.budget is not None:
+            for request in requests:  # a budget that is too small for one stops the run before the first is read
+                self.store.fit.solve(len(request.segments[0]), self._new_tokens(request))
         for begin in range(0, len(requests), size):
             self._run_group(list(requests[begin : begin + size]))
 
@@ -198,7 +201,7 @@ class Engine:
         gold, head, *rest = self._gold(request), *request.segments
         # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
         # full-cache reference.
-        row, read = self.runner.read(head, ahead=gold[:-1] if not rest else ())
+        row, read = self.runner.read(head, ahead=gold[:-1] if not rest else (), new_tokens=self._new_tokens(request))
         reference, logits = (read if gold and not rest else None), read[0]
         for segment in rest:
             logits = self.runner.append(row, segment)
@@ -305,6 +308,12 @@ class Engine:
             return ()
         room = self._room(request) - 1
         return tuple(request.gold[: room if self.fidelity_max_tokens is None else min(self.fidelity_max_tokens, room)])
+
+    def _new_tokens(self, request: Request) -> int:
+        """Most tokens that are read behind a request's first segment; the last one of an answer is only predicted."""
+        own = min(request.max_new_tokens, self._room(request))
+        answers = [own, len(self._gold(request)), *map(len, request.choices)]
+        return sum(map(len, request.segments[1:])) + max(answers) - 1
 
     def _room(self, request: Request) -> int:
         """Tokens that fit behind the prompt; the last one is only predicted, never read."""

@@ -65,6 +65,11 @@ class Ranked(Policy):
             self.scope = "layer"
         elif self.allocation == "global":
             self.scope = "model"
+        if self.spare_pages and self._budget.unit == "bytes":
+            raise ValueError(
+                f"official_rounding=true may spend more than budget={self.budget}, which bytes do not allow; give a "
+                "ratio or tokens"
+            )
         if self.value_aware and self.chunk > 1:
             raise ValueError(
                 f"value_aware=true ranks single tokens a second time, which chunk={self.chunk} does not allow; set one "

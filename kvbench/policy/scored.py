@@ -51,6 +51,7 @@ class Scored(Ranked):
         super().__post_init__()
         self.budget = given
         self.compact_every = self.decode_every
+        self.fewest_tokens = max(1, self._sinks, self.last_tokens() if self.decode_every else 0)
         if self.threshold is not None and (self.allocation != "uniform" or self.value_aware):
             what = f"allocation={self.allocation}" if self.allocation != "uniform" else "value_aware=true"
             raise ValueError(f"threshold={self.threshold} leaves {what} no budget to divide; set one of the two")
@@ -85,6 +86,11 @@ class Scored(Ranked):
     def last_tokens(self) -> int:
         """Last tokens that evictions while decoding keep. Default: as many as of a prompt of any length."""
         return self.always(MAX_TOKENS)[1]
+
+    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
+            return min(budget, num_prompt_tokens) + num_new_tokens
+        return super().most_tokens(budget, num_prompt_tokens, num_new_tokens)
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         if self.protect == "prompt":
@@ -163,7 +169,9 @@ class Scored(Ranked):
         if self.protect != "prompt":
             answer = kept["tokens_seen"] - kept["prompt_tokens"] if kept and self.protect == "answer" else 0
             if answer and self.budget_is_mean:  # some lists hold little else, others their share
-                answer += self._budget.tokens(kept["tokens_seen"], kept["lists"], kept["slot_bytes"])
+                answer += kept.get("budget_tokens") or self._budget.tokens(
+                    kept["tokens_seen"], kept["lists"], kept["slot_bytes"]
+                )
             return self.share_complaint(
                 record,
                 self._budget,

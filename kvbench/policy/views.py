@@ -22,6 +22,7 @@ class PrefillView:
             prompt.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
         extra: The further numbers of the policy's statistic by name, fp32 [V, H, N] each.
+        byte_tokens: Tokens per KV head that the method's budget in bytes buys; None = slots alone count.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class PrefillView:
         score: Tensor | None,
         token_bytes: tuple[float, ...],
         extra: dict[str, Tensor] | None = None,
+        byte_tokens: int | None = None,
     ) -> None:
         self.num_tokens = num_tokens
         self.num_layers = num_layers
@@ -41,6 +43,7 @@ class PrefillView:
         self.layers = layers
         self.token_bytes = token_bytes
         self.extra = extra or {}
+        self._byte_tokens = byte_tokens
         self._score = score
 
     @property
@@ -59,6 +62,8 @@ class PrefillView:
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> int:
         """Tokens per KV head that a budget allows in a tier, at least 1 and at most the prompt."""
+        if budget.unit == "bytes" and self._byte_tokens is not None:
+            return min(self._byte_tokens, self.num_tokens)
         lists = self.num_layers * self.num_kv_heads
         return min(int(budget.tokens(self.num_tokens, lists, self.token_bytes[tier])), self.num_tokens)
 
