@@ -143,6 +143,8 @@ class Ledger:
             "page_tokens": fmt.tokens_per_page,
             "slot_bytes": fmt.slot.slot_bytes,
         }
+        if self._counters.instruction_tokens.numel():
+            self.meters[row].prompt["instruction_tokens"] = int(self._counters.instruction_tokens[row])
         if self.fit.budget is not None:
             self.meters[row].prompt["budget_tokens"] = int(self.fit.tokens[row])
 

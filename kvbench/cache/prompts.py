@@ -81,6 +81,7 @@ class Prompts:
             score=score,
             token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
             extra=extra,
+            instruction_tokens=int(self._counters.instruction_tokens[row]) if self._policy.needs_instruction else 0,
             byte_tokens=int(fit.tokens[row]) if fit.budget is not None else None,
         )
         return self._holding.plans.prefill(view, score)

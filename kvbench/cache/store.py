@@ -74,7 +74,7 @@ class CompressedStore:
         )
         # Only bulk eviction asks how much the prompt's plan gave each list.
         lists = self.pages.table.num_lists if policy.compact_every else 0
-        self.counters = Counters.make(rows, lists, shape.device)
+        self.counters = Counters.make(rows, lists, shape.device, policy.needs_instruction)
         self.holding = (
             Paged(policy, shape, self.pages, self.counters)
             if policy.residual is None
@@ -111,16 +111,19 @@ class CompressedStore:
 
     # Rows.
 
-    def open_row(self, new_tokens: int | None = None) -> int:
+    def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0) -> int:
         """Takes an empty row.
 
         Args:
             new_tokens: Most tokens that will be read behind the prompt; None = as many as the store was made for. A
                 budget in bytes is solved for with this.
+            instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
         """
         row = self._free_rows[0]
         self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.counters.tokens_seen[row] = self.counters.prompt_tokens[row] = 0
+        if self.policy.needs_instruction:
+            self.counters.instruction_tokens[row] = instruction_tokens
         self.ledger.open(row)
         return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
 
@@ -140,7 +143,11 @@ class CompressedStore:
         row = self.open_row()
         try:
             self.holding.copy(source, row)
-            for counter in (self.counters.tokens_seen, self.counters.prompt_tokens):
+            for counter in (
+                self.counters.tokens_seen,
+                self.counters.prompt_tokens,
+                *([self.counters.instruction_tokens] if self.policy.needs_instruction else []),
+            ):
                 counter[row] = counter[source]
             if self.counters.prompt_slots.numel():
                 self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]

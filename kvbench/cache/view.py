@@ -46,6 +46,8 @@ class PagesView(DecodeView):
         self.shape = (len(rows), *pages.shape[1:])
         self.tokens_seen = counters.tokens_seen[rows]
         self.prompt_tokens = counters.prompt_tokens[rows]
+        if counters.instruction_tokens.numel():
+            self.instruction_tokens = counters.instruction_tokens[rows]
         self._lists = pages.lists_of(rows)
         if counters.prompt_slots.numel():
             self.prompt_slots = counters.prompt_slots[self._lists].long().view(self.shape)

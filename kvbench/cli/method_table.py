@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import Field, fields
 from pathlib import Path
 
 import torch
@@ -9,9 +10,10 @@ from omegaconf import OmegaConf
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.config import files as listing
+from kvbench.config.compose import SHARED
 from kvbench.config.settings import read_config
 from kvbench.kernels.format import PageFormat
-from kvbench.policy import ALL_QUERIES, Policy
+from kvbench.policy import ALL_QUERIES, Policy, Ranked, Scored
 from kvbench.runs.parts import make_policy
 
 HEAD = """# Methods
@@ -150,6 +152,24 @@ def yaml_value(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def shared(kind: type[Policy]) -> dict[str, Field]:
+    """The settings of a method that compose: those of all methods that rank a prompt's tokens."""
+    return {item.name: item for item in fields(kind) if item.name in SHARED and issubclass(kind, Ranked)}
+
+
+def composition() -> str:
+    """What the settings that compose mean, once for all methods."""
+    meaning = meanings(Scored)
+    lines = [f"- `{name}={yaml_value(item.default)}`: {meaning[name]}" for name, item in shared(Scored).items()]
+    few = sorted(set(shared(Scored)) - set(shared(Ranked)))
+    return (
+        "## Settings that compose\n\nEvery method that ranks a prompt's tokens has these, whatever it ranks by; "
+        "`method=h2o method.allocation=ada` is H2O with Ada-KV's budgets. Methods that make room at every step "
+        f"(h2o, tova) lack {', '.join(f'`{name}`' for name in few)}. The defaults are those of the methods that set "
+        "no others.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
@@ -172,10 +192,20 @@ def render() -> str:
             f"- `{key}={yaml_value(value)}`: {meaning.get(key, '')}" for key, value in settings_of(path).items()
         )
         text = " ".join(doc.split("\n\nArgs:")[0].split())
+        if shared(type(policy)):
+            settings += "\n- and the [settings that compose](#settings-that-compose)"
         details.append(f"### {name}\n\n{text}\n\n{settings}\n\nSource: {section(doc, 'Source')}\n")
     first = table(["method", "keeps", "precision", "scope", "acts", "attention statistics", "memory"], what)
     second = table(["method", "source", "differs from it"], whence)
-    parts = [HEAD, first, "## Where each comes from, and where it differs\n", second, "## Settings\n", *details]
+    parts = [
+        HEAD,
+        first,
+        "## Where each comes from, and where it differs\n",
+        second,
+        composition(),
+        "## Settings\n",
+        *details,
+    ]
     return "\n".join(parts)
 
 

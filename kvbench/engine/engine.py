@@ -100,6 +100,11 @@ class Engine:
                 )
         if not everything:
             return
+        if self.policy.needs_instruction and not all(request.instruction_tokens for request in everything):
+            raise ValueError(
+                "the method protects the instruction before the user's text, and prompts of this task begin without "
+                "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
+            )
         self._on_outcome, self._on_step, self._own = on_outcome, on_step, own and self.fidelity_max_tokens != 0
         self._callers: BaseException | None = None  # what `on_outcome` raised
         size, reason = self._reserve(everything)
@@ -201,7 +206,12 @@ class Engine:
         gold, head, *rest = self._gold(request), *request.segments
         # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
         # full-cache reference.
-        row, read = self.runner.read(head, ahead=gold[:-1] if not rest else (), new_tokens=self._new_tokens(request))
+        row, read = self.runner.read(
+            head,
+            ahead=gold[:-1] if not rest else (),
+            new_tokens=self._new_tokens(request),
+            instruction_tokens=request.instruction_tokens,
+        )
         reference, logits = (read if gold and not rest else None), read[0]
         for segment in rest:
             logits = self.runner.append(row, segment)

@@ -96,7 +96,11 @@ class Runner:
     # Rows.
 
     def read(
-        self, prompt: Sequence[int], ahead: Sequence[int] = (), new_tokens: int | None = None
+        self,
+        prompt: Sequence[int],
+        ahead: Sequence[int] = (),
+        new_tokens: int | None = None,
+        instruction_tokens: int = 0,
     ) -> tuple[int, Tensor]:
         """Reads a prompt into a new row.
 
@@ -106,6 +110,7 @@ class Runner:
                 uncompressed prompt, so their logits are those of the full cache.
             new_tokens: Most tokens that will follow the prompt, which a budget in bytes has to have room for; None = as
                 many as were reserved.
+            instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
 
         Returns:
             The row, and logits fp32 [1 + len(ahead), vocabulary]: after the prompt and after each token ahead.
@@ -114,7 +119,7 @@ class Runner:
             NotFinite: A logit is not finite; no row is open.
             PoolExhausted: No room; no row is open.
         """
-        row = self._opened(self.store.open_row(new_tokens))
+        row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt))
         try:
             return row, self._read(session, [*prompt, *ahead], num_logits=len(ahead) + 1)

@@ -8,16 +8,17 @@ it and what becomes of the one who does (`plan_decode`). A third, optional answe
 policy never sees keys or values, never counts bytes, never knows a backend. What it ranks by is a `Statistic`: one of
 those here, or a small class in the method's own file, which the store runs on a layer's tensors.
 
-Methods that rank a prompt by its last queries derive from `WindowRanked`, those that rank by a statistic of their own
-from `Scored`; these have the settings, the declarations and the checks that they share.
+Methods that rank tokens derive from `Ranked`, which has the settings that compose (who shares the budget, chunks, norms
+of values) and the plan of a prompt. `Scored` adds evictions of every list while decoding, what is protected, and
+thresholds; `WindowRanked` ranks a prompt by its last queries.
 
 How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 
 - full, int8, int4, fp8: one tier; none; head; all tokens to tier 0; append.
 - streaming_llm: k16v16; none; head; sinks and recent; overwrite the oldest non-sink, `cache_relative` positions.
 - h2o: k16v16; all queries, sum, decode update; head; heavy and recent; overwrite `view.argmin(by="score")`.
-- snapkv, pyramidkv: any token tier; last w, max-pool 7, group mean; head; top C_l - w and the window; append.
-- ada_snapkv: as snapkv, but scope layer: `view.score` of all heads of the layer is ranked together.
+- snapkv: any token tier; last w, max-pool 7, group mean; head; top C - w and the window; append.
+- pyramidkv, ada_snapkv: snapkv with `allocation`; `ada` has scope layer, `global` scope model.
 - kivi: channel keys; none; head; all; `Residual` (oldest value, all keys), flushed after attention.
 - kvquant_style: as kivi, but keys per channel before the rotary embedding (`pre_rope`); `Residual` of one group.
 - minikv: channel keys; all queries, sum; head or model; heavy and recent; `Residual` (all), before attention.

@@ -36,6 +36,7 @@ class Declarations:
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
         compact_every: Decode steps of a sequence between calls of `plan_compact`; 0 = never called. A method that
             defines `compact_due` sets 1 and says there before which steps.
+        needs_instruction: The method asks how many first tokens of a prompt are its instruction.
         budget_is_mean: The budget is a mean over lists; otherwise every list has to keep to it.
         budget_step: Budgets are rounded up to a multiple of so many tokens.
         fewest_tokens: The smallest budget that the method keeps to, in tokens per list.
@@ -50,6 +51,7 @@ class Declarations:
     granularity: Literal["kv_head", "q_head"] = "kv_head"
     acts_in_decode: bool = False
     compact_every: int = 0
+    needs_instruction: bool = False
     budget_is_mean: bool = False
     budget_step: int = 1
     fewest_tokens: int = 1

@@ -122,7 +122,7 @@ class Ranked(Policy):
 
     def _stays(self, view: PrefillView, budget: int) -> Tensor:
         """bool [V, H, N]: which tokens of a prompt longer than the budget stay."""
-        first, last = self._first_last(budget)
+        first, last = self._first_last(view, budget)
         first = min(first, budget)
         last = min(last, budget - first)
         free = slice(first, view.num_tokens - last)
@@ -133,7 +133,7 @@ class Ranked(Policy):
         keep[..., free] = self._two_stages(view, score, free, own) if self.value_aware else rank_descending(score) < own
         return keep
 
-    def _first_last(self, budget: int) -> tuple[int, int]:
+    def _first_last(self, view: PrefillView, budget: int) -> tuple[int, int]:
         return self.always(budget)
 
     def _own(self, view: PrefillView, score: Tensor, mean: int, reserve: int) -> Tensor:

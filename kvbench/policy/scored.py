@@ -28,16 +28,17 @@ class Scored(Ranked):
         decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
             prompt's budget; 0 = never.
         protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
-            (`sinks`); the whole `prompt`, so that only the answer is compressed, as it is written, and the budget is
-            of the answer; the `answer`, so that only tokens of the prompt go.
+            (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
+            the answer is compressed, as it is written, and the budget is of the answer; the `answer`, so that only
+            tokens of the prompt go.
         protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
             queries counts per query. null = the budget decides.
     """
 
-    budget: BudgetText | None = 0.25
+    budget: BudgetText | None = 0.25  # type: ignore[assignment]  # only these may have a threshold in its place
     decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 0
-    protect: Literal["none", "sinks", "prompt", "answer"] = "none"
+    protect: Literal["none", "sinks", "instruction", "prompt", "answer"] = "none"
     protect_tokens: Annotated[int, Whole(1, unit="tokens")] = 4
     threshold: Annotated[float | None, Number(-1e9, 1e9)] = None
 
@@ -51,6 +52,7 @@ class Scored(Ranked):
         super().__post_init__()
         self.budget = given
         self.compact_every = self.decode_every
+        self.needs_instruction = self.protect == "instruction"
         self.fewest_tokens = max(1, self._sinks, self.last_tokens() if self.decode_every else 0)
         if self.threshold is not None and (self.allocation != "uniform" or self.value_aware):
             what = f"allocation={self.allocation}" if self.allocation != "uniform" else "value_aware=true"
@@ -60,10 +62,10 @@ class Scored(Ranked):
                 f"protect={self.protect} is about evictions while decoding, and decode_every=0 makes none; set "
                 "decode_every"
             )
-        if self.protect == "prompt" and self._budget.unit == "bytes":
+        if self.protect in ("prompt", "instruction") and self._budget.unit == "bytes":
             raise ValueError(
-                f"budget={self.budget} counts the whole cache, and protect=prompt compresses the answer alone; give a "
-                "ratio of the answer, or tokens beside the prompt"
+                f"budget={self.budget} counts the whole cache, and how long the {self.protect} is that protect="
+                f"{self.protect} keeps differs from text to text; give a ratio or tokens"
             )
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
@@ -97,7 +99,7 @@ class Scored(Ranked):
             return PrefillPlan(tier_of=view.filled(0))
         if self.threshold is None:
             return super().plan_prefill(view)
-        first, last = self._first_last(view.num_tokens)
+        first, last = self._first_last(view, view.num_tokens)
         position = torch.arange(view.num_tokens, device=view.layers.device)
         stays = (position < first) | (position >= view.num_tokens - last)
         score = self.per_query(self._of_chunks(self.ranking(view)), view.num_tokens)
@@ -105,11 +107,14 @@ class Scored(Ranked):
         return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8))
 
     def prompt_budget(self, view: PrefillView) -> int:
-        return max(super().prompt_budget(view), min(self._sinks, view.num_tokens))
+        return max(super().prompt_budget(view), min(self._kept_first(view), view.num_tokens))
 
-    def _first_last(self, budget: int) -> tuple[int, int]:
-        first, last = super()._first_last(budget)
-        return max(first, self._sinks), last
+    def _first_last(self, view: PrefillView, budget: int) -> tuple[int, int]:
+        first, last = super()._first_last(view, budget)
+        return max(first, self._kept_first(view)), last
+
+    def _kept_first(self, view: PrefillView) -> int:
+        return max(self._sinks, view.instruction_tokens)
 
     @property
     def _sinks(self) -> int:
@@ -138,16 +143,20 @@ class Scored(Ranked):
 
     def _share(self, view: DecodeView) -> Tensor:
         """int64 [S, L, H]: `prompt_share`; what first tokens took beyond the budget does not grow with the sequence."""
-        if not self._sinks:
+        if self.protect not in ("sinks", "instruction"):
             return prompt_share(view, self._budget)
-        allowed = view.budget_tokens(self._budget)[:, None, None]
-        return prompt_share(view, self._budget, view.prompt_slots * allowed // allowed.clamp(min=self._sinks))
+        allowed = view.budget_tokens(self._budget)
+        first = view.instruction_tokens if self.protect == "instruction" else torch.full_like(allowed, self._sinks)
+        given = view.prompt_slots * allowed[:, None, None] // torch.maximum(allowed, first)[:, None, None]
+        return prompt_share(view, self._budget, given)
 
     def _protected(self, view: DecodeView, pos: Tensor) -> Tensor:
         """bool [S, L, H, n]: slots that `protect` never evicts."""
         prompt = view.prompt_tokens[:, None, None, None]
         if self.protect == "sinks":
             return pos < self.protect_tokens
+        if self.protect == "instruction":
+            return pos < view.instruction_tokens[:, None, None, None]
         if self.protect == "none":
             return torch.zeros_like(pos, dtype=torch.bool)
         return pos < prompt if self.protect == "prompt" else pos >= prompt
@@ -167,6 +176,7 @@ class Scored(Ranked):
             return None
         kept, window = record.get("kept", {}), self.last_tokens()
         if self.protect != "prompt":
+            first = max(self._sinks, kept.get("instruction_tokens", 0))
             answer = kept["tokens_seen"] - kept["prompt_tokens"] if kept and self.protect == "answer" else 0
             if answer and self.budget_is_mean:  # some lists hold little else, others their share
                 answer += kept.get("budget_tokens") or self._budget.tokens(
@@ -175,8 +185,8 @@ class Scored(Ranked):
             return self.share_complaint(
                 record,
                 self._budget,
-                max(window, answer, self._sinks),
-                at_least=max(1, self._sinks),
+                max(window, answer, first),
+                at_least=max(1, first),
                 mean=self.budget_is_mean,
                 spare_pages=self.spare_pages,
             )

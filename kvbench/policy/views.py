@@ -22,6 +22,7 @@ class PrefillView:
             prompt.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
         extra: The further numbers of the policy's statistic by name, fp32 [V, H, N] each.
+        instruction_tokens: First tokens of the prompt that are its instruction; 0 unless `needs_instruction`.
         byte_tokens: Tokens per KV head that the method's budget in bytes buys; None = slots alone count.
     """
 
@@ -35,6 +36,7 @@ class PrefillView:
         score: Tensor | None,
         token_bytes: tuple[float, ...],
         extra: dict[str, Tensor] | None = None,
+        instruction_tokens: int = 0,
         byte_tokens: int | None = None,
     ) -> None:
         self.num_tokens = num_tokens
@@ -43,6 +45,7 @@ class PrefillView:
         self.layers = layers
         self.token_bytes = token_bytes
         self.extra = extra or {}
+        self.instruction_tokens = instruction_tokens
         self._byte_tokens = byte_tokens
         self._score = score
 
@@ -82,12 +85,15 @@ class DecodeView(ABC):
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
         prompt_tokens: int64 [S]: prompt length.
         prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only where `compact_every` > 0.
+        instruction_tokens: int64 [S]: first tokens of the prompt that are its instruction; only with
+            `needs_instruction`.
         shape: (S, L, H).
     """
 
     tokens_seen: Tensor
     prompt_tokens: Tensor
     prompt_slots: Tensor
+    instruction_tokens: Tensor
     shape: tuple[int, int, int]
 
     @abstractmethod

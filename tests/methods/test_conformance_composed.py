@@ -1,6 +1,7 @@
 """Every method that ranks tokens, under every setting that composes: generated, so that a new method is covered."""
 
 import pytest
+import torch
 from conformance_helpers import distinct, fields_of, policy_of
 from engine_helpers import answers, random_tokens, request
 from hydra.errors import InstantiationException
@@ -19,6 +20,7 @@ COMPOSED = {
     "chunk": {"chunk": 4, "value_aware": False},
     "value_aware": {"value_aware": True, "chunk": 1},
     "sinks": {"protect": "sinks", "protect_tokens": 5, "decode_every": 4},
+    "instruction": {"protect": "instruction", "decode_every": 4},
     "prompt": {"protect": "prompt", "decode_every": 4},
     "answer": {"protect": "answer", "decode_every": 4},
     "threshold": {
@@ -42,7 +44,7 @@ def composed(name: str, setting: str, **changes):
 
 def run(loaded, policy) -> dict:
     """Two prompts in one batch, the one shorter than any window."""
-    asked = [request(str(n), random_tokens(n), max_new_tokens=NEW_TOKENS) for n in PROMPTS]
+    asked = [request(str(n), random_tokens(n), max_new_tokens=NEW_TOKENS, instruction_tokens=5) for n in PROMPTS]
     return answers(loaded, policy, asked)
 
 
@@ -67,12 +69,12 @@ def test_a_composed_method_keeps_its_budget(tiny_model, name, setting):
         return
     policy = composed(name, setting, **changes)
     if policy is None:
-        assert not isinstance(policy, Scored) and setting in ("sinks", "prompt", "answer", "threshold")
+        assert not isinstance(policy, Scored) and setting in ("sinks", "instruction", "prompt", "answer", "threshold")
         return
     for outcome in run(loaded, policy).values():
         kept, length = outcome.kept, outcome.num_prompt_tokens
         asked = max(1, int(BUDGET * length + 1e-9))
-        if setting == "sinks":
+        if setting in ("sinks", "instruction"):
             asked = max(asked, 5)
         if setting in ("prompt", "threshold"):
             asked = length
@@ -107,3 +109,44 @@ def test_a_composed_method_keeps_to_its_shares_while_decoding(tiny_model, name, 
     # The tiny model's queries attend so evenly that its heads' sums are all but the same.
     if allocation != "uniform" and not (name == "h2o" and allocation == "ada"):
         assert len(set(at_first)) > 1
+
+
+def first_held(loaded, policy, **fields) -> list[set[int]]:
+    """Per list, the positions that are held after 14 steps behind a prompt of 60 tokens."""
+    found = []
+
+    def look(running, step):
+        slots = running.store.view(torch.tensor([0])).slots(0)
+        rows = zip(slots.pos[0].flatten(0, 1), slots.valid[0].flatten(0, 1), strict=True)
+        found[:] = [set(pos[valid].tolist()) for pos, valid in rows]
+
+    asked = request("0", random_tokens(60), max_new_tokens=15, **fields)
+    assert policy.check_outcome(vars(answers(loaded, policy, [asked], on_step=look)["0", 0])) is None
+    return found
+
+
+def test_what_is_protected_is_never_evicted(tiny_model):
+    """Random choices at a tenth of the tokens, again and again: the protected ones are there in every head, and what
+    is not protected goes."""
+    loaded = tiny_model("llama", "gqa3", 64)
+    must = {
+        "sinks": set(range(7)),
+        "instruction": set(range(11)),
+        "prompt": set(range(60)),
+        "answer": set(range(60, 74)),
+    }
+    for protect, positions in must.items():
+        settings = {"budget": 0.1, "protect": protect, "protect_tokens": 7, "sinks": 0, "window": 1, "decode_every": 3}
+        for held in first_held(loaded, policy_of("random", **settings), instruction_tokens=11):
+            assert positions <= held and len(held) < 74
+            assert len(held - positions) <= 10
+        plain = first_held(loaded, policy_of("random", **settings | {"protect": "none"}), instruction_tokens=11)
+        assert not any(positions <= held for held in plain)
+
+
+def test_an_instruction_that_is_not_there_cannot_be_protected(tiny_model):
+    """A task whose prompts have none is refused before anything is read."""
+    policy = policy_of("snapkv", protect="instruction")
+    with pytest.raises(ValueError, match="prompts of this task begin without one"):
+        run = [request("0", random_tokens(60), instruction_tokens=3), request("1", random_tokens(60))]
+        answers(tiny_model("llama", "gqa3", 64), policy, run)

@@ -226,7 +226,7 @@ def test_a_threshold_keeps_what_reaches_it():
         ({"allocation": "table", "table": [[0.0, 0.0]]}, "nothing but 0"),
         ({"protect": "prompt"}, "decode_every=0 makes none"),
         ({"protect": "answer"}, "decode_every=0 makes none"),
-        ({"protect": "prompt", "decode_every": 4, "budget": "8MiB"}, "protect=prompt compresses the answer alone"),
+        ({"protect": "prompt", "decode_every": 4, "budget": "8MiB"}, "how long the prompt is"),
         ({"allocation": "cake"}, "allocation='cake' must be 'uniform'"),
         ({"alpha": 1.5}, "alpha=1.5"),
         ({"chunk": 0}, "chunk=0"),
