@@ -1,22 +1,8 @@
 """Ada-SnapKV: SnapKV's scores ranked over all heads of a layer, so that heads share one budget."""
 
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Annotated
 
-import torch
-
-from kvbench.policy import (
-    EVICT,
-    Number,
-    PrefillPlan,
-    PrefillView,
-    Whole,
-    WindowRanked,
-    largest_remainder,
-    pyramid_budgets,
-    rank_descending,
-)
+from kvbench.policy import Allocation, WindowRanked
 
 
 @dataclass(kw_only=True)
@@ -26,7 +12,7 @@ class AdaSnapKV(WindowRanked):
     Args:
         budget: Mean over heads of what stays of the prompt, window included: ratio, tokens per head, or bytes.
         alpha: Share of a head's budget that does not depend on the ranking, in [0, 1].
-        pyramid: Give layers PyramidKV's budgets instead of equal ones (Ada-PyramidKV).
+        allocation: `ada`; `ada_pyramid` gives layers PyramidKV's budgets instead of equal ones (Ada-PyramidKV).
         beta: Steepness of the pyramid; >= 1.
         window: Observation window; >= 1.
         pool: `max`, `avg` or `none`.
@@ -44,46 +30,5 @@ class AdaSnapKV(WindowRanked):
         one kept set per KV head with the group's mean.
     """
 
-    alpha: Annotated[float, Number(0, 1)] = 0.2
-    pyramid: bool = False
-    beta: Annotated[int, Whole(1, 1000)] = 20
+    allocation: Allocation = "ada"
     official_rounding: bool = False
-    scope = "layer"
-    budget_is_mean = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.spare_pages = int(self.official_rounding)
-
-    def head_budgets(self, score: torch.Tensor, base: int) -> list[int]:
-        """Prefix tokens per head from pooled prefix scores fp32 [H, prefix]; the mean is `base`."""
-        heads = score.shape[0]
-        best = rank_descending(score.flatten()) < heads * base  # ties go to the lower head, then to the lower position
-        counts = best.view(heads, -1).sum(1).tolist()
-        if self.official_rounding:
-            return [round(count * (1 - self.alpha) + int(base * self.alpha)) for count in counts]
-        alpha = Fraction(str(self.alpha))
-        parts = [count * (alpha.denominator - alpha.numerator) + base * alpha.numerator for count in counts]
-        return largest_remainder(parts, alpha.denominator, heads * base)
-
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
-        window = min(self.window, budget)
-        if budget < view.num_tokens:
-            prefix = view.num_tokens - window
-            score = view.score[0, :, :prefix]
-            base = budget - window
-            if self.pyramid:
-                layers = pyramid_budgets(
-                    base,
-                    prefix,
-                    view.num_tokens,
-                    view.num_layers,
-                    beta=self.beta,
-                    official_rounding=self.official_rounding,
-                    uniform_middle=not self.official_rounding,
-                )
-                base = layers[int(view.layers[0])]
-            own = torch.tensor(self.head_budgets(score, base), device=score.device)[:, None]
-            tier_of[0, :, :prefix] = torch.where(rank_descending(score) < own, 0, EVICT)
-        return PrefillPlan(tier_of=tier_of)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvbench.policy import EVICT, PrefillPlan, PrefillView, Whole, WindowRanked, rank_descending
+from kvbench.policy import PrefillView, Whole, WindowRanked
 
 
 @dataclass(kw_only=True)
@@ -41,20 +41,6 @@ class ChunkKV(WindowRanked):
         if self.reuse > 1:
             self.scope = "model"
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
-        prefix = view.num_tokens - min(self.window, budget)
-        if budget < view.num_tokens:
-            chosen_by = torch.arange(len(view.layers), device=view.layers.device) // self.reuse * self.reuse
-            worth = self._of_chunks(view.score[..., :prefix].sum(1))[chosen_by]
-            keep = rank_descending(worth) < budget - (view.num_tokens - prefix)
-            tier_of[..., :prefix] = torch.where(keep, 0, EVICT)[:, None]
-        return PrefillPlan(tier_of=tier_of)
-
-    def _of_chunks(self, score: Tensor) -> Tensor:
-        """Every token's [V, n] mean over its chunk, in the same shape; equal chunks keep their order."""
-        length = score.shape[-1]
-        chunk = torch.arange(length, device=score.device) // self.chunk
-        count = torch.bincount(chunk)
-        total = score.new_zeros(len(score), len(count)).index_add_(1, chunk, score)
-        return (total / count)[:, chunk]
+    def ranking(self, view: PrefillView) -> Tensor:
+        chosen_by = torch.arange(len(view.layers), device=view.layers.device) // self.reuse * self.reuse
+        return view.score.sum(1)[chosen_by][:, None].expand_as(view.score)

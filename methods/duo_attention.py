@@ -1,10 +1,7 @@
 """DuoAttention: some heads keep everything, the others only sinks and recent tokens, by a table learnt beforehand."""
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -23,6 +20,7 @@ from kvbench.policy import (
     TierText,
     Whole,
     rank_descending,
+    read_table,
 )
 
 
@@ -60,7 +58,7 @@ class DuoAttention(Policy):
         self.tiers = (Tier.parse(self.tier),)
         if self.table is None:
             return
-        self.table = read_gates(self.table)  # the gates themselves, so that a run's identity does not hang on a path
+        self.table = read_table(self.table)  # the gates themselves, so that a run's identity does not hang on a path
         gates = torch.tensor(self.table).clamp(0, 1)
         if self.sparsity is None:
             self._streams = gates <= 0.5
@@ -109,32 +107,3 @@ class DuoAttention(Policy):
             if held != expected:
                 return f"{held} slots after {seen} tokens, but {streams} streaming heads of {limit} make {expected}"
         return None
-
-
-def read_gates(table: str | Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """Gates per layer and KV head, from a file or from nested sequences.
-
-    Raises:
-        ValueError: There is no such file, or it is not a table of numbers with equally many in every line.
-    """
-    rows: Sequence[Sequence[float | str]]
-    if isinstance(table, str):
-        path = Path(table).expanduser()
-        if not path.is_file():
-            raise ValueError(f"method.table={table} is no file; give a table of gates, one line per layer")
-        text = path.read_text()
-        lines = [re.split(r"[\s,]+", line.strip()) for line in text.splitlines() if line.strip()]
-        try:
-            rows = json.loads(text) if path.suffix == ".json" else lines
-        except ValueError as error:
-            raise ValueError(f"method.table={table} is no JSON ({error}); write a list of lists of gates") from None
-    else:
-        rows = table
-    try:
-        gates = tuple(tuple(float(gate) for gate in row) for row in rows)
-    except (TypeError, ValueError):
-        gates = ()
-    if not gates or not gates[0] or len({len(row) for row in gates}) > 1:
-        name = table if isinstance(table, str) else "the list"
-        raise ValueError(f"method.table: {name} is not one line per layer with one number per KV head in each")
-    return gates

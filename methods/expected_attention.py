@@ -94,3 +94,6 @@ class ExpectedAttention(Scored):
         super().__post_init__()
         statistic = ExpectedAttentionScore(self.sinks, self.future, self.covariance, self.value_norm, self.epsilon)
         self.score_by(statistic, slot_queries=self.recent_queries, prefill_queries=ALL_QUERIES)
+
+    def always(self, budget: int) -> tuple[int, int]:
+        return self.sinks, 0

@@ -5,27 +5,11 @@ from typing import Annotated, Literal
 
 import torch
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    EVICT,
-    Budget,
-    BudgetText,
-    DecodePlan,
-    DecodeView,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    TierText,
-    Whole,
-    rank_descending,
-)
+from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Number, Ranked, ScoreSpec, Whole
 
 
 @dataclass(kw_only=True)
-class H2O(Policy):
+class H2O(Ranked):
     """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
     ones.
 
@@ -52,27 +36,22 @@ class H2O(Policy):
     group: Literal["sum", "mean", "max"] = "sum"
     one_shot: bool = False
     window: Annotated[int, Whole(0, unit="tokens")] = 0
-    tier: TierText = "fp16"
     granularity: Literal["kv_head", "q_head"] = "kv_head"
 
     def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+        super().__post_init__()
         self.acts_in_decode = not self.one_shot
-        self.score = ScoreSpec(
-            prefill_queries=ALL_QUERIES,
-            group_reduce=self.group,
-            decode_update=not self.one_shot,
-            track=() if self.one_shot else ("score", "pos"),
+        self.rank_by(
+            ScoreSpec(
+                prefill_queries=ALL_QUERIES,
+                group_reduce=self.group,
+                decode_update=not self.one_shot,
+                track=() if self.one_shot else ("score", "pos"),
+            )
         )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
-        recent = min(self.window, budget) if self.window else int(budget * self.recent_share)
-        if budget < view.num_tokens:
-            prefix = view.num_tokens - recent
-            rank = rank_descending(view.score[..., :prefix])
-            tier_of[..., :prefix] = torch.where(rank < budget - recent, 0, EVICT)
-        return PrefillPlan(tier_of=tier_of)
+    def always(self, budget: int) -> tuple[int, int]:
+        return 0, self.window or int(budget * self.recent_share)
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
         if self.one_shot:
@@ -80,8 +59,12 @@ class H2O(Policy):
         budget = view.budget_tokens(self._budget)
         recent = (budget.double() * self.recent_share).long()  # the prompt's number: 0.29 x 100 differs in fp32
         lightest = view.argmin(0, by="score", before=view.tokens_seen - recent)
-        full = view.num_slots(0) > budget[:, None, None]
+        full = (view.tokens_seen > torch.maximum(view.prompt_tokens, budget))[
+            :, None, None
+        ]  # whatever a list's share is
         return DecodePlan(slot=torch.where(full & lightest.found, lightest.slot, -1))
 
     def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, at_end=None if self.one_shot else 1)
+        return self.budget_complaint(
+            record, self._budget, mean=self.budget_is_mean, at_end=None if self.one_shot else 1
+        )

@@ -64,10 +64,13 @@ class KVCompress(Policy):
     floor_tokens: Annotated[int, Whole(0, unit="tokens")] = 0
     tier: TierText = "fp16"
     scope = "model"
+    budget_is_mean = True
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
         self.compact_every = int(self.continual)  # see compact_due
+        self.budget_step = self.block
+        self.fewest_tokens = num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
         both = ScoreSpec(power=self.power, group_reduce="sum", decode_update=self.continual, track=("score", "pos"))
         if self.variant == "window":
             self.score = replace(
@@ -105,8 +108,9 @@ class KVCompress(Policy):
 
     def check_outcome(self, record: dict) -> str | None:
         at_end = 1 if self.continual else None  # every step begins within the budget and adds a token
-        fewest = num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
-        return self.budget_complaint(record, self._budget, at_least=fewest, mean=True, block=self.block, at_end=at_end)
+        return self.budget_complaint(
+            record, self._budget, at_least=self.fewest_tokens, mean=True, block=self.block, at_end=at_end
+        )
 
     @property
     def _protected(self) -> int:

@@ -70,3 +70,6 @@ class LagKV(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.score_by(LagRelative(self.sinks, self.lag))
+
+    def always(self, budget: int) -> tuple[int, int]:
+        return self.sinks, 0

@@ -70,6 +70,8 @@ class MiniKV(Policy):
         if self.residual_tokens % self.group:
             raise ValueError(f"residual_tokens={self.residual_tokens} must be a multiple of group={self.group}")
         self._budget = Budget.parse(min(1.0, self.heavy + self.recent) if self.budget is None else self.budget)
+        self.budget_is_mean = self.allocation != "uniform"
+        self.fewest_tokens = 2 * self.depth  # below, one heavy token in every layer lifts the pyramid's mean
         self.scope = "model" if self.allocation.startswith("var") else "head"
         coded = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
         self.tiers = (Tier(native=True) if self.native else coded,)
@@ -114,5 +116,4 @@ class MiniKV(Policy):
         return PrefillPlan(tier_of=tier_of)
 
     def check_outcome(self, record: dict) -> str | None:
-        fewest = 2 * self.depth  # below, the one heavy token that every layer keeps lifts the pyramid's mean
-        return self.budget_complaint(record, self._budget, at_least=fewest, mean=True)
+        return self.budget_complaint(record, self._budget, at_least=self.fewest_tokens, mean=True)

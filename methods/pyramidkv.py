@@ -1,11 +1,8 @@
 """PyramidKV: SnapKV's selection with a budget that shrinks from the first layer to the last."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-import torch
-
-from kvbench.policy import EVICT, PrefillPlan, PrefillView, Whole, WindowRanked, pyramid_budgets, rank_descending
+from kvbench.policy import Allocation, WindowRanked
 
 
 @dataclass(kw_only=True)
@@ -33,27 +30,5 @@ class PyramidKV(WindowRanked):
         there has 64 and run_longbench.py 8.
     """
 
-    beta: Annotated[int, Whole(1, 1000)] = 20
+    allocation: Allocation = "pyramid"
     official_rounding: bool = False
-    budget_is_mean = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.spare_pages = int(self.official_rounding)
-
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
-        window = min(self.window, budget)
-        if budget < view.num_tokens:
-            prefix = view.num_tokens - window
-            keep = pyramid_budgets(
-                budget - window,
-                prefix,
-                view.num_tokens,
-                view.num_layers,
-                beta=self.beta,
-                official_rounding=self.official_rounding,
-            )
-            own = torch.tensor(keep, device=view.layers.device)[view.layers][:, None, None]
-            tier_of[..., :prefix] = torch.where(rank_descending(view.score[..., :prefix]) < own, 0, EVICT)
-        return PrefillPlan(tier_of=tier_of)

@@ -7,17 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.policy import (
-    MAX_TOKENS,
-    CompactPlan,
-    DecodeView,
-    LayerTensors,
-    Number,
-    Scored,
-    Statistic,
-    Whole,
-    shrink_to_share,
-)
+from kvbench.policy import MAX_TOKENS, LayerTensors, Number, Scored, Statistic, Whole
 
 ROWS = 512  # of a head's similarities that lie in memory at once
 
@@ -84,7 +74,7 @@ class RKV(Scored):
         window: Last queries, whose tokens always stay; >= 1. They are kept for evictions while decoding, and billed.
         pool_kernel: Odd width of the maximum over neighbouring tokens' attention.
         mix: Weight of attention against redundancy, in [0, 1].
-        threshold: Cosine from which one key repeats another, in [0, 1].
+        similar: Cosine from which one key repeats another, in [0, 1].
         decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
             prompt's budget; 0 = never.
         tier: Precision of what is kept.
@@ -99,16 +89,13 @@ class RKV(Scored):
     window: Annotated[int, Whole(1, unit="tokens")] = 8
     pool_kernel: Annotated[int, Whole(1, 1023, unit="tokens", odd=True)] = 7
     mix: Annotated[float, Number(0, 1)] = 0.07
-    threshold: Annotated[float, Number(0, 1)] = 0.5
+    similar: Annotated[float, Number(0, 1)] = 0.5
     decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        statistic = Redundancy(self.window, self.pool_kernel, self.mix, self.threshold)
+        statistic = Redundancy(self.window, self.pool_kernel, self.mix, self.similar)
         self.score_by(statistic, slot_queries=self.window, prefill_queries=self.window)
 
-    def plan_compact(self, view: DecodeView) -> CompactPlan:
-        return shrink_to_share(view, self._budget, self.window)
-
-    def check_outcome(self, record: dict) -> str | None:
-        return self.share_complaint(record, self._budget, self.window)
+    def always(self, budget: int) -> tuple[int, int]:
+        return 0, self.window

@@ -69,6 +69,9 @@ class Scissorhands(Policy):
             track=("score", "pos"),
         )
 
+    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        return min(budget, num_prompt_tokens + num_new_tokens)  # a full budget shrinks before a token comes in
+
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         budget, length = view.budget_tokens(self._budget), view.num_tokens
         position = torch.arange(length, device=view.score.device)

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from kvbench.policy import EVICT, PrefillPlan, PrefillView, WindowRanked, rank_descending
+from kvbench.policy import WindowRanked
 
 
 @dataclass(kw_only=True)
@@ -27,11 +25,3 @@ class SnapKV(WindowRanked):
     Differs: by default one kept set per KV head with the group's mean score before pooling; kept tokens are stored in
         position order; scores are summed in fp32; a prompt of exactly the budget is left alone.
     """
-
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget, tier_of = view.budget_tokens(self._budget), view.filled(0)
-        prefix = view.num_tokens - min(self.window, budget)
-        if budget < view.num_tokens:
-            rank = rank_descending(view.score[..., :prefix])
-            tier_of[..., :prefix] = torch.where(rank < budget - (view.num_tokens - prefix), 0, EVICT)
-        return PrefillPlan(tier_of=tier_of)

@@ -44,10 +44,14 @@ class StreamingLLM(Policy):
 
     def __post_init__(self) -> None:
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+        self.fewest_tokens = self.sinks + 1
         if self._budget.unit == "tokens" and self._budget.value <= self.sinks:
             raise ValueError(
                 f"budget={self.budget} tokens leaves no recent token beside sinks={self.sinks}; raise the budget"
             )
+
+    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        return min(budget, num_prompt_tokens + num_new_tokens)  # a token is overwritten before one comes in
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         recent = max(1, view.budget_tokens(self._budget) - self.sinks)

@@ -3,25 +3,13 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from kvbench.policy import (
-    EVICT,
-    Budget,
-    BudgetText,
-    DecodePlan,
-    DecodeView,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    TierText,
-    rank_descending,
-)
+from kvbench.policy import DecodePlan, DecodeView, PrefillView, Ranked, ScoreSpec
 
 
 @dataclass(kw_only=True)
-class TOVA(Policy):
+class TOVA(Ranked):
     """Keeps the tokens that the last query attends to most, the same ones in every head of a layer.
 
     The prompt is cut down to the budget by its last query. From then on each step drops the token with the smallest
@@ -38,29 +26,30 @@ class TOVA(Policy):
         `per_head` is an addition.
     """
 
-    budget: BudgetText = 0.25
     per_head: bool = False
-    tier: TierText = "fp16"
-    scope = "layer"
     acts_in_decode = True
 
     def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        self.score = ScoreSpec(
-            prefill_queries=1, group_reduce="mean", decode_update=True, decode_replace=True, track=("score", "pos")
+        super().__post_init__()
+        if not self.per_head and (self.value_aware or self.allocation not in ("uniform", "pyramid")):
+            what = "value_aware=true" if self.value_aware else f"allocation={self.allocation}"
+            raise ValueError(f"{what} tells heads of a layer apart, and TOVA keeps one set for all; set per_head=true")
+        if self.scope == "head":
+            self.scope = "layer"
+        self.rank_by(
+            ScoreSpec(
+                prefill_queries=1, group_reduce="mean", decode_update=True, decode_replace=True, track=("score", "pos")
+            )
         )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget, score = view.budget_tokens(self._budget), view.score
-        if not self.per_head:
-            score = score.mean(1, keepdim=True).expand_as(score)
-        tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
-        return PrefillPlan(tier_of=tier_of)
+    def ranking(self, view: PrefillView) -> Tensor:
+        score = view.score
+        return score if self.per_head else score.mean(1, keepdim=True).expand_as(score)
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
         lightest = view.argmin(0, by="score", over_layer=not self.per_head)
-        full = view.num_slots(0) > view.budget_tokens(self._budget)[:, None, None]
-        return DecodePlan(slot=torch.where(full & lightest.found, lightest.slot, -1))
+        full = view.tokens_seen > torch.maximum(view.prompt_tokens, view.budget_tokens(self._budget))
+        return DecodePlan(slot=torch.where(full[:, None, None] & lightest.found, lightest.slot, -1))
 
     def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, at_end=1)
+        return self.budget_complaint(record, self._budget, mean=self.budget_is_mean, at_end=1)

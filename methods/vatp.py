@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvbench.policy import (
     ALL_QUERIES,
-    EVICT,
     CompactPlan,
     DecodeView,
     LayerTensors,
@@ -19,8 +18,6 @@ from kvbench.policy import (
     ScoreSpec,
     Statistic,
     Whole,
-    rank_descending,
-    shrink_to_share,
 )
 
 
@@ -68,28 +65,34 @@ class VATP(Scored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.score = ScoreSpec(
-            statistic=ValueWeighted(),
-            prefill_queries=self.window or ALL_QUERIES,
-            group_reduce="sum",
-            decode_update=self.decode_every > 0,
-            track=("score", "pos") if self.decode_every else (),
+        self.rank_by(
+            ScoreSpec(
+                statistic=ValueWeighted(),
+                prefill_queries=self.window or ALL_QUERIES,
+                group_reduce="sum",
+                decode_update=self.decode_every > 0,
+                track=("score", "pos") if self.decode_every else (),
+            )
         )
 
+    def always(self, budget: int) -> tuple[int, int]:
+        return self.sinks, int(budget * self.recent_share)
+
+    def last_tokens(self) -> int:
+        return 0  # a share of what each sequence holds: see plan_compact
+
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget, length = view.budget_tokens(self._budget), view.num_tokens
-        first = length - int(budget * self.recent_share)
-        score = self._protected(view.score, torch.arange(length, device=view.score.device), first)
-        tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
-        return PrefillPlan(tier_of=tier_of, score=view.extra["attention"] if self.decode_every else None)
+        plan = super().plan_prefill(view)
+        plan.score = view.extra["attention"] if self.decode_every else None
+        return plan
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         slots = view.slots(0)
         share = view.prompt_slots.double().mean((1, 2)) * self.recent_share
         first = (view.tokens_seen - share.long())[:, None, None, None]
-        return shrink_to_share(view, self._budget, 0, self._protected(slots.score, slots.pos, first))
+        return self.shrink(view, self._above(slots.score, slots.pos, first))
 
-    def _protected(self, score: Tensor, pos: Tensor, first: Tensor | int) -> Tensor:
+    def _above(self, score: Tensor, pos: Tensor, first: Tensor | int) -> Tensor:
         """Scores with the sinks above all, and then the recent tokens, the newest first."""
         top = torch.finfo(torch.float32).max / 4
         newest = (1 + pos / 2**22) * top  # rises with the position, in steps that fp32 can tell apart

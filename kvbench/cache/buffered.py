@@ -55,6 +55,9 @@ class Buffered(Paged):
     def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
         return self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
 
+    def paged_slots(self, kept: int, new: int) -> tuple[int, int]:
+        return self.ring.paged_after(kept, new)
+
     def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
         held = self.ring.num_k[lists].long()
         return [held, self.ring.num_tokens[lists].long() - held]

@@ -14,24 +14,28 @@ class Counters:
         tokens_seen: int64 [rows]: tokens before the incoming one.
         prompt_tokens: int64 [rows].
         prompt_slots: int32 [lists]; empty where nobody asks, since only bulk eviction does.
+        instruction_tokens: int64 [rows], likewise.
     """
 
     tokens_seen: Tensor
     prompt_tokens: Tensor
     prompt_slots: Tensor
+    instruction_tokens: Tensor
 
     @staticmethod
-    def make(rows: int, lists: int, device: torch.device) -> "Counters":
+    def make(rows: int, lists: int, device: torch.device, needs_instruction: bool = False) -> "Counters":
         """Counters at 0; `lists` = 0 keeps no prompt slots."""
         seen, prompt = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-        return Counters(seen, prompt, torch.zeros(lists, dtype=torch.int32, device=device))
+        instruction = torch.zeros(rows if needs_instruction else 0, dtype=torch.int64, device=device)
+        return Counters(seen, prompt, torch.zeros(lists, dtype=torch.int32, device=device), instruction)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the counters, as the tensors hold them."""
-        return self.tokens_seen.nbytes + self.prompt_tokens.nbytes + self.prompt_slots.nbytes
+        held = (self.tokens_seen, self.prompt_tokens, self.prompt_slots, self.instruction_tokens)
+        return sum(counter.nbytes for counter in held)
 
     @property
     def row_bytes(self) -> int:
         """One row's part of them."""
-        return 2 * self.tokens_seen.element_size() + self.prompt_slots.nbytes // len(self.tokens_seen)
+        return self.allocated_bytes // len(self.tokens_seen)

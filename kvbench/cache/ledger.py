@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters
+from kvbench.cache.fit import Fit
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Paged
+from kvbench.policy import Policy
 
 ITEMS = (
     "payload_bytes",
@@ -50,14 +52,16 @@ class Ledger:
     """Counts the bytes of every row.
 
     Args:
+        policy: Decides; of its budget in bytes the ledger says what it buys.
         holding: What holds the tokens.
         counters: What the rows have seen.
         shape: The model's shape.
     """
 
-    def __init__(self, holding: Paged, counters: Counters, shape: ModelShape) -> None:
+    def __init__(self, policy: Policy, holding: Paged, counters: Counters, shape: ModelShape) -> None:
         self._holding, self._counters, self._shape = holding, counters, shape
         self._pages = holding.pages
+        self.fit = Fit(policy, self._pages, lambda: sum(self.fixed_row_bytes()), holding.paged_slots)
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
     # What is held now.
@@ -66,7 +70,8 @@ class Ledger:
         """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings)."""
         counters, rings = self._holding.row_bytes
         tables = self._pages.table.allocated_bytes // self._pages.shape[0]
-        return tables + self._counters.row_bytes + counters, rings
+        solved = self.fit.tokens.element_size() * (self.fit.budget is not None)
+        return tables + self._counters.row_bytes + counters + solved, rings
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
         """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters and rings."""
@@ -149,6 +154,10 @@ class Ledger:
             "page_tokens": fmt.tokens_per_page,
             "slot_bytes": fmt.slot.slot_bytes,
         }
+        if self._counters.instruction_tokens.numel():
+            self.meters[row].prompt["instruction_tokens"] = int(self._counters.instruction_tokens[row])
+        if self.fit.budget is not None:
+            self.meters[row].prompt["budget_tokens"] = int(self.fit.tokens[row])
 
     def restart(self, row: int) -> None:
         """Begins the averages anew: they are over the answer, not over a question that was fed token by token."""

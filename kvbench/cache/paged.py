@@ -9,6 +9,7 @@ from torch import Tensor
 from kvbench.cache import moves
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
+from kvbench.cache.fit import Fit
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.reads import StepReads
@@ -82,6 +83,7 @@ class Paged:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
         self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, rotation)
         self.plans = CheckedPlans(policy, pages)
+        self.fit: Fit | None = None  # what a budget in bytes buys; the store's, which knows what else a row holds
 
     @property
     def takes_chunks(self) -> bool:
@@ -105,6 +107,11 @@ class Paged:
         held = self.pages.held(tier, lists)
         return held, held
 
+    def paged_slots(self, kept: int, new: int) -> tuple[int, int]:
+        """Slots that a list has in pages once it kept so many tokens of a prompt and took so many more: exactly, and at
+        most where that many are the mean of lists."""
+        return kept + new, kept + new
+
     def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
         """Tokens held per list and tier, int64 [M] each; those outside of pages are one more entry."""
         return [self.pages.held(tier, lists) for tier in range(len(self.pages.formats))]
@@ -124,12 +131,12 @@ class Paged:
 
     def view(self, rows: Tensor) -> PagesView:
         """What the policy may see of rows."""
-        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find)
+        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find, fit=self.fit)
 
     def measured_view(self, rows: Tensor) -> PagesView:
         """The same for a bulk eviction, with the scores that the policy's statistic gives the slots now."""
         measure = self.scores.of_slots if self.scores.measures_slots else None
-        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find, measure)
+        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find, measure, self.fit)
 
     # Rows.
 

@@ -25,6 +25,7 @@ class Prompts:
         self._policy, self._shape, self._holding = policy, shape, holding
         self._counters, self._ledger = counters, ledger
         # Row -> layers that wait for the last one, for policies of scope `model`.
+        self.new_tokens: dict[int, int] = {}  # row -> most tokens that come behind its prompt
         self._waiting: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
 
     def place(self, row: int, layer: int, k: Tensor, v: Tensor, score: Tensor | None) -> None:
@@ -35,6 +36,8 @@ class Prompts:
             score: fp32 [H, N] or [1 + len(also), H, N] as the policy's `ScoreSpec` says, or None when it asks for none.
         """
         last = layer + 1 == self._shape.num_layers
+        if not layer and self._ledger.fit.budget is not None:
+            self._ledger.fit.open(row, k.shape[1], self.new_tokens[row])
         if self._policy.scope == "model":
             waiting = self._waiting.setdefault(row, [])
             waiting.append((k, v, score))
@@ -58,7 +61,7 @@ class Prompts:
         if score is not None and (also := self._policy.score.statistic.also):
             score, *others = score.unbind(1)
             extra = dict(zip(also, others, strict=True))
-        plan = self._plan(first, len(layers), score, extra, layers[0][0])
+        plan = self._plan(row, first, len(layers), score, extra, layers[0][0])
         begins_with = plan.score if plan.score is not None else score
         for index, (k, v, _) in enumerate(layers):
             stored = None if begins_with is None else begins_with[index]
@@ -66,9 +69,10 @@ class Prompts:
         self._ledger.hold(row, staging_bytes=sum(k.nbytes + v.nbytes for k, v, _ in layers))
 
     def _plan(
-        self, first: int, num_layers: int, score: Tensor | None, extra: dict[str, Tensor], k: Tensor
+        self, row: int, first: int, num_layers: int, score: Tensor | None, extra: dict[str, Tensor], k: Tensor
     ) -> PrefillPlan:
         heads, num_tokens = k.shape[:2]
+        fit = self._ledger.fit
         view = PrefillView(
             num_tokens=num_tokens,
             num_layers=self._shape.num_layers,
@@ -77,6 +81,8 @@ class Prompts:
             score=score,
             token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
             extra=extra,
+            instruction_tokens=int(self._counters.instruction_tokens[row]) if self._policy.needs_instruction else 0,
+            byte_tokens=int(fit.tokens[row]) if fit.budget is not None else None,
         )
         return self._holding.plans.prefill(view, score)
 

@@ -68,6 +68,19 @@ class ResidualBuffer:
         whole = count - count % self.group_tokens
         return whole, whole
 
+    def paged_after(self, count: int, new: int) -> tuple[int, int]:
+        """Slots in pages of a list that kept `count` tokens of a prompt and took `new` more: exactly, and the most that
+        a list which kept fewer can have for each token that it kept."""
+
+        period = self.spec.num_tokens if self.spec.hold_prompt else self.group_tokens
+        given = torch.cat([torch.tensor([count]), torch.arange(period)])
+        keys, values = self.split_prompt(given)
+        total, size = given + new, self.spec.num_tokens
+        keys = keys + (total - keys) // size * size
+        if self.spec.v_flush == "oldest":
+            keys = torch.maximum(keys, torch.maximum(values, total - size))
+        return int(keys[0]), count + int((keys - given)[1:].max())
+
     def after_append(self, lists: Tensor) -> tuple[Tensor, Tensor]:
         """The counts (keys, values in pages) once each of these lists has taken one more token; int64 [M]."""
         total = self.num_tokens[lists].long() + 1

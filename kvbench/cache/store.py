@@ -77,13 +77,15 @@ class CompressedStore:
         )
         # Only bulk eviction asks how much the prompt's plan gave each list.
         lists = self.pages.table.num_lists if policy.compact_every else 0
-        self.counters = Counters.make(rows, lists, shape.device)
+        self.counters = Counters.make(rows, lists, shape.device, policy.needs_instruction)
         self.holding = (
             Paged(policy, shape, self.pages, self.counters, self._rotation)
             if policy.residual is None
             else Buffered(policy, shape, self.pages, self.counters, self._rotation, policy.residual)
         )
-        self.ledger = Ledger(self.holding, self.counters, shape)
+        self.ledger = Ledger(policy, self.holding, self.counters, shape)
+        self.fit = self.holding.fit = self.ledger.fit
+        self._max_new_tokens = max_new_tokens
         self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
         self._free_rows = list(range(rows))
         self._step: PagedStep | None = None
@@ -93,7 +95,8 @@ class CompressedStore:
     @property
     def allocated_bytes(self) -> int:
         """Everything the allocator holds for the cache: pool, tables, counters, rings."""
-        return self.pages.allocated_bytes + self.counters.allocated_bytes + self.holding.allocated_bytes
+        solved = self.fit.tokens.nbytes
+        return self.pages.allocated_bytes + self.counters.allocated_bytes + self.holding.allocated_bytes + solved
 
     @property
     def used_bytes(self) -> int:
@@ -111,10 +114,19 @@ class CompressedStore:
 
     # Rows.
 
-    def open_row(self) -> int:
-        """Takes an empty row."""
+    def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0) -> int:
+        """Takes an empty row.
+
+        Args:
+            new_tokens: Most tokens that will be read behind the prompt; None = as many as the store was made for. A
+                budget in bytes is solved for with this.
+            instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
+        """
         row = self._free_rows[0]
+        self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.counters.tokens_seen[row] = self.counters.prompt_tokens[row] = 0
+        if self.policy.needs_instruction:
+            self.counters.instruction_tokens[row] = instruction_tokens
         self.ledger.open(row)
         return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
 
@@ -144,10 +156,16 @@ class CompressedStore:
             self.holding.share(source, row)
             if not share:
                 self.pages.table.own_all(self._lists(row))
-            for counter in (self.counters.tokens_seen, self.counters.prompt_tokens):
+            for counter in (
+                self.counters.tokens_seen,
+                self.counters.prompt_tokens,
+                *([self.counters.instruction_tokens] if self.policy.needs_instruction else []),
+            ):
                 counter[row] = counter[source]
             if self.counters.prompt_slots.numel():
                 self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
+            if self.fit.budget is not None:
+                self.fit.tokens[row] = self.fit.tokens[source]
             self.ledger.fork(source, row)
         except BaseException:
             self.close_row(row)

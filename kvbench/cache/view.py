@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters
+from kvbench.cache.fit import Fit
 from kvbench.cache.pages import Pages
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
@@ -25,6 +26,7 @@ class PagesView(DecodeView):
         check_find: Refuses positions that `find` must not be asked for.
         measure: Gives the slots of rows at so many tokens the scores that `slots` shows, fp32 [1 + len(also), S, L, H,
             n]; None = it shows those that are stored.
+        fit: Says what the policy's budget in bytes buys.
     """
 
     def __init__(
@@ -35,18 +37,24 @@ class PagesView(DecodeView):
         spec: ScoreSpec,
         check_find: Callable[[Tensor, DecodeView], None],
         measure: Callable[[Tensor, Tensor], Tensor] | None = None,
+        fit: Fit | None = None,
     ) -> None:
         self._pages, self._window, self._check_find = pages, spec.prefill_queries, check_find
+        self._fit = fit
         self._rows, self._also, self._measure = rows, spec.statistic.also, measure
         self._arrays: dict[int, SlotArrays] = {}
         self.shape = (len(rows), *pages.shape[1:])
         self.tokens_seen = counters.tokens_seen[rows]
         self.prompt_tokens = counters.prompt_tokens[rows]
+        if counters.instruction_tokens.numel():
+            self.instruction_tokens = counters.instruction_tokens[rows]
         self._lists = pages.lists_of(rows)
         if counters.prompt_slots.numel():
             self.prompt_slots = counters.prompt_slots[self._lists].long().view(self.shape)
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
+        if self._fit is not None and self._fit.knows(budget):
+            return self._fit.of(self._rows)
         token_bytes, lists = self._pages.formats[tier].slot.slot_bytes, self._pages.lists_per_row
         if budget.unit == "ratio":
             return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)

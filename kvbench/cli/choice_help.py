@@ -114,7 +114,7 @@ def method_help(name: str, width: int = 80) -> str:
     policy = make_policy(read_config(path))
     kind = type(policy)
     doc = inspect.getdoc(kind) or ""
-    listed, meaning, rules = method_table.settings_of(path), method_table.arguments(doc), declared(kind)
+    listed, meaning, rules = method_table.settings_of(path), method_table.meanings(kind), declared(kind)
     lines = [f"method={name}", "", *_wrap(doc.split("\n\nArgs:")[0], width), ""]
     lines.append("settings (method.KEY=VALUE)")
     for key, default in _defaults(kind, listed).items():

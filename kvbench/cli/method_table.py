@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import Field, fields
 from pathlib import Path
 
 import torch
@@ -9,9 +10,10 @@ from omegaconf import OmegaConf
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.config import files as listing
+from kvbench.config.compose import SHARED
 from kvbench.config.settings import read_config
 from kvbench.kernels.format import PageFormat
-from kvbench.policy import ALL_QUERIES, Policy
+from kvbench.policy import ALL_QUERIES, Policy, Ranked, Scored
 from kvbench.runs.parts import make_policy
 
 HEAD = """# Methods
@@ -123,6 +125,14 @@ def arguments(doc: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
+def meanings(kind: type[Policy]) -> dict[str, str]:
+    """What a method's docstring says of each setting, or that of the class which it has the setting from."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        found |= arguments(inspect.cleandoc(each.__doc__ or ""))
+    return found
+
+
 def settings_of(path: Path) -> dict[str, object]:
     """The settings that a method's YAML file lists, in its order.
 
@@ -142,6 +152,24 @@ def yaml_value(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def shared(kind: type[Policy]) -> dict[str, Field]:
+    """The settings of a method that compose: those of all methods that rank a prompt's tokens."""
+    return {item.name: item for item in fields(kind) if item.name in SHARED and issubclass(kind, Ranked)}
+
+
+def composition() -> str:
+    """What the settings that compose mean, once for all methods."""
+    meaning = meanings(Scored)
+    lines = [f"- `{name}={yaml_value(item.default)}`: {meaning[name]}" for name, item in shared(Scored).items()]
+    few = sorted(set(shared(Scored)) - set(shared(Ranked)))
+    return (
+        "## Settings that compose\n\nEvery method that ranks a prompt's tokens has these, whatever it ranks by; "
+        "`method=h2o method.allocation=ada` is H2O with Ada-KV's budgets. Methods that make room at every step "
+        f"(h2o, tova) lack {', '.join(f'`{name}`' for name in few)}. The defaults are those of the methods that set "
+        "no others.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
@@ -159,15 +187,25 @@ def render() -> str:
         what.append([link, summary, precision, policy.scope, acts(policy), scored(policy), memory(policy)])
         sources = re.findall(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         whence.append([link, sources[0], section(doc, "Differs")])
-        meaning = arguments(doc)
+        meaning = meanings(type(policy))
         settings = "\n".join(
             f"- `{key}={yaml_value(value)}`: {meaning.get(key, '')}" for key, value in settings_of(path).items()
         )
         text = " ".join(doc.split("\n\nArgs:")[0].split())
+        if shared(type(policy)):
+            settings += "\n- and the [settings that compose](#settings-that-compose)"
         details.append(f"### {name}\n\n{text}\n\n{settings}\n\nSource: {section(doc, 'Source')}\n")
     first = table(["method", "keeps", "precision", "scope", "acts", "attention statistics", "memory"], what)
     second = table(["method", "source", "differs from it"], whence)
-    parts = [HEAD, first, "## Where each comes from, and where it differs\n", second, "## Settings\n", *details]
+    parts = [
+        HEAD,
+        first,
+        "## Where each comes from, and where it differs\n",
+        second,
+        composition(),
+        "## Settings\n",
+        *details,
+    ]
     return "\n".join(parts)
 
 

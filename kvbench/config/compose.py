@@ -16,6 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.config import files
 from kvbench.errors import unknown_name, unknown_setting
 
+# Settings that all methods have which rank a prompt's tokens, and that the YAML of none has to list (a test compares
+# them with the classes in kvbench/policy/, whose import takes seconds).
+SHARED = ("allocation", "alpha", "beta", "table", "chunk", "value_aware", "protect", "protect_tokens", "threshold")
+
 
 def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:
     """Compose a configuration without Hydra's command line.
@@ -29,6 +33,7 @@ def compose(overrides: Sequence[str], *, name: str = "config", with_choices: boo
         ValueError: A group, a choice or a setting does not exist, or a word cannot be read.
     """
     check_choices(overrides)
+    overrides = with_shared_settings(overrides)
     try:
         composed = _compose(name, overrides, return_hydra_config=with_choices)
     except (HydraException, OmegaConfBaseException) as error:
@@ -107,6 +112,17 @@ def check_choices(arguments: Sequence[str]) -> None:
                 raise unknown_name(group, name, files.options(group))
 
 
+def with_shared_settings(arguments: Sequence[str]) -> list[str]:
+    """Let `method.allocation=ada` set what the method's YAML does not list; what the method does not have, its class
+    refuses.
+
+    Args:
+        arguments: The command line without the command.
+    """
+    shared = {f"method.{name}" for name in SHARED}
+    return [f"++{word}" if word.partition("=")[0] in shared else word for word in arguments]
+
+
 def with_swept_groups(arguments: Sequence[str]) -> list[str]:
     """Make `-m method=snapkv,h2o method.budget=0.5` mean what it says.
 
@@ -116,6 +132,7 @@ def with_swept_groups(arguments: Sequence[str]) -> list[str]:
     Args:
         arguments: The command line without the command.
     """
+    arguments = with_shared_settings(arguments)
     parsed = {override.input_line: override for override in _parse(arguments)}
     swept = {item.key_or_group for item in parsed.values() if item.is_sweep_override()} & set(files.GROUPS)
     changed = []

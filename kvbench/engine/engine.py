@@ -104,19 +104,27 @@ class Engine:
                 )
         if not everything:
             return
+        if self.policy.needs_instruction and not all(request.instruction_tokens for request in everything):
+            raise ValueError(
+                "the method protects the instruction before the user's text, and prompts of this task begin without "
+                "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
+            )
         self._on_outcome, self._on_step, self._own = on_outcome, on_step, own and self.fidelity_max_tokens != 0
         self._callers: BaseException | None = None  # what `on_outcome` raised
-        self._context: tuple[tuple[int, ...], int] | None = None  # a segment that was read, and its row
+        self._context: tuple[tuple, int] | None = None  # a segment that was read, and its row
         self._followed = {
             one.sample_id
             for one, other in pairwise(requests)
-            if min(len(one.segments), len(other.segments)) > 1 and one.segments[0] == other.segments[0]
+            if self._begins_with(one) == self._begins_with(other) and min(len(one.segments), len(other.segments)) > 1
         }
         size, reason = self._reserve(everything)
         if reason is not None:
             for request in requests:
                 self._fail(request, "oom", reason, None)
             return
+        if self.store.fit.budget is not None:
+            for request in requests:  # a budget that is too small for one stops the run before the first is read
+                self.store.fit.solve(len(request.segments[0]), self._new_tokens(request))
         for begin in range(0, len(requests), size):
             self._run_group(list(requests[begin : begin + size]))
         self._drop_context()  # it is still open where the last questions could not be answered
@@ -171,7 +179,7 @@ class Engine:
         rows: list[tuple[Row, Sample]] = []
         for request in group:
             begin, before = time.perf_counter(), len(self.runner.open_rows)
-            shares = self._context is not None and self._context[0] == request.segments[0]
+            shares = self._context is not None and self._context[0] == self._begins_with(request)
             try:
                 row, logits, reference = self._prefill(request)
             except NotFinite as error:
@@ -216,7 +224,7 @@ class Engine:
         if rest:
             row, reference = self._read_context(request), None
         else:
-            row, read = self.runner.read(head, ahead=gold[:-1])
+            row, read = self._read(request, ahead=gold[:-1])
             reference, logits = (read if gold else None), read[0]
         for segment in rest:
             logits = self.runner.append(row, segment)
@@ -228,18 +236,30 @@ class Engine:
 
     def _read_context(self, request: Request) -> int:
         """A row with the first segment of a request: of its own, or a fork of what the requests around it share."""
-        head, is_last = request.segments[0], request.sample_id not in self._followed
-        if self._context is None or self._context[0] != head:
+        begins_with, is_last = self._begins_with(request), request.sample_id not in self._followed
+        if self._context is None or self._context[0] != begins_with:
             self._drop_context()
-            row, _ = self.runner.read(head)
+            row, _ = self._read(request)
             if is_last:
                 return row
-            self._context = head, row
+            self._context = begins_with, row
         row = self._context[1]
         if is_last:
             self._context = None
             return row
         return self.runner.fork(row)
+
+    def _begins_with(self, request: Request) -> tuple:
+        """Whatever the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
+        planned = self._new_tokens(request) if self.policy.byte_budget is not None else None
+        return request.segments[0], request.instruction_tokens, planned
+
+    def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Tensor]:
+        """Reads the first segment of a request into a row; see `Runner.read`."""
+        new_tokens, instruction_tokens = self._new_tokens(request), request.instruction_tokens
+        return self.runner.read(
+            request.segments[0], ahead=ahead, new_tokens=new_tokens, instruction_tokens=instruction_tokens
+        )
 
     def _drop_context(self) -> None:
         if self._context is not None:
@@ -348,6 +368,12 @@ class Engine:
             return ()
         room = self._room(request) - 1
         return tuple(request.gold[: room if self.fidelity_max_tokens is None else min(self.fidelity_max_tokens, room)])
+
+    def _new_tokens(self, request: Request) -> int:
+        """Most tokens that are read behind a request's first segment; the last one of an answer is only predicted."""
+        own = min(request.max_new_tokens, self._room(request))
+        answers = [own, len(self._gold(request)), *map(len, request.choices)]
+        return sum(map(len, request.segments[1:])) + max(answers) - 1
 
     def _room(self, request: Request) -> int:
         """Tokens that fit behind the prompt; the last one is only predicted, never read."""

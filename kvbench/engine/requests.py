@@ -29,6 +29,8 @@ class Request:
         temperature: 0 is greedy; > 0 samples.
         top_p: Nucleus mass in (0, 1].
         num_samples: Answers wanted; > 1 only makes sense with temperature > 0.
+        instruction_tokens: First tokens of the prompt that stand before what the user says: a system prompt, with what
+            a chat template puts around it; 0 = none, or not known.
         num_prompt_tokens_untruncated: Length of the prompt before the task's truncation rule.
         meta: Anything the task wants back in the journal (JSON types only).
     """
@@ -46,6 +48,7 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     num_samples: int = 1
+    instruction_tokens: int = 0
     num_prompt_tokens_untruncated: int = 0
     meta: dict = field(default_factory=dict)
 

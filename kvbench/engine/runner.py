@@ -95,13 +95,22 @@ class Runner:
 
     # Rows.
 
-    def read(self, prompt: Sequence[int], ahead: Sequence[int] = ()) -> tuple[int, Tensor]:
+    def read(
+        self,
+        prompt: Sequence[int],
+        ahead: Sequence[int] = (),
+        new_tokens: int | None = None,
+        instruction_tokens: int = 0,
+    ) -> tuple[int, Tensor]:
         """Reads a prompt into a new row.
 
         Args:
             prompt: Token ids; they are compressed and kept.
             ahead: Token ids behind the prompt that are read in the same pass and not kept. They attend to the
                 uncompressed prompt, so their logits are those of the full cache.
+            new_tokens: Most tokens that will follow the prompt, which a budget in bytes has to have room for; None = as
+                many as were reserved.
+            instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
 
         Returns:
             The row, and logits fp32 [1 + len(ahead), vocabulary]: after the prompt and after each token ahead.
@@ -110,7 +119,7 @@ class Runner:
             NotFinite: A logit is not finite; no row is open.
             PoolExhausted: No room; no row is open.
         """
-        row = self._opened(self.store.open_row())
+        row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt))
         try:
             return row, self._read(session, [*prompt, *ahead], num_logits=len(ahead) + 1)

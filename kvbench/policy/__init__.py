@@ -8,16 +8,17 @@ it and what becomes of the one who does (`plan_decode`). A third, optional answe
 policy never sees keys or values, never counts bytes, never knows a backend. What it ranks by is a `Statistic`: one of
 those here, or a small class in the method's own file, which the store runs on a layer's tensors.
 
-Methods that rank a prompt by its last queries derive from `WindowRanked`, those that rank by a statistic of their own
-from `Scored`; these have the settings, the declarations and the checks that they share.
+Methods that rank tokens derive from `Ranked`, which has the settings that compose (who shares the budget, chunks, norms
+of values) and the plan of a prompt. `Scored` adds evictions of every list while decoding, what is protected, and
+thresholds; `WindowRanked` ranks a prompt by its last queries.
 
 How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 
 - full, int8, int4, fp8: one tier; none; head; all tokens to tier 0; append.
 - streaming_llm: k16v16; none; head; sinks and recent; overwrite the oldest non-sink, `cache_relative` positions.
 - h2o: k16v16; all queries, sum, decode update; head; heavy and recent; overwrite `view.argmin(by="score")`.
-- snapkv, pyramidkv: any token tier; last w, max-pool 7, group mean; head; top C_l - w and the window; append.
-- ada_snapkv: as snapkv, but scope layer: `view.score` of all heads of the layer is ranked together.
+- snapkv: any token tier; last w, max-pool 7, group mean; head; top C - w and the window; append.
+- pyramidkv, ada_snapkv: snapkv with `allocation`; `ada` has scope layer, `global` scope model.
 - kivi: channel keys; none; head; all; `Residual` (oldest value, all keys), flushed after attention.
 - kvquant_style: as kivi, but keys per channel before the rotary embedding (`pre_rope`); `Residual` of one group.
 - minikv: channel keys; all queries, sum; head or model; heavy and recent; `Residual` (all), before attention.
@@ -39,10 +40,12 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 """
 
 from kvbench.errors import NotForModel
+from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
+from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import (
     choose_blocks,
     largest_remainder,
@@ -51,17 +54,18 @@ from kvbench.policy.ranking import (
     rank_descending,
     share_with_cap,
 )
-from kvbench.policy.scored import Scored
+from kvbench.policy.scored import Scored, shrink_to_share
 from kvbench.policy.settings import BudgetText, TierText, check_sizes
-from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic
+from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic, WithValueNorms
 from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.policy.window import WindowRanked, shrink_to_share, window_score
+from kvbench.policy.window import WindowRanked
 from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole
 
 __all__ = [
     "ALLOWED_BITS",
     "ALL_QUERIES",
     "APPEND",
+    "Allocation",
     "EVICT",
     "MAX_TOKENS",
     "BelowUniform",
@@ -81,6 +85,7 @@ __all__ = [
     "PrefillPlan",
     "PrefillView",
     "Probability",
+    "Ranked",
     "ReadSpec",
     "Residual",
     "ScoreSpec",
@@ -92,13 +97,16 @@ __all__ = [
     "TierText",
     "Whole",
     "WindowRanked",
+    "WithValueNorms",
     "check_sizes",
     "choose_blocks",
     "largest_remainder",
     "num_blocks",
     "pyramid_budgets",
     "rank_descending",
+    "read_table",
     "share_with_cap",
+    "shares_by_score",
+    "shares_by_table",
     "shrink_to_share",
-    "window_score",
 ]

@@ -36,6 +36,10 @@ class Declarations:
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
         compact_every: Decode steps of a sequence between calls of `plan_compact`; 0 = never called. A method that
             defines `compact_due` sets 1 and says there before which steps.
+        needs_instruction: The method asks how many first tokens of a prompt are its instruction.
+        budget_is_mean: The budget is a mean over lists; otherwise every list has to keep to it.
+        budget_step: Budgets are rounded up to a multiple of so many tokens.
+        fewest_tokens: The smallest budget that the method keeps to, in tokens per list.
     """
 
     tiers: tuple[Tier, ...] = (Tier(),)
@@ -47,6 +51,10 @@ class Declarations:
     granularity: Literal["kv_head", "q_head"] = "kv_head"
     acts_in_decode: bool = False
     compact_every: int = 0
+    needs_instruction: bool = False
+    budget_is_mean: bool = False
+    budget_step: int = 1
+    fewest_tokens: int = 1
 
 
 @dataclass(kw_only=True)
@@ -76,6 +84,28 @@ class Policy(Declarations):
     def max_slots(self, num_prompt_tokens: int, num_new_tokens: int) -> int:
         """Upper bound on the slots of one list over all tiers, for sizing page tables. Default: every token."""
         return num_prompt_tokens + num_new_tokens
+
+    @property
+    def byte_budget(self) -> Budget | None:
+        """The method's budget (`self._budget`), where it is in bytes: the cache then says how many tokens that is."""
+        budget = getattr(self, "_budget", None)
+        return budget if budget is not None and budget.unit == "bytes" else None
+
+    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        """Most tokens that a list (the mean one, where lists share a budget) comes to hold, for budgets in bytes.
+
+        Default: what stays of the prompt and every token behind it; with `acts_in_decode` one token beyond the budget,
+        and with `compact_every` those that come in before the next eviction.
+
+        Args:
+            budget: Tokens per list that the budget allows.
+            num_prompt_tokens: The prompt's.
+            num_new_tokens: Those read behind it.
+        """
+        everything = num_prompt_tokens + num_new_tokens
+        if self.acts_in_decode or self.compact_every:
+            return min(everything, budget + min(num_new_tokens, max(1, self.compact_every)))
+        return min(budget, num_prompt_tokens) + num_new_tokens
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         """Decides where the prompt's tokens go. Default: all to tier 0."""
@@ -141,28 +171,33 @@ class Policy(Declarations):
         if not kept:
             return None
         lists, prompt, page = kept["lists"], kept["prompt_tokens"], kept["page_tokens"]
-        limit = max(at_least, -(-budget.tokens(prompt, lists, kept["slot_bytes"]) // block) * block)
+        given = kept.get("budget_tokens") or budget.tokens(prompt, lists, kept["slot_bytes"])
+        limit = max(at_least, -(-given // block) * block)
         allowed, average = min(prompt, limit), kept["prompt_slots"] / lists
         most = average if mean else kept["prompt_slots_max"]
         asked = f"the budget {budget.value:g} {budget.unit} allows"
         if most > allowed + spare_pages * page or average < allowed - max(page, block):
             return f"a head kept {most:g} of {prompt} prompt tokens ({average:g} on average), but {asked} {allowed}"
+        resident = record.get("ledger", {}).get("resident_bytes", 0)
+        if budget.unit == "bytes" and resident > budget.value:
+            return f"{resident} bytes held at the end, but the budget allows {budget.value:g}"
         held = sum(kept["slots_per_tier"]) / lists if at_end is not None else 0
         if at_end is not None and held > limit + at_end:
             return f"{held:g} tokens per head held at the end, but {asked} {limit + at_end}"
         return None
 
     def share_complaint(
-        self, record: dict, budget: Budget, window: int, *, mean: bool = False, spare_pages: int = 0
+        self, record: dict, budget: Budget, window: int, *, at_least: int = 1, mean: bool = False, spare_pages: int = 0
     ) -> str | None:
         """`budget_complaint` of a method that evicts by `shrink_to_share`: after the prompt, and at the end where it
         also evicts while decoding."""
-        complaint = self.budget_complaint(record, budget, mean=mean, spare_pages=spare_pages)
+        complaint = self.budget_complaint(record, budget, at_least=at_least, mean=mean, spare_pages=spare_pages)
         kept = record.get("kept", {})
         if complaint or not kept or not self.compact_every:
             return complaint
         held = sum(kept["slots_per_tier"]) / kept["lists"]
-        share = max(window, budget.tokens(kept["tokens_seen"], kept["lists"], kept["slot_bytes"]))
+        given = kept.get("budget_tokens") or budget.tokens(kept["tokens_seen"], kept["lists"], kept["slot_bytes"])
+        share = max(window, given)
         limit = share + self.compact_every + spare_pages * kept["page_tokens"]
         if held <= limit:
             return None

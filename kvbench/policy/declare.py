@@ -184,9 +184,9 @@ class ScoreSpec:
                 f"statistic={kind.__name__} is not a frozen dataclass of its own, so that two of them cannot be told "
                 "apart by their settings; put @dataclass(frozen=True) above the class"
             )
-        if unknown := kind.needs - set(NEEDS):
+        if unknown := self.statistic.needs - set(NEEDS):
             raise ValueError(f"{kind.__name__}.needs={sorted(unknown)} is unknown; known are {', '.join(NEEDS)}")
-        if self.slot_queries < 0 or (self.slot_queries and not kind.answers("of_slots")):
+        if self.slot_queries < 0 or (self.slot_queries and not self.statistic.answers("of_slots")):
             raise ValueError(
                 f"slot_queries={self.slot_queries} must be >= 0, and 0 for {kind.__name__} unless it defines of_slots"
             )

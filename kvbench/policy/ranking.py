@@ -75,14 +75,15 @@ def pyramid_budgets(
     )
 
 
-def share_with_cap(weight: Tensor, total: int, cap: int) -> list[int]:
+def share_with_cap(weight: Tensor, total: int, cap: int, at_least: int = 1) -> list[int]:
     """Whole shares proportional to `weight` [L], none above `cap`; what a cap cuts off is shared again among the
-    others; at least one each.
+    others.
 
     Args:
         weight: fp64 [L], >= 0.
         total: Wanted sum; what no cap leaves room for is dropped.
         cap: Largest share.
+        at_least: Smallest share, 0 or 1; with 1 the sum may be above `total`.
     """
     shares, open_layers, left = [0] * len(weight), list(range(len(weight))), min(total, cap * len(weight))
     while open_layers:
@@ -102,7 +103,7 @@ def share_with_cap(weight: Tensor, total: int, cap: int) -> list[int]:
             shares[layer] = cap
         left -= cap * len(over)
         open_layers = [layer for layer in open_layers if layer not in over]
-    return [max(1, share) for share in shares]
+    return [max(at_least, share) for share in shares]
 
 
 def num_blocks(held: Count, block: int) -> Count:

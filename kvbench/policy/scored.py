@@ -1,42 +1,72 @@
-"""What the methods share that keep the tokens of a prompt which a statistic scores highest."""
+"""What the methods share that rank a prompt's tokens, and where they are told to, all held tokens again later."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor
 
-from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ScoreSpec, Tier
-from kvbench.policy.plans import EVICT, CompactPlan, PrefillPlan
+from kvbench.policy.declare import ScoreSpec
+from kvbench.policy.plans import EVICT, CompactPlan, PrefillPlan, SlotArrays
+from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import rank_descending
-from kvbench.policy.settings import BudgetText, TierText
+from kvbench.policy.settings import BudgetText
 from kvbench.policy.statistics import Statistic
 from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.policy.window import shrink_to_share
-from kvbench.rules.kinds import MAX_TOKENS, Whole
+from kvbench.rules.kinds import MAX_TOKENS, Number, Whole
 
 
 @dataclass(kw_only=True)
-class Scored(Policy):
+class Scored(Ranked):
     """A method that keeps, per KV head, the tokens with the highest scores; a subclass says by which statistic.
 
     Its `__post_init__` calls `super().__post_init__()` and then `self.score_by(...)`.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
+        budget: What stays of the prompt: ratio, tokens per head, or bytes; null = `threshold` decides.
         decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
             prompt's budget; 0 = never.
-        tier: Precision of what is kept.
+        protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
+            (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
+            the answer is compressed, as it is written, and the budget is of the answer; the `answer`, so that only
+            tokens of the prompt go.
+        protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
+        threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
+            queries counts per query. null = the budget decides.
     """
 
-    budget: BudgetText = 0.25
+    budget: BudgetText | None = 0.25  # type: ignore[assignment]  # only these may have a threshold in its place
     decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 0
-    tier: TierText = "fp16"
+    protect: Literal["none", "sinks", "instruction", "prompt", "answer"] = "none"
+    protect_tokens: Annotated[int, Whole(1, unit="tokens")] = 4
+    threshold: Annotated[float | None, Number(-1e9, 1e9)] = None
 
     def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+        if (self.budget is None) == (self.threshold is None):
+            raise ValueError(
+                f"budget={self.budget} and threshold={self.threshold}: one of them says what stays, so give one and "
+                "set the other to null"
+            )
+        given, self.budget = self.budget, 1.0 if self.budget is None else self.budget  # a threshold has no budget
+        super().__post_init__()
+        self.budget = given
         self.compact_every = self.decode_every
+        self.needs_instruction = self.protect == "instruction"
+        self.fewest_tokens = max(1, self._sinks, self.last_tokens() if self.decode_every else 0)
+        if self.threshold is not None and (self.allocation != "uniform" or self.value_aware):
+            what = f"allocation={self.allocation}" if self.allocation != "uniform" else "value_aware=true"
+            raise ValueError(f"threshold={self.threshold} leaves {what} no budget to divide; set one of the two")
+        if self.protect in ("prompt", "answer") and not self.decode_every:
+            raise ValueError(
+                f"protect={self.protect} is about evictions while decoding, and decode_every=0 makes none; set "
+                "decode_every"
+            )
+        if self.protect in ("prompt", "instruction") and self._budget.unit == "bytes":
+            raise ValueError(
+                f"budget={self.budget} counts the whole cache, and how long the {self.protect} is that protect="
+                f"{self.protect} keeps differs from text to text; give a ratio or tokens"
+            )
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
         """Declares the score.
@@ -46,19 +76,192 @@ class Scored(Policy):
             slot_queries: Last queries that it looks at while decoding.
             how: Further fields of the ScoreSpec.
         """
-        self.score = ScoreSpec(
-            statistic=statistic,
-            slot_queries=slot_queries if self.decode_every else 0,
-            track=("pos",) if self.decode_every else (),
-            **how,
+        self.rank_by(
+            ScoreSpec(
+                statistic=statistic,
+                slot_queries=slot_queries if self.decode_every else 0,
+                track=("pos",) if self.decode_every else (),
+                **how,
+            )
         )
 
+    def last_tokens(self) -> int:
+        """Last tokens that evictions while decoding keep. Default: as many as of a prompt of any length."""
+        return self.always(MAX_TOKENS)[1]
+
+    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
+            return min(budget, num_prompt_tokens) + num_new_tokens
+        return super().most_tokens(budget, num_prompt_tokens, num_new_tokens)
+
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        budget = view.budget_tokens(self._budget)
-        return PrefillPlan(tier_of=torch.where(rank_descending(view.score) < budget, 0, EVICT).to(torch.int8))
+        if self.protect == "prompt":
+            return PrefillPlan(tier_of=view.filled(0))
+        if self.threshold is None:
+            return super().plan_prefill(view)
+        first, last = self._first_last(view, view.num_tokens)
+        position = torch.arange(view.num_tokens, device=view.layers.device)
+        stays = (position < first) | (position >= view.num_tokens - last)
+        score = self.per_query(self._of_chunks(self.ranking(view)), view.num_tokens)
+        keep = (score >= self.threshold) | stays | (rank_descending(score) == 0)
+        return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8))
+
+    def prompt_budget(self, view: PrefillView) -> int:
+        return max(super().prompt_budget(view), min(self._kept_first(view), view.num_tokens))
+
+    def _first_last(self, view: PrefillView, budget: int) -> tuple[int, int]:
+        first, last = super()._first_last(view, budget)
+        return max(first, self._kept_first(view)), last
+
+    def _kept_first(self, view: PrefillView) -> int:
+        return max(self._sinks, view.instruction_tokens)
+
+    @property
+    def _sinks(self) -> int:
+        """First tokens that are never evicted, whatever the budget."""
+        return self.protect_tokens if self.protect == "sinks" else 0
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
-        return shrink_to_share(view, self._budget, 0)
+        return self.shrink(view)
+
+    def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
+        """Every list goes back to its share, or to what reaches the threshold; what is protected stays.
+
+        Args:
+            view: The view.
+            score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
+        """
+        slots, window = view.slots(0), self.last_tokens()
+        stays = self._protected(view, slots.pos) & slots.valid
+        if self.threshold is None:
+            target = answer_share(view, self._budget) if self.protect == "prompt" else self._share(view)
+            return shrink_to_share(view, self._budget, window, score, stays=stays, target=target)
+        ranked = self._per_query_held(view, slots) if score is None else score
+        stays |= slots.pos >= (view.tokens_seen[:, None, None] - window)[..., None]
+        best = rank_descending(ranked.masked_fill(~slots.valid, float("-inf"))) == 0
+        return CompactPlan(keep=[(ranked >= self.threshold) | stays | best])
+
+    def _share(self, view: DecodeView) -> Tensor:
+        """int64 [S, L, H]: `prompt_share`; what first tokens took beyond the budget does not grow with the sequence."""
+        if self.protect not in ("sinks", "instruction"):
+            return prompt_share(view, self._budget)
+        allowed = view.budget_tokens(self._budget)
+        first = view.instruction_tokens if self.protect == "instruction" else torch.full_like(allowed, self._sinks)
+        given = view.prompt_slots * allowed[:, None, None] // torch.maximum(allowed, first)[:, None, None]
+        return prompt_share(view, self._budget, given)
+
+    def _protected(self, view: DecodeView, pos: Tensor) -> Tensor:
+        """bool [S, L, H, n]: slots that `protect` never evicts."""
+        prompt = view.prompt_tokens[:, None, None, None]
+        if self.protect == "sinks":
+            return pos < self.protect_tokens
+        if self.protect == "instruction":
+            return pos < view.instruction_tokens[:, None, None, None]
+        if self.protect == "none":
+            return torch.zeros_like(pos, dtype=torch.bool)
+        return pos < prompt if self.protect == "prompt" else pos >= prompt
+
+    def _per_query_held(self, view: DecodeView, slots: SlotArrays) -> Tensor:
+        """Slots' scores; tracked sums divided by the queries since their token, of a prompt those that count."""
+        if not self.score.decode_update:
+            return slots.score
+        origin = slots.pos
+        if self.score.prefill_queries > 0:
+            origin = torch.maximum(origin, (view.prompt_tokens - self.score.prefill_queries)[:, None, None, None])
+        return slots.score / (view.tokens_seen[:, None, None, None] - origin).clamp(min=1)
 
     def check_outcome(self, record: dict) -> str | None:
-        return self.share_complaint(record, self._budget, 0)
+        """The budget has to be met after the prompt, and at the end where the method also evicts while decoding."""
+        if self.threshold is not None:
+            return None
+        kept, window = record.get("kept", {}), self.last_tokens()
+        if self.protect != "prompt":
+            first = max(self._sinks, kept.get("instruction_tokens", 0))
+            answer = kept["tokens_seen"] - kept["prompt_tokens"] if kept and self.protect == "answer" else 0
+            if answer and self.budget_is_mean:  # some lists hold little else, others their share
+                answer += kept.get("budget_tokens") or self._budget.tokens(
+                    kept["tokens_seen"], kept["lists"], kept["slot_bytes"]
+                )
+            return self.share_complaint(
+                record,
+                self._budget,
+                max(window, answer, first),
+                at_least=max(1, first),
+                mean=self.budget_is_mean,
+                spare_pages=self.spare_pages,
+            )
+        if not kept:
+            return None
+        if kept["prompt_slots"] != kept["prompt_tokens"] * kept["lists"]:
+            mean = kept["prompt_slots"] / kept["lists"]
+            return f"a head kept {mean:g} of {kept['prompt_tokens']} prompt tokens, but protect=prompt keeps all"
+        new, held = kept["tokens_seen"] - kept["prompt_tokens"], sum(kept["slots_per_tier"]) / kept["lists"]
+        allowed = int(self._budget.value * new) if self._budget.unit == "ratio" else int(self._budget.value)
+        limit = kept["prompt_tokens"] + max(window, allowed) + self.compact_every
+        if held <= limit:
+            return None
+        return f"{held:g} tokens per head held at the end, but the prompt and the budget allow {limit}"
+
+
+def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) -> Tensor:
+    """int64 [S, L, H]: what each list may hold now, from what the prompt's plan gave it.
+
+    With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
+    otherwise it stays, and a prompt that fitted the budget grows up to it first.
+
+    Args:
+        view: The view.
+        budget: The method's budget.
+        given: int64 [S, L, H] what counts as given by the plan; None = all that it gave.
+    """
+    given = view.prompt_slots if given is None else given
+    seen, prompt = view.tokens_seen[:, None, None], view.prompt_tokens[:, None, None]
+    if budget.unit == "ratio":
+        # The one token that is kept of a prompt too short for the ratio is no share of it, or nothing would ever go.
+        grown = (seen.double() * budget.value + 1e-9).long()  # as `Budget.tokens` does
+        return torch.where(prompt * budget.value < 1, grown, given * seen // prompt)
+    allowed = view.budget_tokens(budget)[:, None, None]
+    return torch.where(prompt <= allowed, allowed, given)
+
+
+def answer_share(view: DecodeView, budget: Budget) -> Tensor:
+    """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says."""
+    prompt = view.prompt_tokens[:, None, None]
+    answer = view.tokens_seen[:, None, None] - prompt
+    share = (answer.double() * budget.value + 1e-9).long() if budget.unit == "ratio" else torch.full_like(answer, budget.value)
+    return (prompt + share).expand(view.shape)
+
+
+def shrink_to_share(
+    view: DecodeView,
+    budget: Budget,
+    window: int,
+    score: Tensor | None = None,
+    *,
+    stays: Tensor | None = None,
+    target: Tensor | None = None,
+) -> CompactPlan:
+    """Brings every list back to its share: how prompt-only methods compress while decoding. The lightest slots go, the
+    last `window` tokens stay.
+
+    Args:
+        view: The view.
+        budget: The method's budget.
+        window: Last tokens that stay.
+        score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
+        stays: bool [S, L, H, n] held slots that stay beside the window, however many they are; None = none.
+        target: int64 [S, L, H] slots that may stay; None = `prompt_share`.
+
+    Source: none; the papers compress only the prompt.
+    """
+    slots = view.slots(0)
+    target = prompt_share(view, budget) if target is None else target
+    target = target.clamp(min=max(1, window))
+    first = slots.pos >= (view.tokens_seen[:, None, None] - window)[..., None]
+    if stays is not None:
+        first |= stays
+        target = torch.maximum(target, (first & slots.valid).sum(-1))
+    ranked = slots.score if score is None else score
+    ranked = ranked.masked_fill(first, float("inf"))
+    ranked = ranked.masked_fill(~slots.valid, float("-inf"))
+    return CompactPlan(keep=[rank_descending(ranked) < target[..., None]])

@@ -166,10 +166,9 @@ class Statistic(ABC):
             ValueError: Names them.
         """
 
-    @classmethod
-    def answers(cls, what: Literal["of_slots", "of_token", "of_step"]) -> bool:
-        """Whether a class defines one of the optional answers."""
-        return getattr(cls, what) is not getattr(Statistic, what)
+    def answers(self, what: Literal["of_slots", "of_token", "of_step"]) -> bool:
+        """Whether it defines one of the optional answers."""
+        return getattr(type(self), what) is not getattr(Statistic, what)
 
 
 @dataclass(frozen=True)
@@ -221,3 +220,57 @@ class KeyNorms(Statistic):
             raise ValueError(
                 "KeyNorms looks at no query, so it needs prefill_queries=0, decode_update=False and pool='none'"
             )
+
+
+@dataclass(frozen=True)
+class WithValueNorms(Statistic):
+    """Another statistic, and beside its numbers, as `norm`, the L1 norm of the value times the output projection, the
+    mean over the query heads of a KV head.
+
+    Args:
+        ranks: The other one, which alone is the score.
+
+    Source: CriticalKV (Feng et al. 2025, arXiv 2502.03805); NVIDIA/kvpress criticalkv_press.py.
+    """
+
+    ranks: Statistic
+
+    def __post_init__(self) -> None:
+        inner = self.ranks
+        for name, value in (
+            ("needs", inner.needs | {"output_projection"}),
+            ("also", (*inner.also, "norm")),
+            ("by_queries", inner.by_queries),
+            ("words", f"{inner.words}, then times the L1 norm of the projected value".removeprefix(", ")),
+        ):
+            object.__setattr__(self, name, value)  # what other classes know of themselves, it has from an object
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        return self._beside(self.ranks.of_prompt(seen), seen)
+
+    def of_slots(self, seen: LayerTensors) -> Tensor:
+        return self._beside(self.ranks.of_slots(seen), seen)
+
+    def of_token(self, k: Tensor, v: Tensor) -> Tensor:
+        return self.ranks.of_token(k, v)
+
+    def of_step(self, probability: Tensor, num_keys: Tensor) -> Tensor:
+        return self.ranks.of_step(probability, num_keys)
+
+    def check(self, spec: Asked) -> None:
+        self.ranks.check(spec)
+
+    def answers(self, what: Literal["of_slots", "of_token", "of_step"]) -> bool:
+        return self.ranks.answers(what)
+
+    def _beside(self, found: Tensor, seen: LayerTensors) -> Tensor:
+        shape = seen.k.shape[:2]
+        return torch.cat([found.view(-1, *shape), self._norm(seen)[None]])
+
+    def _norm(self, seen: LayerTensors) -> Tensor:
+        """fp32 [H, n], one query head at a time: a head's projected values are as wide as the model."""
+        total = torch.zeros(seen.v.shape[:2], device=seen.v.device)
+        weights = seen.grouped(seen.output_projection)
+        for member in range(weights.shape[1]):
+            total += (seen.v.float() @ weights[:, member].float()).abs().sum(-1)
+        return total / weights.shape[1]

@@ -22,6 +22,8 @@ class PrefillView:
             prompt.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
         extra: The further numbers of the policy's statistic by name, fp32 [V, H, N] each.
+        instruction_tokens: First tokens of the prompt that are its instruction; 0 unless `needs_instruction`.
+        byte_tokens: Tokens per KV head that the method's budget in bytes buys; None = slots alone count.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class PrefillView:
         score: Tensor | None,
         token_bytes: tuple[float, ...],
         extra: dict[str, Tensor] | None = None,
+        instruction_tokens: int = 0,
+        byte_tokens: int | None = None,
     ) -> None:
         self.num_tokens = num_tokens
         self.num_layers = num_layers
@@ -41,6 +45,8 @@ class PrefillView:
         self.layers = layers
         self.token_bytes = token_bytes
         self.extra = extra or {}
+        self.instruction_tokens = instruction_tokens
+        self._byte_tokens = byte_tokens
         self._score = score
 
     @property
@@ -59,6 +65,8 @@ class PrefillView:
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> int:
         """Tokens per KV head that a budget allows in a tier, at least 1 and at most the prompt."""
+        if budget.unit == "bytes" and self._byte_tokens is not None:
+            return min(self._byte_tokens, self.num_tokens)
         lists = self.num_layers * self.num_kv_heads
         return min(int(budget.tokens(self.num_tokens, lists, self.token_bytes[tier])), self.num_tokens)
 
@@ -77,12 +85,15 @@ class DecodeView(ABC):
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
         prompt_tokens: int64 [S]: prompt length.
         prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only where `compact_every` > 0.
+        instruction_tokens: int64 [S]: first tokens of the prompt that are its instruction; only with
+            `needs_instruction`.
         shape: (S, L, H).
     """
 
     tokens_seen: Tensor
     prompt_tokens: Tensor
     prompt_slots: Tensor
+    instruction_tokens: Tensor
     shape: tuple[int, int, int]
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,11 @@ def decode(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], **options: 
     return text
 
 
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The tokens with which both begin."""
+    return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+
+
 class PromptBuilder:
     """Turns texts into requests for one model, one protocol and one set of rules.
 
@@ -119,6 +125,9 @@ class PromptBuilder:
         self.room_tokens = model.max_tokens - self.max_new_tokens
         overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if self.chat else 0
         self._template_tokens = overhead - len(self.tokenizer.encode("a")) + len(self._encode("a"))
+        # What stands before the user's text, whatever that is.
+        both = (self._encode(self._wrap(text)) for text in ("a", "b")) if self.chat else ((), ())
+        self._instruction = tuple(common_prefix(*both))
         available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
             raise ValueError(
@@ -197,6 +206,7 @@ class PromptBuilder:
             temperature=float(self.protocol.temperature),
             top_p=float(self.protocol.top_p),
             num_samples=self.protocol.num_samples,
+            instruction_tokens=len(common_prefix(self._instruction, ids)),
             num_prompt_tokens_untruncated=untruncated,
             meta=meta or {},
         )

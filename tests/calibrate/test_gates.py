@@ -6,7 +6,8 @@ from omegaconf import OmegaConf
 
 from kvbench.calibrate import gates
 from kvbench.engine.requests import Request
-from kvbench.methods.duo_attention import DuoAttention, read_gates
+from kvbench.methods.duo_attention import DuoAttention
+from kvbench.policy import read_table
 
 
 def prompts(count, seed=0):
@@ -65,7 +66,7 @@ def test_command_writes_a_table_that_the_method_reads(tiny_model, tmp_path, monk
     cfg = OmegaConf.create(settings | {"model": {}, "task": {}, "protocol": {}})
     assert gates.main(cfg) == 0
     assert f"method.table={out}" in capsys.readouterr().out
-    table = torch.tensor(read_gates(str(out)))
+    table = torch.tensor(read_table(str(out)))
     torch.testing.assert_close(table, gates.measure(loaded.model, task.requests, 2, 5), atol=5.1e-5, rtol=0)
     DuoAttention(table=str(out)).check_model(2, 2)
     cfg.gates.prompts = 0

@@ -8,6 +8,7 @@ method is held to all of this a second time: a *case*, written "name key=value .
 """
 
 import dataclasses
+import inspect
 import re
 from functools import cache
 
@@ -18,6 +19,8 @@ from omegaconf import OmegaConf
 from places import CONF
 
 from kvbench.policy import EVICT, Budget, CompactPlan, DecodePlan, Policy, PrefillPlan
+from kvbench.rules.declared import declared
+from kvbench.runs.parts import policy_class
 
 FOLDER = CONF / "method"
 METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -47,7 +50,7 @@ def settings_of(case: str):
 def _settings_of(case: str):
     name, _, also = case.partition(" ")
     listed = OmegaConf.load(FOLDER / f"{name}.yaml")
-    unknown = set(parsed(also)) - {str(key) for key in listed}
+    unknown = set(parsed(also)) - fields_of(name)
     assert not unknown, (
         f"conf/method/{name}.yaml has no setting {sorted(unknown)}, which its line '# also: {also}' changes"
     )
@@ -61,8 +64,24 @@ def policy_of(case: str, heads: str = "gqa3", **changes) -> Policy:
 
 
 def fields_of(case: str) -> set[str]:
-    """The hyper-parameters that a method's YAML lists."""
-    return {str(key) for key in settings_of(case)} - {"_target_"}
+    """The hyper-parameters of a method."""
+    listed = OmegaConf.load(FOLDER / f"{case.split()[0]}.yaml")
+    return set(declared(policy_class(listed["_target_"])))
+
+
+def listed_of(name: str) -> set[str]:
+    """Those that its YAML lists."""
+    return {str(key) for key in settings_of(name)} - {"_target_"}
+
+
+def own_fields_of(name: str) -> set[str]:
+    """Those that the method's own module declares: the others are shared by all methods of a kind."""
+    return {
+        field
+        for kind in type(policy_of(name)).__mro__
+        if not kind.__module__.startswith("kvbench.policy.")
+        for field in inspect.get_annotations(kind)
+    }
 
 
 def cases() -> list[str]:
@@ -72,7 +91,7 @@ def cases() -> list[str]:
 
 
 def having(*fields: str) -> list[str]:
-    """The cases whose YAML lists all of these settings."""
+    """The cases that have all of these settings."""
     return [case for case in cases() if fields_of(case) >= set(fields)]
 
 

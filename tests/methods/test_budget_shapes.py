@@ -8,7 +8,7 @@ from store_helpers import golden, prefill_view
 
 from kvbench.methods.ada_snapkv import AdaSnapKV
 from kvbench.methods.pyramidkv import PyramidKV
-from kvbench.policy import PrefillView, largest_remainder, pyramid_budgets
+from kvbench.policy import PrefillView, largest_remainder, pyramid_budgets, shares_by_score
 
 
 def layer_budgets(policy, num_tokens: int, num_layers: int) -> list[int]:
@@ -66,6 +66,11 @@ def test_pyramid_total_is_exact(base, layers, room, beta):
     assert all(0 <= x <= room for x in got) and sorted(got, reverse=True) == got
 
 
+def head_budgets(score, base: int, alpha: float, **rounding) -> list[int]:
+    """Ada-KV's budgets of the heads of one layer."""
+    return shares_by_score(score[None], torch.tensor([base]), alpha, **rounding)[0].tolist()
+
+
 @pytest.mark.parametrize(("case", "alphas"), [("ada_a", (0.0, 0.2, 0.5)), ("ada_b", (0.0, 0.2))])
 def test_golden_ada(case, alphas):
     """With the released rounding the heads get the golden budgets; with largest remainders the total is exact."""
@@ -73,8 +78,8 @@ def test_golden_ada(case, alphas):
     score = torch.tensor(data["s"])
     for alpha in alphas:
         want = data[f"alpha{str(alpha).replace('.', '').removesuffix('0') or '0'}" if alpha else "alpha0"][1]
-        assert AdaSnapKV(alpha=alpha, official_rounding=True).head_budgets(score, data["B"]) == want
-        exact = AdaSnapKV(alpha=alpha).head_budgets(score, data["B"])
+        assert head_budgets(score, data["B"], alpha, official_rounding=True) == want
+        exact = head_budgets(score, data["B"], alpha)
         assert sum(exact) == data["B"] * len(score)
         assert all(abs(a - b) <= 1 for a, b in zip(exact, want, strict=True))
 
@@ -89,7 +94,7 @@ def test_ada_keeps_each_heads_own_best():
 
 def test_ties_go_to_the_lower_head():
     """Equal scores fill head 0 first, lower positions first."""
-    assert AdaSnapKV(alpha=0.0).head_budgets(torch.ones(3, 4), 2) == [4, 2, 0]
+    assert head_budgets(torch.ones(3, 4), 2, 0.0) == [4, 2, 0]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 7))
@@ -112,6 +117,6 @@ def test_ada_pyramid_uses_layer_budgets():
             score=torch.rand(1, 3, 1000),
             token_bytes=(1.0,),
         )
-        plan = AdaSnapKV(budget=72, window=8, pyramid=True).plan_prefill(view)
+        plan = AdaSnapKV(budget=72, window=8, allocation="ada_pyramid").plan_prefill(view)
         kept.append(int((plan.tier_of >= 0).sum()))
     assert kept[0] > kept[-1] and sum(kept) == 72 * 4 * 3

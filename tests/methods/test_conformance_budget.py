@@ -1,5 +1,7 @@
 """Every method's budget, tiers and granularity: what was asked is what is held, and a miss fails the run."""
 
+import re
+
 import pytest
 from conformance_helpers import having, idle, keeping, policy_of
 from engine_helpers import answers, random_tokens, request
@@ -7,14 +9,14 @@ from engine_helpers import answers, random_tokens, request
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier
 
-BUDGETS = (0.2, 0.5, 0.85, 60, "96KiB")
+BUDGETS = (0.2, 0.5, 0.85, 60)
 BUDGETED = having("budget")
 HEAD_DIM, LAYERS = 64, 2
 
 
 @pytest.mark.parametrize("name", BUDGETED)
-def test_the_budget_is_met_at_five_budgets(tiny_model, name):
-    """Ratio, tokens or bytes: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
+def test_the_budget_is_met_at_four_budgets(tiny_model, name):
+    """Ratio or tokens: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
     for budget in BUDGETS:
         policy = policy_of(name, budget=budget)
@@ -26,6 +28,39 @@ def test_the_budget_is_met_at_five_budgets(tiny_model, name):
         assert abs(kept["prompt_slots"] / kept["lists"] - asked) <= page
         held = sum(kept["slots_per_tier"]) / kept["lists"]
         assert held <= asked + page + (1 if policy.acts_in_decode else 10)
+
+
+def smallest(loaded, policy, asked) -> int:
+    """The smallest budget in bytes that a method takes for a request, as its refusal of a smaller one says."""
+    with pytest.raises(ValueError, match=r"is too small for \w+: .* give method.budget=\d+B or more") as refused:
+        answers(loaded, policy, [asked])
+    return int(re.search(r"give method.budget=(\d+)B", str(refused.value)).group(1))
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name):
+    """From the smallest that is possible to most of the full cache: at its fullest a sequence holds no more bytes than
+    asked, and less than a page per list fewer (a block, where a method keeps whole blocks)."""
+    loaded, asked = tiny_model("llama", "gqa3", HEAD_DIM), request("0", random_tokens(250), max_new_tokens=10)
+    least, most = smallest(loaded, policy_of(name, budget="1B"), asked), 0
+    with pytest.raises(ValueError, match=f"give method.budget={least}B or more"):
+        answers(loaded, policy_of(name, budget=f"{least - 1}B"), [asked])
+    full = answers(loaded, policy_of(name, budget=10_000), [asked])["0", 0].ledger["resident_bytes"]
+    for part in (0.0, 0.13, 0.37, 0.61, 0.88):
+        budget, fullest = int(least + part * (full - least)), []
+        policy = policy_of(name, budget=f"{budget}B")
+
+        def look(running, step):
+            fullest.append(running.store.ledger.row_bytes(0))  # noqa: B023
+
+        outcome = answers(loaded, policy, [asked], on_step=look)["0", 0]
+        fullest.append(outcome.ledger["peak_bytes"] - outcome.ledger["staging_peak_bytes"])  # or behind the prompt
+        page, block = outcome.ledger["page_bytes"] + 4, getattr(policy, "block", 0) * outcome.kept["slot_bytes"]
+        assert outcome.status == "ok" and policy.check_outcome(vars(outcome)) is None
+        assert budget - outcome.kept["lists"] * (page + block) < max(fullest) <= budget
+        assert outcome.kept["budget_tokens"] >= most
+        most = outcome.kept["budget_tokens"]
+    assert most > 120
 
 
 @pytest.mark.parametrize("name", BUDGETED)
@@ -93,11 +128,12 @@ def test_query_head_copies_are_billed_in_full(tiny_model, name):
         assert copies.ledger[item] == 3 * own.ledger[item]
     held = [sum(o.ledger[item] for item in ledger.ITEMS[:6]) / o.ledger["fp16_bytes"] for o in (own, copies)]
     assert held[1] > 2.5 * held[0]
-    bytes_each = [
-        answers(loaded, policy_of(name, budget="36KiB", granularity=g), asked)["0", 0].kept
-        for g in ("kv_head", "q_head")
-    ]
-    assert bytes_each[0]["prompt_slots"] * bytes_each[0]["slot_bytes"] <= 36 * 1024
-    assert bytes_each[1]["prompt_slots"] <= bytes_each[0]["prompt_slots"] + bytes_each[0]["lists"]
+    budget = copies.ledger["resident_bytes"]  # enough for half of the prompt three times
+    few, many = (
+        answers(loaded, policy_of(name, budget=f"{budget}B", granularity=g), asked)["0", 0]
+        for g in ("q_head", "kv_head")
+    )
+    assert max(few.ledger["resident_bytes"], many.ledger["resident_bytes"]) <= budget
+    assert few.kept["prompt_slots"] <= copies.kept["prompt_slots"] and many.kept["prompt_slots_min"] > 150
     with pytest.raises(ValueError, match="granularity='head' must be 'kv_head' or 'q_head'"):
         type(policy_of(name))(granularity="head")

@@ -97,7 +97,7 @@ def test_a_broken_file_is_refused(tmp_path, text, message):
 
 def test_broken_json_and_missing_files_are_refused(tmp_path):
     """What is not there, and what is not JSON, is said."""
-    with pytest.raises(ValueError, match=r"absent\.tsv is no file; give a table of gates"):
+    with pytest.raises(ValueError, match=r"absent\.tsv is no file; give a table of numbers"):
         DuoAttention(table=str(tmp_path / "absent.tsv"))
     (tmp_path / "gates.json").write_text("[[1, 0]")
     with pytest.raises(ValueError, match=r"gates\.json is no JSON"):

@@ -21,7 +21,7 @@ from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.minikv import MiniKV
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import PrefillView, choose_blocks
+from kvbench.policy import PrefillView, choose_blocks, shares_by_score
 
 
 def scores_seen(policy_class, **settings):
@@ -97,7 +97,7 @@ def test_golden_pyramid_of_adakv():
             score=torch.rand(1, 1, 100),
             token_bytes=(1.0,),
         )
-        policy = AdaSnapKV(budget=72, window=8, pyramid=True, alpha=0.0, official_rounding=True)
+        policy = AdaSnapKV(budget=72, window=8, allocation="ada_pyramid", alpha=0.0, official_rounding=True)
         kept.append(int((policy.plan_prefill(view).tier_of >= 0).sum()))
     assert kept == golden("pyramid")["adakv_q100"]
 
@@ -108,8 +108,8 @@ def test_golden_ada_counts(case):
     data = golden(case)
     for alpha in (key for key in data if key.startswith("alpha")):
         for rounding in (False, True):
-            policy = AdaSnapKV(alpha=0.0, official_rounding=rounding)
-            assert policy.head_budgets(torch.tensor(data["s"]), data["B"]) == data[alpha][0]
+            score, base = torch.tensor(data["s"])[None], torch.tensor([data["B"]])
+            assert shares_by_score(score, base, 0.0, official_rounding=rounding)[0].tolist() == data[alpha][0]
 
 
 def test_golden_minikv_plans():

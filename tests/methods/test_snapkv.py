@@ -157,7 +157,7 @@ def test_decode_only_appends():
         (0.25, 1, 1),
         (40, 200, 40),
         (40, 39, 39),
-        ("2KiB", 200, 32),  # 2048 B / (2 heads x 32 B per fp16 slot of 8 channels)
+        ("14KiB", 200, 80),  # beside 264 B 13 pages of 512 + 4 B per head: 208 tokens, of which 128 may follow
     ],
 )
 def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expected):
@@ -172,7 +172,7 @@ def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expe
     assert policy.check_outcome({"kept": store.ledger.meters[row].prompt}) is None
 
 
-@pytest.mark.parametrize("budget", [0.5, 40, "2KiB"])
+@pytest.mark.parametrize("budget", [0.5, 40, "14KiB"])
 def test_a_policy_that_keeps_everything_is_caught(budget):
     """A SnapKV that does nothing breaks its budget, in whatever unit, and its own check says so."""
 

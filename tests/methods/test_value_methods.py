@@ -75,9 +75,9 @@ def test_adaptive_critical_has_ada_snapkv_s_counts_and_its_own_tokens():
     """Heads get the budgets that Ada-SnapKV gives them, and fill them in two stages."""
     settings = {"budget": 11, "window": 2, "pool": "none", "alpha": 0.0}
     _, _, plain = read_official(AdaSnapKV(**settings))
-    _, _, own = read_official(Critical(adaptive=True, first_stage=0.5, **settings))
+    _, _, own = read_official(Critical(allocation="ada", first_stage=0.5, **settings))
     assert [len(p) for p in own] == [len(p) for p in plain] and len(set(map(len, own))) == 2
-    _, _, same = read_official(Critical(adaptive=True, first_stage=1.0, **settings))
+    _, _, same = read_official(Critical(allocation="ada", first_stage=1.0, **settings))
     assert own != plain and same == plain
 
 

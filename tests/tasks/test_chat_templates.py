@@ -142,3 +142,13 @@ def test_far_more_text_than_was_given_is_refused(with_template) -> None:
     template = "{% for i in range(99999) %}0123456789ab{% endfor %}{{ messages[0]['content'] }}"
     with pytest.raises(ValueError, match="makes 1199989 characters of a conversation of 1; set"):
         PromptBuilder(with_template(template), AWARE, CHAT)
+
+
+def test_what_stands_before_the_user_s_text_is_the_instruction(with_template) -> None:
+    """A request says how many first tokens are the same whatever the user says: of a template's own words, and none
+    without a template."""
+    model = with_template("Be brief.|{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    request = build(model, AWARE, CHAT)
+    text = model.tokenizer.decode(request.segments[0][: request.instruction_tokens])
+    assert text.rstrip("|").endswith("Be brief.") and 0 < request.instruction_tokens < request.num_prompt_tokens
+    assert build(model, AWARE).instruction_tokens == 0

@@ -1,0 +1,99 @@
+"""What a budget in bytes means in tokens: solved for, by the ledger's own counting, so that policies need not count."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.pages import Pages
+from kvbench.policy import Budget, Policy
+
+
+class Fit:
+    """How many tokens per list each row may keep, so that all it comes to hold stays within a budget in bytes.
+
+    All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
+    The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
+    list. Where lists share the budget unequally, what their last pages waste is not known before the plan, so the most
+    that it can be is taken.
+
+    Args:
+        policy: Has the budget, and says how many tokens a list comes to hold.
+        pages: The pages.
+        fixed_bytes: Gives the bytes of a row that do not depend on its tokens.
+        paged_slots: Slots of a list that lie in pages once it was given so many tokens of a prompt and so many after.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        pages: Pages,
+        fixed_bytes: Callable[[], int],
+        paged_slots: Callable[[int, int], tuple[int, int]],
+    ) -> None:
+        self._policy, self._pages, self._fixed, self._paged = policy, pages, fixed_bytes, paged_slots
+        self.budget = policy.byte_budget
+        rows = pages.shape[0] if self.budget is not None else 0
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=pages.table.num_slots.device)
+
+    def knows(self, budget: Budget) -> bool:
+        """Whether it is the budget that was solved for; others, such as of reads, count slots alone."""
+        return budget == self.budget
+
+    def open(self, row: int, prompt_tokens: int, new_tokens: int) -> int:
+        """Solves for a row whose prompt is about to be planned; tokens per list.
+
+        Raises:
+            ValueError: The budget is too small; names the smallest.
+        """
+        tokens = self.solve(prompt_tokens, new_tokens)
+        self.tokens[row] = tokens
+        return tokens
+
+    def of(self, rows: Tensor) -> Tensor:
+        """int64 [S] what `open` gave rows."""
+        return self.tokens[rows]
+
+    def solve(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Most tokens per list (their mean, where lists share the budget) that stay within the budget.
+
+        Args:
+            prompt_tokens: Tokens of the prompt that is compressed.
+            new_tokens: Most tokens read behind it.
+
+        Raises:
+            ValueError: The budget is too small; names the smallest.
+        """
+        assert self.budget is not None
+        step, budget = self._policy.budget_step, int(self.budget.value)
+        low = -(-self._policy.fewest_tokens // step)
+        high = max(low, -(-(prompt_tokens + new_tokens) // step))
+        if (needed := self.bytes_of(low * step, prompt_tokens, new_tokens)) > budget:
+            raise ValueError(
+                f"budget={budget}B is too small for {type(self._policy).__name__}: {self._pages.lists_per_row} lists "
+                f"of {low * step} tokens behind a prompt of {prompt_tokens}, {new_tokens} tokens that follow it, and "
+                f"{self._fixed()} B of tables and buffers may take {needed} B; give method.budget={needed}B or more"
+            )
+        while low < high:  # bytes never fall as tokens rise
+            middle = (low + high + 1) // 2
+            if self.bytes_of(middle * step, prompt_tokens, new_tokens) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low * step
+
+    def bytes_of(self, tokens: int, prompt_tokens: int, new_tokens: int) -> int:
+        """Most bytes that a row comes to hold when its lists keep so many tokens of a prompt."""
+        pool, lists = self._pages.pool, self._pages.lists_per_row
+        per_page = min(fmt.tokens_per_page for fmt in self._pages.formats)
+        most = self._policy.most_tokens(tokens, prompt_tokens, new_tokens)
+        everything = most >= prompt_tokens + new_tokens
+        kept = min(tokens, prompt_tokens)
+        exact, bound = self._paged(kept, most - kept)
+        num_pages = lists * -(-exact // per_page)
+        if self._policy.budget_is_mean and not everything:
+            num_pages = min(
+                lists * (bound + per_page - 1) // per_page,
+                lists * -(-self._paged(prompt_tokens, new_tokens)[1] // per_page),
+            )
+        return num_pages * (pool.page_bytes + pool.free_list.element_size()) + self._fixed()

@@ -1,0 +1,77 @@
+"""Methods that are settings of others: the same statistics, and the same tokens of every head."""
+
+import pytest
+import torch
+from conformance_helpers import policy_of
+
+from kvbench.methods.kv_compress import KVCompress
+from kvbench.policy import PrefillView, Scored, ScoreSpec
+
+LAYERS, LENGTH = 4, 61
+SAME = [
+    ("pyramidkv", "snapkv", {"allocation": "pyramid"}, 2),
+    ("ada_snapkv", "snapkv", {"allocation": "ada"}, 2),
+    ("ada_pyramidkv", "snapkv", {"allocation": "ada_pyramid"}, 3),
+    ("ada_pyramidkv", "pyramidkv", {"allocation": "ada_pyramid"}, 3),
+    ("critical", "snapkv", {"value_aware": True}, 2),
+    ("chunkkv", "snapkv", {"chunk": 10, "pool": "none"}, 1),  # with more heads, all of a layer choose together
+    ("h2o_factory", "h2o", {"one_shot": True, "group": "mean", "window": 8}, 2),
+]
+
+
+def kept(policy, heads: int, seed: int = 0) -> torch.Tensor:
+    """bool [L, H, N]: what a policy keeps of a random prompt, in the views that the cache makes."""
+    torch.manual_seed(seed)
+    score, norm = torch.rand(2, LAYERS, heads, LENGTH)
+    layers = torch.arange(LAYERS)
+    plans = [
+        policy.plan_prefill(
+            PrefillView(
+                num_tokens=LENGTH,
+                num_layers=LAYERS,
+                num_kv_heads=heads,
+                layers=own,
+                score=score[own],
+                token_bytes=(1.0,),
+                extra={"norm": norm[own]},
+            )
+        ).tier_of
+        for own in (layers[None] if policy.scope == "model" else layers[:, None])
+    ]
+    return torch.cat(plans) >= 0
+
+
+@pytest.mark.parametrize(("preset", "base", "settings", "heads"), SAME)
+def test_a_preset_is_its_base_with_settings(preset, base, settings, heads):
+    """At six budgets, from below the window to nearly all, before and behind the prompt."""
+    for budget in (0.05, 0.25, 0.5, 0.98, 40, 60):
+        one, other = policy_of(preset, budget=budget), policy_of(base, budget=budget, **settings)
+        assert one.score == other.score and one.scope == other.scope
+        assert torch.equal(kept(one, heads), kept(other, heads))
+        assert one.budget_is_mean == other.budget_is_mean
+
+
+def test_official_rounding_is_where_official_code_differs():
+    """Released PyramidKV spends more than its budget, released AdaKV may; without it the presets keep to theirs."""
+    for name in ("pyramidkv", "ada_pyramidkv"):
+        exact, official = (kept(policy_of(name, budget=47, official_rounding=x), 3).sum() for x in (False, True))
+        assert exact == 47 * LAYERS * 3 < official
+
+
+class Squares(Scored):
+    """Ranks by the score that a view has; the last seven tokens stay."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rank_by(ScoreSpec(prefill_queries=8))
+
+    def always(self, budget):
+        return 0, 7
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kv_compress_in_blocks_of_one_is_a_global_allocation(seed):
+    """Without blocks, KV-Compress's schedule is one ranking of all heads: its window of 8 counts the incoming token."""
+    blocks = KVCompress(budget=0.4, block=1)
+    assert torch.equal(kept(blocks, 2, seed), kept(Squares(budget=0.4, allocation="global", alpha=0.0), 2, seed))
+    assert not torch.equal(kept(blocks, 2, seed), kept(KVCompress(budget=0.4, block=4), 2, seed))
