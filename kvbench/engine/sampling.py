@@ -55,6 +55,7 @@ class Answer:
     room: int = 1 << 62
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
+    first_end: int | None = None
 
     def __post_init__(self) -> None:
         # A stop string of n bytes spans at most n tokens; one more covers a token that begins before it.
@@ -66,6 +67,11 @@ class Answer:
         if len(self.token_ids) >= self.request.min_new_tokens:
             return []
         return sorted({*self.end_ids, *self.request.stop_token_ids})
+
+    def wants_to_end(self) -> None:
+        """Notes that a banned token would have come next."""
+        if self.first_end is None:
+            self.first_end = len(self.token_ids)
 
     def add(self, token: int) -> None:
         """Takes the next token; sets `finish` when the answer is over."""
