@@ -100,7 +100,7 @@ class Engine:
                     f"{[len(s) for s in request.segments]}) must be > 0 and < the model's {self.loaded.max_tokens}; "
                     "truncate it in the task"
                 )
-            if not request.max_new_tokens and not self._gold(request):
+            if not self._num_rows(request):
                 raise ValueError(
                     f"{request.sample_id} asks for no answer, and there is nothing to force either; set "
                     "fidelity.max_tokens=null"

@@ -42,7 +42,8 @@ def render(drawing: Drawing, console: Console) -> None:
         if curve.method == FULL:
             continue
         where = "does not leave the noise for good" if curve.leaves is None else f"leaves it at {curve.leaves + 1}"
-        console.print(Text(f"{curve.label} {where if drawing.judged else 'cannot be judged: too few samples'}"))
+        whole = " (it compresses the prompt alone, and keeps all that follows whole)" if curve.prompt_only else ""
+        console.print(Text(f"{curve.label}{whole} {where if drawing.judged else 'cannot be judged: too few samples'}"))
     for note in drawing.notes:
         console.print(Text(f"! {note}"), soft_wrap=True)
     console.print()

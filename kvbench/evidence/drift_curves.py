@@ -40,6 +40,8 @@ class Curve:
     label: str
     method: str
     bins: list[Bin]
+    prompt_only: bool = False
+    """The method keeps whatever follows the prompt whole."""
     leaves: int | None = None
     """First position of the bin from which on the KL stays above the noise band; None: it never does for good."""
 
@@ -107,7 +109,8 @@ def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
     for run in runs:
         bins = curves[run.label]
         leaves = None if run.method == FULL else leaving(bins, band)
-        drawing.curves.append(Curve(label=run.label, method=run.method, bins=bins, leaves=leaves))
+        whole = run.record.prompt_only and run.method != FULL
+        drawing.curves.append(Curve(label=run.label, method=run.method, bins=bins, prompt_only=whole, leaves=leaves))
     most = max(len(found[run.label]) for run in runs)
     if len(common) < most:
         drawing.notes.append(f"drawn from the {len(common)} of {most} samples that every run has")

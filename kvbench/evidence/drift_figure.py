@@ -87,7 +87,8 @@ def _curve(axes: "Axes", curve: Curve, column: str, shown: Callable[[float], flo
     bins = [one for one in curve.bins if one.values[column].value is not None]
     middles = [one.middle for one in bins]
     values = [shown(one.values[column].value or 0.0) for one in bins]
-    axes.plot(middles, values, color=colour, linestyle=line, linewidth=1.1, label=curve.label, zorder=3)
+    name = f"{curve.label} (prompt only)" if curve.prompt_only else curve.label
+    axes.plot(middles, values, color=colour, linestyle=line, linewidth=1.1, label=name, zorder=3)
     ends = [(one.middle, *found) for one in bins if (found := one.values[column].ends) is not None]
     if ends and curve.method != FULL:
         x, low, high = zip(*((at, shown(low), shown(high)) for at, low, high in ends), strict=True)

@@ -11,6 +11,8 @@ from kvbench.show.labels import label_runs
 # Statistic of `task_aggregate` -> heading and factor.
 TOKENS = {
     "perplexity": ("perplexity", 1.0),
+    "word_perplexity": ("perplexity of words", 1.0),
+    "bits_per_byte": ("bits per byte", 1.0),
     "log_ratio": ("NLL minus full's, nats", 1.0),
     "kl_mean": ("KL mean, nats", 1.0),
     "kl_median": ("KL median", 1.0),
@@ -44,6 +46,8 @@ def _table(title: str, records: Sequence[RunRecord], part: str, names: dict[str,
     for label in label_runs(records):
         table.add_column(label, justify="right")
     for name, (heading, factor) in names.items():
+        if not any(name in record.task_aggregate.get(part, {}) for record in records):
+            continue
         form = _percent if factor == 100.0 else _number
         cells = [_cell(record.task_aggregate.get(part, {}).get(name), factor, form) for record in records]
         table.add_row(heading, *cells)

@@ -110,6 +110,9 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     if _reads_parts(records):
         notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
     notes += _fidelity_notes(records[-1])
+    alone = [r.method for r in records if r.prompt_only and r.method != FULL and r.task_aggregate.get("tokens")]
+    if alone:
+        notes.append(f"Compress the prompt alone and keep all that follows whole: {', '.join(dict.fromkeys(alone))}.")
     slow = [record.method for record in records if record.backend == "torch"]
     if slow:
         who = ", ".join(slow)

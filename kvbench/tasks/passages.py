@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.tasks.haystack import paragraphs
 from kvbench.tasks.prompts import decode
+from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
@@ -120,3 +121,17 @@ def passages(
 
 def _text(model: "LoadedModel", ids: Sequence[int]) -> str:
     return decode(model.tokenizer, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def check_no_question(name: str, protocol: Protocol) -> None:
+    """Raises ValueError for a protocol that asks something of a question or a chat, of a task that has none."""
+    if not protocol.query_aware:
+        raise ValueError(
+            f"protocol.query_aware=false compresses before a question is seen, and task={name} asks none; leave it at "
+            "true"
+        )
+    if protocol.chat_template == "always" or protocol.thinking is not None:
+        raise ValueError(
+            f"task={name} goes on with plain text, without a chat; leave protocol.chat_template=auto and "
+            "protocol.thinking=null"
+        )

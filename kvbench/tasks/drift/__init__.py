@@ -17,7 +17,7 @@ from kvbench.rules.kinds import Number
 from kvbench.stats.intervals import estimate
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.drift.repetition import GRAM, longest_loop, repeated_share
-from kvbench.tasks.passages import passages, read_text
+from kvbench.tasks.passages import check_no_question, passages, read_text
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.settings import check_keys
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
@@ -123,17 +123,3 @@ def load(
         primary="repetition",
         scorer=lambda sample_id, answer: {},
     )
-
-
-def check_no_question(name: str, protocol: Protocol) -> None:
-    """Raises ValueError for a protocol that asks something of a question or a chat, of a task that has none."""
-    if not protocol.query_aware:
-        raise ValueError(
-            f"protocol.query_aware=false compresses before a question is seen, and task={name} asks none; leave it at "
-            "true"
-        )
-    if protocol.chat_template == "always" or protocol.thinking is not None:
-        raise ValueError(
-            f"task={name} goes on with plain text, without a chat; leave protocol.chat_template=auto and "
-            "protocol.thinking=null"
-        )
