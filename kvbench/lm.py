@@ -7,15 +7,20 @@ need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 """
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
 from kvbench.config.settings import copy_config
 from kvbench.engine.requests import Outcome, Request
+from kvbench.errors import check_whole
+from kvbench.methods.full import Full
 from kvbench.runs.experiment import load_method
 from kvbench.runs.parts import default_parts
 from kvbench.tasks.answers import after_thinking
@@ -27,6 +32,8 @@ from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+
+    from kvbench.policy import Policy
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +54,8 @@ class KvbenchLM(LM):
         batch_size: Prompts decoded together; lm-eval's `auto` takes the configuration's.
         max_batch_size: Not used.
         device: Where the model runs; None takes the configuration's.
+        rolling_prompt_tokens: Tokens at the beginning of each window of a text that is scored whole which are read and
+            compressed at once, as a prompt, and so scored exactly; the rest goes through the cache one by one.
         **overrides: Further settings by their Hydra names, for example `{"method.budget": 256}` or
             `{"protocol.query_aware": False}`.
 
@@ -61,6 +70,7 @@ class KvbenchLM(LM):
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        rolling_prompt_tokens: int = 1,
         **overrides: object,
     ) -> None:
         super().__init__()
@@ -77,6 +87,7 @@ class KvbenchLM(LM):
         _, self.policy, self.model = load_method(self.cfg, self._parts, _log.warning)
         self.protocol = Protocol.from_mapping(self.cfg.protocol)
         self._device = self.model.device
+        self.rolling_prompt_tokens = check_whole("rolling_prompt_tokens", rolling_prompt_tokens, 1)
         self._rendered = False
 
     @property
@@ -145,15 +156,67 @@ class KvbenchLM(LM):
         return [results[place] for place in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
-        """Not supported.
+        """Score whole texts, token by token through the compressed cache, in windows as long as the model's context.
+
+        Windows are lm-eval's: the first begins with the token that begins a text, the others with one token of context.
+        With the full cache the sums are those of lm-eval's own model of transformers.
 
         Raises:
-            ValueError: always.
+            ValueError: The method compresses prompts only and gets none, or a window could not be computed.
         """
-        raise ValueError(
-            "kvbench does not score whole texts (loglikelihood_rolling): without a prompt there is no cache to "
-            "compress; use tasks of type generate_until, loglikelihood or multiple_choice"
-        )
+        check_rolling(self.policy, self.rolling_prompt_tokens)
+        totals = [0.0] * len(requests)
+        asked: list[Request] = []
+        exact: list[tuple[int, list[int], int]] = []
+        for place, instance in enumerate(requests):
+            for number, (context, scored) in enumerate(self._windows(instance.args[0])):
+                inside = min(max(0, self.rolling_prompt_tokens - len(context)), len(scored))
+                prompt, rest = [*context, *scored[:inside]], scored[inside:]
+                if inside:
+                    exact.append((place, prompt, inside))
+                if rest:
+                    name = f"{place}/{number}"
+                    asked.append(
+                        Request(
+                            sample_id=name,
+                            subset="rolling",
+                            segments=(tuple(prompt),),
+                            choices=(tuple(rest),),
+                            max_new_tokens=0,
+                        )
+                    )
+        for name, outcome in self._run(asked, fidelity_max_tokens=0).items():
+            if outcome.status != "ok":
+                raise ValueError(f"loglikelihood_rolling of text {name} could not be computed: {outcome.message}")
+            totals[int(name.partition("/")[0])] += outcome.choices[0]["loglikelihood"]
+        for place, found in zip([place for place, _, _ in exact], self._exact(exact), strict=True):
+            totals[place] += found
+        for instance, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", instance.args, total)
+        return totals
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        """lm-eval's windows of a text: context, and the tokens that are scored behind it."""
+        tokenizer = self.model.tokenizer
+        begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        ids = tokenizer.encode(text)
+        windows = get_rolling_token_windows(ids, begin, self.model.max_tokens, context_len=1)
+        yield from map(make_disjoint_window, windows)
+
+    def _exact(self, prompts: list[tuple[int, list[int], int]]) -> Iterator[float]:
+        """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts.
+
+        Args:
+            prompts: Anything, a prompt, and how many of its tokens at the end are scored.
+        """
+        if not prompts:
+            return
+        runner = self._parts.make_engine(self.cfg, self.model, self.policy).runner
+        runner.reserve(rows=1, prompt_tokens=1, new_tokens=1)  # a pass that keeps nothing needs no room
+        for _, prompt, count in prompts:
+            logits = runner.full_logits(prompt[:-1], num_logits=count)
+            chosen = torch.tensor(prompt[-count:], device=logits.device)
+            yield float(torch.log_softmax(logits, -1).gather(1, chosen[:, None]).sum())
 
     def _generation_request(self, sample_id: str, instance: "Instance") -> tuple[Request, bool]:
         """The request, and whether its prompt ends inside thoughts."""
@@ -184,6 +247,16 @@ class KvbenchLM(LM):
 
         self._parts.make_engine(cfg, self.model, self.policy).run(requests, on_outcome=keep)
         return outcomes
+
+
+def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
+    """Raises ValueError for a method that compresses prompts only, asked to score texts that have none to compress."""
+    if policy.prompt_only and prompt_tokens == 1 and not isinstance(policy, Full):
+        raise ValueError(
+            f"{type(policy).__name__} compresses prompts only, and a text that is scored whole (loglikelihood_rolling) "
+            "is read token by token, so it would score as the full cache does; set rolling_prompt_tokens=512 to read "
+            "the first 512 tokens of each window as a prompt, or method.decode_every where the method has it"
+        )
 
 
 def _border(text: str, doc: object, own: dict[str, Any] | None) -> int:

@@ -46,7 +46,9 @@ def request(name: str, *segments: tuple[int, ...], max_new_tokens: int = 24, **f
 
 
 @contextmanager
-def engine(loaded, policy, *, batch_size=8, seed=0, backend="auto", fidelity_max_tokens=64, **store):
+def engine(
+    loaded, policy, *, batch_size=8, seed=0, backend="auto", fidelity_max_tokens=64, fidelity_per_token=False, **store
+):
     """Gives an Engine, and takes its attention out of the model again, which other tests share."""
     try:
         yield Engine(
@@ -57,6 +59,7 @@ def engine(loaded, policy, *, batch_size=8, seed=0, backend="auto", fidelity_max
             seed=seed,
             backend=backend,
             fidelity_max_tokens=fidelity_max_tokens,
+            fidelity_per_token=fidelity_per_token,
         )
     finally:
         loaded.model.set_attn_implementation("sdpa")

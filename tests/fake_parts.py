@@ -55,6 +55,10 @@ class FakeTask:
         """1 for the right answer."""
         return {"exact": float(text == request.meta["answer"])}
 
+    def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
+        """By the text."""
+        return self.score(request, outcome.text)
+
     def aggregate(self, records: list[dict]) -> dict:
         """Number of records, which is enough to see that it was asked."""
         return {"records": len(records)}

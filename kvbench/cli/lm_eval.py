@@ -25,8 +25,9 @@ def main(arguments: Sequence[str]) -> int:
         0; lm-eval itself leaves with another code after an error of usage.
 
     Raises:
-        ValueError: A setting of kvbench's model or a name is wrong, a task scores whole texts, which is said before the
-            model is loaded, or needs a package that is not installed.
+        ValueError: A setting of kvbench's model or a name is wrong, a task scores whole texts with a method that
+            compresses prompts only, which is said before the model is loaded, or a task needs a package that is not
+            installed.
     """
     import lm_eval.__main__
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
     names = task_names(arguments)
     if names and _model_of(arguments) == "kvbench":
-        refuse_whole_texts(names, _include_path(arguments))
+        check_whole_texts(names, arguments)
     before = sys.argv
     sys.argv = ["lm_eval", *with_device(arguments)]
     try:
@@ -64,28 +65,42 @@ def _include_path(arguments: Sequence[str]) -> list[str]:
     return [path for path in [_value(arguments, "--include_path")] if path]
 
 
-def refuse_whole_texts(names: Sequence[str], include_path: Sequence[str] = ()) -> None:
-    """Refuse tasks that ask for the likelihood of whole texts, which kvbench's model would refuse after an hour.
+def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
+    """Refuse tasks that ask for the likelihood of whole texts where the method has nothing to compress in them.
+
+    kvbench's model would refuse them too, but lm-eval may ask it after an hour of other tasks.
 
     Args:
         names: Tasks, groups or tags.
-        include_path: Folders with further YAMLs.
+        arguments: What would follow `lm_eval` in a shell.
 
     Raises:
-        ValueError: One of them is such a task, or there is none of that name.
+        ValueError: One of them is such a task and the method compresses prompts only, a setting of the method is wrong,
+            or there is no task of that name.
     """
     from kvbench.tasks.harness.find import leaves_of, manager_of
     from kvbench.tasks.lmeval import TASKS_FOLDER
 
-    index = manager_of(names, include_path, extra=[TASKS_FOLDER]).task_index
-    for name in names:
-        for leaf in leaves_of(name, index):
-            cfg = index[leaf].cfg if leaf in index else None
-            if (cfg or {}).get("output_type") == "loglikelihood_rolling":
-                raise ValueError(
-                    f"--tasks {name}: {leaf} scores whole texts (loglikelihood_rolling): without a prompt there is no "
-                    "cache to compress; use tasks of type generate_until, loglikelihood or multiple_choice"
-                )
+    index = manager_of(names, _include_path(arguments), extra=[TASKS_FOLDER]).task_index
+    whole = [
+        leaf
+        for name in names
+        for leaf in leaves_of(name, index)
+        if leaf in index and (index[leaf].cfg or {}).get("output_type") == "loglikelihood_rolling"
+    ]
+    if not whole:
+        return
+    from kvbench.config.compose import compose
+    from kvbench.lm import check_rolling
+    from kvbench.runs.parts import make_policy
+
+    given = dict(word.split("=", 1) for word in (_value(arguments, "--model_args") or "").split(",") if "=" in word)
+    words = [f"{key}={value}" for key, value in given.items() if key == "method" or key.startswith("method.")]
+    prompt_tokens = given.get("rolling_prompt_tokens", "1")
+    try:
+        check_rolling(make_policy(compose([*words] or ["method=full"]).method), 1 if prompt_tokens == "1" else 2)
+    except ValueError as error:
+        raise ValueError(f"--tasks {whole[0]}: {error}") from error
 
 
 def with_device(arguments: Sequence[str]) -> list[str]:

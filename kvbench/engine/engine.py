@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
+from kvbench.engine.contexts import SharedContexts
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
@@ -31,6 +30,7 @@ class Engine:
         seed: Base of every answer's own random generator.
         backend: `auto` or a backend's name.
         fidelity_max_tokens: Tokens to force per sample at most, None for all; 0 switches teacher forcing off.
+        fidelity_per_token: Outcomes say what was measured of each forced token.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
 
     Raises:
@@ -48,6 +48,7 @@ class Engine:
         seed: int,
         backend: str = "auto",
         fidelity_max_tokens: int | None = 256,
+        fidelity_per_token: bool = False,
         prompts: PromptCache | None = None,
     ) -> None:
         if batch_size < 1:
@@ -55,6 +56,7 @@ class Engine:
         self.runner = Runner(model, policy, options=store, backend=backend, prompts=prompts)
         self.loaded, self.policy = model, policy
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
+        self.fidelity_per_token = fidelity_per_token
         self.backend, self.shape = self.runner.backend, self.runner.shape
         self.end_ids = tuple(model.eos_token_ids)
         self._own = False
@@ -92,7 +94,7 @@ class Engine:
                 whose answer other methods are then forced to give.
 
         Raises:
-            ValueError: A prompt is empty or longer than the model.
+            ValueError: A prompt is empty or longer than the model, or there is nothing to do for a request.
         """
         everything = list(sizing or requests)
         for request in everything:
@@ -101,6 +103,11 @@ class Engine:
                     f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "
                     f"{[len(s) for s in request.segments]}) must be > 0 and < the model's {self.loaded.max_tokens}; "
                     "truncate it in the task"
+                )
+            if not self._num_rows(request):
+                raise ValueError(
+                    f"{request.sample_id} asks for no answer, and there is nothing to force either; set "
+                    "fidelity.max_tokens=null"
                 )
         if not everything:
             return
@@ -111,12 +118,7 @@ class Engine:
             )
         self._on_outcome, self._on_step, self._own = on_outcome, on_step, own and self.fidelity_max_tokens != 0
         self._callers: BaseException | None = None  # what `on_outcome` raised
-        self._context: tuple[tuple, int] | None = None  # a segment that was read, and its row
-        self._followed = {
-            one.sample_id
-            for one, other in pairwise(requests)
-            if self._begins_with(one) == self._begins_with(other) and min(len(one.segments), len(other.segments)) > 1
-        }
+        self._contexts = SharedContexts(self.runner, requests, self._begins_with, self._read)
         size, reason = self._reserve(everything)
         if reason is not None:
             for request in requests:
@@ -127,7 +129,7 @@ class Engine:
                 self.store.fit.solve(len(request.segments[0]), self._new_tokens(request))
         for begin in range(0, len(requests), size):
             self._run_group(list(requests[begin : begin + size]))
-        self._drop_context()  # it is still open where the last questions could not be answered
+        self._contexts.close()  # it is still open where the last questions could not be answered
 
     def _reserve(self, requests: list[Request]) -> tuple[int, str | None]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them.
@@ -135,13 +137,13 @@ class Engine:
         Returns:
             Requests per group, and why not even one fits (None: it does).
         """
-        rows_of = [r.num_samples + bool(self._own or self._gold(r)) + len(r.choices) for r in requests]
+        rows_of = [self._num_rows(r) for r in requests]
         prompt_tokens = max(r.num_prompt_tokens for r in requests)
         new_tokens = max(max(r.max_new_tokens, *map(len, (self._gold(r), *r.choices))) for r in requests)
         size = min(self.batch_size, len(requests))  # never more rows than there is to answer
         while True:
             try:
-                rows = max(rows_of) * size + bool(self._followed)
+                rows = max(rows_of) * size + self._contexts.num_rows
                 self.runner.reserve(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
                 return size, None
             except Exception as error:
@@ -179,22 +181,20 @@ class Engine:
         rows: list[tuple[Row, Sample]] = []
         for request in group:
             begin, before = time.perf_counter(), len(self.runner.open_rows)
-            shares = self._context is not None and self._context[0] == self._begins_with(request)
+            shares = self._contexts.holds(request)
             try:
                 row, logits, reference = self._prefill(request)
             except NotFinite as error:
                 for opened in self.runner.open_rows[before:]:
                     self.runner.close(opened)
-                if self._context is not None and self._context[1] not in self.runner.open_rows:
-                    self._context = None
+                self._contexts.forget_closed()
                 self._fail(request, "nan", str(error), error.layer)
                 finished.add(request.sample_id)
                 continue
-            num_rows = request.num_samples + (self._own or reference is not None) + len(request.choices)
             replays = self.runner.prompts.limit_bytes > 0  # and a replay takes no prefill
             prefill_s = None if replays else time.perf_counter() - begin
-            sample = Sample(request, prefill_s, num_rows, shares_context=shares)
-            for repeat in range(request.num_samples):
+            sample = Sample(request, prefill_s, self._num_rows(request), shares_context=shares)
+            for repeat in range(request.num_samples if request.max_new_tokens else 0):
                 own = row if repeat == 0 else self.runner.fork(row)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._room(request))
                 random = row_generator(self.seed, request.sample_id, repeat, self.runner.device)
@@ -203,26 +203,26 @@ class Engine:
                     row=own, request=request, logits=logits, repeat=repeat, answer=answer, generator=generator
                 )
                 rows.append((free, sample))
-            if self._own:
+            if self._own and request.max_new_tokens:
                 sample.own = self.runner.fork(row), logits
             forced: list[tuple[FidelityMeter | ChoiceMeter, int | None]] = []
             if reference is not None:
                 exact = len(request.segments) == 1
                 forced.append((FidelityMeter(self._gold(request), reference, exact_first=exact), None))
             forced += [(ChoiceMeter(tokens), index) for index, tokens in enumerate(request.choices)]
-            for meter, choice in forced:
-                copy = self.runner.fork(row)
+            for place, (meter, choice) in enumerate(forced):
+                copy = self.runner.fork(row) if place or request.max_new_tokens else row
                 rows.append((ForcedRow(row=copy, request=request, logits=logits, meter=meter, choice=choice), sample))
         return rows
 
     def _prefill(self, request: Request) -> tuple[int, Tensor, Tensor | None]:
         """Reads a prompt into a new row; returns the row, next-token logits [vocabulary] and the full cache's
         log-probabilities of the gold tokens."""
-        gold, head, *rest = self._gold(request), *request.segments
+        gold, rest = self._gold(request), request.segments[1:]
         # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
         # full-cache reference.
         if rest:
-            row, reference = self._read_context(request), None
+            row, reference = self._contexts.open_row(request), None
         else:
             row, read = self._read(request, ahead=gold[:-1])
             reference, logits = (read if gold else None), read[0]
@@ -232,22 +232,7 @@ class Engine:
             everything = [token for segment in request.segments for token in segment] + list(gold[:-1])
             reference = self.runner.full_logits(everything, num_logits=len(gold))
         self.store.ledger.restart(row)  # averages are over the answer, not over a question fed token by token
-        return row, logits, None if reference is None else torch.log_softmax(reference, -1)
-
-    def _read_context(self, request: Request) -> int:
-        """A row with the first segment of a request: of its own, or a fork of what the requests around it share."""
-        begins_with, is_last = self._begins_with(request), request.sample_id not in self._followed
-        if self._context is None or self._context[0] != begins_with:
-            self._drop_context()
-            row, _ = self._read(request)
-            if is_last:
-                return row
-            self._context = begins_with, row
-        row = self._context[1]
-        if is_last:
-            self._context = None
-            return row
-        return self.runner.fork(row)
+        return row, logits, reference
 
     def _begins_with(self, request: Request) -> tuple:
         """Whatever the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
@@ -261,14 +246,9 @@ class Engine:
             request.segments[0], ahead=ahead, new_tokens=new_tokens, instruction_tokens=instruction_tokens
         )
 
-    def _drop_context(self) -> None:
-        if self._context is not None:
-            self.runner.close(self._context[1])
-            self._context = None
-
     def _close_all(self) -> None:
-        self._context = None
         self.runner.close_all()
+        self._contexts.forget_closed()
 
     def _decode(self, rows: list[tuple[Row, Sample]], finished: set[str]) -> None:
         """Decodes all rows together until each is over."""
@@ -312,7 +292,7 @@ class Engine:
             sample.open_rows -= 1
             return None
         everything = [token for segment in request.segments for token in segment] + list(tokens[:-1])
-        reference = torch.log_softmax(self.runner.full_logits(everything, num_logits=len(tokens)), -1)
+        reference = self.runner.full_logits(everything, num_logits=len(tokens))
         meter = FidelityMeter(tokens, reference, exact_first=len(request.segments) == 1)
         return ForcedRow(row=row, request=request, logits=logits, meter=meter)
 
@@ -337,36 +317,46 @@ class Engine:
         """Records a finished row, and hands out the sample's outcomes once all its rows are over."""
         if isinstance(state, ForcedRow):
             sample.take(state)
+            if not state.request.max_new_tokens and not sample.outcomes:  # there is no answer: its bytes are the text's
+                sample.outcomes[0] = self._outcome(state, sample, 0)
         elif isinstance(state, AnswerRow):
-            steps = state.timing.pop("row_steps")
-            state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
-            held, kept = self.store.ledger.report(state.row)
-            sample.outcomes[state.repeat] = Outcome(
-                sample_id=state.request.sample_id,
-                repeat=state.repeat,
-                text=state.answer.text,
-                token_ids=state.answer.token_ids,
-                finish=state.answer.finish,
-                num_prompt_tokens=state.request.num_prompt_tokens,
-                ledger=held,
-                kept=kept,
-                timing={"prefill_s": sample.prefill_s, **state.timing}
-                | ({"shares_context": 1.0} if sample.shares_context else {}),
-            )
+            sample.outcomes[state.repeat] = self._outcome(state, sample, state.repeat, state.answer)
         self.runner.close(state.row)
         sample.open_rows -= 1
         if sample.open_rows == 0:
             finished.add(sample.request.sample_id)
             for outcome in sample.outcomes.values():
                 outcome.fidelity, outcome.drift = sample.fidelity, sample.drift
+                outcome.per_token = sample.per_token if self.fidelity_per_token else None
                 outcome.choices = [sample.choices[index] for index in sorted(sample.choices)]
                 self._hand_out(outcome)
 
+    def _outcome(self, state: Row, sample: Sample, repeat: int, answer: Answer | None = None) -> Outcome:
+        """What a finished row says of its sample."""
+        steps = state.timing.pop("row_steps")
+        state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
+        held, kept = self.store.ledger.report(state.row)
+        told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
+        told.num_prompt_tokens = state.request.num_prompt_tokens
+        told.timing = {"prefill_s": sample.prefill_s, **state.timing}
+        if sample.shares_context:
+            told.timing["shares_context"] = 1.0
+        if answer is not None:
+            told.text, told.token_ids = answer.text, answer.token_ids
+            told.finish, told.first_end = answer.finish, answer.first_end
+        return told
+
+    def _num_rows(self, request: Request) -> int:
+        """Rows that a request needs at once: its answers, what is forced, its choices."""
+        if not request.max_new_tokens:
+            return bool(self._gold(request)) + len(request.choices)
+        return request.num_samples + bool(self._own or self._gold(request)) + len(request.choices)
+
     def _gold(self, request: Request) -> tuple[int, ...]:
-        """The tokens that are forced from the start; never beyond the model's context."""
-        if self._own:
+        """The tokens that are forced from the start; beyond the model's context only where the request says so."""
+        if self._own and request.max_new_tokens:
             return ()
-        room = self._room(request) - 1
+        room = 1 << 62 if request.past_context else self._room(request) - 1
         return tuple(request.gold[: room if self.fidelity_max_tokens is None else min(self.fidelity_max_tokens, room)])
 
     def _new_tokens(self, request: Request) -> int:

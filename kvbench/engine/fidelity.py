@@ -43,7 +43,7 @@ class FidelityMeter:
 
     Args:
         gold: The continuation: the gold answer, or the full cache's own.
-        reference: fp32 [len(gold), vocabulary] log-probabilities of the full, uncompressed cache for each token.
+        reference: fp32 [len(gold), vocabulary] logits of the full, uncompressed cache for each token.
         exact_first: The first token is predicted by the prompt's own forward pass; False when the end of the
             prompt was already read through the compressed cache.
     """
@@ -52,6 +52,7 @@ class FidelityMeter:
     reference: Tensor
     exact_first: bool = True
     nll: list[float] = field(default_factory=list)
+    nll_full: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     agree: list[bool] = field(default_factory=list)
     hit: list[bool] = field(default_factory=list)
@@ -64,9 +65,11 @@ class FidelityMeter:
     def add(self, logits: Tensor) -> None:
         """Scores the next gold token under logits fp32 [vocabulary]."""
         index = len(self.nll)
-        logp, ref = torch.log_softmax(logits, -1), self.reference[index]
+        # One row at a time: of a long text, all rows at once would be gigabytes for a second time.
+        logp, ref = torch.log_softmax(logits, -1), torch.log_softmax(self.reference[index], -1)
         best = int(logp.argmax())
         self.nll.append(-float(logp[self.gold[index]]))
+        self.nll_full.append(-float(ref[self.gold[index]]))
         self.kl.append(float((ref.exp() * (ref - logp)).sum().clamp(min=0.0)))
         self.agree.append(best == int(ref.argmax()))
         self.hit.append(best == self.gold[index])
@@ -90,7 +93,7 @@ class FidelityMeter:
 
         return {
             "nll": mean(self.nll),
-            "nll_full": mean(self._full()),
+            "nll_full": mean(self.nll_full),
             "kl_mean": mean(self.kl),
             "kl_max": max(self.kl[first:], default=None),
             "top1_agreement": mean(self.agree),
@@ -107,18 +110,30 @@ class FidelityMeter:
             `tokens` (how many), `nll`, `nll_full`, `kl` (sums, nats), `same_first_choice` (how many). A token that the
             prompt's own pass predicts is left out, as in the means.
         """
-        first, full = int(self.exact_first), self._full()
+        first = int(self.exact_first)
         last = bisect_right(BINS, len(self.nll) - 1)
         sums = {name: [0.0] * last for name in ("tokens", "nll", "nll_full", "kl", "same_first_choice")}
         for token in range(first, len(self.nll)):
             place = bisect_right(BINS, token) - 1
-            values = (1.0, self.nll[token], full[token], self.kl[token], float(self.agree[token]))
+            values = (1.0, self.nll[token], self.nll_full[token], self.kl[token], float(self.agree[token]))
             for name, value in zip(sums, values, strict=True):
                 sums[name][place] += value
         return {name: [float(f"{value:.7g}") for value in values] for name, values in sums.items()}
 
-    def _full(self) -> list[float]:
-        """The full cache's NLL of each token so far."""
-        count = len(self.nll)
-        chosen = torch.tensor(self.gold[:count], device=self.reference.device)
-        return (-self.reference[torch.arange(count), chosen]).tolist()
+    def per_token(self) -> dict[str, list[float]]:
+        """The same token by token, from the first of the answer on.
+
+        Returns:
+            `nll`, `nll_full`, `kl` (nats), `same_first_choice` and `right_first_choice` (0 or 1: the likeliest token is
+            the full cache's, is the forced one), and `exact`: how many tokens at the beginning, 0 or 1, the prompt's
+            own pass predicts, which the means leave out.
+        """
+        columns: dict[str, list[float] | list[bool]] = {
+            "nll": self.nll,
+            "nll_full": self.nll_full,
+            "kl": self.kl,
+            "same_first_choice": self.agree,
+            "right_first_choice": self.hit,
+        }
+        told = {name: [float(f"{value:.5g}") for value in values] for name, values in columns.items()}
+        return told | {"exact": [float(self.exact_first)]}

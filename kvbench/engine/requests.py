@@ -22,7 +22,7 @@ class Request:
         answers: The right answers as the task has them, for people; nothing is computed from them.
         choices: Token ids of continuations whose log-likelihoods are wanted; each is scored on a fork of the one
             compressed prompt.
-        max_new_tokens: Length limit of the answer, >= 1.
+        max_new_tokens: Length limit of the answer; 0 asks for none, and only `gold` is forced.
         min_new_tokens: Stop rules are ignored before this many tokens.
         stop: The answer ends before the first of these strings.
         stop_token_ids: The answer ends before the first of these tokens.
@@ -32,6 +32,7 @@ class Request:
         instruction_tokens: First tokens of the prompt that stand before what the user says: a system prompt, with what
             a chat template puts around it; 0 = none, or not known.
         num_prompt_tokens_untruncated: Length of the prompt before the task's truncation rule.
+        past_context: `gold` may go on beyond the model's context, as streams do.
         meta: Anything the task wants back in the journal (JSON types only).
     """
 
@@ -50,6 +51,7 @@ class Request:
     num_samples: int = 1
     instruction_tokens: int = 0
     num_prompt_tokens_untruncated: int = 0
+    past_context: bool = False
     meta: dict = field(default_factory=dict)
 
     @property
@@ -78,13 +80,15 @@ class Outcome:
         status: `ok`, `nan` (logits or scores were not finite), or `oom` (did not fit in memory or in the page budget).
         text: The decoded answer, cut at the stop rule.
         token_ids: The answer's tokens, stop token excluded.
-        finish: `stop` (stop string or token), `eos`, `length`, or `none` when the status is not ok.
+        finish: `stop` (stop string or token), `eos`, `length`, or `none` without an answer.
+        first_end: Tokens before the answer first wanted to end, where `min_new_tokens` made it go on; else None.
         num_prompt_tokens: Prompt length as run.
         nan_layer: First layer whose attention output was not finite; -1 means the logits only.
         message: Human-readable reason when the status is not ok.
         fidelity: Teacher-forced comparison with the full cache on the forced tokens, or None; see
             `FidelityMeter.report`.
         drift: The same along the answer, in bins of positions, or None; see `FidelityMeter.drift`.
+        per_token: The same token by token, or None; see `FidelityMeter.per_token`.
         choices: For each of the request's choices: `loglikelihood` (nats), `greedy` (every token was the most likely
             one), `num_tokens`.
         ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the
@@ -101,11 +105,13 @@ class Outcome:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str = "none"
+    first_end: int | None = None
     num_prompt_tokens: int = 0
     nan_layer: int | None = None
     message: str = ""
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None
+    per_token: dict[str, list[float]] | None = None
     choices: list[dict] = field(default_factory=list)
     ledger: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)

@@ -49,7 +49,11 @@ class AnswerRow(Row):
     generator: torch.Generator | None = None
 
     def next_token(self) -> int | None:
-        token = choose_token(self.logits, self.request, self.generator, self.answer.banned)
+        banned = self.answer.banned
+        token = choose_token(self.logits, self.request, self.generator, [])
+        if token in banned:  # noted, so that it is known how often answers would have ended here
+            self.answer.wants_to_end()
+            token = choose_token(self.logits, self.request, self.generator, banned)
         self.answer.add(token)
         return None if self.answer.finish else token
 
@@ -84,6 +88,7 @@ class Sample:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None
+    per_token: dict[str, list[float]] | None = None
     own: "tuple[int, Tensor] | None" = None  # a copy of the prompt's row, and its logits, that the own answer will take
     choices: dict[int, dict] = field(default_factory=dict)
     shares_context: bool = False
@@ -92,5 +97,6 @@ class Sample:
         """Keeps what a forced row measured."""
         if isinstance(row.meter, FidelityMeter):
             self.fidelity, self.drift = row.meter.report(), row.meter.drift()
+            self.per_token = row.meter.per_token()
         elif row.choice is not None:
             self.choices[row.choice] = row.meter.report()

@@ -107,6 +107,14 @@ class Policy(Declarations):
             return min(everything, budget + min(num_new_tokens, max(1, self.compact_every)))
         return min(budget, num_prompt_tokens) + num_new_tokens
 
+    @property
+    def prompt_only(self) -> bool:
+        """Whatever follows the prompt is kept whole and in 16 bits, and all of it is read."""
+        new = self.tiers[0]
+        whole = new.native or new.k_bits == new.v_bits == 16
+        acts = self.acts_in_decode or self.compact_every or self.reading is not None or self.residual is not None
+        return whole and not acts
+
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         """Decides where the prompt's tokens go. Default: all to tier 0."""
         return PrefillPlan(tier_of=view.filled(0))

@@ -228,8 +228,9 @@ def answer_share(view: DecodeView, budget: Budget) -> Tensor:
     """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says."""
     prompt = view.prompt_tokens[:, None, None]
     answer = view.tokens_seen[:, None, None] - prompt
-    share = (answer.double() * budget.value + 1e-9).long() if budget.unit == "ratio" else torch.full_like(answer, budget.value)
-    return (prompt + share).expand(view.shape)
+    if budget.unit == "ratio":
+        return (prompt + (answer.double() * budget.value + 1e-9).long()).expand(view.shape)
+    return (prompt + torch.full_like(answer, budget.value)).expand(view.shape)
 
 
 def shrink_to_share(

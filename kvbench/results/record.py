@@ -178,6 +178,8 @@ class RunRecord:
     """Name of the model."""
     method: str = ""
     """Name of the method: its file in conf/method/."""
+    prompt_only: bool = False
+    """The method keeps whatever follows the prompt whole."""
     experiment: str = ""
     """Name of the preset that set several settings at once (`experiment=`): its file in conf/experiment/; empty without
     one."""

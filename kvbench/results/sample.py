@@ -74,6 +74,9 @@ class SampleRecord(TypedDict):
     """The answer's tokens, stop token excluded. `read_samples` leaves them out."""
     finish: str
     """Why the answer ended: `stop`, `eos`, `length`, or `none` without an answer."""
+    first_end: NotRequired[int | None]
+    """Tokens before the answer first wanted to end, where the task made it go on (`min_new_tokens`); None where it did
+    not want to. Not in journals of before."""
     gold: NotRequired[list[str]]
     """The right answers, as the task has them; empty where it has none. Not in journals of before."""
     prompt: NotRequired[Prompt]
@@ -89,6 +92,9 @@ class SampleRecord(TypedDict):
     drift: NotRequired[dict[str, list[float]] | None]
     """The same along the answer, in the bins of `kvbench.engine.requests.BINS`, up to the last that has a token: sums
     of `nll`, `nll_full` and `kl` over the `tokens` of each bin, and how many had the `same_first_choice`."""
+    per_token: NotRequired[dict[str, list[float]] | None]
+    """The same token by token, with `fidelity.per_token`: `nll`, `nll_full`, `kl`, `same_first_choice`,
+    `right_first_choice`, each from the first token on, and `exact`, how many at the beginning the means leave out."""
     choices: NotRequired[list[dict[str, float | bool]]]
     """One entry for each continuation that the task asked about: `loglikelihood` (nats), `greedy` (every token was the
     most likely one), `num_tokens`. Absent when the task asked about none."""
@@ -150,11 +156,13 @@ def journal_record(
         "text": outcome.text,
         "token_ids": list(outcome.token_ids),
         "finish": outcome.finish,
+        "first_end": outcome.first_end,
         "gold": list(request.answers),
         "prompt": {"sha256": prompt_digest(request.prompt), "tail": tail[-TAIL_LENGTH:]},
         "scores": dict(scores),
         "fidelity": outcome.fidelity,
         "drift": outcome.drift,
+        "per_token": outcome.per_token,
         "choices": outcome.choices,
         "ledger": outcome.ledger,
         "kept": cast(Kept, outcome.kept),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
     | {"reference", "fidelity", "store", "prompt_cache_bytes", "tracker"},
-    "fidelity.": {"max_tokens", "on"},
+    "fidelity.": {"max_tokens", "on", "per_token"},
 }
 RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": Flag()}
 
@@ -95,6 +95,7 @@ def check_config(cfg: DictConfig) -> None:
         Whole(0, unit="tokens").check("fidelity.max_tokens", cfg.fidelity.max_tokens)
     if cfg.fidelity.get("on", GOLD) not in (GOLD, OWN):
         raise unknown_name("fidelity.on", cfg.fidelity.on, (GOLD, OWN))
+    Flag().check("fidelity.per_token", cfg.fidelity.get("per_token", False))
     if cfg.reference not in ("auto", "none"):
         raise unknown_name("reference", cfg.reference, ("auto", "none"))
     tracking.check(cfg.get("tracker", tracking.NONE))

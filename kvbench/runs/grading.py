@@ -32,7 +32,7 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
         with time_limit(limit_s):
             if request.choices:
                 return outcome, task.score_choices(request, outcome.choices)
-            return outcome, task.score(request, outcome.text)
+            return outcome, task.score_outcome(request, outcome)
     except OutOfTime:
         why = f"the grader of task {task.name} took longer than {limit_s:g} s"
     except Exception as error:

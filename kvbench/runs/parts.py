@@ -186,6 +186,7 @@ def make_engine(
         seed=cfg.seed,
         backend=cfg.backend.name,
         fidelity_max_tokens=cfg.fidelity.max_tokens,
+        fidelity_per_token=cfg.fidelity.get("per_token", False),
         prompts=prompts,
     )
 

@@ -226,6 +226,7 @@ def _count(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
 def _describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.experiment = origin.experiment or record.experiment
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
+    record.prompt_only = experiment.policy.prompt_only
     record.hash, record.identity = experiment.hash, experiment.identity
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.cfg.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()

@@ -12,6 +12,7 @@ from kvbench.results.measures import BYTES, KL, NLL, PREFILL, RATE, READ, RESIDE
 from kvbench.results.record import RunRecord
 from kvbench.show import terminal
 from kvbench.show.labels import label_runs
+from kvbench.show.long_texts import long_tables
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import MESSAGE_LENGTH, safe
 from kvbench.stats.intervals import Estimate
@@ -109,6 +110,9 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     if _reads_parts(records):
         notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
     notes += _fidelity_notes(records[-1])
+    alone = [r.method for r in records if r.prompt_only and r.method != FULL and r.task_aggregate.get("tokens")]
+    if alone:
+        notes.append(f"Compress the prompt alone and keep all that follows whole: {', '.join(dict.fromkeys(alone))}.")
     slow = [record.method for record in records if record.backend == "torch"]
     if slow:
         who = ", ".join(slow)
@@ -264,6 +268,11 @@ def _protocol_notes(protocol: dict) -> list[str]:
     return notes
 
 
+def _further(records: Sequence[RunRecord]) -> list[Table]:
+    """The tables that some tasks have."""
+    return [*_by(records), *_answers(records), *long_tables(records), *_drift(records)]
+
+
 def render(records: Sequence[RunRecord]) -> Group:
     """Make the table of one task and model.
 
@@ -294,7 +303,7 @@ def render(records: Sequence[RunRecord]) -> Group:
         Text(),
         _table("Cost: cache bytes per sample, and time", records, cost),
         Text(),
-        *(part for table in (*_by(records), *_answers(records), *_drift(records)) for part in (table, Text())),
+        *(part for table in _further(records) for part in (table, Text())),
         *(Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)),
     )
 

@@ -23,6 +23,8 @@ BENCHMARKS = {
     "longctx": "longctx",
     "ruler": "ruler",
     "needle": "ruler.grid",
+    "drift": "drift",
+    "stream": "stream",
     "gsm8k": "gsm8k",
     "math500": "mathematics",
     "math": "mathematics",

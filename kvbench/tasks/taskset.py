@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kvbench.config.code import hash_files, libraries, reached
-from kvbench.engine.requests import Request
+from kvbench.engine.requests import Outcome, Request
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.sampling_stats import answer_statistics
 
@@ -73,6 +73,10 @@ class TaskSet:
         """
         scores = self.scorer(request.sample_id, text)
         return {name: float(scores[name]) for name in self.metrics}
+
+    def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
+        """Score one answer, which most tasks do by its text alone; arguments and results as for `score`."""
+        return self.score(request, outcome.text)
 
     def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
         """Score the log-likelihoods of a request's choices; only tasks whose requests have some need it.
@@ -177,6 +181,7 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
             request.temperature,
             request.top_p,
             request.num_samples,
+            request.past_context,
             references[request.sample_id],
         ]
         digest.update(json.dumps(asked, sort_keys=True).encode())

@@ -85,30 +85,34 @@ process_results: !function needy.score
 """
 
 
-def refused(folder: Path, name: str, monkeypatch, capsys) -> str:
+def refused(folder: Path, name: str, monkeypatch, capsys, more: str = "") -> str:
     """What the command says of a task that cannot run; it must not load a model."""
     from kvbench.cli.main import main
 
-    words = ["lm_eval", "--model", "kvbench", "--model_args", "model=random,model.preset=tiny", "--tasks", name]
+    settings = f"model=random,model.preset=tiny{more}"
+    words = ["lm_eval", "--model", "kvbench", "--model_args", settings, "--tasks", name]
     assert main([*words, "--include_path", str(folder)]) == 2
     shown = capsys.readouterr().err
     assert "a fault of kvbench" not in shown
     return shown
 
 
-def test_whole_texts_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, capsys) -> None:
-    """By the name of the task, and by that of a group that has it."""
+def test_whole_texts_are_refused_where_nothing_would_be_compressed(tmp_path, monkeypatch, capsys) -> None:
+    """Before a model is loaded, by the name of the task and by that of a group that has it; other methods, and those
+    that are given a prompt, go on to the model."""
     from kvbench import lm
 
     def load(*arguments, **named):
-        raise AssertionError("a model was loaded")
+        raise ValueError("a model was loaded")
 
     monkeypatch.setattr(lm, "load_method", load)
     (tmp_path / "whole.yaml").write_text(ROLLING)
     (tmp_path / "group.yaml").write_text("group: demo_wholes\ntask: [demo_whole]\n")
     for name in ("demo_whole", "demo_wholes"):
-        shown = refused(tmp_path, name, monkeypatch, capsys)
-        assert f"--tasks {name}: demo_whole scores whole texts (loglikelihood_rolling)" in shown
+        shown = refused(tmp_path, name, monkeypatch, capsys, ",method=snapkv,method.budget=64")
+        assert "--tasks demo_whole: SnapKV compresses prompts only" in shown and "rolling_prompt_tokens=512" in shown
+    for more in (",method=snapkv,rolling_prompt_tokens=8", ",method=h2o,method.budget=64", ",method=full"):
+        assert "a model was loaded" in refused(tmp_path, "demo_whole", monkeypatch, capsys, more)
 
 
 @pytest.mark.parametrize(

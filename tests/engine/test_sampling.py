@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_helpers import request
 
-from kvbench.engine.sampling import Answer, choose_token, row_generator
+from kvbench.engine.sampling import Answer, choose_token, nucleus, row_generator
 
 LOGITS = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
 
@@ -67,6 +67,18 @@ def test_sampling_follows_temperature_and_top_p(temperature, top_p, want):
     got = shares(LOGITS, temperature=temperature, top_p=top_p)
     assert got == pytest.approx(want, abs=0.03)
     assert [p == 0 for p in got] == [p == 0 for p in want]
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.95, 0.999, 0.9999999])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
+def test_the_nucleus_is_that_of_a_whole_sort(top_p, spread):
+    """Flat and peaked distributions, within the first tokens that are sorted and beyond them, with many equals."""
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)).mul(8).round().div(8) * spread
+    prob = torch.softmax(logits, -1)
+    ordered, order = prob.sort(descending=True, stable=True)
+    keep = ordered.cumsum(0) - ordered < top_p
+    tokens, found = nucleus(prob, top_p)
+    assert torch.equal(tokens, order[keep]) and torch.equal(found, ordered[keep])
 
 
 def test_each_answer_has_its_own_random_numbers():

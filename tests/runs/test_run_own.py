@@ -86,7 +86,7 @@ def test_each_measure_has_its_own_number_of_samples():
 def test_the_setting_is_called_on_wherever_it_is_read(tmp_path):
     """YAML takes a bare `on` for true: the shipped file, a run's config.yaml and the command line have the same key."""
     shipped = compose(["fidelity.on=own"])
-    assert set(shipped.fidelity) == {"on", "max_tokens"} and shipped.fidelity.on == "own"
+    assert set(shipped.fidelity) == {"on", "max_tokens", "per_token"} and shipped.fidelity.on == "own"
     check_config(compose([f"results_dir={tmp_path}"]))
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(shipped, resolve=True))
     assert read_config(tmp_path / "config.yaml").fidelity.on == "own"

@@ -92,6 +92,45 @@ def test_loglikelihood_against_a_plain_forward(lm: KvbenchLM) -> None:
         assert greedy is all(int(logp[at - 1].argmax()) == ids[at] for at in steps)
 
 
+TEXTS = ["", "a", "The cat sat on the mat. " * 3, "One two three four five six. " * 12]
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 20])
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_whole_texts_against_lm_evals_own_model(method: str, prompt_tokens: int) -> None:
+    """Sums over texts of less than a window, of one and of several are those of lm-eval's model of transformers; so are
+    those of a method that keeps everything, whatever is read as a prompt."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from kvbench.models.load import load_model
+
+    short = TINY | {"model.max_tokens": 64}
+    if method == "snapkv":
+        short |= {"method.budget": 1.0, "method.tier": "native"}
+        prompt_tokens += 1
+    ours = KvbenchLM(method=method, rolling_prompt_tokens=prompt_tokens, batch_size=3, **short)
+    plain = load_model({**dict(ours.cfg.model)})
+    theirs = HFLM(pretrained=plain.model, tokenizer=plain.tokenizer, max_length=64, batch_size=1)
+    asked = [Instance("loglikelihood_rolling", {}, (text,), place) for place, text in enumerate(TEXTS)]
+    assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs.loglikelihood_rolling(asked, True), abs=2e-3)
+
+
+def test_what_a_method_forgets_costs_likelihood() -> None:
+    """Sinks and a window of sixteen tokens score another sum than the full cache, and the exact beginning is not part
+    of the difference: a window that is all prompt scores the same."""
+    from lm_eval.api.instance import Instance
+
+    asked = [Instance("loglikelihood_rolling", {}, (TEXTS[2],), 0)]
+    scores = [
+        KvbenchLM(method=method, rolling_prompt_tokens=count, **TINY, **more).loglikelihood_rolling(asked)[0]
+        for method, more in (("full", {}), ("streaming_llm", {"method.budget": 16, "method.tier": "native"}))
+        for count in (1, 500)
+    ]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3) and scores[1] == pytest.approx(scores[3], abs=1e-3)
+    assert abs(scores[2] - scores[0]) > 0.1
+
+
 def test_full_keeps_the_models_own_type_here() -> None:
     """lm-eval's users compare with lm-eval's own models; who wants the 16-bit cache of kvbench's tables says so."""
     assert KvbenchLM(method="full", **TINY).policy.tier == "native"
@@ -99,11 +138,11 @@ def test_full_keeps_the_models_own_type_here() -> None:
 
 
 def test_what_is_not_supported_says_so(lm: KvbenchLM) -> None:
-    """Whole-text scores have no prompt to compress; an empty continuation has nothing to score."""
+    """Whole texts have no prompt to compress; an empty continuation has nothing to score."""
     from lm_eval.api.instance import Instance
 
-    with pytest.raises(ValueError, match="loglikelihood_rolling"):
-        lm.loglikelihood_rolling([])
+    with pytest.raises(ValueError, match="SnapKV compresses prompts only.*rolling_prompt_tokens=512"):
+        KvbenchLM(method="snapkv", **TINY).loglikelihood_rolling([])
     with pytest.raises(ValueError, match="continuation of 0 tokens"):
         lm.loglikelihood([Instance("loglikelihood", {}, ("a", ""), 0)])
 

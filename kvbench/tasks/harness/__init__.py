@@ -139,8 +139,8 @@ def _check(leaf: str, task: "Task", protocol: Protocol) -> None:
     """Refuse what this loop cannot run, with the way that can."""
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         raise ValueError(
-            f"task.name={leaf} scores whole texts (loglikelihood_rolling): without a prompt there is no cache to "
-            "compress; take a task with a prompt"
+            f"task.name={leaf} scores whole texts (loglikelihood_rolling), which has no answer to record; take "
+            f"`python -m kvbench lm_eval --model kvbench --tasks {leaf}`, or task=stream task.file=FILE"
         )
     if getattr(task, "UNSAFE_CODE", False):
         raise ValueError(

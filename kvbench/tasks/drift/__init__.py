@@ -1,0 +1,125 @@
+"""`task=drift`: long answers, and how far a compressed cache strays from the full one along them.
+
+The full cache goes on from a piece of text for so many tokens; nothing ends it before. Every method is then forced to
+give the same tokens, and each token's KL, first choice and NLL are kept (`conf/task/drift.yaml` sets `fidelity` so).
+Beside that every method answers freely, which shows how much it repeats itself, and how often it would have ended
+before.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.engine.requests import Outcome, Request
+from kvbench.errors import check_whole
+from kvbench.rules.kinds import Number
+from kvbench.stats.intervals import estimate
+from kvbench.tasks.draw import Limit
+from kvbench.tasks.drift.repetition import GRAM, longest_loop, repeated_share
+from kvbench.tasks.passages import check_no_question, passages, read_text
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import check_keys
+from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.token_statistics import token_statistics
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
+
+METRICS = {
+    "repetition": MetricInfo(False, f"share of the answer's {GRAM}-grams of tokens that stand earlier in it, too"),
+    "loop": MetricInfo(False, "share of the answer in its longest loop: the same tokens three times in a row or more"),
+    "early_stop": MetricInfo(False, "the answer would have ended before its length"),
+}
+_FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(kw_only=True)
+class DriftSet(TaskSet):
+    """The task; answers are judged by their tokens and by where they wanted to end."""
+
+    def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
+        """See `TaskSet`."""
+        ids = outcome.token_ids
+        return {
+            "repetition": repeated_share(ids),
+            "loop": longest_loop(ids) / len(ids) if ids else 0.0,
+            "early_stop": float(outcome.first_end is not None),
+        }
+
+    def aggregate(self, records: Iterable[dict]) -> dict:
+        """As `TaskSet`, and `free`: each score over the free answers; `tokens`: what the forced tokens say."""
+        records = list(records)
+        result = super().aggregate(records)
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in METRICS}
+        for record in records:
+            if record["status"] == "ok":
+                for name in METRICS:
+                    found[name].setdefault(record["sample_id"], []).append(record["scores"][name])
+        result["free"] = {
+            name: asdict(estimate({"": [sum(v) / len(v) for v in values.values()]}, bounds=(0.0, 1.0)))
+            for name, values in found.items()
+            if values
+        }
+        result["tokens"] = token_statistics(records)
+        return result
+
+
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
+    """Cut the prompts.
+
+    Args:
+        cfg: `tokens` (of an answer), `prompt_tokens`, `items`, `file`, `temperature` and `top_p` (where the protocol
+            is greedy).
+        model: Its tokenizer cuts; its context must hold prompt and answer.
+        limit: Items when that is fewer.
+        seed: Not used: nothing in the prompts is random. It decides what a sampled answer draws.
+        protocol: How the samples are asked; no chat template is used, and there is no question.
+
+    Raises:
+        ValueError: A setting is out of range or does not fit the model, or the text is too short.
+    """
+    check_keys(cfg, ("tokens", "prompt_tokens", "items", "file", "temperature", "top_p"))
+    tokens = protocol.max_new_tokens or check_whole("task.tokens", cfg.get("tokens", 1024), 2)
+    prompt_tokens = check_whole("task.prompt_tokens", cfg.get("prompt_tokens", 256), 2)
+    items = check_whole("task.items", cfg.get("items", 8), 1)
+    items = min(items, limit.count) if limit else items
+    temperature, top_p = cfg.get("temperature", 0.7), cfg.get("top_p", 0.95)
+    Number(1e-3, 100, also=(0,)).check("task.temperature", temperature)
+    Number(1e-9, 1).check("task.top_p", top_p)
+    check_no_question("drift", protocol)
+    if protocol.temperature == 0:
+        protocol = replace(protocol, temperature=temperature, top_p=top_p)
+    text = read_text(cfg.get("file"))
+    if prompt_tokens + tokens > model.max_tokens:
+        raise ValueError(
+            f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, which "
+            f"holds {model.max_tokens} tokens; take fewer"
+        )
+    requests = [
+        Request(
+            sample_id=f"text/{index}",
+            subset="text",
+            segments=(piece.ids,),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            temperature=protocol.temperature,
+            top_p=protocol.top_p,
+            num_samples=protocol.num_samples,
+            num_prompt_tokens_untruncated=len(piece.ids),
+            meta={"index": index},
+        )
+        for index, piece in enumerate(passages(model, text, prompt_tokens, 0, items))
+    ]
+    told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": items, "text": text.origin}
+    return DriftSet(
+        name="drift",
+        protocol=protocol.to_dict() | told | {"chat": False, "end": "not before the last token"},
+        fingerprint=fingerprint(requests, {request.sample_id: None for request in requests}, _FOLDER),
+        requests=requests,
+        metrics=METRICS,
+        primary="repetition",
+        scorer=lambda sample_id, answer: {},
+    )

@@ -1,0 +1,137 @@
+"""Pieces of one long text, cut by tokens: what the tasks go on from that generate long answers or read streams."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbench.tasks.haystack import paragraphs
+from kvbench.tasks.prompts import decode
+from kvbench.tasks.protocol import Protocol
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
+
+OWN = "kvbench"
+# Characters that are tokenized at first for each token that is wanted; a tenth of a book need not be read to its end.
+_CHARS_A_TOKEN = 6
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to cut pieces from.
+
+    Args:
+        content: The text.
+        origin: Name of the file, or `kvbench` for Python's documentation.
+    """
+
+    content: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of a text.
+
+    Args:
+        ids: Token ids, behind the token that begins every text where the tokenizer has one.
+        num_words: Words (what white space parts) of the text without its first `head` tokens.
+        num_bytes: Bytes of the same in UTF-8.
+    """
+
+    ids: tuple[int, ...]
+    num_words: int
+    num_bytes: int
+
+
+def read_text(file: object) -> Text:
+    """The setting `task.file`: a text file of the user's, or None for the documentation that ships with Python.
+
+    Raises:
+        ValueError: There is no such file, it is no UTF-8 text, or it holds nothing.
+    """
+    if file is None:
+        return Text("\n\n".join(paragraphs()), OWN)
+    path = Path(str(file)).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a text file, or null for "
+            "text of kvbench's own"
+        )
+    try:
+        content = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"task.file={file} cannot be read as UTF-8 text ({error}); save it as UTF-8") from error
+    if not content.strip():
+        raise ValueError(f"task.file={file} holds no text; give another file")
+    return Text(content, path.name)
+
+
+def begin_ids(model: "LoadedModel") -> list[int]:
+    """The special tokens that the tokenizer puts before a text; most have one or none."""
+    with_special = model.tokenizer.encode("a", add_special_tokens=True)
+    plain = model.tokenizer.encode("a", add_special_tokens=False)
+    for place in range(len(with_special) - len(plain) + 1):
+        if with_special[place : place + len(plain)] == plain:
+            return with_special[:place]
+    return []
+
+
+def passages(
+    model: "LoadedModel", text: Text, head: int, tail: int, items: int | None, start: int = 0
+) -> list[Passage]:
+    """Cut consecutive pieces.
+
+    Args:
+        model: Its tokenizer cuts.
+        text: The text.
+        head: Tokens of the first part of a piece, special ones included.
+        tail: Tokens of the second part, 0 for none; words and bytes are its.
+        items: Pieces; None for as many as the text has.
+        start: Pieces that are left out at the beginning.
+
+    Raises:
+        ValueError: The text is too short for so many.
+    """
+    begin = begin_ids(model)
+    step = head + tail - len(begin)
+    wanted = None if items is None else (start + items) * step
+    length = len(text.content) if wanted is None else _CHARS_A_TOKEN * wanted
+    ids: list[int] = []
+    while True:
+        ids = model.tokenizer.encode(text.content[:length], add_special_tokens=False)
+        # The last token of a cut text is another one than it would be in the whole.
+        if length >= len(text.content) or (wanted is not None and len(ids) > wanted + 1):
+            break
+        length *= 2
+    count = len(ids) // step - start if items is None else items
+    if count < 1 or len(ids) < (start + count) * step:
+        raise ValueError(
+            f"the text {text.origin} has {len(ids)} tokens, and {items or 1} pieces of {step} take "
+            f"{(start + (items or 1)) * step}; lower task.items or task.tokens, or give a longer text as task.file"
+        )
+    found = []
+    for place in range(start, start + count):
+        piece = ids[place * step : (place + 1) * step]
+        rest = _text(model, piece[head - len(begin) :]) if tail else ""
+        found.append(Passage((*begin, *piece), len(rest.split()), len(rest.encode())))
+    return found
+
+
+def _text(model: "LoadedModel", ids: Sequence[int]) -> str:
+    return decode(model.tokenizer, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def check_no_question(name: str, protocol: Protocol) -> None:
+    """Raises ValueError for a protocol that asks something of a question or a chat, of a task that has none."""
+    if not protocol.query_aware:
+        raise ValueError(
+            f"protocol.query_aware=false compresses before a question is seen, and task={name} asks none; leave it at "
+            "true"
+        )
+    if protocol.chat_template == "always" or protocol.thinking is not None:
+        raise ValueError(
+            f"task={name} goes on with plain text, without a chat; leave protocol.chat_template=auto and "
+            "protocol.thinking=null"
+        )

@@ -1,0 +1,126 @@
+"""`task=stream`: perplexity of a text that is read token by token through the compressed cache.
+
+A stream begins with a prompt, which is read at once and compressed as every prompt is. All that follows is forced, one
+token after the other, through the cache: what a method does while decoding decides what it holds. Nothing is answered.
+With `task.past_context=true` a stream may go on beyond the model's context, where a cache of fixed size shows whether
+it carries on for ever.
+
+Source: Xiao et al. 2023 (StreamingLLM, arXiv 2309.17453), perplexity of long texts; llama.cpp's `perplexity`.
+Differs: the text's first part is a prompt, so that methods that choose by a prompt's attention have one.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.engine.requests import Outcome, Request
+from kvbench.errors import check_whole
+from kvbench.stats.intervals import Estimate
+from kvbench.tasks.draw import Limit
+from kvbench.tasks.passages import check_no_question, passages, read_text
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.settings import check_keys, flag
+from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.token_statistics import token_statistics
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
+
+METRICS = {"accuracy": MetricInfo(True, "share of the tokens behind the prompt that are the model's first choice")}
+_FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(kw_only=True)
+class StreamSet(TaskSet):
+    """The task; a text is judged by what was measured of its tokens."""
+
+    def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
+        """See `TaskSet`."""
+        return {"accuracy": float((outcome.fidelity or {})["gold_argmax_share"])}
+
+    def aggregate(self, records: Iterable[dict]) -> dict:
+        """As `TaskSet`, without answers; and `tokens`: perplexity and nearness to the full cache over all tokens."""
+        records = list(records)
+        result = super().aggregate(records)
+        result.pop("answers", None)
+        result["tokens"] = token_statistics(records)
+        if result["tokens"]:
+            result["tokens"] |= {name: asdict(Estimate(value=value)) for name, value in by_words(records).items()}
+        return result
+
+
+def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """What texts cost by the word and by the byte, whatever the tokenizer; the first token behind a prompt counts.
+
+    Returns:
+        `word_perplexity`, and `bits_per_byte`.
+
+    Source: lm-eval's word_perplexity and bits_per_byte.
+    """
+    done = [record for record in records if record["status"] == "ok" and record.get("per_token")]
+    nats = sum(math.fsum(record["per_token"]["nll"]) for record in done)
+    words, size = (sum(record["meta"][name] for record in done) for name in ("words", "bytes"))
+    per_word = nats / max(1, words)
+    return {"word_perplexity": math.exp(min(per_word, 700.0)), "bits_per_byte": nats / math.log(2) / max(1, size)}
+
+
+def load(
+    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
+) -> TaskSet:
+    """Cut the streams.
+
+    Args:
+        cfg: `file`, `prompt_tokens`, `tokens` (behind the prompt), `items` (None for as many as the text has),
+            `past_context`.
+        model: Its tokenizer cuts.
+        limit: Streams when that is fewer.
+        seed: Not used: nothing here is random.
+        protocol: No chat template is used, there is no question, and nothing is answered.
+
+    Raises:
+        ValueError: A setting is out of range or does not fit the model, or the text is too short.
+    """
+    check_keys(cfg, ("file", "prompt_tokens", "tokens", "items", "past_context"))
+    prompt_tokens = check_whole("task.prompt_tokens", cfg.get("prompt_tokens", 256), 1)
+    tokens = check_whole("task.tokens", cfg.get("tokens", 1024), 2)
+    items = cfg.get("items", 8)
+    items = None if items is None else check_whole("task.items", items, 1, ", or null")
+    items = min(items or limit.count, limit.count) if limit else items
+    past = flag("task.past_context", cfg.get("past_context", False))
+    check_no_question("stream", protocol)
+    if protocol.num_samples > 1 or protocol.temperature or protocol.max_new_tokens:
+        raise ValueError(
+            "task=stream answers nothing; leave protocol.temperature, protocol.num_samples and "
+            "protocol.max_new_tokens as they are"
+        )
+    text = read_text(cfg.get("file"))
+    if prompt_tokens >= model.max_tokens or (prompt_tokens + tokens > model.max_tokens and not past):
+        raise ValueError(
+            f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, which "
+            f"holds {model.max_tokens} tokens; take fewer, or task.past_context=true to go on beyond it"
+        )
+    requests = [
+        Request(
+            sample_id=f"stream/{index}",
+            subset="stream",
+            segments=(piece.ids[:prompt_tokens],),
+            gold=piece.ids[prompt_tokens:],
+            max_new_tokens=0,
+            num_prompt_tokens_untruncated=prompt_tokens,
+            past_context=past,
+            meta={"index": index, "seen": prompt_tokens, "words": piece.num_words, "bytes": piece.num_bytes},
+        )
+        for index, piece in enumerate(passages(model, text, prompt_tokens, tokens, items))
+    ]
+    told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
+    return StreamSet(
+        name="stream",
+        protocol=protocol.to_dict() | told | {"chat": False, "past_context": past},
+        fingerprint=fingerprint(requests, {request.sample_id: None for request in requests}, _FOLDER),
+        requests=requests,
+        metrics=METRICS,
+        primary="accuracy",
+        scorer=lambda sample_id, answer: {},
+    )

@@ -1,0 +1,149 @@
+"""Drift: bins of positions, the noise band, where a method leaves it, samples that a run lacks, pictures and CSV."""
+
+import csv
+import json
+
+import pytest
+from stored import store
+
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main
+from kvbench.evidence import drift_figure
+from kvbench.evidence.drift_curves import drawing_of
+from kvbench.evidence.load import load_groups
+from kvbench.results.sample import write_line
+
+LENGTH, ITEMS = 130, 9
+
+
+def put(root, method, kl, *, length=LENGTH, meta=None, statuses=None, items=ITEMS, **options):
+    """A run whose samples have these KL at each (sample, token); the first token is the prompt's own."""
+    folder = store(root, method, {"text": [0.0] * items}, task="drift", statuses=statuses or {}, **options)
+    path = folder / "samples.jsonl"
+    run = json.loads((folder / "run.json").read_text())["hash"]
+    lines = []
+    for number, line in enumerate(path.read_text().splitlines()):
+        record = json.loads(line)
+        del record["seal"]
+        values = [float(kl(number, token)) for token in range(length)]
+        tokens = {"kl": values, "nll": [1.0 + one for one in values], "nll_full": [1.0] * length, "exact": [1.0]}
+        tokens |= {name: [1.0] * length for name in ("same_first_choice", "right_first_choice")}
+        if record["status"] == "ok":
+            record |= {"per_token": tokens, "meta": meta or {"index": number}}
+        lines.append(write_line(record, run))
+    path.write_bytes(b"".join(lines))
+    return folder
+
+
+def noise(sample, token):
+    """What the full cache differs from itself; large where the prompt's own pass predicts, which must not count."""
+    return 50.0 if token == 0 else 1e-5 * (1 + sample)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """One method strays from token 64 on; one strays in the middle and comes back; one is noise to the end."""
+    put(tmp_path, "full", noise, ratio=1.0, tiers=(100,))
+    put(tmp_path, "h2o", lambda s, t: noise(s, t) if t < 64 else 0.4 + 0.01 * s)
+    put(tmp_path, "kivi", lambda s, t: 0.4 + 0.01 * s if 32 <= t < 96 else noise(s, t))
+    put(tmp_path, "tova", lambda s, t: (s == 3) * 2.0 if t >= 64 else noise(s, t))  # one sample of nine strays
+    return tmp_path
+
+
+def drawing(root, *words, width=None):
+    """The curves of the one group."""
+    (group,) = load_groups(compose_command("drift", [f"results_dir={root}", *words]))
+    return drawing_of(group, width)
+
+
+def test_bins_and_where_methods_leave_the_noise(runs) -> None:
+    """Bins are a power of two, at most sixteen; a method that comes back does not leave for good, and neither does one
+    whose interval reaches down to the noise."""
+    found = drawing(runs)
+    assert (found.width, found.num_samples, found.axis, found.judged) == (16, ITEMS, "tokens of the answer", True)
+    curves = {curve.label: curve for curve in found.curves}
+    assert list(curves) == ["full", "h2o", "kivi", "tova"]
+    assert [(one.first, one.last) for one in curves["full"].bins] == [(n, n + 15) for n in range(0, LENGTH, 16)]
+    assert {name: curve.leaves for name, curve in curves.items()} == {
+        "full": None,
+        "h2o": 64,
+        "kivi": None,
+        "tova": None,
+    }
+    assert curves["full"].bins[0].values["kl"].value == pytest.approx(5e-5)  # the first token is no part of it
+    assert curves["h2o"].bins[4].values["kl"].value == pytest.approx(0.44)
+    assert {high for _, high in found.band} == {0.0025}
+
+
+def test_the_band_is_what_the_full_cache_does(runs) -> None:
+    """Where the full cache itself differs by more than the tolerance, its upper end is the band."""
+    folder = next((runs / "drift" / "tiny" / "full").iterdir())
+    for path in sorted(folder.iterdir(), reverse=True):
+        path.unlink()
+    folder.rmdir()
+    put(runs, "full", lambda s, t: 0.4 + 0.02 * s if t >= 64 else noise(s, t), ratio=1.0, tiers=(100,))
+    found = drawing(runs, "methods=h2o")
+    assert found.band[0][1] == 0.0025 and 0.48 < found.band[4][1] < 0.56
+    assert found.curves[1].leaves is None  # h2o has the same 0.44
+
+
+def test_too_few_samples_are_not_judged(tmp_path) -> None:
+    """Seven answers have no interval, so nothing is said of where a method leaves."""
+    put(tmp_path, "full", noise, items=7)
+    put(tmp_path, "h2o", lambda s, t: 1.0 + s, items=7)
+    found = drawing(tmp_path)
+    assert not found.judged and found.curves[1].leaves is None
+
+
+def test_streams_count_tokens_seen(tmp_path) -> None:
+    """The prompt's tokens come before the first forced one; bins begin at multiples of their width."""
+    for method in ("full", "h2o"):
+        put(tmp_path, method, noise, meta={"index": 0, "seen": 40})
+    found = drawing(tmp_path, width=64)
+    assert found.axis == "tokens seen"
+    assert [one.first for one in found.curves[0].bins] == [0, 64, 128]
+
+
+def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
+    """Curves are compared by eye, so all are over the same samples; a run without numbers of tokens is not drawn."""
+    put(runs, "snapkv", noise, statuses={2: "oom"})
+    store(runs, "int4", {"text": [0.0] * ITEMS}, task="drift")
+    found = drawing(runs)
+    assert found.num_samples == ITEMS - 1 and "int4" not in [curve.label for curve in found.curves]
+    assert any("drawn from the 8 of 9 samples" in note for note in found.notes)
+
+
+def test_command_writes_pictures_and_csv(runs, capsys) -> None:
+    """A picture of each kind, the same bytes twice, and three rows for each bin; in words where each method leaves."""
+    assert main(["drift", f"results_dir={runs}"]) == 0
+    said = capsys.readouterr().out
+    assert "h2o leaves it at 65" in said and "tova does not leave the noise for good" in said
+    before = {path.name: path.read_bytes() for path in (runs / "drift").glob("drift*.*")}
+    assert {name.rpartition(".")[2] for name in before} == {"csv", "png", "svg"}
+    rows = list(csv.DictReader((runs / "drift" / "drift.csv").read_text().splitlines()))
+    assert len(rows) == 4 * 9 * 3 and {row["leaves_at"] for row in rows if row["run"] == "h2o"} == {"65"}
+    (found,) = (row for row in rows if (row["run"], row["metric"], row["first_token"]) == ("h2o", "nll", "65"))
+    assert float(found["value"]) == pytest.approx(1.44) and float(found["low"]) < 1.44 < float(found["high"])
+    assert main(["drift", f"results_dir={runs}"]) == 0
+    assert before == {path.name: path.read_bytes() for path in (runs / "drift").glob("drift*.*")}
+    assert b"mathdefault" not in drift_figure.render(drawing(runs), "svg")
+
+
+def test_command_says_what_is_wrong(runs, tmp_path) -> None:
+    """Nothing to draw, a kind of picture that does not exist, a width of no tokens."""
+    for words, message in (
+        (["kinds=gif"], "kinds=gif does not exist"),
+        (["width=0"], "width=0 must be a whole number of at least 1, or null"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compose_and_run(runs, words)
+    store(tmp_path / "other", "full", {"a": [1.0]})
+    with pytest.raises(ValueError, match="says what was measured of every token"):
+        compose_and_run(tmp_path / "other", [])
+
+
+def compose_and_run(root, words):
+    """The command without the command line's handling of errors."""
+    from kvbench.cli.commands import run
+
+    return run("drift", [f"results_dir={root}", *words])

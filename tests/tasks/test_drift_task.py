@@ -1,0 +1,140 @@
+"""Long answers: prompts, what ends an answer, how repetition is counted, and what the aggregate says."""
+
+import random
+
+import pytest
+
+from kvbench.engine.requests import Outcome
+from kvbench.tasks import load_task
+from kvbench.tasks.drift.repetition import longest_loop, repeated_share
+from kvbench.tasks.haystack import paragraphs
+from kvbench.tasks.passages import passages, read_text
+
+
+def load(model, limit=None, protocol=None, **settings):
+    """The task with the settings of a test."""
+    cfg = {"name": "drift", "tokens": 40, "prompt_tokens": 30, "items": 3} | settings
+    return load_task(cfg, model, limit=limit, seed=0, protocol=protocol)
+
+
+def test_prompts_are_consecutive_pieces_of_the_text(model, tmp_path) -> None:
+    """Each begins with the tokenizer's first token; nothing is left out between them; a file of one's own is read."""
+    (tmp_path / "my.txt").write_bytes(b"\xef\xbb\xbf" + " ".join(f"word{n} and" for n in range(400)).encode())
+    for file in (None, str(tmp_path / "my.txt")):
+        text = read_text(file)
+        task = load(model, file=file)
+        begin = model.tokenizer.bos_token_id
+        parts = [request.segments[0] for request in task.requests]
+        assert [len(part) for part in parts] == [30] * 3 and {part[0] for part in parts} == {begin}
+        joined = [token for part in parts for token in part[1:]]
+        whole = model.tokenizer.encode(text.content, add_special_tokens=False)
+        assert joined == whole[: len(joined)]
+        assert task.protocol["text"] == ("my.txt" if file else "kvbench")
+    assert read_text(None).content.startswith(paragraphs()[0])
+
+
+def test_answers_have_one_length_and_are_drawn(model) -> None:
+    """Nothing ends them before; the task's temperature stands in for a greedy protocol; limits hold."""
+    for request in load(model).requests:
+        assert (request.min_new_tokens, request.max_new_tokens, request.temperature, request.top_p) == (
+            40,
+            40,
+            0.7,
+            0.95,
+        )
+        assert request.gold == () and request.stop == ()
+    (one,) = load(model, limit=1, protocol={"temperature": 0.3, "num_samples": 2, "max_new_tokens": 9}).requests
+    assert (one.min_new_tokens, one.max_new_tokens, one.temperature, one.top_p, one.num_samples) == (9, 9, 0.3, 1.0, 2)
+    assert load(model, temperature=0).requests[0].temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "protocol", "message"),
+    [
+        ({"tokens": 5000}, {}, "task.tokens=5000 behind task.prompt_tokens=30 does not fit model stand-in"),
+        ({"items": 10**6}, {}, "the text kvbench has .* tokens, and 1000000 pieces of 29"),
+        ({"file": "nowhere.txt"}, {}, "task.file=nowhere.txt is not a file"),
+        ({"temperature": -1}, {}, "task.temperature=-1 must be"),
+        ({"prompt_tokens": 1}, {}, "task.prompt_tokens=1 must be a whole number of at least 2"),
+        (
+            {},
+            {"query_aware": False},
+            "query_aware=false compresses before a question is seen, and task=drift asks none",
+        ),
+        ({}, {"chat_template": "always"}, "task=drift goes on with plain text"),
+    ],
+)
+def test_what_cannot_be_asked(model, settings, protocol, message) -> None:
+    """Each is refused with its remedy."""
+    with pytest.raises(ValueError, match=message):
+        load(model, protocol=protocol, **settings)
+
+
+def test_files_that_hold_no_text(tmp_path) -> None:
+    """Bytes that are no UTF-8, and an empty file."""
+    (tmp_path / "bytes.bin").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="cannot be read as UTF-8 text"):
+        read_text(str(tmp_path / "bytes.bin"))
+    with pytest.raises(ValueError, match="holds no text"):
+        read_text(str(tmp_path / "empty.txt"))
+
+
+def test_words_and_bytes_of_the_second_part(model) -> None:
+    """They are counted in the text behind the first part, without the special token."""
+    (one,) = passages(model, read_text(None), 10, 25, 1, start=2)
+    text = model.tokenizer.decode(one.ids[10:])
+    assert len(one.ids) == 35 and (one.num_words, one.num_bytes) == (len(text.split()), len(text.encode()))
+
+
+def slow_loop(ids) -> int:
+    """The longest stretch of three rounds or more, by trying every place, period and length."""
+    best = 0
+    for begin in range(len(ids)):
+        for period in range(1, (len(ids) - begin) // 3 + 1):
+            end = begin + period
+            while end < len(ids) and ids[end] == ids[end - period]:
+                end += 1
+            if end - begin >= 3 * period:
+                best = max(best, end - begin)
+    return best
+
+
+def test_loops_and_repeated_n_grams() -> None:
+    """Against plain counts on random texts of few tokens, and by hand."""
+    rng = random.Random(0)
+    for size in (0, 1, 2, 3, 7, 30, 60):
+        for letters in (2, 3, 12):
+            ids = [rng.randrange(letters) for _ in range(size)]
+            assert longest_loop(ids) == slow_loop(ids), ids
+            seen, again = [], 0
+            for place in range(len(ids) - 3):
+                again += ids[place : place + 4] in seen
+                seen.append(ids[place : place + 4])
+            assert repeated_share(ids) == pytest.approx(again / len(seen) if seen else 0.0)
+    assert longest_loop([9, *[1, 2, 3] * 4, 1, 8]) == 13 and longest_loop([1, 2, 1, 2]) == 0
+
+
+def test_scores_and_aggregate(model) -> None:
+    """By tokens and by where the answer wanted to end; every score with its interval, every token in the statistics."""
+    task = load(model, items=2)
+    first, second = task.requests
+    looped = Outcome(sample_id=first.sample_id, token_ids=[7] * 10, first_end=4)
+    assert task.score_outcome(first, looped) == {"repetition": pytest.approx(6 / 7), "loop": 1.0, "early_stop": 1.0}
+    plain = Outcome(sample_id=second.sample_id, token_ids=list(range(10)))
+    assert task.score_outcome(second, plain) == {"repetition": 0.0, "loop": 0.0, "early_stop": 0.0}
+    tokens = {"nll": [9.0, 1.0, 3.0], "nll_full": [9.0, 1.0, 1.0], "kl": [5.0, 0.0, 0.5], "exact": [1.0]}
+    tokens |= {"same_first_choice": [1.0, 1.0, 0.0], "right_first_choice": [0.0, 1.0, 0.0]}
+    records = [
+        {"sample_id": request.sample_id, "subset": "text", "repeat": 0, "status": "ok", "finish": "length"}
+        | {"scores": task.score_outcome(request, outcome), "meta": request.meta, "token_ids": outcome.token_ids}
+        | {"per_token": tokens}
+        for request, outcome in ((first, looped), (second, plain))
+    ]
+    found = task.aggregate(records)
+    assert found["free"]["loop"]["value"] == 0.5 and found["free"]["early_stop"]["interval"] == "wilson"
+    assert found["tokens"]["perplexity"]["value"] == pytest.approx(2.718281828**2)
+    assert found["tokens"]["log_ratio"]["value"] == 1.0 and found["tokens"]["kl_mean"]["value"] == 0.25
+    assert found["tokens"]["kl_max"]["value"] == 0.5 and found["tokens"]["same_first_choice"]["value"] == 0.5
+    failed = [record | {"status": "oom", "scores": {}, "per_token": None} for record in records]
+    assert task.aggregate(failed)["free"] == {} == task.aggregate(failed)["tokens"]
