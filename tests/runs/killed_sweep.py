@@ -96,9 +96,11 @@ def run(task: dict) -> dict:
             except BaseException:  # the child must never come back into the loop
                 traceback.print_exc()
             finally:
-                sys.stderr.flush()
-                os.write(outer, str(shim.fault_calls()).encode() if task["at"] is not None else b"0")
-                os._exit(code)
+                try:
+                    sys.stderr.flush()
+                    os.write(outer, str(shim.fault_calls()).encode() if task["at"] is not None else b"0")
+                finally:
+                    os._exit(code)
         os.close(outer)
         if task["seconds"] is not None:
             time.sleep(task["seconds"])

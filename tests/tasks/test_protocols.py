@@ -116,7 +116,7 @@ def test_minerva_form(model, tmp_path: Path) -> None:
     agnostic = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64, "query_aware": False})
     first, second = (model.tokenizer.decode(part, skip_special_tokens=True) for part in agnostic.requests[0].segments)
     assert MATH["problem"] not in first and MATH["problem"] in second
-    with pytest.raises(ValueError, match=r"task.form=minerva.* Did you mean minerva4"):
+    with pytest.raises(ValueError, match=r"task.form='minerva' must be 'boxed' or 'minerva4'. Did you mean minerva4"):
         load_task(cfg | {"form": "minerva"}, model, limit=1, seed=0)
 
 
