@@ -205,7 +205,8 @@ def main() -> None:
     provenance.harness_hash = lambda backend: "the same"
     experiment._harness_imports = lambda backend: frozenset()
     print("ready", flush=True)
-    run_experiment(make_cfg(Path(sys.argv[1])), method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
+    cfg = make_cfg(Path(sys.argv[1]), **({"shard": sys.argv[2]} if len(sys.argv) > 2 else {}))
+    run_experiment(cfg, method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
 
 
 if __name__ == "__main__":

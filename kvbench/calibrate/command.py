@@ -97,6 +97,8 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
             f"limit={experiment.limit} has no meaning here; calibrate.tuning_samples and calibrate.held_out_samples "
             "say how many samples of each subset"
         )
+    if experiment.shard is not None:
+        raise ValueError(f"shard={experiment.shard} has no meaning here; leave it out")
     if experiment.method.get(KEY) is not None:
         raise ValueError("method.calibration is what this command writes; leave it out")
     return experiment, OmegaConf.create(wanted), choices["method"]
