@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model format style types docs test test-code test-degenerate test-exact test-killed test-arm test-bytes test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model format style types docs test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -53,6 +53,10 @@ test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g
 
 test-bytes: setup ## compare projected bytes with those that SmolLM2-135M really holds, every method at three lengths (minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/sizing/test_project.py
+
+test-launchers: setup ## sweeps and shards under joblib, Slurm's local stand-in and Ray: same samples, kills, exit codes (minutes)
+	$(PYTHON) -m pip install -q '.[cluster]'
+	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/cli/test_launchers.py
 
 test-gpu: setup ## every method in every case on interpreted Triton kernels, or on a GPU where there is one (half an hour without)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/bench/test_check_methods.py tests/kernels/gpu

@@ -1,6 +1,8 @@
-"""A small model, task, policy and engine for the tests of the run loop, and a slow run on them that can be killed."""
+"""A small model, task, policy and engine for the tests of the run loop, and a slow run on them that can be killed, as a
+program or in a process of its own."""
 
 import hashlib
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,7 +199,7 @@ def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:
     return cfg
 
 
-def main(results_dir: Path) -> None:
+def main(results_dir: Path, shard: str | None = None) -> None:
     """Run 120 samples slowly; the test kills this process when it likes."""
     from kvbench.results import provenance
     from kvbench.runs import experiment
@@ -206,4 +208,10 @@ def main(results_dir: Path) -> None:
     # The starts belong to one run even while somebody edits a source file, and each begins at once.
     provenance.harness_hash = lambda backend: "the same"
     experiment._harness_imports = lambda backend: frozenset()
-    run_experiment(make_cfg(results_dir), method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
+    cfg = make_cfg(results_dir, **({"shard": shard} if shard else {}))
+    run_experiment(cfg, method="half", parts=make_parts(count=120, pause_s=0.004), say=print)
+
+
+if __name__ == "__main__":
+    print("ready", flush=True)
+    main(Path(sys.argv[1]), *sys.argv[2:3])

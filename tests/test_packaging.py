@@ -18,7 +18,7 @@ import kvbench
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DECLARED = {Requirement(text).name.lower().replace("_", "-") for text in PROJECT["project"]["dependencies"]}
 # Imported only where the machine has them, and declared in extras.
-OPTIONAL = {"triton": "gpu", "mlflow": "tracking", "wandb": "tracking"}
+OPTIONAL = {"triton": "gpu", "optuna": "search", "mlflow": "tracking", "wandb": "tracking"}
 PYTHONS = ["3.11", "3.12", "3.13"]
 
 

@@ -69,6 +69,8 @@ class _Tables:
         return self.table
 
     def _repr_html_(self) -> str:
+        if not all(run.ended for run in self._runs()):  # of shards, the last one makes the picture
+            return f'<pre style="line-height:1.2">{html.escape(self.table)}</pre>'
         image = b64encode(self.picture.read_bytes()).decode()
         return (
             f'<pre style="line-height:1.2">{html.escape(self.table)}</pre>'
@@ -187,7 +189,8 @@ def run(
     from kvbench.show import figure
 
     result = Result(run=finished)
-    figure.draw(result._records, result.picture)
+    if finished.ended:
+        figure.draw(result._records, result.picture)
     return result
 
 

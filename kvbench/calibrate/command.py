@@ -58,7 +58,7 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     limit = read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes)
     parts.check_task(experiment)
     model = parts.load_model(experiment.model)
-    task = _load_task(experiment, plan, parts, model)
+    task = load_samples(experiment, plan, parts, model)
     tuning, held_out = split(task, plan, wanted.split_seed)
     folder = identity.run_folder(
         Path(experiment.results_dir) / "calibration", task.name, model.name, method, "x"
@@ -97,13 +97,26 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
             f"limit={experiment.limit} has no meaning here; calibrate.tuning_samples and calibrate.held_out_samples "
             "say how many samples of each subset"
         )
+    if experiment.shard is not None:
+        raise ValueError(f"shard={experiment.shard} has no meaning here; leave it out")
     if experiment.method.get(KEY) is not None:
         raise ValueError("method.calibration is what this command writes; leave it out")
     return experiment, OmegaConf.create(wanted), choices["method"]
 
 
-def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel) -> TaskSet:
-    """As many samples of each subset as both sets need; generated tasks make them."""
+def load_samples(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
+    """As many samples of each subset as both sets need; generated tasks make them.
+
+    Args:
+        cfg: The experiment's settings.
+        plan: How many samples, and what must not be lost.
+        parts: The loaders.
+        model: Whose prompts.
+        prefix: The node of the command's own settings, for messages.
+
+    Raises:
+        ValueError: The task has no gold answers, and what must not be lost needs them.
+    """
     count = plan.tuning_samples + plan.held_out_samples
     if "items" in cfg.task:
         cfg.task["items"] = count
@@ -112,15 +125,15 @@ def _load_task(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel) ->
     if plan.rule.criterion != "score":
         if cfg.fidelity.max_tokens == 0:
             raise ValueError(
-                f"calibrate.criterion={plan.rule.criterion} needs gold answers; fidelity.max_tokens=0 means none, so "
-                "raise it, or use calibrate.criterion=score"
+                f"{prefix}.criterion={plan.rule.criterion} needs gold answers; fidelity.max_tokens=0 means none, so "
+                f"raise it, or use {prefix}.criterion=score"
             )
         without = [request.sample_id for request in task.requests if len(request.gold) < 2]
         if without:
             raise ValueError(
-                f"calibrate.criterion={plan.rule.criterion} needs gold answers of at least two tokens, and "
+                f"{prefix}.criterion={plan.rule.criterion} needs gold answers of at least two tokens, and "
                 f"{len(without)} of {len(task.requests)} samples of task {task.name} have none (for example "
-                f"{without[0]}); use calibrate.criterion=score"
+                f"{without[0]}); use {prefix}.criterion=score"
             )
     return task
 

@@ -20,9 +20,9 @@ from kvbench.engine.requests import Request
 from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
 from kvbench.results.sample import SampleRecord
+from kvbench.runs.answers import record_answers, unfinished_groups
 from kvbench.runs.experiment import Experiment, prepare, reference_config
 from kvbench.runs.parts import Parts
-from kvbench.runs.run import record_answers, unfinished_groups
 from kvbench.show.progress import Progress
 from kvbench.tasks.taskset import TaskSet
 

@@ -101,9 +101,11 @@ class Jobs:
             job.num_done = sum(
                 session.num_done for item in records for session in item.sessions if session.started >= job.started
             )
-            _draw(finished)
+            if finished.ended:
+                _draw(finished)
             job.message, job.code = finished.record.message, _code(finished)
-            note(f"job {job.number}{of}: {finished.record.status}, {finished.folder}")
+            status = finished.record.status if finished.ended else f"shard {cfg.shard} is done"
+            note(f"job {job.number}{of}: {status}, {finished.folder}")
             if job.code:
                 note(f"error: the run failed: {job.message}")
         except NotForModel as error:
@@ -122,7 +124,8 @@ class Jobs:
         from hydra.core.hydra_config import HydraConfig
 
         from kvbench.runs import parts
-        from kvbench.runs.run import Origin, run_experiment
+        from kvbench.runs.run import run_experiment
+        from kvbench.runs.sessions import Origin
 
         if self.key not in _parts:
             _parts.clear()  # let go of another sweep's model
@@ -252,6 +255,8 @@ def _draw(finished: "Run") -> Path:
 def _show(finished: "Run") -> None:
     from kvbench.show import table
 
+    if not finished.ended:  # the last shard shows the whole run
+        return
     picture = _draw(finished)
     table.show(_records(finished), [finished.folder / "run.json", finished.folder / "samples.jsonl", picture])
     if finished.record.status == "failed":

@@ -11,7 +11,8 @@ from kvbench.config.settings import read_config
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of, read_samples
 from kvbench.runs.experiment import OWN
-from kvbench.runs.run import Origin, run_experiment
+from kvbench.runs.run import run_experiment
+from kvbench.runs.sessions import Origin
 from kvbench.show import terminal
 
 SHOWN = 5  # differences that are printed
@@ -45,6 +46,7 @@ def main(cfg: DictConfig) -> int:
     # Where the full cache's answers are forced, it has to give them again.
     reference = "auto" if settings.fidelity.get("on") == OWN else "none"
     settings.results_dir, settings.reference, settings.resume = str(target), reference, True
+    settings.shard = None
     settings.tracker = "none"  # a folder that may be anybody's does not decide where results are sent
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
     again = run_experiment(settings, method=stored.method, origin=origin)

@@ -8,8 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import check_whole, unknown_name
+from kvbench.results import shards
 from kvbench.results.journal import is_held
 from kvbench.results.record import RunRecord
+from kvbench.results.sample import read_samples
+from kvbench.results.shards import Shard
 from kvbench.results.sweep import JobRecord, State, Sweep, sweeps
 from kvbench.show import terminal
 from kvbench.show.progress import format_seconds
@@ -18,9 +21,11 @@ from kvbench.show.text import MESSAGE_LENGTH, safe
 STATES: tuple[State, ...] = ("done", "running", "failed", "lost", "left")
 
 
-def run_states(results_dir: Path) -> Counter[str]:
-    """How many runs are done, running, failed, and unfinished (stopped or killed, with nobody at work on them)."""
+def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
+    """How many runs are done, running, failed, and unfinished (stopped or killed, with nobody at work on them); and
+    those that are split into shards and not done."""
     found: Counter[str] = Counter()
+    split: dict[Path, RunRecord] = {}
     for path in sorted(results_dir.glob("*/*/*/*/run.json")):
         try:
             record = RunRecord.load(path.parent)
@@ -29,11 +34,48 @@ def run_states(results_dir: Path) -> Counter[str]:
             continue
         if record is None:  # somebody removes the folder right now
             continue
-        if is_held(path.parent):
+        if record.status not in ("complete", "failed") and shards.found_in(path.parent):
+            split[path.parent] = record
+        if is_held(path.parent) or shards.at_work(path.parent):
             found["running"] += 1
         else:
             found[{"complete": "done", "failed": "failed"}.get(record.status, "unfinished")] += 1
-    return found
+    return found, split
+
+
+def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
+    """Print how the shards of one run stand: done, running, failed, stopped, lost (as after a kill) or left.
+
+    Args:
+        folder: The run's folder.
+        record: Its `run.json`.
+        console: Where to print.
+    """
+    begun = shards.found_in(folder)
+    of = sorted({shard.of for shard in begun})
+    counts = record.counts
+    console.print(
+        Text(f"\nshards of {folder}: {counts.done} of {counts.total} samples are merged", style="bold"), soft_wrap=True
+    )
+    for shard in [Shard(count, number) for count in of for number in range(1, count + 1)]:
+        state, more = _shard_state(begun.get(shard))
+        console.print(Text(f"  {state:<8} {shard}{more}"))
+
+
+def _shard_state(place: Path | None) -> tuple[str, str]:
+    """How one shard stands, and what else is known of it."""
+    try:
+        record = RunRecord.load(place) if place else None
+    except ValueError as error:
+        return "unknown", f": {safe(str(error), MESSAGE_LENGTH)}"
+    held = place is not None and is_held(place)
+    if place is None or record is None:
+        return ("running", ": begins") if held else ("left", "")
+    state = {"complete": "done", "running": "lost"}.get(record.status, record.status)
+    finished = record.counts.done + len(read_samples(place / shards.SAMPLES, record.hash)[0])
+    more = f": {min(finished, record.counts.total)} of {record.counts.total} samples"
+    why = f", {safe(record.message, MESSAGE_LENGTH)}" if record.message and not held else ""
+    return "running" if held else state, f"{more}{why}"
 
 
 def counted(found: "Counter[str] | Counter[State]") -> str:
@@ -97,8 +139,10 @@ def main(cfg: DictConfig) -> int:
         found = found[-(1 if cfg.sweeps == "newest" else check_whole("sweeps", cfg.sweeps, 1)) :]
     most = None if cfg.jobs is None else check_whole("jobs", cfg.jobs, 1)
     console = terminal.console(100)
-    states = run_states(root)
+    states, split = run_states(root)
     console.print(Text(f"{cfg.results_dir}: {sum(states.values())} runs: {counted(states)}"))
+    for folder, record in split.items():
+        show_shards(folder, record, console)
     for sweep in found:
         try:
             show_sweep(sweep, most, console)

@@ -77,7 +77,7 @@ class Journal:
         """Finished records by (sample id, repeat), in the order in which they were written."""
         return self._records
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._records
 
     def append(self, record: SampleRecord) -> bool:

@@ -23,7 +23,7 @@ NONE = "none"
 PROJECT = "kvbench"
 Numbers = dict[str, float]
 Steps = list[Numbers]
-NOT_SETTINGS = ("results_dir", "resume", "tracker")
+NOT_SETTINGS = ("results_dir", "resume", "tracker", "shard")
 
 
 def check(tracker: object) -> None:

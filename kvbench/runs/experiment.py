@@ -15,6 +15,7 @@ from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys, unknown_name
 from kvbench.results import identity, provenance, tracking
 from kvbench.results.sample import Key
+from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
 from kvbench.rules.kinds import Flag, Whole
 from kvbench.runs import calibration
@@ -23,6 +24,7 @@ from kvbench.show.progress import note
 
 if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
+    from kvbench.engine.requests import Request
     from kvbench.kernels.backend import Backend
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
-    | {"reference", "fidelity", "store", "prompt_cache_bytes", "tracker"},
+    | {"reference", "fidelity", "store", "prompt_cache_bytes", "tracker", "shard"},
     "fidelity.": {"max_tokens", "on", "per_token"},
 }
 RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": Flag()}
@@ -75,7 +77,12 @@ class Experiment:
     @property
     def keys(self) -> list[Key]:
         """Every answer the run consists of, in request order."""
-        return [(request.sample_id, repeat) for request in self.task.requests for repeat in range(request.num_samples)]
+        return keys_of(self.task.requests)
+
+
+def keys_of(requests: "Sequence[Request]") -> list[Key]:
+    """Every answer to some requests, in their order."""
+    return [(request.sample_id, repeat) for request in requests for repeat in range(request.num_samples)]
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -96,6 +103,11 @@ def check_config(cfg: DictConfig) -> None:
     if cfg.fidelity.get("on", GOLD) not in (GOLD, OWN):
         raise unknown_name("fidelity.on", cfg.fidelity.on, (GOLD, OWN))
     Flag().check("fidelity.per_token", cfg.fidelity.get("per_token", False))
+    if Shard.read(cfg.get("shard")) and not cfg.resume:
+        raise ValueError(
+            f"shard={cfg.shard} with resume=false would throw away what the other shards finished; give the command "
+            "once without shard=, or remove the run's folder"
+        )
     if cfg.reference not in ("auto", "none"):
         raise unknown_name("reference", cfg.reference, ("auto", "none"))
     tracking.check(cfg.get("tracker", tracking.NONE))

@@ -128,7 +128,7 @@ def _run(
     if (
         given is not None and policy.scope != "head"
     ):  # heads that compete get unequal shares, and pages that are not full
-        share = torch.linspace(0.5, 1.5, len(given))[:, None]
+        share = torch.linspace(0.5, 1.5, given.shape[-2])[:, None]  # of each list, whatever else is ranked beside
         given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
     for layer in range(shape.num_layers):
         store.place_layer(row, layer, prompt, prompt, given)

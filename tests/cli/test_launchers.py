@@ -43,14 +43,14 @@ def has(launcher):
     return not package or (find_spec("hydra_plugins") is not None and find_spec(f"hydra_plugins.{package}") is not None)
 
 
-def command(folder, launcher, sweep=SWEEP):
+def command(folder, launcher, sweep=SWEEP, small=SMALL):
     """A sweep as a program."""
     given = ["hydra/launcher=" + launcher, *AT_ONCE[launcher]] if launcher != "basic" else []
     # One thread: sums in another order would change the last bit.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment |= {"RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "disabled"}
     return subprocess.Popen(
-        [sys.executable, "-m", "kvbench", "-m", *sweep, *SMALL, *given],
+        [sys.executable, "-m", "kvbench", "-m", *sweep, *small, *given],
         env=environment,
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -100,6 +100,23 @@ def test_same_samples_and_the_same_end(launcher, tmp_path, in_sequence):
     child = command(tmp_path, launcher, BAD)
     out, said = child.communicate()
     assert child.returncode == 2 and "2 jobs: 1 done, 1 failed" in said and "Quality: " in out, said
+
+
+def test_shards_at_once_are_one_run(tmp_path):
+    """One run and its reference in three shards that work at the same time: the answers of one process, and one row."""
+    if not has("joblib"):
+        pytest.skip(f"needs {PLUGINS['joblib'][1]}")
+    small = [*SMALL, "task.items=9"]  # five batches, the last not full
+    found = {}
+    for name, launcher, words in (("whole", "basic", []), ("split", "joblib", ["shard=1/3,2/3,3/3"])):
+        (tmp_path / name).mkdir()
+        child = command(tmp_path / name, launcher, ["method=kivi", *words], small)
+        out, said = child.communicate()
+        assert child.returncode == 0, said
+        rows = [line.split()[0] for line in out.splitlines() if line.startswith(("full ", "kivi "))]
+        assert rows == ["full", "kivi"] * 3, "quality, cost and answers have one row of each"
+        found[name] = answers(tmp_path / name)
+    assert len(found["whole"]) == 2 and found["split"] == found["whole"]
 
 
 def test_two_processes_share_and_a_kill_loses_nothing(tmp_path, in_sequence):

@@ -22,8 +22,9 @@ from kvbench.results.journal import Journal
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import journal_record, write_line
 from kvbench.results.writing import JournalError
+from kvbench.runs.answers import unfinished_groups
 from kvbench.runs.experiment import prepare
-from kvbench.runs.run import run_experiment, unfinished_groups
+from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
 

@@ -72,6 +72,14 @@ def test_a_projection_is_what_a_run_holds(method):
     check(method, tiny(2), (150, 400, 700))
 
 
+def test_several_scores_of_lists_that_compete_are_projected():
+    """A method that ranks by two statistics at once, on a model whose lists are not two as well (it once failed)."""
+    method = make_policy(OmegaConf.merge(read_config(files.path_of("method", "critical")), {"adaptive": True}))
+    assert len(method.score.statistic.also) == 1 and method.scope != "head"
+    least, most = project(method, find_shape("smollm2-135m").store_shape, 300, 2)
+    assert 0 < least.resident_bytes <= most.resident_bytes < most.fp16_bytes
+
+
 @pytest.mark.parametrize("method", sorted(BY_DATA))
 def test_a_projection_is_near_what_a_run_holds_where_data_decide(method):
     """At three lengths the projected bytes are within 1 % of the measured ones; only slack is not certain."""

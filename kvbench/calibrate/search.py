@@ -1,0 +1,237 @@
+"""`kvbench search`: Optuna looks for settings that hold fewer bytes and lose less, over method, budget, precision and
+allocation at once; the best are judged on samples that took no part in the search.
+
+Every setting that is tried has a journal of its own, named by the hash of the run that it is, and the study is a file
+beside them. A search that was stopped goes on; nothing that was measured is measured again.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.calibrate import search_show
+from kvbench.calibrate.by_hand import Settings, by_hand
+from kvbench.calibrate.choose import evaluate
+from kvbench.calibrate.command import load_samples
+from kvbench.calibrate.measure import Sweep, Trial
+from kvbench.calibrate.plan import Plan, Rule, split
+from kvbench.calibrate.search_verdict import Judged, judge
+from kvbench.calibrate.space import read_space
+from kvbench.calibrate.tried import Tried, Wanted, winners, words
+from kvbench.config import durable, files
+from kvbench.config.settings import as_dict, copy_config, read_config
+from kvbench.engine.prompt_cache import PromptCache
+from kvbench.errors import check_whole, unknown_name
+from kvbench.evidence.compare import check_margin
+from kvbench.results import identity
+from kvbench.results.journal import run_lock
+from kvbench.results.measures import LOSSES
+from kvbench.results.writing import remove_litter
+from kvbench.runs.calibration import KEY
+from kvbench.runs.experiment import check_config
+from kvbench.runs.parts import Parts, default_parts, read_bytes
+from kvbench.show.progress import note
+from kvbench.tasks.taskset import TaskSet
+
+if TYPE_CHECKING:
+    import optuna
+
+SAMPLERS = ("tpe", "nsga2")
+MOST = 10.0  # margins: a setting that loses more is of no use
+REFUSED = 5  # times as many settings as are wanted may be refused by their methods
+
+
+class Proposed(Sweep):
+    """The trials of one search: methods change from one to the next."""
+
+    def of(self, method: str, settings: dict[str, Any], task: TaskSet) -> Trial:
+        """One method at some settings.
+
+        Raises:
+            ValueError: The method refuses them, or is not for the model.
+        """
+        changed = copy_config(self.cfg)
+        changed.method = read_config(files.path_of("method", method))
+        return Sweep(changed, method, self.parts, folder=self.folder, prompts=self.prompts, say=self.say).trial(
+            settings, task
+        )
+
+
+def main(cfg: DictConfig, parts: Parts | None = None) -> int:
+    """Search.
+
+    Args:
+        cfg: The settings of conf/command/search.yaml and of an experiment.
+        parts: Loaders to use instead of kvbench's own.
+
+    Returns:
+        0, whether a point beyond the settings made by hand was found or none.
+
+    Raises:
+        ValueError: A setting is out of range, data or weights are missing, or Optuna is not installed.
+    """
+    settings = as_dict(cfg)
+    wanted = _wanted(OmegaConf.create(settings.pop("search")))
+    settings.pop("_choices_", None)
+    experiment = OmegaConf.create(settings)
+    check_config(experiment)
+    for name in ("limit", "shard"):
+        if experiment[name] is not None:
+            raise ValueError(f"{name}={experiment[name]} has no meaning here; search.tuning_samples says how many")
+    experiment.method[KEY] = None
+    parts = parts or default_parts()
+    parts.check_task(experiment)
+    model = parts.load_model(experiment.model)
+    task = load_samples(experiment, wanted.plan, parts, model, prefix="search")
+    tuning, held_out = split(task, wanted.plan, wanted.plan.rule.seed)
+    root = Path(experiment.results_dir)
+    folder = identity.run_folder(root / "search", task.name, model.name, "x", "x").parent.parent
+    prompts = PromptCache(read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes))
+    sweep = Proposed(experiment, "search", parts, folder=folder / "points", prompts=prompts, say=note)
+    full = sweep.full(tuning)
+    decides = {"full": full.experiment.identity, "search": as_dict(wanted.cfg) | {"trials": 0, "winners": 0}}
+    digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
+    own = folder / digest[: identity.HASH_DIGITS]
+    with run_lock(folder, say=note):
+        durable.make_folder(own)
+        for place in (own, sweep.folder):
+            remove_litter(place)
+        tried = _search(sweep, wanted, tuning, full, own)
+        chosen = winners(tried, wanted)
+        hand, origin = by_hand(
+            root, task.name, model.name, wanted.plan.rule.criterion, wanted.cfg.by_hand, wanted.space
+        )
+        judged = _held_out(sweep, wanted, held_out, chosen, hand)
+        paths = search_show.write(own, wanted, tried, judged, origin)
+    search_show.show(wanted, tried, judged, origin, task.name, model.name, paths)
+    return 0
+
+
+def _wanted(cfg: DictConfig) -> Wanted:
+    """Check the settings of the command."""
+    if find_spec("optuna") is None:
+        raise ValueError("search needs the package optuna, which is not installed; pip install 'kvbench[search]'")
+    for name in ("trials", "winners", "by_hand"):
+        check_whole(f"search.{name}", cfg[name], 1)
+    for name in ("tuning_samples", "held_out_samples", "resamples"):
+        check_whole(f"search.{name}", cfg[name], 2)
+    for name in ("seed", "split_seed"):
+        check_whole(f"search.{name}", cfg[name], 0)
+    if cfg.sampler not in SAMPLERS:
+        raise unknown_name("search.sampler", cfg.sampler, SAMPLERS)
+    if cfg.criterion not in LOSSES:
+        raise unknown_name("search.criterion", cfg.criterion, LOSSES)
+    check_margin(cfg.margin)
+    margin = LOSSES[cfg.criterion].measure.margin if cfg.margin is None else float(cfg.margin)
+    if cfg.most is not None and (not isinstance(cfg.most, int | float) or cfg.most <= margin):
+        raise ValueError(f"search.most={cfg.most} must be a loss above the margin of {margin:g}")
+    rule = Rule(
+        criterion=cfg.criterion, margin=margin, proof="interval", tie=0.01, resamples=cfg.resamples, seed=cfg.split_seed
+    )
+    plan = Plan(
+        stages=(), raised={}, rule=rule, tuning_samples=cfg.tuning_samples, held_out_samples=cfg.held_out_samples
+    )
+    return Wanted(cfg=cfg, space=read_space(cfg), plan=plan, most=float(cfg.most or MOST * margin))
+
+
+def _search(sweep: Proposed, wanted: Wanted, task: TaskSet, full: Trial, own: Path) -> list[Tried]:
+    """Try as many settings as are wanted; those of before count."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if not sweep.cfg.resume:
+        (own / "study.log").unlink(missing_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(own / "study.log")))
+    study = optuna.create_study(
+        storage=storage, study_name="search", directions=["minimize", "minimize"], load_if_exists=True
+    )
+    states = optuna.trial.TrialState
+    for old in study.get_trials(deepcopy=False, states=(states.RUNNING,)):  # of a process that was killed
+        study.tell(old.number, state=states.FAIL)
+    begun = len(study.get_trials(deepcopy=False))
+    study.sampler = _sampler(wanted.cfg, begun)
+    sweep.measure([full], "full: search")
+    criterion = wanted.plan.rule.criterion
+    found: dict[str, Tried] = {}
+
+    def measured(method: str, settings: dict[str, Any], label: str) -> Tried:
+        trial = sweep.of(method, settings, task)
+        sweep.measure([trial], label)
+        return Tried(method=method, settings=settings, measured=evaluate(trial, full, wanted.plan.rule))
+
+    for old in study.get_trials(deepcopy=False, states=(states.COMPLETE,)):
+        method, settings = old.user_attrs["method"], old.user_attrs["settings"]
+        found[f"{method} {settings}"] = measured(method, settings, f"{method}: was tried")
+    done = len(study.get_trials(deepcopy=False, states=(states.COMPLETE,)))
+    refused = 0
+    while done < wanted.cfg.trials:
+        trial = study.ask()
+        method = trial.suggest_categorical("method", [item.method for item in wanted.space])
+        settings = next(item for item in wanted.space if item.method == method).suggest(trial)
+        trial.set_user_attr("method", method)
+        trial.set_user_attr("settings", settings)
+        try:
+            tried = measured(method, settings, f"{done + 1} of {wanted.cfg.trials}: {method} {words(settings)}")
+        except ValueError as error:
+            study.tell(trial, state=states.FAIL)
+            refused += 1
+            if refused > REFUSED * wanted.cfg.trials:
+                raise ValueError(f"the methods refused {refused} settings; the last: {error}") from error
+            continue
+        if tried.measured.num_failed or criterion not in tried.measured.losses:
+            study.tell(trial, state=states.FAIL)
+            refused += 1
+            note(f"left out: {method} {words(settings)}: {tried.measured.num_failed} answers did not end well")
+            if refused > REFUSED * wanted.cfg.trials:
+                raise ValueError(f"{refused} settings could not be measured; look at the notes above")
+            continue
+        study.tell(trial, (tried.bytes_ratio, tried.loss(criterion)))
+        found[f"{method} {settings}"] = tried
+        done += 1
+    return list(found.values())
+
+
+def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
+    """The sampler, with other random numbers each time that the search goes on."""
+    import warnings
+
+    import optuna
+
+    seed = cfg.seed * 100_003 + begun
+    if cfg.sampler == "nsga2":
+        return optuna.samplers.NSGAIISampler(seed=seed, population_size=max(4, min(50, cfg.trials // 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that groups of parameters are an experiment of Optuna's
+        return optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True, n_startup_trials=max(4, cfg.trials // 4)
+        )
+
+
+def _held_out(
+    sweep: Proposed, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Settings]
+) -> Judged:
+    """The winners beside the settings made by hand, on samples that nothing was chosen on."""
+    trials: dict[str, tuple[str, Trial, bool]] = {}
+    asked: list[tuple[str, dict[str, Any], bool]] = [(item.method, item.settings, True) for item in chosen]
+    asked += [(item.method, item.settings, False) for item in hand]
+    for method, settings, is_found in asked:
+        try:
+            trial = sweep.of(method, settings, task)
+        except ValueError as error:
+            note(f"left out: {method} {words(settings)}: {error}")
+            continue
+        known = trials.get(trial.experiment.hash)
+        # What people chose before is theirs, however a search comes upon it.
+        trials[trial.experiment.hash] = (
+            f"{method} {words(settings)}".strip(),
+            trial,
+            is_found and (known is None or known[2]),
+        )
+    full = sweep.full(task)
+    sweep.measure([*(trial for _, trial, _ in trials.values()), full], "held-out")
+    return judge(full, list(trials.values()), wanted.plan.rule)

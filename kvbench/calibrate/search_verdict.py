@@ -1,0 +1,130 @@
+"""Did a search find a point beyond the settings made by hand? Judged on held-out samples, by the code of `pareto`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omegaconf import OmegaConf
+
+from kvbench.calibrate.measure import Trial
+from kvbench.calibrate.plan import Rule
+from kvbench.evidence.dominance import best_so_far, is_cheaper
+from kvbench.evidence.frontier import Panel, Point, build, difference
+from kvbench.evidence.runs import Group, StoredRun
+from kvbench.results import summary
+from kvbench.results.measures import RESIDENT
+from kvbench.results.record import Counts, RunRecord, now
+from kvbench.results.sample import key_of
+from kvbench.stats.paired import ALPHA, holm
+from kvbench.stats.strata import FEWEST_SAMPLES
+
+BETTER, AS_GOOD = "better", "as good"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """A point that was found, beside one made by hand that costs more."""
+
+    found: Point
+    hand: Point
+    how: str
+    """`BETTER`: it loses less, beyond chance; `AS_GOOD`: it loses at most the margin more."""
+    gain: float
+    """Loss of the point made by hand minus that of the one found, in the metric's unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The held-out samples' verdict."""
+
+    panel: Panel | None
+    """None where nothing was measured that could be drawn."""
+    found: frozenset[str]
+    """Keys of the points that the search found."""
+    beyond: list[Beyond]
+    """Proven, the largest gain first."""
+    maybe: list[Point]
+    """Points found that no point made by hand beats by the estimates, without proof."""
+    notes: list[str]
+
+
+def judge(full: Trial, trials: Sequence[tuple[str, Trial, bool]], rule: Rule) -> Judged:
+    """Put the measured trials on one frontier.
+
+    Args:
+        full: The full cache on the same samples.
+        trials: Label, trial, and True where the search found it.
+        rule: Its criterion and margin.
+    """
+    runs = [_stored("full", full), *(_stored(label, trial) for label, trial, _ in trials)]
+    group = Group(task=full.experiment.task.name, model=full.experiment.model.name, title="held-out samples", runs=runs)
+    asked = {"metric": rule.criterion, "quality": "difference", "margin": rule.margin, "incomplete": False}
+    panel = build(group, OmegaConf.create(asked | {"resamples": rule.resamples, "seed": rule.seed}))
+    if panel is None:
+        return Judged(panel=None, found=frozenset(), beyond=[], maybe=[], notes=group.notes)
+    labels = {label for label, _, is_found in trials if is_found}
+    found = [point for point in panel.points if point.label in labels]
+    hand = [point for point in panel.points if point.label not in labels and point.key != panel.reference]
+    beyond = _beyond(panel, found, hand)
+    named = {item.found.key for item in beyond}
+    maybe = [point for point in _unbeaten(panel, found, hand) if point.key not in named]
+    notes = []
+    if panel.num_samples < FEWEST_SAMPLES:
+        notes.append(f"n too small: {panel.num_samples} held-out samples prove nothing; raise search.held_out_samples")
+    return Judged(panel=panel, found=frozenset(point.key for point in found), beyond=beyond, maybe=maybe, notes=notes)
+
+
+def _stored(label: str, trial: Trial) -> StoredRun:
+    """A trial as the code of `compare` and `pareto` takes a run."""
+    experiment, task = trial.experiment, trial.experiment.task
+    record = RunRecord(
+        status="complete",
+        task=task.name,
+        model=experiment.model.name,
+        method=experiment.method,
+        hash=experiment.hash,
+        identity=experiment.identity,
+        started=now(),
+        weighting=task.weighting,
+        counts=Counts(total=len(experiment.keys), done=len(trial.records)),
+        metrics=summary.metrics(trial.records, task.metrics, task.primary, task.weighting),
+        backend=experiment.backend,
+    )
+    samples = {key_of(item): item for item in trial.records}
+    return StoredRun(name=experiment.hash, record=record, samples=samples, total=len(experiment.keys), label=label)
+
+
+def _beyond(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
+    """The points found that take the place of one on the frontier made by hand.
+
+    `BETTER` is corrected (Holm) over all pairs of a point found and a dearer point made by hand.
+    """
+    sign = 1 if panel.what.higher_is_better else -1
+    costs = [point.costs[RESIDENT.name] for point in hand]
+    best = best_so_far([cost.value for cost in costs], [p.quality for p in hand], panel.what.higher_is_better)
+    pairs = [
+        (mine, hand[index]) for mine in found for index in best if is_cheaper(mine.costs[RESIDENT.name], costs[index])
+    ]
+    tests = [difference(a.scores, b.scores, panel.what, panel.resamples, panel.seed) for a, b in pairs]
+    corrected = holm([test.p if sign * test.value > 0 else 1.0 for test in tests])
+    result = []
+    for (mine, theirs), test, p in zip(pairs, tests, corrected, strict=True):
+        ends = test.interval[0]
+        worst = None if ends is None else ends[0] if sign > 0 else -ends[1]
+        if p is not None and p < ALPHA:
+            result.append(Beyond(found=mine, hand=theirs, how=BETTER, gain=sign * test.value))
+        elif worst is not None and worst >= -panel.margin:
+            result.append(Beyond(found=mine, hand=theirs, how=AS_GOOD, gain=sign * test.value))
+    return sorted(result, key=lambda item: (item.how != BETTER, -item.gain))
+
+
+def _unbeaten(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list[Point]:
+    """The points found that no point made by hand, as cheap or cheaper, equals by the estimates; between the cheapest
+    and the dearest of these."""
+    sign = 1 if panel.what.higher_is_better else -1
+    result = []
+    for point in found:
+        cost = point.costs[RESIDENT.name].value
+        cheaper = [other for other in hand if other.costs[RESIDENT.name].value <= cost]
+        if cheaper and all(sign * other.quality < sign * point.quality for other in cheaper):
+            result.append(point)
+    return result

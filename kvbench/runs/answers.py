@@ -1,0 +1,116 @@
+"""The engine over the samples of a run that are not there yet: every answer is graded and goes to a journal."""
+
+from collections.abc import Container, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvbench.config.files import FULL
+from kvbench.engine.requests import Outcome, Request
+from kvbench.results.journal import Journal
+from kvbench.results.record import Session
+from kvbench.results.sample import TAIL_TOKENS, Key, journal_record
+from kvbench.runs.beside import Beside
+from kvbench.runs.experiment import Experiment, keys_of
+from kvbench.runs.grading import grade_outcome
+from kvbench.show.progress import Progress
+
+if TYPE_CHECKING:
+    from kvbench.engine.engine import Engine
+    from kvbench.tasks.taskset import TaskSet
+
+
+def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Container[Key]) -> list[Request]:
+    """The requests to give to the engine: whole groups that hold an unfinished answer.
+
+    The groups are fixed over the full list. A resumed run thus batches every sample with the same neighbours as an
+    uninterrupted one, and computes the same numbers to the last bit, at the price of computing some samples twice.
+
+    Args:
+        requests: All requests of the task.
+        batch_size: Requests per group.
+        journal: The finished answers.
+    """
+    todo: list[Request] = []
+    for start in range(0, len(requests), batch_size):
+        group = requests[start : start + batch_size]
+        if any((item.sample_id, repeat) not in journal for item in group for repeat in range(item.num_samples)):
+            todo.extend(group)
+    return todo
+
+
+def record_answers(
+    engine: "Engine",
+    task: "TaskSet",
+    requests: Sequence[Request],
+    journal: Journal,
+    progress: Progress,
+    *,
+    done: Container[Key] = (),
+    with_timing: bool = True,
+    own: bool = False,
+) -> None:
+    """Run an engine and write down every answer that is not in the journal yet.
+
+    Args:
+        engine: Answers the requests.
+        task: Scores the answers; all its requests decide how large the page tables are.
+        requests: Which of the task's to answer.
+        journal: Where every finished answer goes.
+        progress: Counts them.
+        done: Answers that another journal has; they are computed only where their batch needs them.
+        with_timing: False leaves the times out, which say nothing where prompts are replayed.
+        own: Force each request's own answer in place of its gold answer.
+    """
+    by_id = {request.sample_id: request for request in requests}
+
+    def write(request: Request, graded: tuple[Outcome, dict[str, float]]) -> None:
+        tail = engine.text_of(request.prompt[-TAIL_TOKENS:])
+        record = journal_record(request, *graded, task.protocol, tail)
+        if not with_timing:
+            del record["timing"]
+        journal.append(record)
+        progress.advance()
+
+    with Beside(task.grading_workers) as graders:
+
+        def on_outcome(outcome: Outcome) -> None:
+            key = outcome.sample_id, outcome.repeat
+            if key not in journal and key not in done:
+                request = by_id[outcome.sample_id]
+                graders.do(partial(grade_outcome, task, request, outcome), partial(write, request))
+
+        def on_step(numbers: dict) -> None:
+            progress.step(numbers)
+            graders.hand_out()
+
+        engine.run(requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, own=own)
+
+
+def compute_missing(
+    experiment: Experiment,
+    journal: Journal,
+    session: Session,
+    *,
+    requests: Sequence[Request] | None = None,
+    done: Container[Key] = (),
+) -> None:
+    """Run the engine over what is in no journal yet.
+
+    Args:
+        experiment: What to run.
+        journal: Where every finished answer goes.
+        session: Is told how many answers this stretch of work finished.
+        requests: The whole groups of the run that are asked for; None for all.
+        done: Answers that another journal has.
+    """
+    task, before = experiment.task, len(journal.records)
+    requests = task.requests if requests is None else requests
+    own = experiment.forces_own and experiment.method == FULL
+    keys = keys_of(requests)
+    there = {key for key in keys if key in journal or key in done}
+    todo = unfinished_groups(requests, experiment.cfg.batch_size, there)
+    with Progress(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
+        try:
+            record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own)
+        finally:
+            session.num_done = len(journal.records) - before

@@ -1,0 +1,80 @@
+"""What a search varies is what methods declare."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from kvbench.calibrate.space import read_space
+from kvbench.config import files
+from kvbench.config.settings import read_config
+from kvbench.methods.kivi import Kivi
+from kvbench.methods.minikv import MiniKV
+from kvbench.rules.declared import declared
+from kvbench.runs.parts import make_policy
+
+
+def search(**changes):
+    """The `search` settings as they are shipped, with changes."""
+    cfg = read_config(files.conf_folder() / "command" / "search.yaml").search
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    return cfg
+
+
+class Corner:
+    """A trial that proposes an end of every range."""
+
+    def __init__(self, end):
+        self.end = end
+
+    def suggest_float(self, name, low, high, *, log=False):
+        """The lowest, or the highest."""
+        return (low, high)[self.end]
+
+    def suggest_categorical(self, name, choices):
+        """The first, or the last."""
+        return choices[-self.end]
+
+
+def test_knobs_are_what_is_declared():
+    """A budget has a range, a tier the precisions asked for, `bits` and `allocation` their own options; nothing of a
+    method of the user's own has to be listed anywhere."""
+    space = {item.method: {knob.name: knob for knob in item.knobs} for item in read_space(search())}
+    assert set(space["snapkv"]) == {"budget", "tier"}
+    assert (space["snapkv"]["budget"].low, space["snapkv"]["budget"].high) == (0.05, 0.9)
+    assert space["snapkv"]["tier"].options == ("fp16", "int8", "int4", "k8v4", "k4v2")
+    assert space["kivi"]["bits"].options == declared(Kivi)["bits"].rule.options
+    assert space["minikv"]["allocation"].options == declared(MiniKV)["allocation"].rule.options
+    assert set(space["diffkv"]) == {"alpha_h", "alpha_l", "high", "low"} and space["diffkv"]["alpha_l"].options[0] == 0
+    assert all(type(value) is float for value in space["diffkv"]["alpha_h"].options)
+    assert "full" not in space and len({"fp8", "int4", "int8"} & set(space)) == 1, "they differ in the tier alone"
+    assert "pool" in {knob.name for knob in read_space(search(also=["pool"], methods="snapkv"))[0].knobs}
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_every_proposal_can_be_made(end):
+    """At both ends of all ranges each method with a budget takes what is proposed. Elsewhere a combination may be none,
+    such as two tiers in the wrong order; a search leaves it out and goes on."""
+    for item in read_space(search()):
+        if not any(knob.high for knob in item.knobs):
+            continue
+        cfg = read_config(files.path_of("method", item.method))
+        for name, value in item.suggest(Corner(end)).items():
+            cfg[name] = value
+        make_policy(cfg)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ["snapvk"]}, "search.methods=snapvk does not exist. Did you mean snapkv"),
+        ({"methods": "full"}, "search.methods=full: none of them has a setting to vary"),
+        ({"budget": [0.9, 0.1]}, r"search.budget=\[0.9, 0.1\] is no range"),
+        ({"budget": 0.5}, "search.budget=0.5 is no range"),
+        ({"precision": ["int3"]}, "search.precision='int3'"),
+        ({"grid__alpha_l": [-1]}, "search.grid.alpha_l=-1"),
+    ],
+)
+def test_wrong_spaces_are_refused(changes, message):
+    """The message names the setting and the value."""
+    with pytest.raises(ValueError, match=message):
+        read_space(search(**changes))

@@ -1,0 +1,155 @@
+"""`kvbench advise`: what is advised was measured on the model that is asked about, and fits; all else is named with the
+command that would find out."""
+
+import json
+import re
+import shlex
+
+import pytest
+from places import ROOT
+from stored import flips, store, yes_no
+
+from kvbench.cli.advise import read_tokens
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main
+from kvbench.config.compose import compose
+from kvbench.config.files import path_of
+from kvbench.config.settings import as_dict, read_config
+from kvbench.runs.parts import make_policy
+from kvbench.sizing.project import project
+from kvbench.sizing.shapes import find_shape
+
+MODEL = "smollm2-135m"
+WORDS = ["advise", f"model={MODEL}", "context=1k", "batch=4", "margin=0.05", "resamples=500"]
+
+
+def run(root, method, scores, **changes):
+    """A stored run of one of kvbench's own methods; `model`, `task`, ... as `store` takes them, the rest settings."""
+    where = {key: changes.pop(key) for key in ("model", "task", "statuses", "status") if key in changes}
+    settings = as_dict(read_config(path_of("method", method))) | changes
+    return store(root, method, scores, settings=settings, **({"model": MODEL} | where))
+
+
+def advise(capsys, root, *words):
+    """The rows by method, and everything that was said, on one line."""
+    assert main([*WORDS, f"results_dir={root}", *words]) == 0
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith(("  ", "! ")))
+    rows = {line.split()[0]: line for line in out.splitlines()[2:] if re.search(r"(GB|MB|-) +([0-9.]+|-) ", line)}
+    return rows, " ".join(out.split()), out
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Runs of which one is as good as the full cache, one is worse, one was measured elsewhere, one has few samples."""
+    scores = yes_no(0.7, {"a": 120, "b": 120})
+    run(tmp_path, "full", scores)
+    run(tmp_path, "snapkv", flips(scores, 1, 1), budget=0.25)
+    run(tmp_path, "h2o", flips(scores, 60, 0))
+    few = yes_no(0.7, {"a": 8, "b": 8})
+    run(tmp_path, "full", few, task="short")
+    run(tmp_path, "tova", flips(few, 1, 0), task="short")
+    run(tmp_path, "full", scores, model="other", task="longctx")
+    run(tmp_path, "int8", scores, model="other", task="longctx")
+    return tmp_path
+
+
+def test_what_was_measured_here_comes_first(results, capsys):
+    """Each row says no more than was measured; the order is: advised, other model, cannot tell, loses more."""
+    rows, said, _ = advise(capsys, results)
+    assert [(name, rows[name].split()[-1]) for name in rows] == [
+        ("snapkv", "advised"),
+        ("full", "advised"),
+        ("int8", "model"),
+        ("tova", "tell"),
+        ("h2o", "more"),
+    ]
+    assert f"Measured on {MODEL}, it fits and loses no more than the margin: snapkv (240 samples)." in said
+    assert f"Not measured on {MODEL}, so not advised: int8" in said
+    assert "Too few samples to tell: tova; about " in said and "samples would tell (there are 16)" in said
+    assert "*" in rows["int8"] and "*" not in rows["snapkv"]
+
+
+def test_what_was_measured_elsewhere_alone_is_never_advised(results, capsys):
+    """With the runs of the other model alone, nothing is advised and the command that would find out is there."""
+    rows, said, out = advise(capsys, results, "models=other")
+    assert "so none is advised" in said and rows["int8"].endswith("other model")
+    (command,) = (line for line in out.splitlines() if line.startswith("  kvbench method=int8 task=longctx"))
+    cfg = compose(shlex.split(command)[1:])
+    assert cfg.task.name == "longctx" and cfg.method.tier == "int8"
+
+
+def test_bytes_are_those_of_the_model_and_the_length(results, capsys):
+    """The caches are what the store's own ledger counts for one sequence, times the batch; what does not fit is not
+    advised, however good it is."""
+    rows, _, _ = advise(capsys, results)
+    shape = find_shape(MODEL).store_shape
+    for method in ("snapkv", "int8", "full"):
+        one, _ = project(make_policy(read_config(path_of("method", method))), shape, 1024 - 64, 64)
+        assert f"{4 * one.resident_bytes / 1e6:.3g} MB" in rows[method].replace("  ", " ")
+    held, _ = project(make_policy(read_config(path_of("method", "snapkv"))), shape, 1024 - 64, 64)
+    rows, said, _ = advise(capsys, results, f"memory={4 * held.resident_bytes - 1}")
+    assert rows["snapkv"].endswith("too large") and rows["full"].endswith("too large")
+    assert "The full cache does not fit." in said and "so none is advised" in said
+    rows, said, _ = advise(capsys, results, f"memory={4 * held.resident_bytes}")
+    assert rows["snapkv"].endswith("advised") and "loses no more than the margin: snapkv" in said
+
+
+def test_throughput_is_that_of_the_bench_or_unknown(results, capsys):
+    """Rates come from a bench's file; methods without one have none, and the command for them can be given as it is."""
+    document = json.loads((ROOT / "results" / "cpu" / "throughput" / "bench.json").read_text())
+    rate = {
+        row["name"]: row["tokens_per_call"] / row["median"]
+        for row in document["cells"][0]["variants"]
+        if row.get("tokens_per_call")
+    }
+    rows, said, out = advise(capsys, results, f"bench={ROOT / 'results' / 'cpu' / 'throughput'}")
+    assert f" {rate['snapkv budget=0.25']:.3g} " in rows["snapkv"] and f" {rate['full']:.3g} " in rows["full"]
+    assert f"No throughput was measured on {MODEL} of int8, tova, h2o." in said
+    (command,) = (line for line in out.splitlines() if line.startswith("  kvbench bench"))
+    cfg = compose_command("bench", shlex.split(command)[2:])
+    assert cfg.what == "throughput" and list(cfg.throughput.methods) == ["full", "int8", "tova", "h2o"]
+    rows, said, _ = advise(capsys, results)
+    assert "tok/s" not in said and "No throughput was measured of" in said
+
+
+def test_a_longer_context_is_another_question(results, capsys):
+    """Quality at 90 tokens says nothing about 32k, and is said not to."""
+    _, said, _ = advise(capsys, results, "context=2k", "rows=2")
+    assert "Quality was measured on prompts of up to 90 tokens; at 2048 it is not known" in said
+    assert "task.lengths=[2048]" in said
+    assert "and 3 more (" in said
+
+
+def test_missing_answers_are_as_bad_as_they_can_be(tmp_path, capsys):
+    """Equal on what ended well, and a twelfth of the answers missing: the margin is not proven."""
+    scores = yes_no(0.7, {"a": 120, "b": 120})
+    run(tmp_path, "full", scores)
+    run(tmp_path, "int8", scores, statuses=dict.fromkeys(range(20), "oom"))
+    rows, said, _ = advise(capsys, tmp_path)
+    assert rows["int8"].endswith("cannot tell") and "so none is advised" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("context=32kk", "context=32kk is no number of tokens; write a whole number, or text such as 32k"),
+        ("context=0", "context=0 is no number of tokens"),
+        ("memory=24GB", "memory='24GB' is no number of bytes"),
+        ("margin=null", "margin=null says nothing; give the loss that you accept"),
+        ("margin=-1", "margin=-1 is not a number above 0"),
+        ("batch=0", "batch=0 must be a whole number of sequences"),
+        ("answer=1024", "answer=1024 must be a whole number of tokens"),
+        ("rows=0", "rows=0"),
+        ("model=gpt5", "model=gpt5 does not exist"),
+    ],
+)
+def test_wrong_settings_are_named(results, capsys, word, message):
+    """One message with the setting, its value and the remedy."""
+    assert main([*WORDS, f"results_dir={results}", word]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_tokens():
+    """k is 1024, as the field writes contexts."""
+    assert [read_tokens(value) for value in (8, "128", "32k", "128K")] == [8, 128, 32768, 131072]
