@@ -141,11 +141,7 @@ def test_rows_of_different_age_share_a_step():
         (0.5, 40, 20),
         (0.1, 40, 5),  # four sinks and one recent token are the least
         (30, 40, 30),
-        (
-            "2720B",
-            40,
-            16,
-        ),  # beside 264 B one page of 16 slots per head: 64 B of fp16, a position of 4 B, and 4 B a page
+        ("2720B", 40, 16),  # beside the tables one page per head: 16 slots of 64 B and a position
     ],
 )
 def test_budget_holds_after_every_step(budget, num_tokens, expected):
