@@ -13,6 +13,7 @@ class PyramidKV(WindowRanked):
     Args:
         budget: Mean over layers of what stays of the prompt, window included: ratio, tokens per head, or bytes.
         window: Observation window; >= 1.
+        allocation: `pyramid`; `ada_pyramid` is Ada-PyramidKV.
         beta: Steepness: the last layer keeps base / beta prefix tokens; >= 1.
         pool: `max`, `avg` or `none`.
         pool_kernel: Odd width of the pool.
