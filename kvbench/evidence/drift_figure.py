@@ -89,8 +89,9 @@ def _curve(axes: "Axes", curve: Curve, column: str, shown: Callable[[float], flo
     values = [shown(one.values[column].value or 0.0) for one in bins]
     name = f"{curve.label} (prompt only)" if curve.prompt_only else curve.label
     axes.plot(middles, values, color=colour, linestyle=line, linewidth=1.1, label=name, zorder=3)
-    ends = [(one.middle, *found) for one in bins if (found := one.values[column].ends) is not None]
-    if ends and curve.method != FULL:
+    gap = (math.nan, math.nan)  # no shade where a bin has no interval
+    ends = [(one.middle, *(one.values[column].ends or gap)) for one in bins]
+    if curve.method != FULL:
         x, low, high = zip(*((at, shown(low), shown(high)) for at, low, high in ends), strict=True)
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
     if column == KL and curve.leaves is not None:
