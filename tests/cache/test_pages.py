@@ -66,12 +66,15 @@ def test_lists_and_pages_are_counted(pages):
     )
 
 
-def test_a_copy_is_of_every_page(pages):
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_copy_is_of_every_page(pages, copied):
     """An emptied row takes over slots and scores of another, and leaves them where they were."""
     new, old = pages.lists_of(torch.tensor([0])), pages.lists_of(torch.tensor([1]))
     pages.clear(new)
     assert pages.held(0, new).tolist() == [0] * 4
-    pages.copy(old, new)
+    pages.table.share(old, new)
+    if copied:
+        pages.table.own_all(new)
     assert pages.held(0, new).equal(pages.held(0, old))
     for a, b in zip(old.tolist(), new.tolist(), strict=True):
         count = COUNTS[a]

@@ -305,7 +305,7 @@ def test_the_pool_keeps_to_its_budget():
         ({"page_bytes": 8}, "store.page_bytes=8 must be a multiple of 16 bytes from 16 to 16777216, or auto"),
         ({"page_bytes": "big"}, "store.page_bytes='big' must be a multiple of 16 bytes"),
         ({"budget_bytes": 0}, "store.budget_bytes=0 must be a whole number of bytes from 1 to .*, or null"),
-        ({"track": ("age",)}, r"store.track=\('age',\) must be a list of names, each once, among score, pos"),
+        ({"track": ("age",)}, r"store.track=\('age',\) must be a list of different values, each 'score' or 'pos'"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str):

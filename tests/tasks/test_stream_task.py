@@ -42,7 +42,7 @@ def test_streams_are_consecutive(model, tmp_path) -> None:
         ({"tokens": 5000}, {}, "task.tokens=5000 behind task.prompt_tokens=30 does not fit.*task.past_context=true"),
         ({"prompt_tokens": 4096, "past_context": True}, {}, "task.prompt_tokens=4096 does not fit"),
         ({"past_context": 1}, {}, "task.past_context=1 must be true or false"),
-        ({"items": 0}, {}, "task.items=0 must be a whole number of at least 1, or null"),
+        ({"items": 0}, {}, "task.items=0 must be a whole number of streams from 1 to 1048576, or null"),
         ({}, {"temperature": 0.5}, "task=stream answers nothing"),
         ({}, {"query_aware": False}, "task=stream asks none"),
     ],

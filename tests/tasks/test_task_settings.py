@@ -13,7 +13,9 @@ from kvbench.tasks.settings import name_list, names_of
 
 # What the shipped files leave open, because only the user knows it.
 OPEN = {"custom": {"file": "mine.jsonl"}, "lm_eval": {"name": "hellaswag"}}
-TASKS = {path.stem: as_dict(read_config(path)) | OPEN.get(path.stem, {}) for path in sorted(CONF.glob("task/*.yaml"))}
+FILES = {path.stem: as_dict(read_config(path)) for path in sorted(CONF.glob("task/*.yaml"))}
+# A file may set more than its group, which then lies in it as `task`.
+TASKS = {name: given.get("task", given) | OPEN.get(name, {}) for name, given in FILES.items()}
 SETTINGS = [(task, key) for task, given in TASKS.items() for key in declared(settings_class(given))]
 
 

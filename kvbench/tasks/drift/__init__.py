@@ -6,20 +6,19 @@ Beside that every method answers freely, which shows how much it repeats itself,
 before.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 from kvbench.engine.requests import Outcome, Request
-from kvbench.errors import check_whole
-from kvbench.rules.kinds import Number
+from kvbench.rules.kinds import Number, Text, Whole
 from kvbench.stats.intervals import estimate
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.drift.repetition import GRAM, longest_loop, repeated_share
 from kvbench.tasks.passages import check_no_question, passages, read_text
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys
+from kvbench.tasks.settings import Items, TaskSettings
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 from kvbench.tasks.token_statistics import token_statistics
 
@@ -65,34 +64,49 @@ class DriftSet(TaskSet):
         return result
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        tokens: Of an answer.
+        prompt_tokens: Of text, that an answer goes on from.
+        items: Answers.
+        file: The text; None for the documentation that ships with Python.
+        temperature: Of the answers, where the protocol is greedy.
+        top_p: Likewise.
+    """
+
+    tokens: Annotated[int, Whole(2, unit="tokens")] = 1024
+    prompt_tokens: Annotated[int, Whole(2, unit="tokens")] = 256
+    items: Items = 8
+    file: Annotated[str | None, Text()] = None
+    temperature: Annotated[float, Number(1e-3, 100, unit="of the logits", also=(0,))] = 0.7
+    top_p: Annotated[float, Number(1e-9, 1, unit="of the probability")] = 0.95
+
+
+SETTINGS = {"drift": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Cut the prompts.
 
     Args:
-        cfg: `tokens` (of an answer), `prompt_tokens`, `items`, `file`, `temperature` and `top_p` (where the protocol
-            is greedy).
+        cfg: The settings.
         model: Its tokenizer cuts; its context must hold prompt and answer.
         limit: Items when that is fewer.
         seed: Not used: nothing in the prompts is random. It decides what a sampled answer draws.
         protocol: How the samples are asked; no chat template is used, and there is no question.
 
     Raises:
-        ValueError: A setting is out of range or does not fit the model, or the text is too short.
+        ValueError: A setting does not fit the model, or the text is too short.
     """
-    check_keys(cfg, ("tokens", "prompt_tokens", "items", "file", "temperature", "top_p"))
-    tokens = protocol.max_new_tokens or check_whole("task.tokens", cfg.get("tokens", 1024), 2)
-    prompt_tokens = check_whole("task.prompt_tokens", cfg.get("prompt_tokens", 256), 2)
-    items = check_whole("task.items", cfg.get("items", 8), 1)
-    items = min(items, limit.count) if limit else items
-    temperature, top_p = cfg.get("temperature", 0.7), cfg.get("top_p", 0.95)
-    Number(1e-3, 100, also=(0,)).check("task.temperature", temperature)
-    Number(1e-9, 1).check("task.top_p", top_p)
+    tokens, prompt_tokens = protocol.max_new_tokens or cfg.tokens, cfg.prompt_tokens
+    items = min(cfg.items, limit.count) if limit else cfg.items
     check_no_question("drift", protocol)
     if protocol.temperature == 0:
-        protocol = replace(protocol, temperature=temperature, top_p=top_p)
-    text = read_text(cfg.get("file"))
+        protocol = replace(protocol, temperature=cfg.temperature, top_p=cfg.top_p)
+    text = read_text(cfg.file)
     if prompt_tokens + tokens > model.max_tokens:
         raise ValueError(
             f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, which "

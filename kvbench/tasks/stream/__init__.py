@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.engine.requests import Outcome, Request
-from kvbench.errors import check_whole
+from kvbench.rules.kinds import Text, Whole
 from kvbench.stats.intervals import Estimate
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.passages import check_no_question, passages, read_text
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import check_keys, flag
+from kvbench.tasks.settings import MAX_ITEMS, TaskSettings
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 from kvbench.tasks.token_statistics import token_statistics
 
@@ -66,36 +66,50 @@ def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {"word_perplexity": math.exp(min(per_word, 700.0)), "bits_per_byte": nats / math.log(2) / max(1, size)}
 
 
-def load(
-    cfg: Mapping[str, Any], model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol
-) -> TaskSet:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        file: The text; None for the documentation that ships with Python.
+        prompt_tokens: Of each stream, read at once.
+        tokens: Behind them, read one by one.
+        items: Streams; None for as many as the text has.
+        past_context: Streams may go on beyond the model's context.
+    """
+
+    file: Annotated[str | None, Text()] = None
+    prompt_tokens: Annotated[int, Whole(1, unit="tokens")] = 256
+    tokens: Annotated[int, Whole(2, unit="tokens")] = 1024
+    items: Annotated[int | None, Whole(1, MAX_ITEMS, unit="streams")] = 8
+    past_context: bool = False
+
+
+SETTINGS = {"stream": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
     """Cut the streams.
 
     Args:
-        cfg: `file`, `prompt_tokens`, `tokens` (behind the prompt), `items` (None for as many as the text has),
-            `past_context`.
+        cfg: The settings.
         model: Its tokenizer cuts.
         limit: Streams when that is fewer.
         seed: Not used: nothing here is random.
         protocol: No chat template is used, there is no question, and nothing is answered.
 
     Raises:
-        ValueError: A setting is out of range or does not fit the model, or the text is too short.
+        ValueError: A setting does not fit the model, or the text is too short.
     """
-    check_keys(cfg, ("file", "prompt_tokens", "tokens", "items", "past_context"))
-    prompt_tokens = check_whole("task.prompt_tokens", cfg.get("prompt_tokens", 256), 1)
-    tokens = check_whole("task.tokens", cfg.get("tokens", 1024), 2)
-    items = cfg.get("items", 8)
-    items = None if items is None else check_whole("task.items", items, 1, ", or null")
-    items = min(items or limit.count, limit.count) if limit else items
-    past = flag("task.past_context", cfg.get("past_context", False))
+    prompt_tokens, tokens, past = cfg.prompt_tokens, cfg.tokens, cfg.past_context
+    items = min(cfg.items or limit.count, limit.count) if limit else cfg.items
     check_no_question("stream", protocol)
     if protocol.num_samples > 1 or protocol.temperature or protocol.max_new_tokens:
         raise ValueError(
             "task=stream answers nothing; leave protocol.temperature, protocol.num_samples and "
             "protocol.max_new_tokens as they are"
         )
-    text = read_text(cfg.get("file"))
+    text = read_text(cfg.file)
     if prompt_tokens >= model.max_tokens or (prompt_tokens + tokens > model.max_tokens and not past):
         raise ValueError(
             f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, which "
