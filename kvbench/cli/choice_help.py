@@ -91,13 +91,19 @@ def declared_help(group: str, name: str, path: Path, width: int) -> str:
     from kvbench.tasks.protocol import Protocol
 
     text = path.read_text(encoding="utf-8")
-    rules = declared(Protocol if group == "protocol" else settings_class(read_config(path)))
+    given = read_config(path)
+    own = given.get(group, given)  # a file may set more than its group, which then lies in it
+    rules = declared(Protocol if group == "protocol" else settings_class(own))
     lines = [f"{group}={name}", "", *texts.purpose(text, width).splitlines(), "", f"settings ({group}.KEY=VALUE)"]
-    for key, value, meaning in re.findall(r"^(\w+): *(.*?)(?: +# (.*))?$", text, re.MULTILINE):
+    for key, value, meaning in re.findall(r"^ *(\w+): *(.*?)(?: +# (.*))?$", text, re.MULTILINE):
         if key in rules:
             lines.append(f"  {key}={value}")
             lines += _wrap(rules[key].text, width, "      ")
             lines += _wrap(meaning, width, "      ")
+    if own is not given:
+        _, _, others = text.partition(f"\n{group}:")
+        others = "\n".join(re.split(r"\n(?=\w)", others)[1:])
+        lines += ["", "it sets, too", texts.settings_text(others, width)]
     if re.search(r"^defaults:", text, re.MULTILINE):
         lines += ["", *_wrap(f"the other settings are those of {group}=default", width)]
     return "\n".join(lines)
