@@ -11,7 +11,7 @@ import sys
 import kvbench
 
 BUDGETS = (0.5, 0.25, 0.125)  # of the tokens
-LENGTHS = {512: (35, 0, 35), 1024: (15, 1, 30)}  # questions of each kind, seed, batch size
+LENGTHS = {512: (35, 0, 35), 1024: (15, 1, 35)}  # questions of each kind, seed, batch size
 
 SETTINGS: list[tuple[str, dict]] = [
     ("full", {}),
