@@ -31,6 +31,12 @@ SETTINGS: list[tuple[str, dict]] = [
     *(("minikv", {"budget": budget}) for budget in (1.0, 0.5)),
     *((name, {"budget": budget}) for name in ("keydiff", "ada_snapkv", "expected_attention") for budget in BUDGETS),
     *((name, {"budget": budget}) for name in ("pyramidkv", "chunkkv", "critical") for budget in BUDGETS),
+    *((name, {"budget": budget}) for name in ("knorm", "scissorhands", "vatp", "lagkv") for budget in BUDGETS),
+    *((name, {"budget": budget}) for name in ("h2o_factory", "ada_pyramidkv") for budget in BUDGETS),
+    ("int4", {"tier": "k2v2"}),
+    ("diffkv_artifact", {}),
+    ("duo_attention", {}),
+    ("quest", {}),
 ]
 
 
