@@ -206,14 +206,15 @@ def _show(ranking: Ranking) -> None:
 
 def csv_of(found: Sequence[Ranking]) -> bytes:
     """Every run of every order, unrounded, with the correlation of its table."""
-    headings = "group,n,run,metric,other,value,other_value,rank,other_rank,correlation,low,high".split(",")
+    headings = "group,n,run,metric,other,value,other_value,rank,other_rank".split(",")
+    headings += "correlation,low,high,half,other_half".split(",")
     rows: list[list[Cell]] = []
     for ranking in found:
-        ends = ranking.found.interval or (None, None)
+        of_all = [ranking.found.value, *(ranking.found.interval or (None, None)), *ranking.found.halves]
         for index, label in enumerate(ranking.labels):
             values = [float(part[index]) for part in (*ranking.means, *ranking.ranks)]
             names = [what.key for what in ranking.measures]
-            rows.append([ranking.title, ranking.num_questions, label, *names, *values, ranking.found.value, *ends])
+            rows.append([ranking.title, ranking.num_questions, label, *names, *values, *of_all])
     return csv_bytes(headings, rows)
 
 
