@@ -66,7 +66,7 @@ def frontier(folder: Path) -> None:
     write(HERE / "pareto.csv", [row for row in read(folder / "pareto.csv") if MAIN in row["group"]])
     (picture,) = folder.glob("mean*_resident.png")
     with Image.open(picture) as drawn:  # few colours take a third of the bytes
-        drawn.convert("RGB").quantize(64).save(HERE / "pareto.png", optimize=True)
+        drawn.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(HERE / "pareto.png", optimize=True)
 
 
 def measures(folder: Path) -> None:
