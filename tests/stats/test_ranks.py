@@ -55,8 +55,8 @@ def test_nothing_is_said_without_an_order():
 
 
 def test_the_interval_covers_the_true_correlation():
-    """Twelve runs whose means are known, answers with noise that both measures share: where the halves agree, about 19
-    of 20 intervals hold the correlation of the true means."""
+    """Twelve runs whose means are known, answers with noise that both measures share: where the halves agree and
+    the truth is far from 1, about 19 of 20 intervals hold the correlation of the true means."""
     rng = np.random.default_rng(1)
     covered, halves, num_trials = 0, [], 100
     for _ in range(num_trials):
