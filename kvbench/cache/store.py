@@ -26,7 +26,7 @@ from kvbench.policy import DecodeView, Policy
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
-PromptWatcher = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
+PromptWatcher = Callable[[Tensor, float, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 class CompressedStore:
@@ -201,7 +201,7 @@ class CompressedStore:
         if scores.queries is not None:
             last = scores.queries.last(q, scale)
         if self.watcher is not None:
-            self.watcher(k, v, score, last)
+            self.watcher(q, scale, k, v, score, last)
         self.place_layer(row, layer, k, v, score, last)
 
     def place_layer(

@@ -15,17 +15,22 @@ def check(cfg: DictConfig) -> None:
         ValueError: Names the setting, its value and the rule.
     """
     check_margin(cfg.margin)
-    wanted = cfg.get("at_bytes")
-    if wanted is not None:
-        ends = list(wanted) if isinstance(wanted, ListConfig | list | tuple) else [wanted]
-        numbers = [end for end in ends if isinstance(end, int | float) and not isinstance(end, bool) and end > 0]
-        if len(numbers) < len(ends) or len(ends) not in (1, 2) or sorted(set(ends)) != ends:
-            raise ValueError(
-                f"at_bytes={wanted} is neither a percentage of an FP16 full cache nor two of them, the smaller first; "
-                "write at_bytes=25 or 'at_bytes=[12.5,50]'"
-            )
+    check_at_bytes(cfg.get("at_bytes"))
     for name, least in (("resamples", 100), ("seed", 0), ("regressions", 0)):
         check_whole(name, cfg.get(name, least), least)
+
+
+def check_at_bytes(wanted: object) -> None:
+    """Refuse what is neither null, a percentage, nor two of them in order."""
+    if wanted is None:
+        return
+    ends: list = list(wanted) if isinstance(wanted, ListConfig | list | tuple) else [wanted]
+    numbers = [end for end in ends if isinstance(end, int | float) and not isinstance(end, bool) and end > 0]
+    if len(numbers) < len(ends) or len(ends) not in (1, 2) or sorted(set(ends)) != ends:
+        raise ValueError(
+            f"at_bytes={wanted} is neither a percentage of an FP16 full cache nor two of them, the smaller first; "
+            "write at_bytes=25 or 'at_bytes=[12.5,50]'"
+        )
 
 
 def check_margin(margin: object) -> None:

@@ -111,6 +111,16 @@ def score_interval(scores: Strata, what: Measure) -> Interval | None:
     return estimate(groups, 0, (0.0, 1.0) if what.bounded else None, "sample" if alike else "subset").ends
 
 
+def question(group: Group, sample: SampleName) -> Question:
+    """What is asked, whatever the length, the protocol or the batch: the same name with the same right answers.
+
+    A generated task asks something else under another seed, by the same name.
+    """
+    record = next((run.samples[sample[1], 0] for run in group.runs if (sample[1], 0) in run.samples), None)
+    gold = json.dumps(record.get("gold") or "") if record else ""
+    return group.task, sample[0], f"{sample[1]} {gold}"
+
+
 def family(runs: Sequence[StoredRun]) -> str:
     """Say what a method did in any of some runs: store fewer bits, keep fewer tokens, both or neither."""
     evicts = quantises = False
@@ -182,7 +192,7 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         scores = weighed(values, run.record.weighting)
         points.append(
             Point(
-                key=_key(run),
+                key=key_of_run(run),
                 label=run.label,
                 method=run.method,
                 family=families[run.name],
@@ -199,16 +209,16 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         kin=f"{group.model}, code {version(group.runs[0])}",
         what=what,
         points=points,
-        questions=[[(group.task, *sample) for sample in members] for members in samples.values()],
+        questions=[[question(group, sample) for sample in members] for members in samples.values()],
         total=total,
-        reference=_key(reference) if reference else None,
+        reference=key_of_run(reference) if reference else None,
         margin=margin_of(cfg, what),
         resamples=cfg.resamples,
         seed=cfg.seed,
         notes=notes,
     )
     set_quality(panel)
-    repeats = [_key(run) for run in group.repeats if run in runs]
+    repeats = [key_of_run(run) for run in group.repeats if run in runs]
     _set_band(panel, repeats)
     if not panel.is_enough:
         panel.notes.append(
@@ -219,7 +229,8 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     return panel
 
 
-def _key(run: StoredRun) -> str:
+def key_of_run(run: StoredRun) -> str:
+    """What finds the same method with the same settings, under the same conditions, in another group."""
     settings = json.dumps([run.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
     return " ".join([run.method, settings, *run.conditions])
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from kvbench.config import durable
-from kvbench.results.sample import Key, SampleRecord, key_of, parse, read_lines, write_line
-from kvbench.results.writing import read_regular, remove_litter, write_atomic, write_error
+from kvbench.results.sample import Key, SampleRecord, journal_content, key_of, parse, read_lines, write_line
+from kvbench.results.writing import remove_litter, write_atomic, write_error
 
 MAX_NAMED = 5  # dropped lines that are named one by one
 HOLDER = re.compile(rb"[\0\s]*([0-9]{0,20})[\0\s]*")  # what a lock file holds: a process's number, or nothing yet
@@ -35,7 +35,7 @@ class Journal:
     are redone).
 
     Args:
-        path: The `samples.jsonl` of the run; made when absent.
+        path: The `samples.jsonl` of the run; made when absent, from the packed one where that is there.
         run: Hash of the run, which seals the lines.
         warn: Called with one sentence for every line that had to be dropped, the first few by name.
 
@@ -55,9 +55,9 @@ class Journal:
             raise write_error(path, error) from error
 
     def _read(self, warn: Callable[[str], None]) -> None:
-        if not os.path.lexists(self.path):
+        content = journal_content(self.path)
+        if content is None:
             return
-        content = read_regular(self.path)
         whole = bytearray()
         for number, line in enumerate(read_lines(content, self.run), start=1):
             if line.record is None:
@@ -69,7 +69,7 @@ class Journal:
                 whole += line.content + b"\n"
         if self.damaged > MAX_NAMED:
             warn(f"{self.path}: {self.damaged - MAX_NAMED} more lines dropped; their samples are done again")
-        if bytes(whole) != content:
+        if bytes(whole) != content or not os.path.lexists(self.path):  # it was packed, and is to be written to
             write_atomic(self.path, bytes(whole))
 
     @property

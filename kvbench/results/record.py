@@ -3,7 +3,7 @@
 results/<task>/<model>/<method>/<hash>/
     config.yaml     the resolved configuration
     run.json        `RunRecord` below
-    samples.jsonl   one `kvbench.results.sample.SampleRecord` per finished sample
+    samples.jsonl   one `kvbench.results.sample.SampleRecord` per finished sample; may be packed as samples.jsonl.xz
     result.png      the picture of the run
 """
 

@@ -8,6 +8,7 @@ mix-ups: a line that was edited, or that another run wrote. It is no signature: 
 
 import hashlib
 import json
+import lzma
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ SEAL_DIGITS = 16
 TAIL_LENGTH = 200  # characters
 TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, but for parts of one
 LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
+PACKED = ".xz"  # what a packed journal's name has at its end
+MOST_UNPACKED = 1 << 30  # bytes of a packed journal; a few packed kilobytes could hold more than any memory
 
 
 class Kept(TypedDict, total=False):
@@ -283,13 +286,43 @@ def read_lines(content: bytes, run: str, *, is_sealed: bool = True) -> Iterator[
         yield Line(content=rest, record=None, fault="torn line")
 
 
+def journal_content(path: Path) -> bytes | None:
+    """The bytes of a journal, or of the packed one beside it where there is only that.
+
+    Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
+
+    Args:
+        path: `samples.jsonl`.
+
+    Returns:
+        None where there is neither.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read or unpacked.
+    """
+    if os.path.lexists(path):
+        return read_regular(path)
+    packed = path.with_name(path.name + PACKED)
+    if not os.path.lexists(packed):
+        return None
+    unpacker, content = lzma.LZMADecompressor(), read_regular(packed)
+    try:
+        found = unpacker.decompress(content, MOST_UNPACKED)
+    except lzma.LZMAError as error:
+        raise OSError(f"{packed} cannot be unpacked ({error}); remove it, or copy it again") from error
+    if not unpacker.eof:
+        why = f"holds more than {MOST_UNPACKED} bytes" if len(found) == MOST_UNPACKED else "lacks its end"
+        raise OSError(f"{packed} {why}, so it is no journal of kvbench; remove it, or copy it again")
+    return found
+
+
 def read_samples(path: Path, run: str) -> tuple[dict[Key, SampleRecord], int]:
     """Read a journal without changing it, also while a run is writing.
 
     A journal that has no seal at all was written before there were seals; its lines count as they are.
 
     Args:
-        path: `samples.jsonl`; a missing one is an empty one.
+        path: `samples.jsonl`, which may be packed (`journal_content`); a missing one is an empty one.
         run: Hash of the run.
 
     Returns:
@@ -300,7 +333,7 @@ def read_samples(path: Path, run: str) -> tuple[dict[Key, SampleRecord], int]:
     """
     found: dict[Key, SampleRecord] = {}
     damaged = 0
-    content = read_regular(path) if os.path.lexists(path) else b""
+    content = journal_content(path) or b""
     for line in read_lines(content, run, is_sealed=b'"seal":' in content):
         if line.record is None:
             damaged += 1

@@ -327,7 +327,7 @@ class Loaders:
 
         limit_bytes = read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))
         if limit_bytes not in self._prompts:
-            self._prompts[limit_bytes] = PromptCache(limit_bytes)
+            self._prompts[limit_bytes] = PromptCache(limit_bytes, keeps_queries=True)
         return self._prompts[limit_bytes]
 
 

@@ -266,14 +266,14 @@ def test_a_table_that_fails_half_way_keeps_its_pages_and_its_counts(action: str)
 def test_a_prompt_cache_without_memory_lets_the_prompt_through(monkeypatch):
     """What cannot be remembered is not remembered, and what was is given back."""
     recording = Recording(10**6)
-    recording.add(torch.ones(1, 2, 3), torch.ones(1, 2, 3), None)
+    recording.add(torch.ones(3, 2, 3), 1.0, torch.ones(1, 2, 3), torch.ones(1, 2, 3), None)
     assert len(recording.layers) == 1
 
     def scarce(self, *rest, **more):
         raise RuntimeError(WORDS)
 
     monkeypatch.setattr(torch.Tensor, "clone", scarce)
-    recording.add(torch.ones(1, 2, 3), torch.ones(1, 2, 3), None)
+    recording.add(torch.ones(3, 2, 3), 1.0, torch.ones(1, 2, 3), torch.ones(1, 2, 3), None)
     assert recording.overflow and recording.layers == []
 
 

@@ -1,17 +1,24 @@
 """Prompts that are read once and replayed for other settings: nothing but the time may differ."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
+import torch
 from engine_helpers import comparable, engine, random_tokens, request
 
 from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache, Recording
+from kvbench.methods.critical import Critical
 from kvbench.methods.diffkv import DiffKV
+from kvbench.methods.expected_attention import ExpectedAttention
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.policy import LayerTensors, Need, Scored, Statistic
 
 # Settings of several methods in an order in which they find scores of their own kind, of another kind, and none.
 SWEEP = [
@@ -85,6 +92,51 @@ def test_reused_prompts_give_the_same_records(loaded, forwards):
         assert reused == outcomes(loaded, policy), type(policy).__name__
 
 
+def test_kept_queries_serve_every_statistic(loaded, forwards):
+    """With its queries kept, the model runs over a prompt once for all methods, and the records are still those of
+    fresh runs to the bit."""
+    settings = [
+        *SWEEP,
+        Critical(budget=0.5, window=8),
+        ExpectedAttention(budget=0.5, sinks=2, decode_every=3),
+        SnapKV(budget=0.5, window=8, decode_every=2),
+    ]
+    prompts = PromptCache(2**30, keeps_queries=True)
+    swept = [outcomes(loaded, policy, prompts) for policy in settings]
+    assert forwards == {"prefill": 3, "dense": 1}
+    assert prompts.num_read == 4 and prompts.num_reused == 4 * len(settings) - 4
+    for policy, reused in zip(settings, swept, strict=True):
+        assert reused == outcomes(loaded, policy), type(policy).__name__
+
+
+@dataclass(frozen=True)
+class HiddenNorms(Statistic):
+    """Ranks tokens by the norm of what their layer was given."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"hidden_states"})
+
+    def of_prompt(self, seen: LayerTensors) -> torch.Tensor:
+        return seen.hidden_states.float().norm(dim=-1)[None].repeat(seen.k.shape[0], 1)
+
+
+@dataclass(kw_only=True)
+class ByHidden(Scored):
+    """Keeps the tokens with the largest hidden states."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.score_by(HiddenNorms())
+
+
+def test_what_queries_do_not_tell_is_read_again(loaded, forwards):
+    """A statistic of hidden states cannot be had from kept queries, so the model runs over the prompt again."""
+    prompts = PromptCache(2**30, keeps_queries=True)
+    outcomes(loaded, SWEEP[3], prompts)
+    reused = outcomes(loaded, ByHidden(budget=0.5), prompts)
+    assert forwards["prefill"] == 2 * 3
+    assert reused == outcomes(loaded, ByHidden(budget=0.5))
+
+
 def test_what_does_not_fit_is_read_again(loaded, forwards):
     """With room for one of three prompts the records stay the same, and no byte beyond the limit is held."""
     whole = PromptCache(2**30)
@@ -104,14 +156,12 @@ def test_what_does_not_fit_is_read_again(loaded, forwards):
 
 def test_recording_never_holds_more_than_its_limit():
     """A prompt that grows over the limit is let go at once, layer by layer, not after its last layer."""
-    import torch
-
     layer = torch.zeros(2, 10, 8)
     recording = Recording(limit_bytes=3 * layer.nbytes)
-    recording.add(layer, layer, None)
+    recording.add(layer, 1.0, layer, layer, None)
     assert len(recording.layers) == 1 and not recording.overflow
-    recording.add(layer, layer, None)
-    recording.add(layer, layer, None)
+    recording.add(layer, 1.0, layer, layer, None)
+    recording.add(layer, 1.0, layer, layer, None)
     assert recording.overflow and not recording.layers
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import lzma
 import struct
 from typing import get_type_hints
 
@@ -83,3 +84,42 @@ def test_a_line_is_strict_json():
     line = write_line(record, RUN)
     assert line.endswith(b"\n") and json.loads(line)["scores"] == {"exact": None}
     assert list(json.loads(line)) == [*record, "seal"]
+
+
+def packed_run(folder, *scores):
+    """A journal of some samples, packed; returns the path of the plain one, and its content."""
+    records = [journal_record(REQUEST, OUTCOME, {"exact": score}, {}) for score in scores]
+    for number, item in enumerate(records):
+        item["sample_id"] = f"a/{number}"
+    content = b"".join(write_line(item, RUN) for item in records)
+    (folder / "samples.jsonl.xz").write_bytes(lzma.compress(content))
+    return folder / "samples.jsonl", content
+
+
+def test_a_packed_journal_reads_as_the_plain_one(tmp_path):
+    """Readers see the same records, a journal goes on from it, and the plain one counts where both are there."""
+    path, content = packed_run(tmp_path, 1.0, 0.0)
+    found = read_samples(path, RUN)
+    assert not path.exists() and [record["scores"]["exact"] for record in found[0].values()] == [1.0, 0.0]
+    journal = Journal(path, run=RUN)
+    journal.close()
+    assert path.read_bytes() == content and read_samples(path, RUN) == found
+    path.write_bytes(content.partition(b"\n")[0] + b"\n")
+    assert list(read_samples(path, RUN)[0]) == [("a/0", 1)]
+
+
+def test_a_broken_pack_is_no_journal(tmp_path, monkeypatch):
+    """A torn pack, a file that is none, and one that would fill the memory are refused by name."""
+    path, _ = packed_run(tmp_path, 1.0)
+    packed = tmp_path / "samples.jsonl.xz"
+    whole = packed.read_bytes()
+    monkeypatch.setattr("kvbench.results.sample.MOST_UNPACKED", 100)
+    with pytest.raises(OSError, match=r"samples.jsonl.xz holds more than 100 bytes"):
+        read_samples(path, RUN)
+    monkeypatch.undo()
+    packed.write_bytes(whole[:-9])
+    with pytest.raises(OSError, match=r"samples.jsonl.xz lacks its end, so it is no journal"):
+        read_samples(path, RUN)
+    packed.write_bytes(b"{}\n")
+    with pytest.raises(OSError, match=r"samples.jsonl.xz cannot be unpacked .*; remove it"):
+        read_samples(path, RUN)

@@ -143,20 +143,23 @@ def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("answer", "expected", "partial"),
     [
-        (" 4821.", 1.0),
-        ("4821", 1.0),
-        ("4,821", 1.0),
-        ("is 4821 or 17", 1.0),
-        ("17 or 4821", 0.0),
-        ("48211", 0.0),
-        ("", 0.0),
+        (" 4821.", 1.0, 1.0),
+        ("4821", 1.0, 1.0),
+        ("4,821", 1.0, 1.0),
+        ("is 4821 or 17", 1.0, 1.0),
+        ("17 or 4821", 0.0, 0.0),
+        ("48211", 0.0, 4 / 5),  # a digit too many is a digit wrong
+        ("482", 0.0, 3 / 4),
+        ("4871", 0.0, 3 / 4),
+        ("8421", 0.0, 2 / 4),  # in its place, or it does not count
+        ("", 0.0, 0.0),
     ],
 )
-def test_number_score(answer: str, expected: float) -> None:
-    """The first number of the answer counts, as a whole."""
-    assert metrics.number_score(answer, " 4821") == {"score": expected, "exact": expected}
+def test_number_score(answer: str, expected: float, partial: float) -> None:
+    """The first number of the answer counts: as a whole, and by its digits, by hand."""
+    assert metrics.number_score(answer, " 4821") == {"score": expected, "exact": expected, "partial": partial}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,11 @@ def test_number_score(answer: str, expected: float) -> None:
 )
 def test_recall_score(answer: str, score: float, exact: float) -> None:
     """F1 of the longest common subsequence of words, by hand."""
-    assert metrics.recall_score(answer, " the big red box") == {"score": pytest.approx(score), "exact": exact}
+    assert metrics.recall_score(answer, " the big red box") == {
+        "score": pytest.approx(score),
+        "exact": exact,
+        "partial": pytest.approx(score),
+    }
 
 
 def load(model, **changes: object):
@@ -192,12 +199,12 @@ def test_the_task_set(model, tokenizer) -> None:
     task = load(model)
     assert [request.sample_id for request in task.requests] == [f"{kind}/{n}" for kind in KINDS for n in range(2)]
     assert not any(request.truncated for request in task.requests)
-    assert set(task.metrics) == {"score", "exact"}
+    assert set(task.metrics) == {"score", "exact", "partial"}
     for request in task.requests:
         assert request.subset == request.sample_id.split("/")[0]
         assert len(request.gold) <= request.max_new_tokens
         gold = tokenizer.decode(request.gold)
-        assert task.score(request, gold) == {"score": 1.0, "exact": 1.0}
+        assert task.score(request, gold) == {"score": 1.0, "exact": 1.0, "partial": 1.0}
         assert task.score(request, "nothing of the kind")["exact"] == 0.0
 
 

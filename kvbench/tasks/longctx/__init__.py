@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 METRICS = {
     "score": MetricInfo(True, "multikey, kv, passkey: the number is right; recall: words in common, in order, as F1"),
     "exact": MetricInfo(True, "the number is right; recall: all words are right"),
+    "partial": MetricInfo(True, "share of the digits that are right, each in its place; recall: as score"),
 }
 _FOLDER = Path(__file__).resolve().parent
 

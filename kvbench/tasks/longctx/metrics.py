@@ -6,18 +6,21 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 
 
 def number_score(answer: str, reference: str) -> dict[str, float]:
-    """1 when the first whole number of the answer is the reference's, else 0.
+    """Whether the first whole number of the answer is the reference's, and how much of it is.
 
     Args:
         answer: Generated text; `1,234` reads as 1234, and whatever stands around the number does not count.
         reference: Text with one number.
 
     Returns:
-        `score` and `exact`, which are the same here.
+        `score` and `exact`, which are the same here: 1 when the numbers are equal; `partial`: digits that are the
+        reference's in the same place, as a share of the longer number.
     """
-    found = re.search(r"\d+", _THOUSANDS.sub("", answer))
-    exact = float(found is not None and found[0] == reference.strip())
-    return {"score": exact, "exact": exact}
+    found, wanted = re.search(r"\d+", _THOUSANDS.sub("", answer)), reference.strip()
+    digits = found[0] if found else ""
+    exact = float(digits == wanted)
+    same = sum(mine == right for mine, right in zip(digits, wanted, strict=False))
+    return {"score": exact, "exact": exact, "partial": same / max(len(digits), len(wanted))}
 
 
 def recall_score(answer: str, reference: str) -> dict[str, float]:
@@ -29,13 +32,13 @@ def recall_score(answer: str, reference: str) -> dict[str, float]:
 
     Returns:
         `score`: 2 L / (a + r), where L is the length of the longest common subsequence of words, a and r the numbers of
-        words; `exact`: 1 when the words are the same.
+        words; `partial`: the same; `exact`: 1 when the words are the same.
     """
     from rapidfuzz.distance import LCSseq
 
     words, wanted = answer.split(), reference.split()
     score = 2 * LCSseq.similarity(words, wanted) / (len(words) + len(wanted)) if wanted else 0.0
-    return {"score": score, "exact": float(words == wanted)}
+    return {"score": score, "exact": float(words == wanted), "partial": score}
 
 
 def process_number(doc: dict, results: list[str]) -> dict[str, float]:

@@ -1,0 +1,100 @@
+"""How alike two measures rank several runs: Spearman's correlation of their means, and what other questions would give.
+
+The runs are the ones there are; only the questions are a sample. So questions are resampled inside their subsets, with
+all their answers under both measures.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbench.stats.strata import Strata
+from kvbench.stats.studentised import LEVEL, RESAMPLES, SEED
+
+FEWEST_RUNS = 3  # two are always in the same order or in the opposite one
+NUM_SPLITS = 500
+MOST_UNDEFINED = 0.05  # of the resamples; with more, all runs are nearly alike and have no order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How alike two measures rank runs."""
+
+    value: float | None
+    """Spearman's rank correlation; None where a measure gives all runs the same mean."""
+    interval: tuple[float, float] | None
+    """95 % percentile interval over questions; None where there is none."""
+    halves: tuple[float | None, float | None]
+    """The same of each measure with itself, between two random halves of the questions: what noise leaves of a perfect
+    agreement."""
+
+
+def spearman(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """Spearman's rank correlation along the last axis; ties have their mean rank, NaN where all values are one.
+
+    Args:
+        mine, theirs: [..., runs].
+
+    Source: Spearman 1904, American J. Psychology 15:72.
+    """
+    from scipy.stats import rankdata
+
+    first, second = (rankdata(x, axis=-1) - (x.shape[-1] + 1) / 2 for x in (np.asarray(mine), np.asarray(theirs)))
+    spread = np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
+    with np.errstate(invalid="ignore"):
+        return np.asarray((first * second).sum(-1) / spread)
+
+
+def agreement(mine: Strata, theirs: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> Agreement:
+    """Compare two measures of the same runs on the same questions.
+
+    Args:
+        mine, theirs: Values [n, runs] of each subset, larger where better; the rows of both are the same questions.
+        resamples: Bootstrap resamples.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: There are fewer than three runs.
+    """
+    num_runs = mine.values[0].shape[1]
+    if num_runs < FEWEST_RUNS:
+        raise ValueError(f"{num_runs} runs have no order worth a correlation; {FEWEST_RUNS} are needed")
+    rng = np.random.default_rng(seed)
+    value = float(spearman(_means(mine), _means(theirs)))
+    draws = [rng.multinomial(size, [1 / size] * size, resamples) / size for size in mine.sizes]
+    found = spearman(_resampled(mine, draws), _resampled(theirs, draws))
+    known = found[~np.isnan(found)]
+    interval = None
+    if min(mine.sizes) > 1 and len(known) >= (1 - MOST_UNDEFINED) * resamples and not np.isnan(value):
+        low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        interval = float(low), float(high)
+    return Agreement(
+        value=None if np.isnan(value) else value,
+        interval=interval,
+        halves=(_between_halves(mine, rng), _between_halves(theirs, rng)),
+    )
+
+
+def _means(strata: Strata) -> np.ndarray:
+    # Two runs that are equal up to rounding share a rank.
+    return np.round(np.asarray(strata.mean()), 12)
+
+
+def _resampled(strata: Strata, draws: list[np.ndarray]) -> np.ndarray:
+    """Weighted means [resamples, runs], given the share of each question in each resample."""
+    parts = [weight * share @ own for weight, share, own in zip(strata.weights, draws, strata.values, strict=True)]
+    return np.round(sum(parts), 12)
+
+
+def _between_halves(strata: Strata, rng: np.random.Generator) -> float | None:
+    """Mean correlation of the runs' means over two halves of the questions; None where one cannot be halved."""
+    if min(strata.sizes) < 2:
+        return None
+    first, second = [], []
+    for size in strata.sizes:
+        place = rng.permuted(np.tile(np.arange(size), (NUM_SPLITS, 1)), axis=1)
+        half = size // 2
+        first.append((place < half) / half)
+        second.append((place >= half) / (size - half))
+    found = spearman(_resampled(strata, first), _resampled(strata, second))
+    return None if np.isnan(found).all() else float(np.nanmean(found))

@@ -1,0 +1,316 @@
+"""Makes the tables and pictures of docs/findings.md from the samples of its study: `make findings`.
+
+    python results/example/findings.py [PART ...]
+
+The commands of kvbench that it gives are printed. Nothing is run on a model.
+"""
+
+import csv
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+from PIL import Image
+
+from kvbench.cli.commands import compose_command
+from kvbench.cli.main import main as kvbench
+from kvbench.evidence import load
+from kvbench.evidence.pareto import panels_of
+
+load.read_samples = cache(load.read_samples)  # some thirty commands read the same 10,000 answers
+HERE = Path(__file__).resolve().parent
+STUDY, DOCUMENT = HERE / "study", HERE.parent.parent / "docs" / "findings.md"
+METRICS = ("nll", "partial", "score")
+PAIRS = (("nll", "partial"), ("nll", "score"), ("partial", "score"))
+BUDGETS = (0.5, 0.25, 0.125)
+MAIN = "mean over"  # both lengths: the group of the tables
+LENGTHS = ("512", "1024")  # tokens
+KINDS_AT = 0.5  # of the tokens
+AT, FROM, TO = 25, 17, 49  # % of the bytes: a point, and a range that all evicting methods span
+EVICTING = (
+    "random streaming_llm h2o tova snapkv pyramidkv ada_snapkv keydiff expected_attention chunkkv critical kv_compress"
+).split()
+
+CORRELATION = "group n metric other correlation low high half other_half".split()
+
+Row = dict[str, str]
+
+# What is ranked: name -> words of `kvbench ranks`. All evicting methods store 16 bits here.
+_EVICTING = [f"methods=[{','.join(EVICTING)}]"]
+SETS = {
+    **{f"{100 * b:g} % of the tokens": [*_EVICTING, f"where={{budget:{b},tier:fp16}}"] for b in BUDGETS},
+    f"{AT} % of the bytes": [*_EVICTING, "where={tier:fp16}", f"at_bytes={AT}"],
+    f"mean over {FROM} to {TO} % of the bytes": [*_EVICTING, "where={tier:fp16}", f"at_bytes=[{FROM},{TO}]"],
+    "all runs": [],
+}
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run(*words: str) -> None:
+    """One command of kvbench over the study; its words are shown as a shell would take them."""
+    print("python -m kvbench", *words, f"results_dir={STUDY.relative_to(HERE.parent.parent)}", flush=True)
+    if code := kvbench([*words, f"results_dir={STUDY}"]):
+        sys.exit(code)
+
+
+def frontier(folder: Path) -> None:
+    """The frontier by NLL, with its picture."""
+    run("pareto", "metric=nll", "axes=[resident]", "kinds=[png]", f"out={folder}")
+    write(HERE / "pareto.csv", [row for row in read(folder / "pareto.csv") if MAIN in row["group"]])
+    (picture,) = folder.glob("mean*_resident.png")
+    with Image.open(picture) as drawn:  # few colours take a third of the bytes
+        drawn.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(HERE / "pareto.png", optimize=True)
+
+
+def measures(folder: Path) -> None:
+    """The other measures of every run, as `pareto` has them, without the thousand tests of which dominates which."""
+    rows: list[Row] = []
+    for metric in METRICS:
+        cfg = compose_command("pareto", [f"metric={metric}", f"results_dir={STUDY}"])
+        for panel in panels_of(load.load_groups(cfg), cfg):
+            for point in panel.points:
+                low, high = map(repr, point.interval) if point.interval else ("", "")
+                names = {"group": panel.title, "run": point.label, "method": point.method, "metric": metric}
+                found = {"value": repr(point.score), "difference": repr(point.quality), "low": low, "high": high}
+                held = repr(point.costs["resident"].value)
+                rows.append({**names, "n": str(panel.num_samples), **found, "resident": held})
+    write(HERE / "measures.csv", rows)
+
+
+def orders(folder: Path) -> None:
+    """The rank correlations."""
+    found: list[Row] = []
+    for title, words in SETS.items():
+        for pair in PAIRS:
+            run("ranks", f"metrics=[{','.join(pair)}]", *words, f"out={folder / 'ranks.csv'}")
+            rows = read(folder / "ranks.csv")
+            groups = {row["group"]: row for row in rows}  # the correlation is the same in all rows of a group
+            for group, row in groups.items():
+                count = sum(other["group"] == group for other in rows)
+                found.append({"runs": title, "count": str(count), **{name: row[name] for name in CORRELATION}})
+    write(HERE / "ranks.csv", found)
+
+
+def equal_bytes(folder: Path) -> None:
+    """The methods beside the control, at the same bytes."""
+    compared: list[Row] = []
+    for metric in ("nll", "partial"):
+        for where in (str(AT), f"[{FROM},{TO}]"):
+            words = f"against=random metric={metric} at_bytes={where} regressions=0".split()
+            run("compare", *words, f"out={folder / 'bytes.csv'}")
+            compared += [{"at": where} | row for row in read(folder / "bytes.csv")]
+    write(HERE / "equal_bytes.csv", compared)
+
+
+def kinds(folder: Path) -> None:
+    """The measure by kind of question."""
+    words = [*_EVICTING, f"where={{budget:{KINDS_AT},tier:fp16}}", "metric=partial", "by=subset", "format=csv"]
+    run("table", *words, f"out={HERE / 'kinds.csv'}")
+
+
+PARTS = {part.__name__: part for part in (frontier, measures, orders, equal_bytes, kinds)}
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Rows as a CSV file."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def number(value: str, metric: str, sign: bool = False) -> str:
+    """A value as the commands show it: nats with two digits, scores in points."""
+    digits = 2 if metric == "nll" else 1
+    return f"{float(value) * (1 if metric == 'nll' else 100):{'+' if sign else ''}.{digits}f}"
+
+
+def between(row: Row, name: str, metric: str, low: str, high: str) -> str:
+    """A difference with its interval."""
+    ends = f"[{number(row[low], metric, True)}, {number(row[high], metric, True)}]" if row[low] else "[no interval]"
+    return f"{number(row[name], metric, True)} {ends}"
+
+
+def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table."""
+    headings = list(headings)
+    lines = [headings, ["---"] * len(headings), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def points() -> dict[str, dict[str, Row]]:
+    """Run -> metric -> its point in the main group."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in read(HERE / "measures.csv"):
+        if MAIN in row["group"]:
+            found.setdefault(row["run"], {})[row["metric"]] = row
+    return found
+
+
+def is_evicting(row: Row) -> bool:
+    """A run of a table at equal tokens: it evicts by a budget and stores 16 bits."""
+    return row["method"] in EVICTING and "budget=" in row["run"] and "k8v4" not in row["run"]
+
+
+def ranks(runs: list[dict[str, Row]], metric: str) -> list[int]:
+    """The place of each run by one metric, 1 for the best."""
+    values = [float(run[metric]["value"]) * (1 if metric == "nll" else -1) for run in runs]
+    return [1 + sum(other < value for other in values) for value in values]
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    """Name and text of every table of the document."""
+    found = points()
+    for budget in BUDGETS:
+        runs = [r for r in found.values() if is_evicting(r["nll"]) and f"budget={budget:g}" in r["nll"]["run"].split()]
+        runs.sort(key=lambda run: float(run["nll"]["value"]))
+        places = [ranks(runs, metric) for metric in METRICS]
+        yield (
+            f"evict {budget:g}",
+            markdown(
+                "method|bytes, %|gold NLL|NLL - full's [95 %]|partial, %|partial - full's [95 %]|score, %|"
+                "places by NLL, partial, score".split("|"),
+                (
+                    [
+                        run["nll"]["method"],
+                        f"{100 * float(run['nll']['resident']):.1f}",
+                        number(run["nll"]["value"], "nll"),
+                        between(run["nll"], "difference", "nll", "low", "high"),
+                        number(run["partial"]["value"], "partial"),
+                        between(run["partial"], "difference", "partial", "low", "high"),
+                        number(run["score"]["value"], "score"),
+                        ", ".join(str(place[index]) for place in places),
+                    ]
+                    for index, run in enumerate(runs)
+                ),
+            ),
+        )
+    others = [run for run in found.values() if not is_evicting(run["nll"])]
+    others.sort(key=lambda run: float(run["nll"]["resident"]))
+    yield (
+        "others",
+        markdown(
+            "run|bytes, %|gold NLL|NLL - full's [95 %]|partial, %|partial - full's [95 %]|score, %".split("|"),
+            (
+                [
+                    run["nll"]["run"],
+                    f"{100 * float(run['nll']['resident']):.1f}",
+                    number(run["nll"]["value"], "nll"),
+                    between(run["nll"], "difference", "nll", "low", "high") if is_other(run) else "",
+                    number(run["partial"]["value"], "partial"),
+                    between(run["partial"], "difference", "partial", "low", "high") if is_other(run) else "",
+                    number(run["score"]["value"], "score"),
+                ]
+                for run in others
+            ),
+        ),
+    )
+    yield (
+        "ranks",
+        markdown(
+            [
+                "questions",
+                "runs",
+                "how many",
+                *(" and ".join(map(NAMES.get, pair)) for pair in PAIRS),
+                "with itself: NLL, partial, score",
+            ],
+            _orders(),
+        ),
+    )
+    yield "kinds", markdown(["method", *KINDS, "mean"], _kinds("512"))
+    for title in LENGTHS:
+        yield (
+            f"bytes {title}",
+            markdown(
+                [
+                    "method",
+                    *(f"{NAMES[m]} at {AT} %" for m in ("nll", "partial")),
+                    *(f"{NAMES[m]}, {FROM} to {TO} %" for m in ("nll", "partial")),
+                ],
+                _equal_bytes(title),
+            ),
+        )
+
+
+KINDS = ("kv", "multikey", "passkey", "recall")
+NAMES = {"nll": "NLL", "partial": "partial", "score": "score"}
+
+
+def is_other(run: dict[str, Row]) -> bool:
+    """Not the full cache, which has no difference to itself."""
+    return run["nll"]["method"] != "full"
+
+
+def _orders() -> Iterator[list[str]]:
+    for group in (MAIN, *(f"length={length}" for length in LENGTHS)):
+        rows = [row for row in read(HERE / "ranks.csv") if group in row["group"]]
+        for title in SETS:
+            cells, halves = [], {}
+            for pair in PAIRS:
+                mine = [row for row in rows if (row["runs"], row["metric"], row["other"]) == (title, *pair)]
+                own = mine[0]
+                cells.append(f"{float(own['correlation']):+.2f} [{float(own['low']):+.2f}, {float(own['high']):+.2f}]")
+                halves |= dict(zip(pair, (own["half"], own["other_half"]), strict=True))
+            yield [own["n"], title, own["count"], *cells, ", ".join(f"{float(halves[m]):.2f}" for m in METRICS)]
+
+
+def _kinds(length: str) -> Iterator[list[str]]:
+    cells: dict[str, dict[str, Row]] = {}
+    for row in read(HERE / "kinds.csv"):
+        if f"length={length}" in row["group"]:
+            cells.setdefault(row["method"], {})[row["column"]] = row
+    order = sorted(cells, key=lambda name: -sum(float(cells[name][kind]["value"]) for kind in KINDS))
+    for name in order:
+        each = [cells[name][kind] for kind in KINDS]
+        mean = sum(float(row["value"]) for row in each) / len(each)
+        shown = [f"{100 * float(row['value']):.1f}" for row in each]
+        bold = [f"**{text}**" if row["best"] == "1" else text for text, row in zip(shown, each, strict=True)]
+        yield [name, *bold, f"{100 * mean:.1f}"]
+
+
+def _equal_bytes(length: str) -> Iterator[list[str]]:
+    keys = {"nll": "nll", "partial": "partial"}
+    cells: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in read(HERE / "equal_bytes.csv"):
+        if f"length={length}" in row["group"]:
+            name = row["run"].partition(" at ")[0].partition(",")[0]
+            cells.setdefault(name, {})[row["metric"], row["at"]] = row
+    order = sorted(cells, key=lambda name: float(cells[name].get(("nll", str(AT)), {}).get("difference", "inf")))
+    for name in order:
+        line = [name]
+        for at in (str(AT), f"[{FROM},{TO}]"):
+            for metric in keys:
+                own = cells[name].get((metric, at))
+                line.append(f"{between(own, 'difference', metric, 'low', 'high')}{verdict(own)}" if own else "")
+        yield line
+
+
+def verdict(row: Row) -> str:
+    """What `compare` says, where it says something."""
+    return f" {row['verdict']}" if row["verdict"] in ("better", "worse", "equal") else ""
+
+
+def put(text: str) -> str:
+    """The document with its tables renewed."""
+    for name, table in tables():
+        start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        head, found, rest = text.partition(start)
+        if not found:
+            raise SystemExit(f"docs/findings.md has no place for the table {name!r}")
+        text = f"{head}{start}{table}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or PARTS:
+        with tempfile.TemporaryDirectory() as name:
+            PARTS[part](Path(name))
+    DOCUMENT.write_text(put(DOCUMENT.read_text()))
