@@ -59,9 +59,8 @@ class H2O(Ranked):
         budget = view.budget_tokens(self._budget)
         recent = (budget.double() * self.recent_share).long()  # the prompt's number: 0.29 x 100 differs in fp32
         lightest = view.argmin(0, by="score", before=view.tokens_seen - recent)
-        full = (view.tokens_seen > torch.maximum(view.prompt_tokens, budget))[
-            :, None, None
-        ]  # whatever a list's share is
+        full = view.tokens_seen > torch.maximum(view.prompt_tokens, budget)  # whatever a list's share is
+        full = full[:, None, None]
         return DecodePlan(slot=torch.where(full & lightest.found, lightest.slot, -1))
 
     def check_outcome(self, record: dict) -> str | None:

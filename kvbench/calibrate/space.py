@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from kvbench.config import files
+from kvbench.config.compose import SHARED
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
@@ -88,7 +89,9 @@ def read_space(cfg: DictConfig) -> list[Searched]:
             continue
         settings = as_dict(read_config(files.path_of("method", method)))
         fields = declared(policy_class(settings["_target_"]))
-        knobs = tuple(knob for name, field in fields.items() if (knob := _knob(name, field, cfg, low, high)))
+        # What every ranking method shares is varied where a method's file lists it: else it would be most of a space.
+        own = {name: field for name, field in fields.items() if name in settings or name not in SHARED}
+        knobs = tuple(knob for name, field in own.items() if (knob := _knob(name, field, cfg, low, high)))
         rest = {name: value for name, value in settings.items() if name not in {knob.name for knob in knobs}}
         if knobs:
             found.setdefault(repr(sorted(rest.items(), key=str)), Searched(method=method, knobs=knobs))

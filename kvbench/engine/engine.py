@@ -124,7 +124,7 @@ class Engine:
             for request in requests:
                 self._fail(request, "oom", reason, None)
             return
-        if self.store.fit.budget is not None:
+        if self.policy.byte_budget is not None:
             for request in requests:  # a budget that is too small for one stops the run before the first is read
                 self.store.fit.solve(len(request.segments[0]), self._new_tokens(request))
         for begin in range(0, len(requests), size):

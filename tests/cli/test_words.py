@@ -85,7 +85,7 @@ def test_flags_of_hydra_pass():
     [
         (["method=snapkv", "store.budget_bytes=1Mi"], "store.budget_bytes='1Mi' is no number of bytes"),
         (["method=snapkv", "method.window=x"], "window='x' must be a whole number of tokens"),
-        (["method=snapkv", "method.budget=null"], "budget=None is not a budget; write a ratio"),
+        (["method=snapkv", "method.budget=null"], "budget=None and threshold=None: one of them says what stays"),
         (["method=kivi", "method.bits=3"], "bits=3 must be 1, 2, 4 or 8 bits"),
     ],
 )

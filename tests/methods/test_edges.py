@@ -223,7 +223,7 @@ def test_what_a_method_holds_at_the_end_is_checked_to_the_token(policy, spare):
     ("policy", "mean"),
     [
         (AdaSnapKV(budget=40, window=8), True),
-        (Critical(budget=40, window=8, adaptive=True), True),
+        (Critical(budget=40, window=8, allocation="ada"), True),
         (Critical(budget=40, window=8), False),
         (KeyNorm(budget=40, skip_layers=1), True),
         (KeyNorm(budget=40), False),

@@ -131,6 +131,7 @@ def test_the_recent_window_of_a_step_is_that_of_the_prompt():
     view = SimpleNamespace(
         budget_tokens=lambda budget: torch.tensor([100]),
         tokens_seen=torch.tensor([400]),
+        prompt_tokens=torch.tensor([400]),
         num_slots=lambda tier: torch.full((1, 1, 1), 100),
         argmin=argmin,
     )

@@ -6,6 +6,7 @@ from conformance_helpers import METHODS, settings_of
 from omegaconf import OmegaConf
 from wrong_values import wrong
 
+from kvbench.config.compose import SHARED
 from kvbench.policy.settings import BudgetRule, check_sizes
 from kvbench.rules.declared import declared
 from kvbench.rules.kinds import Number, Text, Whole
@@ -80,10 +81,11 @@ def test_no_count_of_tokens_or_layers_is_beyond_the_model(name):
 
 @pytest.mark.parametrize("name", [n for n in METHODS if settings_of(n)._target_.split(".")[-2] in (n, f"{n}_control")])
 def test_a_class_has_the_defaults_of_its_file(name):
-    """Made in Python without a setting, a method is what its YAML file lists; only gates belong to one model."""
+    """Made in Python without a setting, a method is what its YAML file lists, which need not list what every ranking
+    method shares; only gates belong to one model."""
     policy, listed = policy_class(settings_of(name)._target_)(), OmegaConf.to_container(settings_of(name))
-    assert {field: getattr(policy, field) for field in declared(type(policy))} | {"table": None} == {
-        **{key: value for key, value in listed.items() if key != "_target_"},
-        "table": None,
-    }
+    own = {field: getattr(policy, field) for field in declared(type(policy))}
+    assert {field: value for field, value in own.items() if field in listed or field not in SHARED} | {
+        "table": None
+    } == {**{key: value for key, value in listed.items() if key != "_target_"}, "table": None}
     assert policy.check_outcome({}) is None  # a record without slots says nothing

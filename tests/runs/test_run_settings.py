@@ -127,10 +127,19 @@ def test_rows_are_never_more_than_the_requests_need(monkeypatch):
     runner = SimpleNamespace(reserve=lambda **sizes: seen.append(sizes["rows"]))
     engine = Engine.__new__(Engine)
     engine.runner, engine.batch_size, engine.fidelity_max_tokens = runner, 1_000_000, 0
-    engine.loaded = SimpleNamespace(max_tokens=100)
+    engine.loaded, engine._own = SimpleNamespace(max_tokens=100), False
+    engine.policy = SimpleNamespace(needs_instruction=False, byte_budget=None)
+    more = {"past_context": False, "instruction_tokens": 0}
     monkeypatch.setattr(engine, "_run_group", lambda group: None)
     request = SimpleNamespace(
-        sample_id="a", num_prompt_tokens=5, segments=((1,),), num_samples=2, gold=(), choices=(), max_new_tokens=3
+        sample_id="a",
+        num_prompt_tokens=5,
+        segments=((1,),),
+        num_samples=2,
+        gold=(),
+        choices=(),
+        max_new_tokens=3,
+        **more,
     )
     engine.run([request], on_outcome=print)
     engine.run([request], on_outcome=print, sizing=[request] * 7)

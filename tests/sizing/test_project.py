@@ -74,7 +74,7 @@ def test_a_projection_is_what_a_run_holds(method):
 
 def test_several_scores_of_lists_that_compete_are_projected():
     """A method that ranks by two statistics at once, on a model whose lists are not two as well (it once failed)."""
-    method = make_policy(OmegaConf.merge(read_config(files.path_of("method", "critical")), {"adaptive": True}))
+    method = make_policy(OmegaConf.merge(read_config(files.path_of("method", "critical")), {"allocation": "ada"}))
     assert len(method.score.statistic.also) == 1 and method.scope != "head"
     least, most = project(method, find_shape("smollm2-135m").store_shape, 300, 2)
     assert 0 < least.resident_bytes <= most.resident_bytes < most.fp16_bytes
