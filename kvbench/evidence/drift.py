@@ -1,23 +1,19 @@
 """`kvbench drift`: how far each method strays from the full cache along long answers and streams."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import check_whole
 from kvbench.evidence import drift_figure
+from kvbench.evidence.drawn import picture_kinds, write_drawn
 from kvbench.evidence.drift_curves import COLUMNS, KL, SAME, Drawing, drawing_of, texts_of
-from kvbench.evidence.load import load_groups, patterns
-from kvbench.results.identity import folder_name
-from kvbench.results.writing import write_file
+from kvbench.evidence.load import load_groups
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
-
-KINDS = ("png", "svg")
 
 
 def render(drawing: Drawing, console: Console) -> None:
@@ -78,10 +74,7 @@ def main(cfg: DictConfig) -> int:
     Raises:
         ValueError: A setting is wrong, or nothing can be drawn.
     """
-    kinds = patterns(cfg.kinds) or list(KINDS)
-    for kind in kinds:
-        if kind not in KINDS:
-            raise unknown_name("kinds", kind, KINDS)
+    kinds = picture_kinds(cfg)
     width = None if cfg.width is None else check_whole("width", cfg.width, 1, ", or null")
     groups = [group for group in load_groups(cfg) if any(texts_of(run) for run in group.runs)]
     several = [drawing for group in groups if (drawing := drawing_of(group, width)) is not None]
@@ -92,14 +85,10 @@ def main(cfg: DictConfig) -> int:
             "fidelity.per_token=true"
         )
     console = terminal.console(100)
-    out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "drift"
-    written = [out / "drift.csv"]
-    write_file(written[0], csv_of(several))
     for drawing in several:
         render(drawing, console)
-        for kind in kinds:
-            written.append(out / f"{folder_name(drawing.title.replace(' with ', '_')).lower()}.{kind}")
-            write_file(written[-1], drift_figure.render(drawing, kind))
+    pictures = ((drawing.title, kind, drift_figure.render(drawing, kind)) for drawing in several for kind in kinds)
+    written = write_drawn(cfg, "drift", csv_of(several), pictures)
     tolerance = "noise: the full cache beside itself (upper end of its interval), 0.0025 nats at least. "
     rule = "A method leaves it at the first bin from which on the lower end of its interval stays above."
     console.print(Text(tolerance + rule, style="dim"), soft_wrap=True)

@@ -1,25 +1,20 @@
 """`kvbench heatmap`: what a method finds at each depth of a text and each length, beside the full cache."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.errors import unknown_name
 from kvbench.evidence import heat_figure
+from kvbench.evidence.drawn import picture_kinds, write_drawn
 from kvbench.evidence.heat_cells import Panels, panels_of, place_of
-from kvbench.evidence.load import load_groups, patterns
-from kvbench.results.identity import folder_name
-from kvbench.results.writing import write_file
+from kvbench.evidence.load import load_groups
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
 from kvbench.show.terminal import number
 from kvbench.stats.intervals import estimate
-
-KINDS = ("png", "svg")
 
 
 def render(panels: Panels, console: Console) -> None:
@@ -69,10 +64,7 @@ def main(cfg: DictConfig) -> int:
     Raises:
         ValueError: A setting is wrong, or nothing can be drawn.
     """
-    kinds = patterns(cfg.kinds) or list(KINDS)
-    for kind in kinds:
-        if kind not in KINDS:
-            raise unknown_name("kinds", kind, KINDS)
+    kinds = picture_kinds(cfg)
     groups = [group for group in load_groups(cfg) if any(place_of(run) for run in group.runs)]
     several = [panels for group in groups if (panels := panels_of(group, str(cfg.metric))) is not None]
     if not several:
@@ -81,14 +73,10 @@ def main(cfg: DictConfig) -> int:
             "`python -m kvbench task=needle` makes one"
         )
     console = terminal.console(120)
-    out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "heatmap"
-    written = [out / "heatmap.csv"]
-    write_file(written[0], csv_of(several))
     for panels in several:
         render(panels, console)
-        for kind in kinds:
-            written.append(out / f"{folder_name(panels.title.replace(' with ', '_')).lower()}.{kind}")
-            write_file(written[-1], heat_figure.render(panels, kind))
+    pictures = ((panels.title, kind, heat_figure.render(panels, kind)) for panels in several for kind in kinds)
+    written = write_drawn(cfg, "heatmap", csv_of(several), pictures)
     what = "cell: mean over its samples (run minus full cache, the same samples); the CSV has n and 95 % intervals."
     console.print(Text(what, style="dim"))
     terminal.print_paths(written, console)
