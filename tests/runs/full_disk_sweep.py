@@ -7,6 +7,7 @@ TARGET/cut.
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -61,8 +62,9 @@ def written(results: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in found}
 
 
-def main(target: Path, pages: list[int]) -> None:
-    """Starts a sweep with more and more pages free, then with room, and reads it with none."""
+def main(target: Path) -> None:
+    """Starts a sweep with one page more each time until a run's picture does not fit, then with room; reads it with
+    none."""
     with open(target / "facts.jsonl", "w") as facts:
 
         def note(**found: object) -> None:
@@ -73,7 +75,10 @@ def main(target: Path, pages: list[int]) -> None:
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)], check=True)
         results = disk / "results"
-        for free in [*(count * PAGE_BYTES for count in pages), DISK_BYTES]:
+        found: dict = {"said": ""}
+        # Sizes depend on the lengths of paths: only by single pages does no file's turn get skipped.
+        rooms = (count * PAGE_BYTES for count in range(30) if "result.png" not in found["said"])
+        for free in itertools.chain(rooms, [DISK_BYTES]):
             leave_free(disk, free)
             found = command([*SWEEP.split(), f"results_dir={results}"])
             note(free=free, **found, **journals(results))

@@ -50,7 +50,7 @@ def disk(task: dict) -> int:
     Path("/proc/self/setgroups").write_text("deny")
     for name, number in zip(("uid_map", "gid_map"), users, strict=True):
         Path(f"/proc/self/{name}").write_text(f"0 {number} 1")
-    full_disk_sweep.main(Path(task["folder"]), task["pages"])
+    full_disk_sweep.main(Path(task["folder"]))
     return 0
 
 
