@@ -208,7 +208,8 @@ def test_a_cage_ends_itself_when_kvbench_hangs(user, name, mark):
     process.communicate()
 
 
-# As many processes as a cage has ever been allowed, each with all the memory it can get, in every way to start one.
+# As many processes as a cage has ever been allowed, each with all the memory it can get, in every way to start one. The
+# kernel may end them all as soon as they have it; so they start with what they may have, and keep it for a second.
 GREEDY = """
 import ctypes, os, signal, threading, time
 def eat():
@@ -221,6 +222,9 @@ def eat():
     time.sleep(0.5)
     return held
 def f():
+    first = bytearray(b"x") * (40 << 20)
+    time.sleep(1)
+    del first
     libc = ctypes.CDLL(None)
     starts = [os.fork, lambda: libc.syscall(56 if os.uname().machine == "x86_64" else 220, 17, 0, 0, 0, 0)]
     for _ in range(3):
