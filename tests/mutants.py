@@ -7,8 +7,8 @@ Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/ are 
 names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before them all
 tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which functions it
 enters; `reached` names a file that keeps the notes for a further run. A mutant meets the tests that enter its function,
-until one fails: one case of every test first and then the further cases, each round the quickest first, for about
-`seconds` of what they take.
+until one fails: first those beside it in the tree (of a method its own file, else the folder), then the others; of each,
+one case of every test and then the further cases, the quickest first, for about `seconds` of what they take.
 
 All times are the processor's, and no test has a time limit: a busy machine notices nothing. A mutant that keeps a test
 busy ten times as long as the code does runs for ever, and counts as noticed. Every file is printed anew from its syntax
@@ -163,14 +163,16 @@ def tests_for(mutant: Mutant, reached: dict[str, Reached], seconds: float) -> li
         if any(name == spot or (not mutant.function and name.startswith(spot)) for name in note.functions)
     ]
     found.sort(key=lambda test: reached[test].seconds)
+    room, stem = Path(mutant.path).parent.name, Path(mutant.path).stem
+    own = f"tests/{room}/test_{stem}.py::" if room == "methods" else f"tests/{room}/"
     cases: dict[str, int] = {}
     rounds = []
     for test in found:
         name = test.split("[")[0]
         cases[name] = cases.get(name, -1) + 1
-        rounds.append((cases[name], test))
+        rounds.append((not test.startswith(own), cases[name], test))
     chosen, spent = [], 0.0
-    for _, test in sorted(rounds, key=lambda pair: pair[0]):
+    for _, _, test in sorted(rounds, key=lambda entry: entry[:2]):
         if spent + reached[test].seconds <= seconds or not chosen:
             chosen.append(test)
             spent += reached[test].seconds

@@ -137,9 +137,12 @@ def test_what_is_protected_is_never_evicted(tiny_model):
     }
     for protect, positions in must.items():
         settings = {"budget": 0.1, "protect": protect, "protect_tokens": 7, "sinks": 0, "window": 1, "decode_every": 3}
+        always = set(range(70))  # the newest wait for the next eviction
         for held in first_held(loaded, policy_of("random", **settings), instruction_tokens=11):
             assert positions <= held and len(held) < 74
             assert len(held - positions) <= 10
+            always &= held
+        assert always == positions & set(range(70))
         plain = first_held(loaded, policy_of("random", **settings | {"protect": "none"}), instruction_tokens=11)
         assert not any(positions <= held for held in plain)
 

@@ -100,6 +100,7 @@ BRANCHES = {
     "at alpha_h / N a token is high": ({0: 0.6, 3: 0.25, 6: 0.25, 7: 0.5}, {}, [0, 3, 6, 7, 8], []),
     "at alpha_l / N a candidate is low, not pruned": ({0: 0.6, 6: 0.125, 7: 0.5}, {2: 0.125}, [0, 7, 8], [2, 6]),
     "at alpha_l / N a high victim is demoted, not pruned": ({0: 0.6, 4: 0.125, 6: 0.5, 7: 0.5}, {}, [0, 6, 7, 8], [4]),
+    "no high token leaves the window, so no victim is looked for": ({0: 0.01, 7: 0.5}, {6: 0.1}, [0, 7, 8], [6]),
     "of equal high victims the earlier position goes, not the earlier slot": (
         {4: 0.0625, 0: 0.0625, 5: 0.0625, 6: 0.5, 7: 0.5},
         {},

@@ -54,6 +54,19 @@ def test_skipped_layers_are_paid_by_the_others():
     assert policy.check_outcome({"kept": kept}) is None
 
 
+def test_a_budget_of_everything_is_met_whatever_is_skipped():
+    """Nothing has to be divided, not even where every layer is skipped."""
+    store, row = after_prompt(KeyNorm(budget=1.0, skip_layers=4), [[[1.0] * 8]] * 4)
+    assert held_positions(store, row) == [list(range(8))] * 4
+
+
+@pytest.mark.parametrize("other", [{"allocation": "pyramid"}, {"threshold": 0.5, "budget": None}])
+def test_skipped_layers_go_with_no_other_division(other):
+    """Another allocation divides the same budget once more, and a threshold has none."""
+    with pytest.raises(ValueError, match="skip_layers=1 divides a budget among layers"):
+        KeyNorm(skip_layers=1, **other)
+
+
 def test_skipping_more_than_the_budget_holds_is_refused():
     """Two of four layers in full are already half of the cache."""
     with pytest.raises(ValueError, match="skip_layers=2 whole layers of 4 leave nothing of budget=0.5"):

@@ -8,6 +8,7 @@ from store_helpers import make_store
 
 from kvbench.methods.full import Full
 from kvbench.policy import Budget, PrefillView, SlotArrays, shrink_to_share
+from kvbench.policy.scored import answer_share
 
 
 def view_of(prompt: int, seen: list[int], share: int, held: int, *, allowed: int = 0, score=None) -> SimpleNamespace:
@@ -68,6 +69,14 @@ def test_the_lightest_go_and_the_window_stays():
     given = -torch.tensor(score).expand(1, 1, 1, 8)
     assert kept(view_of(9, [8], 3, 8, score=score), 4, score=given) == [[2, 4, 6]]
     assert kept(view_of(9, [8], 0, 8, score=score), 4) == [[7]]
+
+
+@pytest.mark.parametrize(("budget", "share"), [(0.25, [10, 10, 12, 13]), (7, [17, 17, 17, 17])])
+def test_a_share_of_the_answer_comes_on_top_of_the_prompt(budget, share):
+    """A ratio counts the answer's tokens, rounded down; a number is that many."""
+    view = view_of(10, [10, 13, 18, 25], 3, 25)
+    view.shape = (4, 1, 1)
+    assert answer_share(view, Budget.parse(budget)).flatten().tolist() == share
 
 
 @pytest.mark.parametrize("budget", [0.29, 1.0, 7, 500, "4096B", "1MiB"])
