@@ -7,7 +7,7 @@ Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/ are 
 names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before them all
 tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which functions it
 enters; `reached` names a file that keeps the notes for a further run. A mutant meets the tests that enter its function,
-until one fails: first those beside it in the tree (of a method its own file, else the folder), then the others; of each,
+until one fails: first those beside it in the tree (a method has a file, other code a folder), then the others; of both,
 one case of every test and then the further cases, the quickest first, for about `seconds` of what they take.
 
 All times are the processor's, and no test has a time limit: a busy machine notices nothing. A mutant that keeps a test
