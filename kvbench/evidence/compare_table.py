@@ -22,6 +22,7 @@ ESTIMATORS = (
     "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised "
     "bootstrap's; it reaches zero where the test does not exclude zero"
 )
+WIDEST = 10_000  # columns, more than a table needs
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 Tables = Sequence[tuple[Group, list[ComparedRun], list[str]]]
 
@@ -41,24 +42,49 @@ def worst(row: ComparedRun) -> str:
     return "unknown" if row.worst is None else number(row.worst, row.what.scale, signed=True)
 
 
-def _table(title: str, rows: Sequence[ComparedRun]) -> Table:
-    what = rows[0].what
+def _columns(rows: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """Heading -> the cells of all runs; the verdict follows the difference that it judges."""
+    what, margin = rows[0].what, number(rows[0].margin, rows[0].what.scale)
+    columns = {
+        "n": [
+            f"{row.pairs.num_samples}" + (f" of {row.pairs.total}" if row.pairs.num_samples != row.pairs.total else "")
+            for row in rows
+        ],
+        f"difference, {what.unit}": [difference(row) for row in rows],
+    }
+    if any(row.extremes is not None for row in rows):
+        columns["worst\ncase"] = [worst(row) for row in rows]
+    return columns | {
+        "verdict": [row.verdict for row in rows],
+        "lost/gained": [f"{row.num_lost}/{row.num_gained}" for row in rows],
+        f"p\n>{margin}" if rows[0].null else "p": [p_text(row.p) for row in rows],
+        "p Holm": [p_text(row.p_holm) for row in rows],
+        f"p equal\n+-{margin}": [p_text(row.p_equal_holm) for row in rows],
+        "would\nshow": [number(row.detectable, what.scale) for row in rows],
+    }
+
+
+def _table(rows: Sequence[ComparedRun], columns: dict[str, list[str]], title: str | None = None) -> Table:
     table = terminal.plain_table(title)
     table.add_column("run", justify="left", overflow="fold", min_width=min(16, max(len(row.label) for row in rows)))
-    margin = number(rows[0].margin, what.scale)
-    is_short = any(row.extremes is not None for row in rows)
-    headings = ["n", f"difference, {what.unit}"]
-    headings += ["worst\ncase"] if is_short else []
-    headings += ["lost/gained", f"p\n>{margin}" if rows[0].null else "p", "p Holm", f"p equal\n+-{margin}"]
-    for heading in (*headings, "would\nshow", "verdict"):
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        count, total = row.pairs.num_samples, row.pairs.total
-        cells = [f"{count}" if count == total else f"{count} of {total}", difference(row)]
-        cells += [worst(row)] if is_short else []
-        cells += [f"{row.num_lost}/{row.num_gained}", *map(p_text, (row.p, row.p_holm, row.p_equal_holm))]
-        table.add_row(row.label, *cells, number(row.detectable, what.scale), row.verdict)
+    for row, *cells in zip(rows, *columns.values(), strict=True):
+        table.add_row(row.label, *cells)
     return table
+
+
+def _tables(title: str, rows: Sequence[ComparedRun], console: Console) -> Iterable[Table]:
+    """One table, or where that is too wide for the console one up to the verdict and one of what it stands on."""
+    columns = _columns(rows)
+    whole = _table(rows, columns)
+    needed = console.measure(whole, options=console.options.update(max_width=WIDEST)).minimum
+    if needed <= console.width:
+        return [_table(rows, columns, title)]
+    names = list(columns)
+    cut = names.index("verdict") + 1
+    first, second = ({name: columns[name] for name in part} for part in (names[:cut], names[cut:]))
+    return [_table(rows, first, title), _table(rows, second)]
 
 
 def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[str]:
@@ -91,10 +117,13 @@ def show(tables: Tables, cfg: DictConfig, num_family: int, console: Console | No
     for group, rows, notes in tables:
         console.print()
         if rows:
-            others = " and ".join(dict.fromkeys(row.other_label for row in rows))
+            beside = " and ".join(dict.fromkeys(row.other_label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
-            title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {others}"
-            console.print(_table(title, rows))
+            title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
+            first, *others = _tables(title, rows, console)
+            console.print(first)
+            for table in others:
+                console.print("", table)
         for note in (*group.notes, *notes):
             console.print(Text(f"! {note}"), soft_wrap=True)
         for row in rows:

@@ -104,7 +104,7 @@ def fidelity(records: Sequence[SampleRecord], weighting: Weighting = "subset") -
 
 
 def drift(records: Sequence[SampleRecord]) -> list[DriftBin]:
-    """Fidelity along the answers, in every bin that a token of some answer is in."""
+    """Fidelity along the answers, in every bin that a token of some answer is in; in a bin every token counts alike."""
     found = [
         one for record in records if record["status"] == "ok" and record["repeat"] == 0 and (one := record.get("drift"))
     ]

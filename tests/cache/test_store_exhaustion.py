@@ -273,6 +273,29 @@ def test_a_ring_without_room_for_its_flush_changes_nothing():
     assert store.pages.pool.num_free == 4
 
 
+@pytest.mark.parametrize("pages", [4, 7, 8])
+def test_a_ring_that_leaves_into_shared_pages_takes_pages_of_its_own(pages):
+    """The step in which the ring leaves writes behind the tokens that a fork shares: with four free pages to copy
+    them, the other row's stay as they were; without, nothing changes at all."""
+    store = store_of(Buffered(), pages)
+    row = fill(store, 9)
+    for seed in range(6):  # seven keys are in the ring: it is full with the next
+        step(store, [row], seed)
+    copy = store.fork_row(row)
+    assert store.pages.pool.num_free == pages - 4
+    before = state(store)
+    if pages < 8:
+        with pytest.raises(PoolExhausted, match=f"4 pages of 320 B are needed but {pages - 4} of {pages} are free"):
+            step(store, [copy])
+        assert state(store) == before
+        return
+    step(store, [copy])
+    after, own = state(store), slice(0, LAYERS * HEADS)
+    for name in ("ids 0", "bytes 0"):
+        assert after[name][own] == before[name][own] and after[name] != before[name]
+    assert store.pages.pool.num_free == 0 and store.pages.pool.others is None
+
+
 def test_a_budget_below_one_page_is_refused():
     """The message names both numbers."""
     with pytest.raises(

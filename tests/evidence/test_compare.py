@@ -1,6 +1,7 @@
 """Reading stored runs and comparing them: what may be mixed, what is named instead, and the numbers in the end."""
 
 import csv
+import io
 import json
 
 import numpy as np
@@ -10,10 +11,11 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import compare, comparison, pairing
+from kvbench.evidence import compare, compare_table, comparison, pairing
 from kvbench.evidence.load import load_groups
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
+from kvbench.show import terminal
 
 SCORES = {"a": [1, 0, 1, 1, 0, 1], "b": [1, 1, 0, 1, 1, 1]}
 
@@ -39,6 +41,21 @@ def test_groups_hold_only_what_may_be_compared(tmp_path):
     assert sorted(groups.pop(main_title)) == ["full", "full batch 1", "half"]
     assert len(groups) == 3 and all(labels == ["half"] for labels in groups.values())
     assert any("length=99" in title for title in groups) and any("seed=5" in title for title in groups)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_what_is_too_wide_for_a_terminal_is_two_tables(tmp_path, width):
+    """Nothing is cut and no line is longer: each run's difference and verdict come first, then what they stand on."""
+    store(tmp_path, "full", SCORES)
+    store(tmp_path, "a_method_with_a_long_name", SCORES, settings={"budget": 0.25})
+    cfg, text = settings(tmp_path), io.StringIO()
+    tables = [(group, *comparison.compare_group(group, cfg)) for group in load_groups(cfg)]
+    comparison.correct(tables[0][1])
+    compare_table.show(tables, cfg, 1, terminal.console(width, file=text))
+    lines = text.getvalue().split("p Holm:")[0].splitlines()
+    assert "…" not in text.getvalue() and max(map(len, lines)) <= width
+    assert sum(line.startswith("run ") for line in lines) == (1 if width == 120 else 2)
+    assert "".join(line.split(" ")[0] for line in lines).count("a_method") == (1 if width == 120 else 2)
 
 
 def test_page_sizes_and_byte_budgets_are_settings(tmp_path):
