@@ -1,5 +1,6 @@
 """How prompt-only methods shrink while decoding, beside plain lists; and what a budget means in views."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from store_helpers import make_store
 
 from kvbench.methods.full import Full
-from kvbench.policy import Budget, PrefillView, SlotArrays, shrink_to_share
+from kvbench.policy import Budget, PrefillView, Scored, ScoreSpec, SlotArrays, shrink_to_share
 from kvbench.policy.scored import answer_share
 
 
@@ -77,6 +78,49 @@ def test_a_share_of_the_answer_comes_on_top_of_the_prompt(budget, share):
     view = view_of(10, [10, 13, 18, 25], 3, 25)
     view.shape = (4, 1, 1)
     assert answer_share(view, Budget.parse(budget)).flatten().tolist() == share
+
+
+@dataclass(kw_only=True)
+class Light(Scored):
+    """Ranks by the slots' scores, and shrinks at every step."""
+
+    decode_every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rank_by(ScoreSpec(prefill_queries=-1, decode_update=False, track=("score", "pos")))
+
+    def always(self, budget):
+        return 0, 0
+
+
+def stays(policy, view, score=None) -> list[list[int]]:
+    """Positions per row that a method leaves when it shrinks."""
+    (keep,) = policy.shrink(view, score).keep
+    slots = view.slots(0)
+    return [sorted(p[k & v].tolist()) for p, k, v in zip(slots.pos, keep, slots.valid, strict=True)]
+
+
+def test_what_reaches_the_threshold_stays_by_the_scores_that_count():
+    """The slots' own, or those that are given; the best stays where none reaches it, and so does the newest."""
+    score = [5.0, 1.0, 4.0, 1.0, 3.0, 1.0, 2.0, 1.0]  # of positions 7, 6, .., 0
+    view = view_of(8, [8], 8, 8, score=score)
+    assert stays(Light(budget=None, threshold=3.0), view) == [[3, 5, 7]]
+    assert stays(Light(budget=None, threshold=9.0), view) == [[7]]
+    given = -torch.tensor(score).expand(1, 1, 1, 8)
+    assert stays(Light(budget=None, threshold=-1.5), view, given) == [[0, 2, 4, 6]]
+
+
+@pytest.mark.parametrize(
+    ("protect", "kept"),
+    [("none", [7]), ("sinks", [0, 1, 7]), ("instruction", [0, 1, 2, 7]), ("prompt", [*range(6), 7]), ("answer", [6, 7])],
+)
+def test_what_is_protected_stays_and_its_neighbour_does_not(protect, kept):
+    """Of eight equal tokens, six of them prompt and three instruction, a threshold leaves one and what is protected."""
+    view = view_of(6, [8], 8, 8, score=[1.0] * 8)
+    view.instruction_tokens = torch.tensor([3])
+    policy = Light(budget=None, threshold=2.0, protect=protect, protect_tokens=2)
+    assert stays(policy, view) == [kept]
 
 
 @pytest.mark.parametrize("budget", [0.29, 1.0, 7, 500, "4096B", "1MiB"])
