@@ -187,7 +187,7 @@ def _drift(records: Sequence[RunRecord]) -> list[Table]:
     ranges = {one.first: one.last for record in records for one in record.drift}
     if max(ranges, default=0) < DRIFT_FROM:
         return []
-    table = terminal.plain_table("Along the answer, every token alike: KL to the full cache, nats (same first choice, %)")
+    table = terminal.plain_table("Along the answer, token by token: KL to the full cache, nats (same first choice, %)")
     table.add_column("tokens", no_wrap=True)
     for label in label_runs(records):
         table.add_column(label, justify="right")
