@@ -324,6 +324,15 @@ def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, 
     store.holding.plans.look()  # what was noted went with the rows
 
 
+def test_where_the_host_does_not_wait_a_wrong_prompt_is_named_when_it_was_read():
+    """Not at the next step, which may never come."""
+    policy = Newcomer(prompt=tiers(with_one(2)))
+    store = store_of(policy)
+    store.holding.plans = CheckedPlans(policy, store.pages, late=True)
+    with pytest.raises(ValueError, match=r"tier_of must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method"):
+        prefill(store)
+
+
 def test_a_method_that_leaves_tokens_alone_may_not_overwrite_one():
     """Without `acts_in_decode` question segments come at once, and such a method must append."""
     policy = Newcomer(acts_in_decode=False, step=lambda view: DecodePlan(slot=torch.zeros(1, LAYERS, HEADS).long()))

@@ -1,5 +1,7 @@
 """Uniform quantisation and the random control."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from store_helpers import held_positions, make_store, prefill_view
@@ -7,6 +9,7 @@ from store_helpers import held_positions, make_store, prefill_view
 from kvbench.kernels.reference.pages import read_slots
 from kvbench.methods.random_control import RandomControl
 from kvbench.methods.uniform import Uniform
+from kvbench.policy import SlotArrays
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,21 @@ def test_random_is_spread_over_the_prompt():
     assert (share - 0.3).abs().max() < 0.05  # 0.3 +- 5 standard errors of sqrt(.21 / 2000)
 
 
+def test_random_keeps_its_sinks_and_no_further_token_while_decoding():
+    """Over many steps each of the tokens behind the sinks goes in some list."""
+    policy = RandomControl(budget=10, sinks=2, window=1, decode_every=1)
+    pos = torch.arange(40).expand(20, 1, 3, 40)
+    view = SimpleNamespace(
+        tokens_seen=torch.arange(40, 60),
+        prompt_tokens=torch.full((20,), 30),
+        prompt_slots=torch.full((20, 1, 3), 10),
+        slots=lambda tier: SlotArrays(score=torch.zeros(pos.shape), pos=pos, valid=torch.ones(pos.shape).bool()),
+        budget_tokens=lambda budget: torch.full((20,), 10),
+    )
+    (keep,) = policy.plan_compact(view).keep
+    assert keep[..., :2].all() and not keep[..., 2:].all(dim=(0, 1, 2)).any()
+
+
 def test_random_appends():
     """After the prompt the control only grows."""
     store = make_store(RandomControl(budget=20, window=8), track=("pos",))
@@ -78,6 +96,7 @@ def test_random_appends():
     ("make", "message"),
     [
         (lambda: Uniform(tier="k1v1", symmetric=True), "symmetric=true needs at least 2 bits"),
+        (lambda: Uniform(tier="fp16"), "tier=fp16 leaves 16-bit elements, as method=full does"),
         (lambda: Uniform(tier="int9"), "tier='int9' is not a tier"),
         (lambda: RandomControl(window=-1), "window=-1"),
     ],

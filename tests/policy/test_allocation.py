@@ -142,6 +142,16 @@ def test_a_pyramid_falls_from_layer_to_layer_and_keeps_the_budget(allocation, ki
     assert layers[0] == layers[-1]  # nearly everything leaves no room for a pyramid
 
 
+def test_a_pyramid_is_as_steep_as_the_paper_s_unless_told_otherwise():
+    """PyramidKV's beta is 20, and one more or less gives other layers."""
+    score = torch.rand(LAYERS, HEADS, 4000)
+    shapes = [
+        [len(layer[0]) for layer in kept(Plain(allocation="pyramid", budget=1000, **beta), score)]
+        for beta in ({}, {"beta": 20}, {"beta": 19}, {"beta": 21})
+    ]
+    assert shapes[0] == shapes[1] and shapes[0] not in shapes[2:]
+
+
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=6), st.integers(0, 5))
 def test_shares_of_ties_are_those_of_loops(rows, base):
     """Equal scores go to the lower list and then to the lower position, whatever the groups; the sum is exact."""

@@ -196,6 +196,7 @@ def test_defaults_are_what_the_docstrings_say():
         (ScoreSpec(), False, True),
         (ScoreSpec(prefill_queries=1), True, False),
         (ScoreSpec(prefill_queries=ALL_QUERIES), True, False),
+        (ScoreSpec(statistic=BelowUniform(), group_reduce="max"), False, True),
         (ScoreSpec(statistic=Ones()), True, True),
         (ScoreSpec(statistic=Ones(), slot_queries=1), True, False),
         (ScoreSpec(statistic=Unrotated()), True, True),

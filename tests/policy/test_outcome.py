@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbench.policy import Budget, Policy
+from kvbench.policy import Budget, Policy, Scored, ScoreSpec
 
 LISTS, PAGE = 4, 8
 
@@ -78,6 +78,27 @@ def test_what_grows_in_proportion_is_held_to_its_share():
     policy = Policy()
     policy.compact_every = 3
     assert policy.share_complaint({}, Budget.parse(40), 0) is None
+
+
+@pytest.mark.parametrize("protect", ["none", "answer"])
+def test_a_protected_answer_may_stay_whole_and_no_more(protect):
+    """Of 100 prompt tokens 10 at each end of 150: the answer's 50 on top where it is protected, and a round."""
+
+    @dataclass(kw_only=True)
+    class Answering(Scored):
+        """Ranks, and shrinks every other token."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.rank_by(ScoreSpec(prefill_queries=-1, track=("score", "pos")))
+
+        def always(self, budget: int) -> tuple[int, int]:
+            return 0, 0
+
+    policy = Answering(budget=10, decode_every=2, protect=protect)
+    allowed = 10 if protect == "none" else 50
+    assert policy.check_outcome(record(10, 10, allowed + 2, seen=150)) is None
+    assert f"{allowed + 2.25} tokens per head held" in policy.check_outcome(record(10, 10, allowed + 2.25, seen=150))
 
 
 @pytest.mark.parametrize("every", [1, 3])
