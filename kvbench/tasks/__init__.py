@@ -23,6 +23,7 @@ BENCHMARKS = {
     "longctx": "longctx",
     "ruler": "ruler",
     "needle": "ruler.grid",
+    "instructions": "instructions",
     "drift": "drift",
     "stream": "stream",
     "gsm8k": "gsm8k",

@@ -174,9 +174,9 @@ class _Asker:
         rendered = protocol.chat_template == "always"
         if rendered:
             require_template(model)
-        if protocol.thinking is not None and not rendered:
+        if protocol.chat_setting is not None and not rendered:
             raise ValueError(
-                f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and lm-eval's tasks are asked as "
+                f"{protocol.chat_setting} needs a chat, and lm-eval's tasks are asked as "
                 "plain text; set protocol.chat_template=always"
             )
         settings = template_settings(model, protocol) if rendered else TemplateSettings()
@@ -193,6 +193,7 @@ class _Asker:
             text = task.fewshot_context(
                 doc,
                 num_fewshot=task.get_config("num_fewshot"),
+                system_instruction=self.protocol.system,
                 apply_chat_template=self.rendered,
                 fewshot_as_multiturn=self.rendered,
                 chat_template=partial(self._render) if self.rendered else None,
@@ -226,7 +227,8 @@ class _Asker:
         self, sample_id: str, leaf: str, task: "Task", doc: dict, instances: "list[Instance]"
     ) -> tuple[Request, bool]:
         text, generation = instances[0].args[:2]
-        rules, protocol = generation_rules(generation, self.protocol)
+        # lm-eval has put what the system says into the text.
+        rules, protocol = generation_rules(generation, replace(self.protocol, system=None))
         builder = PromptBuilder(self.model, protocol, rules, rendered=self.rendered)
         border = self._border(leaf, task, doc, text)
         target = gold = task.doc_to_target(doc)

@@ -117,11 +117,10 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
         for doc in (docs[at] for at in drawn(len(docs), limit, subset)):
             request = make_request(task, builder, doc, subset)
             requests.append(request)
-            thoughts = {"thinking_opened": builder.opens_thoughts(request)} if builder.chat else {}
-            scored[request.sample_id] = (task, doc | thoughts)
-    if protocol.thinking is not None and not any(rule["chat_template"] for rule in rules.values()):
+            scored[request.sample_id] = (task, doc)
+    if protocol.chat_setting is not None and not any(rule["chat_template"] for rule in rules.values()):
         raise ValueError(
-            f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and LongBench asks none of "
+            f"{protocol.chat_setting} needs a chat, and LongBench asks none of "
             f"{', '.join(subsets)} as one; take other subsets, or set protocol.chat_template=always"
         )
     references = {key: [doc["answers"], doc["all_classes"], doc["length"]] for key, (_, doc) in scored.items()}
