@@ -248,6 +248,15 @@ class PromptBuilder:
         """See `thinking_label`."""
         return thinking_label(self.protocol, self.chat or self.rendered)
 
+    def check_prefix(self) -> None:
+        """Raises ValueError where the beginning of an answer would stand inside the thoughts of a model."""
+        if self.chat and opens_thoughts(self.tokenizer, self._encode(self._wrap("a"))):
+            raise ValueError(
+                f"the chat template of model {self.model.name} begins the answer with thoughts, and the answer's "
+                "prefix would stand inside them; set task.answer_prefix=false, or protocol.thinking=false where the "
+                "template has that switch"
+            )
+
     def opens_thoughts(self, request: Request) -> bool:
         """Whether the prompt ends inside thoughts: an answer without `</think>` then is all thoughts."""
         return opens_thoughts(self.tokenizer, request.segments[-1])

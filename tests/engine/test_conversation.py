@@ -89,7 +89,9 @@ def test_every_method_appends_the_turns_to_its_cache(loaded, name):
     assert outcome.ledger == pytest.approx(held) and outcome.kept == kept
     assert kept["tokens_seen"] == 50 + 3 * LENGTH + 5 + 9 - 1, "the last token is only predicted"
     assert [one["tokens_seen"] for one in outcome.turns] == [50 + LENGTH - 1, 50 + 2 * LENGTH + 5 - 1]
-    assert all(one["fp16_bytes"] == one["tokens_seen"] * held["fp16_bytes"] / kept["tokens_seen"] for one in outcome.turns)
+    assert all(
+        one["fp16_bytes"] == one["tokens_seen"] * held["fp16_bytes"] / kept["tokens_seen"] for one in outcome.turns
+    )
 
 
 @pytest.mark.parametrize("name", list(NATIVE_METHODS))

@@ -52,6 +52,16 @@ ENGLISH = (
     "repobench-p",
 )
 LONGBENCH_E = tuple(f"{name}_e" for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
+# The headings under which the paper puts the subsets.
+CATEGORIES = {
+    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "multi-document QA": ("hotpotqa", "2wikimqa", "musique"),
+    "summarisation": ("gov_report", "qmsum", "multi_news"),
+    "few-shot learning": ("trec", "triviaqa", "samsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en"),
+    "code": ("lcc", "repobench-p"),
+}
+CATEGORY = {subset: name for name, subsets in CATEGORIES.items() for subset in subsets}
 GROUPS = {"en": ENGLISH, "e": LONGBENCH_E}
 METRICS = {
     "score": MetricInfo(
@@ -135,6 +145,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
         scorer=scorer_of(scored),
         quarantined=quarantined,
         copies=copies,
+        by=("category",),
     )
 
 
@@ -143,7 +154,7 @@ def make_request(task: "Task", builder: PromptBuilder, doc: dict, subset: str) -
     prompt = task.doc_to_text(doc)
     head, _, _ = task.config.doc_to_text.partition("{{context}}")
     border = len(head) + len(doc["context"])
-    meta = {"index": doc["index"], "length": doc["length"]}
+    meta = {"index": doc["index"], "length": doc["length"], "category": CATEGORY[subset.removesuffix("_e")]}
     if subset.endswith("_e"):
         meta["length_bucket"] = length_bucket(doc["length"])
     return builder.build(

@@ -96,7 +96,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
                     meta={"task": name, "length": length, "index": index, "answers": list(document.answers)},
                 )
                 if prefix:
-                    check_thoughts(builder, document)
+                    builder.check_prefix()
                 requests.append(request)
                 found[request.sample_id] = (name, document.answers)
 
@@ -141,18 +141,6 @@ def uncut(model: "LoadedModel", protocol: Protocol, rules: PromptRules) -> Promp
     """A builder for prompts that were made to fit: none is cut while it does."""
     usual = PromptBuilder(model, protocol, rules).max_prompt_tokens
     return PromptBuilder(model, protocol, rules, usual + RETOKENISE_SLACK_TOKENS)
-
-
-def check_thoughts(builder: PromptBuilder, document: Document) -> None:
-    """Raises ValueError where the beginning of the answer would stand inside the thoughts of a model."""
-    if builder.chat and builder.opens_thoughts(
-        builder.build(sample_id="", subset="", context="", question=document.question)
-    ):
-        raise ValueError(
-            f"the chat template of model {builder.model.name} begins the answer with thoughts, and the answer's prefix "
-            "would stand inside them; set task.answer_prefix=false, or protocol.thinking=false where the template has "
-            "that switch"
-        )
 
 
 class _Maker:

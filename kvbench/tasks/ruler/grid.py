@@ -19,7 +19,7 @@ from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort, most_units
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.ruler import check_lengths, check_thoughts, uncut
+from kvbench.tasks.ruler import check_lengths, uncut
 from kvbench.tasks.ruler.document import Document
 from kvbench.tasks.ruler.needles import Needles, among_sentences, ask, draw, needle
 from kvbench.tasks.ruler.scores import match_all
@@ -103,7 +103,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
                     meta={"length": length, "depth": depth, "index": index, "answers": list(document.answers)},
                 )
                 if prefix:
-                    check_thoughts(builder, document)
+                    builder.check_prefix()
                 requests.append(request)
                 answers[request.sample_id] = document.answers
 
