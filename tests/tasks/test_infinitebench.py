@@ -11,15 +11,31 @@ from kvbench.tasks.infinitebench import is_right
 from kvbench.tasks.source import MissingDataError
 
 ROWS = {
-    "passkey": {"id": 0, "context": "The grass is green. The pass key is 71432. Remember it.", "input": "What is the pass key?", "answer": ["71432"], "options": []},
-    "number_string": {"id": 0, "context": "The sequence of digits is 2200012222. Remember it.", "input": "What is the sequence of digits?", "answer": "2200012222"},
-    "kv_retrieval": {"id": 0, "content": 'JSON data:\n{"a1-f": "b2-0"}', "input": 'Key: "a1-f"\nThe value associated with the specified key is: ', "answer": ["b2-0"]},
-}  # fmt: skip
+    "passkey": {
+        "id": 0,
+        "context": "The grass is green. The pass key is 71432. Remember it.",
+        "input": "What is the pass key?",
+        "answer": ["71432"],
+        "options": [],
+    },
+    "number_string": {
+        "id": 0,
+        "context": "The sequence of digits is 2200012222. Remember it.",
+        "input": "What is the sequence of digits?",
+        "answer": "2200012222",
+    },
+    "kv_retrieval": {
+        "id": 0,
+        "content": 'JSON data:\n{"a1-f": "b2-0"}',
+        "input": 'Key: "a1-f"\nThe value associated with the specified key is: ',
+        "answer": ["b2-0"],
+    },
+}
+HIDDEN = "There is an important info hidden inside a lot of irrelevant text. "
+QUIZ = " I will quiz you about the important information there."
 BEGIN = {
-    "passkey": "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz "
-    "you about the important information there.",
-    "number_string": "There is an important info hidden inside a lot of irrelevant text. Find it. I will quiz you about "
-    "the important information there.",
+    "passkey": f"{HIDDEN}Find it and memorize them.{QUIZ}",
+    "number_string": f"{HIDDEN}Find it.{QUIZ}",
     "kv_retrieval": "Extract the value corresponding to the specified key in the JSON object below.",
 }
 END = {"passkey": "\n\nThe pass key is", "number_string": "\n\nThe sequence of digits is", "kv_retrieval": ""}

@@ -8,6 +8,7 @@ from longbench_rows import write
 
 from kvbench.data.catalogue import files_of
 from kvbench.data.check import check_file
+from kvbench.evidence.benchmark_columns import category_of
 from kvbench.tasks import load_task
 from kvbench.tasks.longbench import CATEGORIES, ENGLISH
 from kvbench.tasks.longbench_v2 import letter_of
@@ -134,7 +135,7 @@ def test_tables_by_difficulty_length_and_domain(load):
     assert set(by["domain"]) == {"Single-Document QA", "Code"}
 
 
-def test_broken_rows_are_named(load, tmp_path):
+def test_broken_rows_are_named(load, tmp_path, model):
     """Each with its line; a file that is no list at all is named whole; without any, the command that gets it."""
     broken = {
         "field answer must be one of A, B, C, D, it is 'E'": {"answer": "E"},
@@ -149,12 +150,10 @@ def test_broken_rows_are_named(load, tmp_path):
     (tmp_path / "data.json").write_text('{"a": 1}')
     cfg = {"name": "longbench_v2", "data_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="data.json must be a list of rows, it is dict"):
-        load_task(cfg, None, limit=None, seed=0)
+        load_task(cfg, model, limit=None, seed=0)
     (tmp_path / "data.json").unlink()
-    with pytest.raises(
-        MissingDataError, match=r"no data for its questions.*or data.json there.*data task=longbench_v2 to"
-    ):
-        load_task(cfg, None, limit=None, seed=0)
+    with pytest.raises(MissingDataError, match="no data for its questions.*or data.json there.*data task=longbench_v2"):
+        load_task(cfg, model, limit=None, seed=0)
 
 
 def test_data_checks_it(tmp_path):
@@ -168,6 +167,7 @@ def test_data_checks_it(tmp_path):
 def test_longbench_has_its_categories(tmp_path, model):
     """Every subset is in one; a category is the mean of its subsets, however many samples they have."""
     assert sorted(name for names in CATEGORIES.values() for name in names) == sorted(ENGLISH)
+    assert all(category_of("longbench", name) == title for title, names in CATEGORIES.items() for name in names)
     write(tmp_path / "qasper.jsonl", *(old_row(answers=["box"], _id=str(n)) for n in range(3)))
     for name in ("narrativeqa", "lcc", "hotpotqa_e"):
         write(tmp_path / f"{name}.jsonl", old_row(answers=["box"], length=5000))
@@ -185,8 +185,8 @@ def test_longbench_has_its_categories(tmp_path, model):
     ]
     by = task.aggregate(records)["by"]["category"]
     assert {name: group["score"] for name, group in by.items()} == {
-        "single-document QA": 0.5,
-        "code": 0.0,
-        "multi-document QA": 0.0,
+        "Single-document QA": 0.5,
+        "Code": 0.0,
+        "Multi-document QA": 0.0,
     }
-    assert by["single-document QA"]["num_samples"] == 4
+    assert by["Single-document QA"]["num_samples"] == 4
