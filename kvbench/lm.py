@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -24,7 +23,7 @@ from kvbench.methods.full import Full
 from kvbench.runs.experiment import load_method
 from kvbench.runs.parts import default_parts
 from kvbench.tasks.answers import after_thinking
-from kvbench.tasks.chat import render_chat, template_settings
+from kvbench.tasks.chat import render_chat, system_messages, template_settings
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.prompts import PromptBuilder, generation_rules
@@ -103,7 +102,8 @@ class KvbenchLM(LM):
         """Render a chat for a task that is not kvbench's own."""
         self._rendered = True
         settings = template_settings(self.model, self.protocol)
-        return render_chat(self.model, chat_history, settings, add_generation_prompt)
+        told = system_messages(self.protocol) if chat_history[0]["role"] != "system" else []
+        return render_chat(self.model, [*told, *chat_history], settings, add_generation_prompt)
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Answer each prompt; an answer that could not be computed is empty and logged, and thoughts are left out."""
@@ -138,7 +138,7 @@ class KvbenchLM(LM):
                 self.model,
                 sample_id=str(group[0]),
                 subset="loglikelihood",
-                context=context,
+                context=self._told(context),
                 continuations=[requests[place].args[1] for place in group],
                 rendered=self._rendered,
             )
@@ -154,6 +154,10 @@ class KvbenchLM(LM):
                 results[place] = (scored["loglikelihood"], scored["greedy"])
                 self.cache_hook.add_partial("loglikelihood", requests[place].args, results[place])
         return [results[place] for place in range(len(requests))]
+
+    def _told(self, context: str) -> str:
+        """A prompt with what the system says in front of it, where it is no chat."""
+        return context if self._rendered or self.protocol.system is None else f"{self.protocol.system}\n\n{context}"
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, token by token through the compressed cache, in windows as long as the model's context.
@@ -215,8 +219,7 @@ class KvbenchLM(LM):
         runner.reserve(rows=1, prompt_tokens=1, new_tokens=1)  # a pass that keeps nothing needs no room
         for _, prompt, count in prompts:
             logits = runner.full_logits(prompt[:-1], num_logits=count)
-            chosen = torch.tensor(prompt[-count:], device=logits.device)
-            yield float(torch.log_softmax(logits, -1).gather(1, chosen[:, None]).sum())
+            yield sum(float(logits[at].log_softmax(-1)[token]) for at, token in enumerate(prompt[-count:]))
 
     def _generation_request(self, sample_id: str, instance: "Instance") -> tuple[Request, bool]:
         """The request, and whether its prompt ends inside thoughts."""

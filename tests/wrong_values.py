@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from kvbench.policy.settings import BudgetRule, TierRule
 from kvbench.rules.declared import Declared
-from kvbench.rules.kinds import Choice, Day, Flag, Number, Rule, Several, TableOrPath, Text, Whole
+from kvbench.rules.kinds import Choice, Day, Flag, Number, Rule, Several, TableOrPath, Text, Values, Whole
 
 
 def wrong(field: Declared) -> Iterator[object]:
@@ -44,7 +44,11 @@ def right(rule: Rule) -> object:
 
 def wrong_for(rule: Rule | None) -> Iterator[object]:
     """Values that a rule must refuse; None is the field's own business."""
-    yield from (math.nan, math.inf, -math.inf, {"a": 1}, {}, [{}])
+    yield from (math.nan, math.inf, -math.inf, {}, [{}])
+    if isinstance(rule, Values):
+        yield from ({"a": {}}, {"a": None}, {"": 1}, {1: 1}, {"a": [[1]]}, {"a": math.nan}, 10**30, 0.5, 1)
+    else:
+        yield {"a": 1}
     yield []
     if not isinstance(rule, Text | TableOrPath):
         yield from ("no such thing", "maybe", ["max"])

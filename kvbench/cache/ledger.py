@@ -1,5 +1,7 @@
 """The byte ledger: what a row of the cache really holds, item by item, now and over time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -162,6 +164,15 @@ class Ledger:
     def restart(self, row: int) -> None:
         """Begins the averages anew: they are over the answer, not over a question that was fed token by token."""
         self.meters[row] = replace(self.meters[row], sum_bytes=0.0, sum_ratio=0.0, steps=0)
+
+    @contextmanager
+    def aside(self, row: int) -> Iterator[None]:
+        """Leaves what happens to a row out of its averages: what is read between two answers is no answer."""
+        before = self.meters[row]
+        kept = before.sum_bytes, before.sum_ratio, before.steps
+        yield
+        meter = self.meters[row]
+        meter.sum_bytes, meter.sum_ratio, meter.steps = kept
 
     def step(self, rows: Tensor, reads: list[list[float]] | None) -> None:
         """Notes a decode step of rows; `reads` as `StepReads.totals` gives it."""

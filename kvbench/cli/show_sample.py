@@ -113,7 +113,7 @@ def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, st
         sample_id: Which sample.
 
     Returns:
-        The request, and its prompt as the model read it.
+        The request, and its prompt as the model read it, with what else was said in a conversation.
 
     Raises:
         ValueError: Data, tokenizer or sample are not there, or the run names code that the user did not agree to.
@@ -133,7 +133,8 @@ def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, st
     request = next((item for item in task.requests if item.sample_id == sample_id), None)
     if request is None:
         raise ValueError(f"the task, as its data are now, has no sample {safe(sample_id)}")
-    return request, str(model.tokenizer.decode(list(request.prompt)))
+    said = [request.prompt, *(turn.tokens for turn in request.turns)]
+    return request, "\n[the model's answer]\n".join(str(model.tokenizer.decode(list(ids))) for ids in said)
 
 
 def _tail(record: SampleRecord) -> str:
@@ -152,7 +153,10 @@ def _answers(record: SampleRecord) -> list[tuple[str, str]]:
     state = (
         f"{record['status']}{': ' + safe(record['message']) if record['message'] else ''}, ended by {record['finish']}"
     )
-    return [(f"answer ({state})", record["text"]), *(right or [("right answer", "(not in the journal)")])]
+    turns = [
+        (f"answer {place} ({turn['finish']})", turn["text"]) for place, turn in enumerate(record.get("turns", ()), 1)
+    ]
+    return [*turns, (f"answer ({state})", record["text"]), *(right or [("right answer", "(not in the journal)")])]
 
 
 def _numbers(record: SampleRecord) -> list[str]:

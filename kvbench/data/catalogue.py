@@ -18,8 +18,8 @@ class DataFile:
         rows: Rows of the whole benchmark.
         check: What a row must be.
         stems: Further names that a local file may have.
-        hub: (repository, path) pairs of data sets on the hub, best first: `.jsonl`, `.parquet`, or a `.zip` that holds
-            `<name>.jsonl`.
+        hub: (repository, path) pairs of data sets on the hub, best first: `.jsonl`, `.json` (one list), `.parquet`,
+            or a `.zip` that holds `<name>.jsonl`.
         url: Address of a gzip file that holds it, for what is not on the hub.
         official: SHA-256 of the authors' own file, where it is known.
         by_hand: How to get it otherwise.
@@ -60,7 +60,8 @@ def files_of(task: str, subsets: str | Sequence[str] | None = None) -> list[Data
 
     Args:
         task: As in `task=`.
-        subsets: For longbench and math: some of them, or a group (`en`, `e`, `all`); None takes what the task takes.
+        subsets: For longbench, infinitebench and math: some of them, or a group (`en`, `e`, `all`); None takes what the
+            task takes.
 
     Raises:
         ValueError: The task has no files, or no such subset.
@@ -92,6 +93,24 @@ def _longbench(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]
             + tuple((repo, f"{name}/test-00000-of-00001.parquet") for repo in HUB_REPOS),
             by_hand=f"unpack {HUB_ARCHIVE} of the data set {HUB_REPOS[0]} into a folder",
         )
+        for name in names
+    ]
+
+
+def _longbench_v2(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
+    from kvbench.tasks.longbench_v2.dataset import PLACE, check_row
+
+    name = PLACE.stems[0]
+    return [DataFile(name=name, rows=503, check=check_row, hub=PLACE.hub, by_hand=PLACE.fetch)]
+
+
+def _infinitebench(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
+    from kvbench.tasks.infinitebench import GROUPS, Settings
+    from kvbench.tasks.infinitebench.dataset import SUBSETS, check_row, place
+
+    names = _names(declared(Settings)["subsets"], subsets or "retrieval", GROUPS)
+    return [
+        DataFile(name=name, rows=SUBSETS[name].rows, check=check_row, hub=place(name).hub, by_hand=place(name).fetch)
         for name in names
     ]
 
@@ -160,6 +179,8 @@ def _evalplus(task: str, subsets: str | Sequence[str] | None) -> list[DataFile]:
 
 _MAKERS = {
     "longbench": _longbench,
+    "longbench_v2": _longbench_v2,
+    "infinitebench": _infinitebench,
     "gsm8k": _gsm8k,
     "math500": _math,
     "math": _math,

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from kvbench.data.catalogue import DataFile
 from kvbench.data.check import MANIFEST, read_manifest, sha256_of
 from kvbench.results.writing import write_atomic
-from kvbench.tasks.problem_source import parquet_lines
+from kvbench.tasks.problem_source import LINES
 from kvbench.tasks.source import is_network_error
 
 _TIMEOUT_S = 30
@@ -170,8 +170,8 @@ def _download(repo: str, path: str) -> Fetched:
 
 def _as_lines(path: Path, name: str) -> bytes | None:
     """A downloaded file as JSON lines; None when it is an archive without this member."""
-    if path.suffix == ".parquet":
-        return b"".join(line + b"\n" for line in parquet_lines(path))
+    if path.suffix in LINES:
+        return b"".join(line + b"\n" for line in LINES[path.suffix](path))
     if path.suffix != ".zip":
         return path.read_bytes()
     with zipfile.ZipFile(path) as archive:

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 
-from torch import Tensor
-
+from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import Request
 from kvbench.engine.runner import Runner
 
@@ -24,7 +23,7 @@ class SharedContexts:
         runner: Runner,
         requests: Sequence[Request],
         begins_with: Callable[[Request], Hashable],
-        read: Callable[[Request], tuple[int, Tensor]],
+        read: Callable[[Request], tuple[int, Logits]],
     ) -> None:
         self._runner, self._begins_with, self._read = runner, begins_with, read
         self._held: tuple[Hashable, int] | None = None  # what was read for the next requests, too, and its row

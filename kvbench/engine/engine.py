@@ -7,13 +7,17 @@ from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
+from kvbench.engine.answer import Answer
 from kvbench.engine.contexts import SharedContexts
+from kvbench.engine.conversation import Forced, next_turn
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
+from kvbench.engine.long_logits import Logits, take
+from kvbench.engine.needs import Needs
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
 from kvbench.engine.runner import NotFinite, Runner
-from kvbench.engine.sampling import Answer, row_generator
+from kvbench.engine.sampling import row_generator
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -59,7 +63,6 @@ class Engine:
         self.fidelity_per_token = fidelity_per_token
         self.backend, self.shape = self.runner.backend, self.runner.shape
         self.end_ids = tuple(model.eos_token_ids)
-        self._own = False
 
     @property
     def store(self) -> CompressedStore:
@@ -97,18 +100,9 @@ class Engine:
             ValueError: A prompt is empty or longer than the model, or there is nothing to do for a request.
         """
         everything = list(sizing or requests)
+        self._needs = Needs(self.loaded, self.fidelity_max_tokens, own and self.fidelity_max_tokens != 0)
         for request in everything:
-            if not 0 < request.num_prompt_tokens < self.loaded.max_tokens or not all(request.segments):
-                raise ValueError(
-                    f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "
-                    f"{[len(s) for s in request.segments]}) must be > 0 and < the model's {self.loaded.max_tokens}; "
-                    "truncate it in the task"
-                )
-            if not self._num_rows(request):
-                raise ValueError(
-                    f"{request.sample_id} asks for no answer, and there is nothing to force either; set "
-                    "fidelity.max_tokens=null"
-                )
+            self._needs.check(request)
         if not everything:
             return
         if self.policy.needs_instruction and not all(request.instruction_tokens for request in everything):
@@ -116,7 +110,7 @@ class Engine:
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
                 "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
             )
-        self._on_outcome, self._on_step, self._own = on_outcome, on_step, own and self.fidelity_max_tokens != 0
+        self._on_outcome, self._on_step = on_outcome, on_step
         self._callers: BaseException | None = None  # what `on_outcome` raised
         self._contexts = SharedContexts(self.runner, requests, self._begins_with, self._read)
         size, reason = self._reserve(everything)
@@ -126,7 +120,7 @@ class Engine:
             return
         if self.policy.byte_budget is not None:
             for request in requests:  # a budget that is too small for one stops the run before the first is read
-                self.store.fit.solve(len(request.segments[0]), self._new_tokens(request))
+                self.store.fit.solve(len(request.segments[0]), self._needs.new_tokens(request))
         for begin in range(0, len(requests), size):
             self._run_group(list(requests[begin : begin + size]))
         self._contexts.close()  # it is still open where the last questions could not be answered
@@ -137,9 +131,9 @@ class Engine:
         Returns:
             Requests per group, and why not even one fits (None: it does).
         """
-        rows_of = [self._num_rows(r) for r in requests]
+        rows_of = [self._needs.rows(r) for r in requests]
         prompt_tokens = max(r.num_prompt_tokens for r in requests)
-        new_tokens = max(max(r.max_new_tokens, *map(len, (self._gold(r), *r.choices))) for r in requests)
+        new_tokens = max(self._needs.most_behind(r) for r in requests)
         size = min(self.batch_size, len(requests))  # never more rows than there is to answer
         while True:
             try:
@@ -193,55 +187,68 @@ class Engine:
                 continue
             replays = self.runner.prompts.limit_bytes > 0  # and a replay takes no prefill
             prefill_s = None if replays else time.perf_counter() - begin
-            sample = Sample(request, prefill_s, self._num_rows(request), shares_context=shares)
+            sample = Sample(request, prefill_s, self._needs.rows(request), shares_context=shares)
             for repeat in range(request.num_samples if request.max_new_tokens else 0):
                 own = row if repeat == 0 else self.runner.fork(row)
-                answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._room(request))
+                answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._needs.room(request))
                 random = row_generator(self.seed, request.sample_id, repeat, self.runner.device)
                 generator = random if request.temperature > 0 else None
                 free = AnswerRow(
                     row=own, request=request, logits=logits, repeat=repeat, answer=answer, generator=generator
                 )
                 rows.append((free, sample))
-            if self._own and request.max_new_tokens:
+            if self._needs.own and request.max_new_tokens:
                 sample.own = self.runner.fork(row), logits
-            forced: list[tuple[FidelityMeter | ChoiceMeter, int | None]] = []
+            forced: list[Row] = []
             if reference is not None:
-                exact = len(request.segments) == 1
-                forced.append((FidelityMeter(self._gold(request), reference, exact_first=exact), None))
-            forced += [(ChoiceMeter(tokens), index) for index, tokens in enumerate(request.choices)]
-            for place, (meter, choice) in enumerate(forced):
-                copy = self.runner.fork(row) if place or request.max_new_tokens else row
-                rows.append((ForcedRow(row=copy, request=request, logits=logits, meter=meter, choice=choice), sample))
+                forced.append(self._force(row, request, logits, self._needs.forced(request), reference))
+            for index, tokens in enumerate(request.choices):
+                forced.append(
+                    ForcedRow(row=row, request=request, logits=logits, meter=ChoiceMeter(tokens), choice=index)
+                )
+            for place, state in enumerate(forced):
+                if place or request.max_new_tokens:
+                    state.row = self.runner.fork(row)
+                rows.append((state, sample))
         return rows
 
-    def _prefill(self, request: Request) -> tuple[int, Tensor, Tensor | None]:
+    def _force(self, row: int, request: Request, logits: Tensor, forced: Forced, reference: Logits) -> ForcedRow:
+        """A row in which answers are forced and compared with the full cache's logits behind the prompt."""
+        exact = len(request.segments) == 1
+        meter = FidelityMeter(forced.gold, take(reference, forced.places), exact_first=exact)
+        return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
+
+    def _prefill(self, request: Request) -> tuple[int, Tensor, Logits | None]:
         """Reads a prompt into a new row; returns the row, next-token logits [vocabulary] and the full cache's
-        log-probabilities of the gold tokens."""
-        gold, rest = self._gold(request), request.segments[1:]
-        # Gold tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the
-        # full-cache reference.
+        logits behind the prompt and behind each token that is forced."""
+        forced, rest = self._needs.forced(request), request.segments[1:]
+        # Tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the full-cache
+        # reference.
+        reference: Logits | None = None
         if rest:
-            row, reference = self._contexts.open_row(request), None
+            row = self._contexts.open_row(request)
         else:
-            row, read = self._read(request, ahead=gold[:-1])
-            reference, logits = (read if gold else None), read[0]
+            row, read = self._read(request, ahead=forced.behind)
+            reference, logits = (read if forced.gold else None), read[0]
         for segment in rest:
             logits = self.runner.append(row, segment)
-        if gold and rest:
-            everything = [token for segment in request.segments for token in segment] + list(gold[:-1])
-            reference = self.runner.full_logits(everything, num_logits=len(gold))
+        if forced.gold and rest:
+            reference = self._reference(request, forced)
         self.store.ledger.restart(row)  # averages are over the answer, not over a question fed token by token
         return row, logits, reference
 
+    def _reference(self, request: Request, forced: Forced) -> Logits:
+        """The full cache's logits behind a prompt and behind each token that is forced."""
+        return self.runner.full_logits([*request.prompt, *forced.behind], num_logits=len(forced.behind) + 1)
+
     def _begins_with(self, request: Request) -> tuple:
         """Whatever the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
-        planned = self._new_tokens(request) if self.policy.byte_budget is not None else None
+        planned = self._needs.new_tokens(request) if self.policy.byte_budget is not None else None
         return request.segments[0], request.instruction_tokens, planned
 
-    def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Tensor]:
+    def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
         """Reads the first segment of a request into a row; see `Runner.read`."""
-        new_tokens, instruction_tokens = self._new_tokens(request), request.instruction_tokens
+        new_tokens, instruction_tokens = self._needs.new_tokens(request), request.instruction_tokens
         return self.runner.read(
             request.segments[0], ahead=ahead, new_tokens=new_tokens, instruction_tokens=instruction_tokens
         )
@@ -253,9 +260,16 @@ class Engine:
     def _decode(self, rows: list[tuple[Row, Sample]], finished: set[str]) -> None:
         """Decodes all rows together until each is over."""
         while rows:
-            live, tokens = [], []
+            live: list[tuple[Row, Sample]] = []
+            tokens: list[int] = []
+            spoiled: dict[str, int] = {}
             for state, sample in rows:  # it grows where an answer that ended is forced next
-                token = state.next_token()
+                try:
+                    token = state.next_token()
+                    while token is None and next_turn(self.runner, state):
+                        token = state.next_token()
+                except NotFinite as error:
+                    spoiled[sample.request.sample_id], token = error.layer, 0
                 if token is None:
                     if (following := self._force_own(state, sample)) is not None:
                         rows.append((following, sample))
@@ -264,6 +278,13 @@ class Engine:
                     live.append((state, sample))
                     tokens.append(token)
             rows = live
+            if spoiled:
+                tokens = [
+                    token
+                    for token, (_, sample) in zip(tokens, rows, strict=True)
+                    if sample.request.sample_id not in spoiled
+                ]
+                rows = self._drop_bad(rows, spoiled, finished)
             if not rows:
                 return
             begin = time.perf_counter()
@@ -276,7 +297,8 @@ class Engine:
                 state.timing["decode_tokens"] += 1
                 state.timing["row_steps"] += len(rows)
             if bad:
-                rows = self._drop_bad(rows, bad, finished)
+                layers = {rows[index][0].request.sample_id: layer for index, layer in bad.items()}
+                rows = self._drop_bad(rows, layers, finished)
             if self._on_step:
                 used, rate = self.store.used_bytes, len(tokens) / elapsed
                 self._on_step({"decode_tokens_per_s": rate, "cache_bytes": used, "live_rows": len(tokens)})
@@ -286,21 +308,18 @@ class Engine:
         if sample.own is None or not isinstance(state, AnswerRow) or state.repeat:
             return None
         (row, logits), sample.own, request = sample.own, None, sample.request
-        tokens = tuple(state.answer.token_ids[: self.fidelity_max_tokens])
-        if not tokens:  # it ended at once: there is nothing to compare
+        answers = [*(turn["token_ids"] for turn in state.turns), state.answer.token_ids]
+        forced = Forced.of(request, [tokens[: self.fidelity_max_tokens] for tokens in answers])
+        if not forced.gold:  # it ended at once: there is nothing to compare
             self.runner.close(row)
             sample.open_rows -= 1
             return None
-        everything = [token for segment in request.segments for token in segment] + list(tokens[:-1])
-        reference = self.runner.full_logits(everything, num_logits=len(tokens))
-        meter = FidelityMeter(tokens, reference, exact_first=len(request.segments) == 1)
-        return ForcedRow(row=row, request=request, logits=logits, meter=meter)
+        return self._force(row, request, logits, forced, self._reference(request, forced))
 
     def _drop_bad(
-        self, rows: list[tuple[Row, Sample]], bad: dict[int, int], finished: set[str]
+        self, rows: list[tuple[Row, Sample]], spoiled: dict[str, int], finished: set[str]
     ) -> list[tuple[Row, Sample]]:
-        """Ends every sample that has a row with non-finite logits; `bad` maps row index to layer."""
-        spoiled = {rows[index][0].request.sample_id: layer for index, layer in bad.items()}
+        """Ends every sample that has a row with non-finite logits; `spoiled` maps its id to the layer."""
         for state, sample in rows:
             if state.request.sample_id in spoiled:
                 self.runner.close(state.row)
@@ -344,30 +363,9 @@ class Engine:
         if answer is not None:
             told.text, told.token_ids = answer.text, answer.token_ids
             told.finish, told.first_end = answer.finish, answer.first_end
+        if isinstance(state, AnswerRow):
+            told.turns = state.turns
         return told
-
-    def _num_rows(self, request: Request) -> int:
-        """Rows that a request needs at once: its answers, what is forced, its choices."""
-        if not request.max_new_tokens:
-            return bool(self._gold(request)) + len(request.choices)
-        return request.num_samples + bool(self._own or self._gold(request)) + len(request.choices)
-
-    def _gold(self, request: Request) -> tuple[int, ...]:
-        """The tokens that are forced from the start; beyond the model's context only where the request says so."""
-        if self._own and request.max_new_tokens:
-            return ()
-        room = 1 << 62 if request.past_context else self._room(request) - 1
-        return tuple(request.gold[: room if self.fidelity_max_tokens is None else min(self.fidelity_max_tokens, room)])
-
-    def _new_tokens(self, request: Request) -> int:
-        """Most tokens that are read behind a request's first segment; the last one of an answer is only predicted."""
-        own = min(request.max_new_tokens, self._room(request))
-        answers = [own, len(self._gold(request)), *map(len, request.choices)]
-        return sum(map(len, request.segments[1:])) + max(answers) - 1
-
-    def _room(self, request: Request) -> int:
-        """Tokens that fit behind the prompt; the last one is only predicted, never read."""
-        return self.loaded.max_tokens - request.num_prompt_tokens + 1
 
     def _hand_out(self, outcome: Outcome) -> None:
         try:

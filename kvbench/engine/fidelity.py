@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import BINS
 
 
@@ -43,13 +44,14 @@ class FidelityMeter:
 
     Args:
         gold: The continuation: the gold answer, or the full cache's own.
-        reference: fp32 [len(gold), vocabulary] logits of the full, uncompressed cache for each token.
+        reference: fp32 [len(gold), vocabulary] logits of the full, uncompressed cache for each token; further ones are
+            not looked at.
         exact_first: The first token is predicted by the prompt's own forward pass; False when the end of the
             prompt was already read through the compressed cache.
     """
 
     gold: tuple[int, ...]
-    reference: Tensor
+    reference: Logits
     exact_first: bool = True
     nll: list[float] = field(default_factory=list)
     nll_full: list[float] = field(default_factory=list)

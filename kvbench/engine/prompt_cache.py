@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.hf import Session
+from kvbench.engine.long_logits import Logits
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import ScoreSpec
 
@@ -64,7 +65,7 @@ class Recording:
 class _Entry:
     layers: list[Layer]
     queries: list[Queries]  # empty where they are not kept
-    logits: Tensor
+    logits: Logits
     measured: Hashable  # how scores were computed; None without scores
     num_bytes: int
 
@@ -92,7 +93,7 @@ class PromptCache:
         self._entries: dict[Hashable, _Entry] = {}
         self._recent: list[Hashable] = []
 
-    def read(self, session: Session, prompt: Hashable, forward: Callable[[], Tensor]) -> Tensor:
+    def read(self, session: Session, prompt: Hashable, forward: Callable[[], Logits]) -> Logits:
         """Replays a prompt into the session's row, or runs the model over it and remembers.
 
         Args:
@@ -118,7 +119,7 @@ class PromptCache:
         self.num_reused += 1
         return entry.logits
 
-    def _run(self, session: Session, key: Hashable, measured: Hashable, forward: Callable[[], Tensor]) -> Tensor:
+    def _run(self, session: Session, key: Hashable, measured: Hashable, forward: Callable[[], Logits]) -> Logits:
         """Runs the model over a prompt and remembers what fits."""
         store = session.store
         self.num_read += 1

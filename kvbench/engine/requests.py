@@ -9,6 +9,37 @@ BINS = (0, 1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What is said behind an answer, and what would be right then.
+
+    Args:
+        tokens: Token ids that are read behind the answer: its end, what the user says, and what opens the next answer.
+        gold: As `Request.gold`.
+        answers: As `Request.answers`.
+    """
+
+    tokens: tuple[int, ...]
+    gold: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thoughts:
+    """How an answer may begin with thoughts.
+
+    Args:
+        opened: The prompt ends inside them.
+        budget_tokens: Most tokens of them, which do not count as the answer's; None = they count, and have no limit of
+            their own.
+        end: Token ids that are put behind thoughts which have used up their budget, so that the answer begins.
+    """
+
+    opened: bool = False
+    budget_tokens: int | None = None
+    end: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt to answer, with everything that can change the answer.
 
@@ -22,7 +53,10 @@ class Request:
         answers: The right answers as the task has them, for people; nothing is computed from them.
         choices: Token ids of continuations whose log-likelihoods are wanted; each is scored on a fork of the one
             compressed prompt.
-        max_new_tokens: Length limit of the answer; 0 asks for none, and only `gold` is forced.
+        turns: What follows the first answer, in a conversation: each is read into the cache behind the answer before
+            it, and answered in its turn.
+        thoughts: How the answers may begin with thoughts; None where the prompt is no chat.
+        max_new_tokens: Length limit of each answer; 0 asks for none, and only `gold` is forced.
         min_new_tokens: Stop rules are ignored before this many tokens.
         stop: The answer ends before the first of these strings.
         stop_token_ids: The answer ends before the first of these tokens.
@@ -42,6 +76,8 @@ class Request:
     gold: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
+    turns: tuple[Turn, ...] = ()
+    thoughts: Thoughts | None = None
     max_new_tokens: int = 32
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -65,6 +101,18 @@ class Request:
         return sum(len(segment) for segment in self.segments)
 
     @property
+    def answer_tokens(self) -> int:
+        """Most tokens of one answer, its thoughts included."""
+        if self.thoughts is None or self.thoughts.budget_tokens is None or not self.max_new_tokens:
+            return self.max_new_tokens
+        return self.max_new_tokens + self.thoughts.budget_tokens + len(self.thoughts.end)
+
+    @property
+    def conversation_tokens(self) -> int:
+        """Most tokens of all that comes behind the prompt: the answers, and what is said between them."""
+        return self.answer_tokens * (len(self.turns) + 1) + sum(len(turn.tokens) for turn in self.turns)
+
+    @property
     def truncated(self) -> bool:
         """True when the task's truncation rule cut this prompt."""
         return self.num_prompt_tokens_untruncated > self.num_prompt_tokens
@@ -78,13 +126,14 @@ class Outcome:
         sample_id: The request's id.
         repeat: Index of the answer in [0, num_samples).
         status: `ok`, `nan` (logits or scores were not finite), or `oom` (did not fit in memory or in the page budget).
-        text: The decoded answer, cut at the stop rule.
+        text: The decoded answer, cut at the stop rule; of a conversation the last one.
         token_ids: The answer's tokens, stop token excluded.
         finish: `stop` (stop string or token), `eos`, `length`, or `none` without an answer.
         first_end: Tokens before the answer first wanted to end, where `min_new_tokens` made it go on; else None.
         num_prompt_tokens: Prompt length as run.
         nan_layer: First layer whose attention output was not finite; -1 means the logits only.
         message: Human-readable reason when the status is not ok.
+        turns: The answers before the last one, in a conversation; see `kvbench.results.sample.TurnRecord`.
         fidelity: Teacher-forced comparison with the full cache on the forced tokens, or None; see
             `FidelityMeter.report`.
         drift: The same along the answer, in bins of positions, or None; see `FidelityMeter.drift`.
@@ -109,6 +158,7 @@ class Outcome:
     num_prompt_tokens: int = 0
     nan_layer: int | None = None
     message: str = ""
+    turns: list[dict] = field(default_factory=list)
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None
     per_token: dict[str, list[float]] | None = None

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.engine.answer import Answer
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.requests import Outcome, Request
-from kvbench.engine.sampling import Answer, choose_token
+from kvbench.engine.sampling import choose_token
 
 
 @dataclass(kw_only=True)
@@ -42,13 +43,18 @@ class AnswerRow(Row):
         repeat: Index of the answer.
         answer: Its tokens and the rule that ends it.
         generator: The row's own random numbers; None for greedy decoding.
+        turns: Of a conversation, the answers before this one, as they go into the journal.
     """
 
     repeat: int
     answer: Answer
     generator: torch.Generator | None = None
+    turns: list[dict] = field(default_factory=list)
 
     def next_token(self) -> int | None:
+        if (due := self.answer.due) is not None:
+            self.answer.add(due)
+            return None if self.answer.finish else due
         banned = self.answer.banned
         token = choose_token(self.logits, self.request, self.generator, [])
         if token in banned:  # noted, so that it is known how often answers would have ended here
@@ -65,14 +71,17 @@ class ForcedRow(Row):
     Args:
         meter: The tokens, and what is measured on them.
         choice: Index of the choice; None for the answer that is compared with the full cache.
+        ends: Of a conversation, how many tokens are forced up to the end of each answer but the last.
     """
 
     meter: FidelityMeter | ChoiceMeter
     choice: int | None = None
+    ends: tuple[int, ...] = ()
 
     def next_token(self) -> int | None:
         self.meter.add(self.logits)
-        return None if self.meter.done else self.meter.gold[len(self.meter.nll) - 1]
+        done = len(self.meter.nll)
+        return None if self.meter.done or done in self.ends else self.meter.gold[done - 1]
 
 
 @dataclass
@@ -89,7 +98,7 @@ class Sample:
     fidelity: dict | None = None
     drift: dict[str, list[float]] | None = None
     per_token: dict[str, list[float]] | None = None
-    own: "tuple[int, Tensor] | None" = None  # a copy of the prompt's row, and its logits, that the own answer will take
+    own: tuple[int, Tensor] | None = None  # a copy of the prompt's row, and its logits, that the own answer will take
     choices: dict[int, dict] = field(default_factory=dict)
     shares_context: bool = False
 

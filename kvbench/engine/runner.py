@@ -11,6 +11,7 @@ from torch import Tensor
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
+from kvbench.engine.long_logits import PIECE, Logits, read_long
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
@@ -101,7 +102,7 @@ class Runner:
         ahead: Sequence[int] = (),
         new_tokens: int | None = None,
         instruction_tokens: int = 0,
-    ) -> tuple[int, Tensor]:
+    ) -> tuple[int, Logits]:
         """Reads a prompt into a new row.
 
         Args:
@@ -113,7 +114,8 @@ class Runner:
             instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
 
         Returns:
-            The row, and logits fp32 [1 + len(ahead), vocabulary]: after the prompt and after each token ahead.
+            The row, and logits fp32 [1 + len(ahead), vocabulary]: after the prompt and after each token ahead; of many
+            they are made when they are looked at.
 
         Raises:
             NotFinite: A logit is not finite; no row is open.
@@ -127,7 +129,7 @@ class Runner:
             self.close(row)
             raise
 
-    def full_logits(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+    def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
         """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing.
 
         Raises:
@@ -216,13 +218,18 @@ class Runner:
         self.open_rows.append(row)
         return row
 
-    def _read(self, session: hf.Session, tokens: list[int], num_logits: int) -> Tensor:
+    def _read(self, session: hf.Session, tokens: list[int], num_logits: int) -> Logits:
         """Reads a prompt, or takes it from the prompt cache; logits fp32 [num_logits, vocabulary]."""
 
-        def forward() -> Tensor:
-            return self._forward(session, [tokens], [0], num_logits)
+        def forward() -> Logits:
+            if num_logits <= PIECE:
+                return self._forward(session, [tokens], [0], num_logits)[0]
+            found = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))
+            if not found.is_finite:
+                raise NotFinite(session.first_bad_layer(0))
+            return found
 
-        return self.prompts.read(session, (self.loaded.fingerprint, num_logits, *tokens), forward)[0]
+        return self.prompts.read(session, (self.loaded.fingerprint, num_logits, *tokens), forward)
 
     def _forward(
         self, session: hf.Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True

@@ -56,6 +56,26 @@ class Prompt(TypedDict):
     """The last `TAIL_LENGTH` characters as the model read them, special tokens shown."""
 
 
+class TurnRecord(TypedDict):
+    """One answer of a conversation that went on, and the cache when it ended."""
+
+    text: str
+    """The answer, as in the record."""
+    token_ids: list[int]
+    """Its tokens."""
+    finish: str
+    """Why it ended."""
+    gold: list[str]
+    """The right answers to it."""
+    resident_bytes: int
+    fp16_bytes: int
+    """An FP16 full cache of the same tokens."""
+    tokens_seen: int
+    """Tokens that the model had read by then, from the beginning of the prompt."""
+    num_turn_tokens: int
+    """Tokens that were read behind it, before the next answer."""
+
+
 class SampleRecord(TypedDict):
     """One answer to one prompt, as strict JSON: a number that is not finite is None.
 
@@ -72,7 +92,7 @@ class SampleRecord(TypedDict):
     """`ok`; `nan`: logits or scores were not finite; `oom`: it did not fit in memory or in the page budget; `ungraded`:
     there is an answer, and its grader failed or took too long."""
     text: str
-    """The answer, cut at the stop rule; empty without one."""
+    """The answer, cut at the stop rule; empty without one. Of a conversation the last one."""
     token_ids: NotRequired[list[int]]
     """The answer's tokens, stop token excluded. `read_samples` leaves them out."""
     finish: str
@@ -80,6 +100,8 @@ class SampleRecord(TypedDict):
     first_end: NotRequired[int | None]
     """Tokens before the answer first wanted to end, where the task made it go on (`min_new_tokens`); None where it did
     not want to. Not in journals of before."""
+    turns: NotRequired[list[TurnRecord]]
+    """Of a conversation, the answers before the last one. The ledger is the last one's; its averages are over all."""
     gold: NotRequired[list[str]]
     """The right answers, as the task has them; empty where it has none. Not in journals of before."""
     prompt: NotRequired[Prompt]
@@ -180,6 +202,10 @@ def journal_record(
     }
     if not request.choices:
         del record["choices"]
+    if request.turns:
+        right = [list(request.answers), *(list(turn.answers) for turn in request.turns)]
+        turns = [answer | {"gold": gold} for answer, gold in zip(outcome.turns, right, strict=False)]
+        record |= {"turns": cast(list[TurnRecord], turns), "gold": right[-1]}
     return record
 
 

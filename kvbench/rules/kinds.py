@@ -3,7 +3,7 @@
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TypeGuard
@@ -241,6 +241,21 @@ class TableOrPath(Rule):
         return all(_is_list(row) and all(map(Number().fits, row)) for row in value) if _is_list(value) else False
 
 
+@dataclass(frozen=True)
+class Values(Rule):
+    """Names with plain values, for a program that is not ours."""
+
+    @property
+    def text(self) -> str:
+        return "names with values, each a number, text, true or false, or a list of these: {name: value}"
+
+    def fits(self, value: object) -> bool:
+        if not isinstance(value, Mapping) or not value:
+            return False
+        named = all(isinstance(key, str) and key for key in value)
+        return named and all(all(map(_is_plain, one)) if _is_list(one) else _is_plain(one) for one in value.values())
+
+
 def is_same(value: object, other: object) -> bool:
     """Equal and of one type: 1, 1.0 and True are three values."""
     return type(value) is type(other) and value == other
@@ -254,6 +269,10 @@ def shown(value: object) -> str:
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | bool) or Number().fits(value)
 
 
 def _range(low: float | None, high: float | None) -> str:

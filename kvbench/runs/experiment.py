@@ -1,7 +1,7 @@
 """What one run is: its settings checked, its parts loaded, and the hash that says which run it is."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys, unknown_name
 from kvbench.results import identity, provenance, tracking
-from kvbench.results.sample import Key
+from kvbench.results.sample import Key, SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
 from kvbench.rules.kinds import Flag, Whole
@@ -62,16 +62,25 @@ class Experiment:
         """The full cache's own answers are forced."""
         return self.cfg.fidelity.get("on", GOLD) == OWN and self.cfg.fidelity.max_tokens != 0
 
-    def forcing(self, answers: Mapping[str, Sequence[int]]) -> "Experiment":
-        """The same run with other answers forced in place of the gold ones; which run it is does not change.
+    def forcing(self, records: Iterable[SampleRecord]) -> "Experiment":
+        """The same run with the answers of another forced in place of the gold ones; which run it is does not change.
 
         Args:
-            answers: Sample id -> token ids; a sample without an answer is forced to give none.
+            records: Of the other run, with their token ids; a sample without an answer is forced to give none.
         """
-        requests = [
-            dataclasses.replace(request, gold=tuple(answers.get(request.sample_id, ())))
-            for request in self.task.requests
-        ]
+        answers: dict[str, list[Sequence[int]]] = {
+            item["sample_id"]: [*(turn["token_ids"] for turn in item.get("turns", ())), item["token_ids"]]
+            for item in records
+            if item["repeat"] == 0
+        }
+
+        def forced(request: Request) -> Request:
+            first, *later = (tuple(ids) for ids in answers.get(request.sample_id, [()]))
+            later += [()] * (len(request.turns) - len(later))
+            turns = [dataclasses.replace(turn, gold=gold) for turn, gold in zip(request.turns, later, strict=True)]
+            return dataclasses.replace(request, gold=first, turns=tuple(turns))
+
+        requests = [forced(request) for request in self.task.requests]
         return dataclasses.replace(self, task=dataclasses.replace(self.task, requests=requests))
 
     @property

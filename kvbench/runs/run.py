@@ -287,8 +287,7 @@ def run_experiment(
                 f"fidelity.on={OWN} forces the full cache's answers, and there are none: set reference=auto"
                 + (", or see why the run of full failed" if cfg.reference == "auto" else "")
             )
-        answers = {item["sample_id"]: item["token_ids"] for item in full.samples if item["repeat"] == 0}
-        experiment = experiment.forcing(answers)
+        experiment = experiment.forcing(full.samples)
         if shard:
             compute_shard(experiment, shard, say=say, origin=origin)
     done = execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)

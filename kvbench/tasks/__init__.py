@@ -20,9 +20,12 @@ __all__ = ["MetricInfo", "TaskSet", "check_task", "load_task", "settings_class"]
 # Task -> the package of this folder whose function `load` loads it. Its `SETTINGS` says by name what may be set.
 BENCHMARKS = {
     "longbench": "longbench",
+    "longbench_v2": "longbench_v2",
+    "infinitebench": "infinitebench",
     "longctx": "longctx",
     "ruler": "ruler",
     "needle": "ruler.grid",
+    "instructions": "instructions",
     "drift": "drift",
     "stream": "stream",
     "gsm8k": "gsm8k",

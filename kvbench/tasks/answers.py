@@ -7,6 +7,8 @@ is never tried again. A cache that is broken writes ten thousand newlines, and t
 import re
 from decimal import Decimal, InvalidOperation
 
+from kvbench.engine.requests import Request
+
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?:\s*+(\{)|\s++(?=(\S++))|(-?\d[\d,.]*+)|)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
 _END_OF_THOUGHT = "</think>"
@@ -35,6 +37,19 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
     if end:
         return rest
     return None if opened or _START_OF_THOUGHT in text else text
+
+
+def graded_text(request: Request, text: str) -> str:
+    """What is graded of an answer: in a chat, what follows the thoughts; nothing where they have no end.
+
+    Args:
+        request: Says whether its prompt is a chat, and whether it opened the thoughts.
+        text: The answer as generated.
+    """
+    if request.thoughts is None:
+        return text
+    rest = after_thinking(text, request.thoughts.opened)
+    return "" if rest is None else rest if rest == text else rest.lstrip("\n")
 
 
 def last_boxed(text: str) -> str | None:

@@ -70,7 +70,28 @@ def template_settings(model: "LoadedModel", protocol: Protocol) -> TemplateSetti
             f"the chat template of model {model.name} drops the message of the user, so that all prompts would be "
             f"{one[:80]!r}; set protocol.chat_template=never, or repair the template"
         )
+    if protocol.system is not None:
+        _check_system(model, protocol.system, settings)
     return settings
+
+
+def system_messages(protocol: Protocol) -> list[dict[str, str]]:
+    """What stands before the messages of a chat: what the system says, where it says something."""
+    return [] if protocol.system is None else [{"role": "system", "content": protocol.system}]
+
+
+def _check_system(model: "LoadedModel", system: str, settings: TemplateSettings) -> None:
+    """Raises ValueError for a template that refuses or drops what the system says."""
+    talk = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
+    try:
+        why = "drops it" if system.strip() not in render_chat(model, talk, settings) else ""
+    except ValueError as error:
+        why = f"refuses it: {error}"
+    if why:
+        raise ValueError(
+            f"protocol.system={system[:40]!r} needs a chat template with a system message, and that of model "
+            f"{model.name} {why}; leave protocol.system=null, or set protocol.chat_template=never"
+        )
 
 
 def render_chat(

@@ -1,6 +1,7 @@
 """Requests that ask for the log-likelihoods of continuations instead of an answer."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,28 @@ from kvbench.engine.requests import Request
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
+
+
+def with_choices(request: Request, model: "LoadedModel", continuations: Sequence[str], gold: int) -> Request:
+    """The request that scores continuations of a prompt, in place of asking for an answer to it.
+
+    Args:
+        request: Its prompt is kept, truncation included. As in `choice_request`, its last token is read after
+            compression.
+        model: Its tokenizer is used.
+        continuations: Each begins with a space.
+        gold: Index of the right one.
+    """
+    choices = tuple(tuple(model.tokenizer.encode(text, add_special_tokens=False)) for text in continuations)
+    *before, last = request.segments
+    return replace(
+        request,
+        segments=tuple(before) + (tuple(part for part in (last[:-1], last[-1:]) if part) if not before else (last,)),
+        gold=choices[gold],
+        choices=choices,
+        thoughts=None,
+        max_new_tokens=1,
+    )
 
 
 def choice_request(

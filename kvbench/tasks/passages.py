@@ -130,8 +130,8 @@ def check_no_question(name: str, protocol: Protocol) -> None:
             f"protocol.query_aware=false compresses before a question is seen, and task={name} asks none; leave it at "
             "true"
         )
-    if protocol.chat_template == "always" or protocol.thinking is not None:
+    if protocol.chat_template == "always" or protocol.chat_setting or protocol.system is not None:
         raise ValueError(
-            f"task={name} goes on with plain text, without a chat; leave protocol.chat_template=auto and "
-            "protocol.thinking=null"
+            f"task={name} goes on with plain text, without a chat or anything before it; leave "
+            "protocol.chat_template=auto, and protocol.system, protocol.thinking and protocol.thinking_tokens at null"
         )

@@ -106,6 +106,7 @@ def load_problems(
     tasks = load_lmeval_tasks(folder, yaml_names, metadata)
     requests: list[Request] = []
     scored: dict[str, tuple[Task, dict]] = {}
+    opened: set[str] = set()
     quarantined: list[dict] = []
     copies: list[dict] = []
     builders = [PromptBuilder(model, protocol, PromptRules.from_yaml(task.config)) for task in tasks.values()]
@@ -120,7 +121,9 @@ def load_problems(
                 continue
             request = _request(name, task, builder, doc, meta_keys, yaml_name if len(tasks) > 1 else "")
             requests.append(request)
-            scored[request.sample_id] = (task, doc | {"thinking_opened": builder.opens_thoughts(request)})
+            scored[request.sample_id] = (task, doc)
+            if builder.opens_thoughts(request):
+                opened.add(request.sample_id)
     if not requests:
         first = quarantined[-1]
         raise ValueError(
@@ -129,9 +132,9 @@ def load_problems(
         )
     references = {key: reference(doc) for key, (_, doc) in scored.items()}
     asked = builders[0]  # the YAMLs of one form ask alike
-    if protocol.thinking is not None and not asked.chat:
+    if protocol.chat_setting is not None and not asked.chat:
         raise ValueError(
-            f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and the prompts of task={name} in this "
+            f"{protocol.chat_setting} needs a chat, and the prompts of task={name} in this "
             "form are none; take a chat form (task.form=zeroshot or chat), or set protocol.chat_template=always"
         )
     rules = {"chat_template": asked.chat, "max_new_tokens": asked.max_new_tokens, "truncation": "middle"}
@@ -151,7 +154,7 @@ def load_problems(
         grading_workers=grading_workers,
         vote=vote,
         sizes=sizes,
-        opened=frozenset(key for key, (_, doc) in scored.items() if doc["thinking_opened"]),
+        opened=frozenset(opened),
     )
 
 

@@ -1,6 +1,6 @@
 """Where the rows of a benchmark of one or few files come from: a folder, the local caches, the hub."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from kvbench.tasks.source import (
     in_datasets_cache,
     in_folder,
     in_hub_cache,
+    list_lines,
     on_hub,
     read_rows,
 )
@@ -27,7 +28,8 @@ class Place:
         task: Name of the task, for messages.
         what: Which part of it, for messages, for example `the train file`.
         stems: Names of the file without `.jsonl`, best first, for `task.data_dir`.
-        hub: (repository, file) pairs on the hub, best first; `.jsonl` or `.parquet`.
+        list_file: What a file of the authors is called that is one JSON list, for `task.data_dir`; empty for none.
+        hub: (repository, file) pairs on the hub, best first; `.jsonl`, `.json` (one list) or `.parquet`.
         prepared: (name, configuration, split) in the cache of the `datasets` library.
         local: Further files that other tools leave on a machine, best first.
         fetch: How to get it, one sentence or two.
@@ -36,6 +38,7 @@ class Place:
     task: str
     what: str
     stems: tuple[str, ...]
+    list_file: str = ""
     hub: tuple[tuple[str, str], ...] = ()
     prepared: tuple[tuple[str, str, str], ...] = ()
     local: tuple[Path, ...] = ()
@@ -81,7 +84,10 @@ def _in_data_dir(place: Place, data_dir: str | None) -> tuple[Source | None, str
         source, where = in_folder(data_dir, stem)
         if source:
             return source, where
-    names = " or ".join(f"{stem}.jsonl" for stem in place.stems)
+    path = Path(data_dir).expanduser() / place.list_file
+    if place.list_file and path.is_file():
+        return Source("data_dir", str(path), partial(list_lines, path)), str(path)
+    names = " or ".join([*(f"{stem}.jsonl" for stem in place.stems), *filter(None, [place.list_file])])
     return None, f"task.data_dir={data_dir} (no {names} there or in its data/)"
 
 
@@ -111,8 +117,7 @@ def _on_hub(place: Place, data_dir: str | None) -> tuple[Source | None, str]:
 
 
 def _hub_file(origin: str, path: Path) -> Source:
-    lines = partial(parquet_lines if path.suffix == ".parquet" else file_lines, path)
-    return Source(origin, str(path), lines)
+    return Source(origin, str(path), partial(LINES.get(path.suffix, file_lines), path))
 
 
 def parquet_lines(path: Path) -> Iterator[bytes]:
@@ -124,6 +129,10 @@ def parquet_lines(path: Path) -> Iterator[bytes]:
     for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
         for row in batch.to_pylist():
             yield json.dumps(row).encode()
+
+
+# How the rows of a file are read, by the end of its name; others have one row a line.
+LINES: dict[str, Callable[[Path], Iterator[bytes]]] = {".parquet": parquet_lines, ".json": list_lines}
 
 
 def text_field(row: Mapping[str, object], *names: str, required: bool = True) -> str:

@@ -6,8 +6,17 @@ from itertools import takewhile
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from kvbench.engine.requests import Request
-from kvbench.tasks.chat import TemplateSettings, render_chat, require_template, template_settings, thinking_label
+from kvbench.engine.answer import END_OF_THOUGHT, THINK
+from kvbench.engine.requests import Request, Thoughts, Turn
+from kvbench.tasks.chat import (
+    TemplateSettings,
+    render_chat,
+    require_template,
+    system_messages,
+    template_settings,
+    thinking_label,
+)
+from kvbench.tasks.conversation import between
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
@@ -19,7 +28,8 @@ if TYPE_CHECKING:
 RETOKENISE_SLACK_TOKENS = 16
 # What lm-eval's own models generate when a task does not say.
 DEFAULT_MAX_NEW_TOKENS = 256
-THINK = "<think>"
+# Ends thoughts that have used up their budget.
+_THOUGHTS_OVER = f"\n{END_OF_THOUGHT}\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +101,11 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
+def opens_thoughts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> bool:
+    """Whether a prompt ends inside thoughts."""
+    return decode(tokenizer, ids[-8:]).rstrip().endswith(THINK)
+
+
 class PromptBuilder:
     """Turns texts into requests for one model, one protocol and one set of rules.
 
@@ -121,23 +136,28 @@ class PromptBuilder:
         self.chat = self._decide_chat()
         self._settings = template_settings(model, protocol) if self.chat else TemplateSettings()
         self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
+        self._thoughts = self._may_think()
+        self.answer_tokens = Request(
+            sample_id="", subset="", segments=(), max_new_tokens=self.max_new_tokens, thoughts=self._thoughts
+        ).answer_tokens
         # A model answers nothing behind its context length, so prompt and answer share it.
-        self.room_tokens = model.max_tokens - self.max_new_tokens
-        overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if self.chat else 0
+        self.room_tokens = model.max_tokens - self.answer_tokens
+        wraps = self.chat or (protocol.system is not None and not rendered)
+        overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if wraps else 0
         self._template_tokens = overhead - len(self.tokenizer.encode("a")) + len(self._encode("a"))
         # What stands before the user's text, whatever that is.
-        both = (self._encode(self._wrap(text)) for text in ("a", "b")) if self.chat else ((), ())
+        both = (self._encode(self._wrap(text)) for text in ("a", "b")) if wraps else ((), ())
         self._instruction = tuple(common_prefix(*both))
-        available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
+        self._available = available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
             raise ValueError(
                 f"model {model.name} holds {model.max_tokens} tokens, which leaves none for a prompt beside an answer "
-                f"of {self.max_new_tokens}; lower protocol.max_new_tokens or choose a model with a longer context"
+                f"of {self.answer_tokens}; lower protocol.max_new_tokens or choose a model with a longer context"
             )
         if max_prompt_tokens is not None and not 2 <= max_prompt_tokens <= self.room_tokens - overhead:
             raise ValueError(
                 f"task.max_prompt_tokens={max_prompt_tokens} must lie between 2 and {self.room_tokens - overhead}: "
-                f"model {model.name} holds {model.max_tokens} tokens, the answer takes {self.max_new_tokens} and the "
+                f"model {model.name} holds {model.max_tokens} tokens, the answer takes {self.answer_tokens} and the "
                 f"chat template {overhead}; leave it out to use what the model allows"
             )
         self.max_prompt_tokens = max_prompt_tokens or available
@@ -156,6 +176,7 @@ class PromptBuilder:
         answers: Sequence[str] = (),
         meta: dict | None = None,
         prefix: str = "",
+        turns: Sequence[Turn] = (),
     ) -> Request:
         """Make the request of one sample.
 
@@ -170,6 +191,7 @@ class PromptBuilder:
             meta: What the journal keeps beside the answer.
             prefix: The beginning of the answer, which the model continues: behind the prompt, in a chat behind the
                 header of the answer.
+            turns: What follows the first answer, in a conversation; see `turn`.
 
         Returns:
             The request; two segments only when the protocol is not query aware and the question does not begin inside
@@ -178,14 +200,22 @@ class PromptBuilder:
         Raises:
             ValueError: the chat template changes the text of the prompt, so that the question cannot be found in it.
         """
-        whole, limit = (context, question), self.max_prompt_tokens
+        later = sum(len(turn.tokens) + self.answer_tokens for turn in turns)
+        room, whole = self.room_tokens - later, (context, question)
+        limit = min(self.max_prompt_tokens, self._available - later) if later else self.max_prompt_tokens
+        if limit < 2:
+            raise ValueError(
+                f"{sample_id}: the turns of the conversation and their answers take up to {later} tokens of the "
+                f"{self.model.max_tokens} of model {self.model.name}, and leave none for a prompt; shorten them, or "
+                "lower protocol.max_new_tokens"
+            )
         # Once: a document of megabytes takes long.
         tokens = self.tokenizer.encode(context + question, add_special_tokens=not self.rendered)
         parts = self._cut(whole, tokens, limit)
         rendered = self._open("".join(parts), prefix)
         ids = self._encode(rendered)
-        while len(ids) > self.room_tokens:
-            limit = max(limit - (len(ids) - self.room_tokens), 2)
+        while len(ids) > room:
+            limit = max(limit - (len(ids) - room), 2)
             parts = self._cut(whole, tokens, limit)
             rendered = self._open("".join(parts), prefix)
             ids = self._encode(rendered)
@@ -199,6 +229,8 @@ class PromptBuilder:
             segments=self._segments(ids, rendered, *parts),
             gold=self._gold(ids, rendered, gold),
             answers=tuple(answers) or ((gold,) if gold else ()),
+            turns=tuple(turns),
+            thoughts=self._thoughts_behind(ids),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=min(self.rules.min_new_tokens, self.max_new_tokens),
             stop=self.rules.stop,
@@ -216,9 +248,55 @@ class PromptBuilder:
         """See `thinking_label`."""
         return thinking_label(self.protocol, self.chat or self.rendered)
 
+    def check_prefix(self) -> None:
+        """Raises ValueError where the beginning of an answer would stand inside the thoughts of a model."""
+        if self.chat and opens_thoughts(self.tokenizer, self._encode(self._wrap("a"))):
+            raise ValueError(
+                f"the chat template of model {self.model.name} begins the answer with thoughts, and the answer's "
+                "prefix would stand inside them; set task.answer_prefix=false, or protocol.thinking=false where the "
+                "template has that switch"
+            )
+
     def opens_thoughts(self, request: Request) -> bool:
         """Whether the prompt ends inside thoughts: an answer without `</think>` then is all thoughts."""
-        return decode(self.tokenizer, request.segments[-1][-8:]).rstrip().endswith(THINK)
+        return opens_thoughts(self.tokenizer, request.segments[-1])
+
+    def turn(
+        self, said: str, *, gold: str = "", answers: Sequence[str] = (), prefix: str = "", separator: str = "\n\n"
+    ) -> Turn:
+        """Make a turn of a conversation.
+
+        Args:
+            said: What the user says.
+            gold: As in `build`.
+            answers: As in `build`.
+            prefix: As in `build`.
+            separator: What stands before it where the prompt is no chat.
+
+        Raises:
+            ValueError: The chat template has no place for it.
+        """
+        if self.chat or self.rendered:
+            settings = self._settings if self.chat else template_settings(self.model, self.protocol)
+            text = between(self.model, said, settings)
+            text += prefix.lstrip() if text[-1:].isspace() else prefix
+        else:
+            text = separator + said + prefix
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        right = tuple(answers) or ((gold,) if gold else ())
+        return Turn(tokens=ids, gold=self._gold(list(ids), text, gold, begins=False), answers=right)
+
+    def _may_think(self) -> Thoughts | None:
+        """How answers may begin with thoughts, but for what the prompt opens."""
+        if not (self.chat or self.rendered):
+            return None
+        budget = self.protocol.thinking_tokens
+        end = self.tokenizer.encode(_THOUGHTS_OVER, add_special_tokens=False) if budget is not None else ()
+        return Thoughts(budget_tokens=budget, end=tuple(end))
+
+    def _thoughts_behind(self, ids: Sequence[int]) -> Thoughts | None:
+        """How the answer to a prompt may begin with thoughts."""
+        return self._thoughts and replace(self._thoughts, opened=opens_thoughts(self.tokenizer, ids))
 
     def _decide_chat(self) -> bool:
         if self.rendered or self.protocol.chat_template == "never":
@@ -229,9 +307,12 @@ class PromptBuilder:
         return self.rules.chat_template and self.model.chat_template
 
     def _wrap(self, text: str) -> str:
-        if not self.chat:
+        if self.rendered:
             return text
-        return render_chat(self.model, [{"role": "user", "content": text}], self._settings)
+        if not self.chat:
+            return text if self.protocol.system is None else f"{self.protocol.system}\n\n{text}"
+        messages = [*system_messages(self.protocol), {"role": "user", "content": text}]
+        return render_chat(self.model, messages, self._settings)
 
     def _open(self, text: str, prefix: str) -> str:
         """The prompt with the beginning of its answer; a space is not put behind a line break of the template."""
@@ -242,9 +323,9 @@ class PromptBuilder:
         """Tokens of an uncut prompt with its chat template and the beginning of its answer."""
         return len(self._encode(self._open(text, prefix)))
 
-    def _encode(self, rendered: str) -> list[int]:
+    def _encode(self, rendered: str, begins: bool = True) -> list[int]:
         # A chat template writes its own special tokens.
-        return self.tokenizer.encode(rendered, add_special_tokens=not (self.chat or self.rendered))
+        return self.tokenizer.encode(rendered, add_special_tokens=begins and not (self.chat or self.rendered))
 
     def _cut(self, whole: tuple[str, str], ids: list[int], limit: int) -> tuple[str, str]:
         """Cut the middle out of a prompt that has more than `limit` tokens, which are `ids`.
@@ -292,13 +373,14 @@ class PromptBuilder:
             return (tuple(ids),)
         return tuple(ids[:border]), tuple(ids[border:])
 
-    def _gold(self, ids: list[int], rendered: str, gold: str) -> tuple[int, ...]:
-        """Tokens of the reference answer as it would follow the prompt: after a space unless one is there already."""
+    def _gold(self, ids: list[int], rendered: str, gold: str, begins: bool = True) -> tuple[int, ...]:
+        """Tokens of the reference answer as it would follow the prompt: after a space unless one is there already;
+        `begins` says whether the prompt begins the text."""
         if not gold:
             return ()
         if not rendered[-1:].isspace() and not gold[:1].isspace():
             gold = " " + gold
-        joined = self._encode(rendered + gold)
+        joined = self._encode(rendered + gold, begins)
         if joined[: len(ids)] == ids and len(joined) > len(ids):
             return tuple(joined[len(ids) :])
         return tuple(self.tokenizer.encode(gold, add_special_tokens=False))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from kvbench.errors import check_keys
 from kvbench.rules.declared import check_settings
-from kvbench.rules.kinds import Choice, Day, Number, Whole
+from kvbench.rules.kinds import Choice, Day, Number, Text, Whole
 
 CHAT_TEMPLATE = ("auto", "always", "never")
 # The default of Llama 3.1's chat template.
@@ -27,6 +27,10 @@ class Protocol:
         max_new_tokens: Length limit of the answer; None takes the task's own.
         thinking: Sets the `enable_thinking` of the chat template; None leaves it to the template. Thoughts are never
             graded.
+        thinking_tokens: Most tokens of thoughts, which then do not count as the answer's: thoughts that have used them
+            up are ended, and the answer follows. None counts them as the answer's.
+        system: What the system says before the user, in every prompt: as the chat template's system message, and in
+            front of a prompt that is no chat. None says nothing.
         date: The day that a chat template is told when it asks for today's, as YYYY-MM-DD; fixed, so that a prompt is
             the same on every day.
 
@@ -41,6 +45,8 @@ class Protocol:
     num_samples: Annotated[int, Whole(1, 2**16, unit="answers")] = 1
     max_new_tokens: Annotated[int | None, Whole(1, unit="tokens")] = None
     thinking: bool | None = None
+    thinking_tokens: Annotated[int | None, Whole(1, unit="tokens")] = None
+    system: Annotated[str | None, Text()] = None
     date: Annotated[str, Day()] = TEMPLATE_DATE
 
     def __post_init__(self) -> None:
@@ -50,11 +56,23 @@ class Protocol:
                 f"protocol.thinking={str(self.thinking).lower()} sets a switch of the chat template, and "
                 "protocol.chat_template=never uses none; change one of the two"
             )
+        if self.thinking_tokens is not None and (self.chat_template == "never" or self.thinking is False):
+            raise ValueError(
+                f"protocol.thinking_tokens={self.thinking_tokens} bounds thoughts, and there are none with "
+                "protocol.chat_template=never or protocol.thinking=false; change one of the two"
+            )
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"protocol.num_samples={self.num_samples} with temperature=0 would give the same answer "
                 f"{self.num_samples} times; set protocol.temperature above 0 or protocol.num_samples=1"
             )
+
+    @property
+    def chat_setting(self) -> str | None:
+        """The setting that only a chat can follow, as the user writes it; None where there is none."""
+        if self.thinking is not None:
+            return f"protocol.thinking={str(self.thinking).lower()}"
+        return None if self.thinking_tokens is None else f"protocol.thinking_tokens={self.thinking_tokens}"
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> "Protocol":

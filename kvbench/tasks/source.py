@@ -117,6 +117,22 @@ def zip_lines(archive: Path, member: str) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
 
 
+def list_lines(path: Path) -> Iterator[bytes]:
+    """The rows of a file that is one JSON list, each as a line.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); fetch or copy it again") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must be a list of rows, it is {type(rows).__name__}; fetch or copy it again")
+    for row in rows:
+        yield json.dumps(row).encode()
+
+
 def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None) -> Rows:
     """Read and check every row; one broken row does not stop the others.
 

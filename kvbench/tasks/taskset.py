@@ -1,5 +1,6 @@
 """A task ready to run: its requests, how answers are scored, and how scores are put together."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +11,7 @@ from statistics import fmean
 from kvbench.config.code import hash_files, libraries, reached
 from kvbench.engine.requests import Outcome, Request
 from kvbench.stats.strata import Weighting
+from kvbench.tasks.answers import graded_text
 from kvbench.tasks.sampling_stats import answer_statistics
 
 
@@ -40,11 +42,14 @@ class TaskSet:
         weighting: What weighs the same in the mean over subsets: every `subset`, or every `sample`.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
-        scorer: (sample id, answer) -> scores.
+        scorer: (sample id, answer without its thoughts) -> scores.
+        turn_scorer: (sample id, which answer of the conversation from 0, answer without its thoughts) -> scores; for
+            tasks whose requests have turns.
         grading_limit_s: Longest time to grade one answer, wall time; None for a grader that has limits of its own.
         grading_workers: How many answers may be graded at a time while the model goes on with the next; for a grader
             that waits for other processes and may be called from several threads. 0: each where it comes up.
-        by: Keys of the records' `meta` by which the scores are also reported, for example `length`.
+        by: Keys of the records' `meta` by which the scores are also reported, for example `length`. Conversations are
+            reported by turn, too.
     """
 
     name: str
@@ -54,6 +59,7 @@ class TaskSet:
     metrics: dict[str, MetricInfo]
     primary: str
     scorer: Callable[[str, str], Mapping[str, float]]
+    turn_scorer: Callable[[str, int, str], Mapping[str, float]] | None = None
     quarantined: list[dict] = field(default_factory=list)
     copies: list[dict] = field(default_factory=list)
     grading_limit_s: float | None = 120.0
@@ -71,12 +77,23 @@ class TaskSet:
         Returns:
             Metric -> value in [0, 1], for every name in `metrics`.
         """
-        scores = self.scorer(request.sample_id, text)
+        scores = self.scorer(request.sample_id, graded_text(request, text))
         return {name: float(scores[name]) for name in self.metrics}
 
     def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
-        """Score one answer, which most tasks do by its text alone; arguments and results as for `score`."""
-        return self.score(request, outcome.text)
+        """Score an answer by its text, or a conversation by the mean over its answers; as `score`."""
+        if not request.turns:
+            return self.score(request, outcome.text)
+        texts = [*(turn["text"] for turn in outcome.turns), outcome.text]
+        each = [self.score_turn(request, place, text) for place, text in enumerate(texts)]
+        return {name: fmean(scores[name] for scores in each) for name in self.metrics}
+
+    def score_turn(self, request: Request, place: int, text: str) -> dict[str, float]:
+        """Score one answer of a conversation; `place` counts them from 0, the rest as for `score`."""
+        if self.turn_scorer is None:
+            raise NotImplementedError(f"task {self.name} has no conversations")
+        scores = self.turn_scorer(request.sample_id, place, graded_text(request, text))
+        return {name: float(scores[name]) for name in self.metrics}
 
     def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
         """Score the log-likelihoods of a request's choices; only tasks whose requests have some need it.
@@ -107,13 +124,13 @@ class TaskSet:
         subsets = {name: self._mean(group) for name, group in _group(records, lambda r: r["subset"]).items()}
         result: dict = {"subsets": subsets, "overall": {}}
         for metric in self.metrics:
-            known = [numbers for numbers in subsets.values() if numbers[metric] is not None]
-            weights = [numbers["num_samples"] if self.weighting == "sample" else 1 for numbers in known]
-            result["overall"][metric] = fmean((n[metric] for n in known), weights) if known else None
+            result["overall"][metric] = self._over(subsets.values(), metric)
         if answers := answer_statistics(records):
             result["answers"] = answers
         if self.by:
             result["by"] = {key: self._by(records, key) for key in self.by}
+        if any(request.turns for request in self.requests):
+            result["by"] = result.get("by", {}) | {"turn": self._by_turn(records)}
         bucketed = [record for record in records if (record.get("meta") or {}).get("length_bucket")]
         if bucketed:
             result["length_buckets"] = {
@@ -126,7 +143,30 @@ class TaskSet:
         return result
 
     def _by(self, records: list[dict], key: str) -> dict[str, dict]:
-        return {name: self._mean(some) for name, some in _group(records, lambda r: str(r["meta"][key])).items()}
+        """The scores by a key of `meta`: over several subsets, their mean as it is over all."""
+        found = {}
+        for name, some in _group(records, lambda r: str(r["meta"][key])).items():
+            found[name] = whole = self._mean(some)
+            subsets = [self._mean(group) for group in _group(some, lambda r: r["subset"]).values()]
+            whole |= {metric: self._over(subsets, metric) for metric in self.metrics}
+        return found
+
+    def _over(self, subsets: Iterable[dict], metric: str) -> float | None:
+        """The mean of a metric over subsets with the task's weights; None without samples."""
+        known = [numbers for numbers in subsets if numbers[metric] is not None]
+        weights = [numbers["num_samples"] if self.weighting == "sample" else 1 for numbers in known]
+        return fmean((numbers[metric] for numbers in known), weights) if known else None
+
+    def _by_turn(self, records: list[dict]) -> dict[str, dict]:
+        asked = {request.sample_id: request for request in self.requests}
+        turns: dict[str, list[dict]] = {}
+        for record in records:
+            request, failed = asked[record["sample_id"]], record.get("status", "ok") != "ok"
+            texts = [*(turn["text"] for turn in record.get("turns", ())), record["text"]]
+            for place in range(len(request.turns) + 1):
+                scores = {} if failed else self.score_turn(request, place, texts[place])
+                turns.setdefault(str(place + 1), []).append(record | {"scores": scores})
+        return {turn: self._mean(group) for turn, group in turns.items()}
 
     def _mean(self, records: list[dict]) -> dict:
         by_sample = _group([r for r in records if r.get("status", "ok") == "ok"], lambda r: r["sample_id"])
@@ -182,6 +222,8 @@ def fingerprint(requests: Iterable[Request], references: Mapping[str, object], f
             request.top_p,
             request.num_samples,
             request.past_context,
+            [dataclasses.astuple(turn) for turn in request.turns],
+            request.thoughts and dataclasses.astuple(request.thoughts),
             references[request.sample_id],
         ]
         digest.update(json.dumps(asked, sort_keys=True).encode())

@@ -91,4 +91,4 @@ def vote(text: str, opened: bool = False) -> str | None:
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:
     """What lm-eval calls."""
-    return grade(doc["answer"], results[0], doc.get("thinking_opened", False))
+    return grade(doc["answer"], results[0])

@@ -45,10 +45,4 @@ def grade(
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:
     """What lm-eval calls."""
-    return grade(
-        doc["subset"],
-        json.loads(doc["row"]),
-        results[0],
-        allow_code_execution=doc["allow_code_execution"],
-        opened=doc.get("thinking_opened", False),
-    )
+    return grade(doc["subset"], json.loads(doc["row"]), results[0], allow_code_execution=doc["allow_code_execution"])

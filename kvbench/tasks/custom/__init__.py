@@ -1,9 +1,10 @@
 """`task=custom`: questions of the user's own, from a JSONL file, graded by a metric chosen by name.
 
 A row has `context`, `question` and `answers`, or `messages` and `answers`. Models with a chat template are asked as a
-chat (`protocol.chat_template=never` for none). With `protocol.query_aware=false` the context is compressed before the
-question is seen; of messages, the last one is the question and the others are the context. A broken row is named by
-file and line, and the rest run.
+chat (`protocol.chat_template=never` for none). With `turns`, further questions and their answers, a row is a
+conversation: each question is read into the compressed cache behind the answer before it. With
+`protocol.query_aware=false` the context is compressed before the question is seen; of messages, the last one is the
+question and the others are the context. A broken row is named by file and line, and the rest run.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.rules.kinds import Choice, Several, Text, Whole
-from kvbench.tasks.answers import after_thinking
-from kvbench.tasks.chat import render_chat, template_settings
+from kvbench.tasks.chat import render_chat, system_messages, template_settings
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
 from kvbench.tasks.custom.metrics import CHOICE_MEANING, METRICS, SCORES, grade
@@ -25,7 +25,7 @@ from kvbench.tasks.source import Rows
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
-    from kvbench.engine.requests import Request
+    from kvbench.engine.requests import Request, Turn
     from kvbench.models.load import LoadedModel
 
 _FOLDER = Path(__file__).resolve().parent
@@ -87,11 +87,11 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     chosen = _chosen(rows, limit)
     requests = [asker.choices(row) if metric == CHOICE else asker.answer(row) for row in chosen]
     asked = {request.sample_id: row for request, row in zip(requests, chosen, strict=True)}
-    opened = {request.sample_id for request in requests if asker.chat and asker.texts.opens_thoughts(request)}
 
-    def score(sample_id: str, answer: str) -> dict[str, float]:
-        rest = after_thinking(answer, sample_id in opened)
-        return {"score": grade(metric, rest or "", asked[sample_id]["answers"])}
+    def score_turn(sample_id: str, place: int, answer: str) -> dict[str, float]:
+        row = asked[sample_id]
+        answers = row["turns"][place - 1]["answers"] if place else row["answers"]
+        return {"score": grade(metric, answer, answers)}
 
     told: dict[str, Any] = {
         "file": Path(rows.file).name,
@@ -103,11 +103,14 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     return CustomSet(
         name="custom",
         protocol=protocol.to_dict() | told,
-        fingerprint=fingerprint(requests, {key: [metric, row["answers"]] for key, row in asked.items()}, _FOLDER),
+        fingerprint=fingerprint(
+            requests, {key: [metric, row["answers"], row["turns"]] for key, row in asked.items()}, _FOLDER
+        ),
         requests=requests,
         metrics={"score": MetricInfo(True, CHOICE_MEANING if metric == CHOICE else SCORES[metric][1])},
         primary="score",
-        scorer=score,
+        scorer=lambda sample_id, answer: score_turn(sample_id, 0, answer),
+        turn_scorer=score_turn,
         quarantined=rows.quarantined,
         copies=rows.copies,
         right={key: row["choices"].index(row["answers"][0]) for key, row in asked.items() if row["choices"]},
@@ -148,6 +151,13 @@ class _Asker:
             answers=row["answers"],
             prefix=self.prefix,
             meta=_meta(row),
+            turns=[self._turn(builder, turn) for turn in row["turns"]],
+        )
+
+    def _turn(self, builder: PromptBuilder, turn: dict[str, Any]) -> "Turn":
+        gold = turn["answers"][0] if self.forces else ""
+        return builder.turn(
+            turn["question"], gold=gold, answers=turn["answers"], prefix=self.prefix, separator=self.separator
         )
 
     def choices(self, row: dict[str, Any]) -> "Request":
@@ -157,6 +167,8 @@ class _Asker:
             context, question = self._rendered([{"role": "user", "content": context + question}], question)
         prefix = self.prefix.lstrip() if (context + question)[-1:].isspace() else self.prefix
         space = "" if (context + question + prefix)[-1:].isspace() else " "
+        if not self.chat and self.protocol.system is not None:
+            context = f"{self.protocol.system}\n\n{context}"
         if self.protocol.query_aware:
             context, question = context + question, ""
         return choice_request(
@@ -182,7 +194,11 @@ class _Asker:
         return (self.separator.join(before), self.separator + last) if before else ("", last)
 
     def _rendered(self, messages: list[dict[str, str]], question: str) -> tuple[str, str]:
-        text = render_chat(self.model, messages, template_settings(self.model, self.protocol))
+        told = system_messages(self.protocol)
+        if told and messages[0]["role"] == "system":  # templates take one
+            told[0]["content"] += "\n\n" + messages[0]["content"]
+            messages = messages[1:]
+        text = render_chat(self.model, [*told, *messages], template_settings(self.model, self.protocol))
         place = text.rfind(question.strip())
         if place < 0:
             if not self.protocol.query_aware:

@@ -1,7 +1,7 @@
 """Rows of a file of the user's own."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,13 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
     Args:
         row: `question` and, where there is one, `context`; or `messages`, each with `role` and `content`, the last of
             the user. `answers`, a text or a list of texts. For the metric `choice`, `choices`, and `answers` is one of
-            them or its place from 0. `subset` and `id` may be there.
+            them or its place from 0. `turns`, further questions with their answers, makes it a conversation. `subset`
+            and `id` may be there.
         metric: What the row is graded by.
         needs_context: The context is compressed before the question is seen.
 
     Returns:
-        `context`, `question`, `messages` (None without), `answers`, `choices`, `subset`, `id`.
+        `context`, `question`, `messages` (None without), `answers`, `choices`, `turns`, `subset`, `id`.
 
     Raises:
         ValueError: What is wrong with the row.
@@ -67,17 +68,40 @@ def check_row(row: Mapping[str, Any], *, metric: str, needs_context: bool) -> di
     if metric == CHOICE and (len(choices) < 2 or len(set(choices)) < len(choices) or answers[0] not in choices):
         raise ValueError("field choices must be two or more different texts, with the answer among them")
     if metric == REGEX:
-        for answer in answers:
-            try:
-                re.compile(answer)
-            except re.error as error:
-                raise ValueError(f"field answers has no regular expression: {error}") from error
+        _check_patterns(answers)
+    turns = _turns(row.get("turns"), metric)
     subset = _text("subset", row.get("subset", "all"))
     name = row.get("id", "")
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise ValueError(f"field id must be a text or a whole number, it is {type(name).__name__}")
     checked = {"context": context, "question": question, "messages": messages, "answers": answers}
-    return checked | {"choices": choices, "subset": subset, "id": str(name)}
+    return checked | {"choices": choices, "turns": turns, "subset": subset, "id": str(name)}
+
+
+def _check_patterns(answers: Sequence[str]) -> None:
+    for answer in answers:
+        try:
+            re.compile(answer)
+        except re.error as error:
+            raise ValueError(f"field answers has no regular expression: {error}") from error
+
+
+def _turns(value: object, metric: str) -> list[dict[str, Any]]:
+    """What is asked behind the first answer: each with `question` and `answers`."""
+    if value is None:
+        return []
+    if metric == CHOICE:
+        raise ValueError(f"field turns goes on behind an answer, and with metric={CHOICE} nothing is answered")
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError("field turns must be a list of objects with question and answers")
+    turns = []
+    for item in value:
+        given = item["answers"] if item.get("answers") is not None else item.get("answer")
+        answers = _texts("turns.answers", given)
+        turns.append({"question": _text("turns.question", item.get("question")), "answers": answers})
+        if metric == REGEX:
+            _check_patterns(answers)
+    return turns
 
 
 def _text(field: str, value: object, may_be_empty: bool = False) -> str:

@@ -61,9 +61,9 @@ def grade(reference: str, text: str, *, last: bool, opened: bool = False) -> dic
 
 def process_few_shot(doc: dict, results: list[str]) -> dict[str, float]:
     """What lm-eval calls for the few-shot forms."""
-    return grade(doc["answer"], results[0], last=False, opened=doc.get("thinking_opened", False))
+    return grade(doc["answer"], results[0], last=False)
 
 
 def process_chat(doc: dict, results: list[str]) -> dict[str, float]:
     """What lm-eval calls for the zero-shot form."""
-    return grade(doc["answer"], results[0], last=True, opened=doc.get("thinking_opened", False))
+    return grade(doc["answer"], results[0], last=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.engine.requests import Request
 from kvbench.errors import unknown_name
-from kvbench.rules.kinds import Choice, Text, Whole
+from kvbench.rules.kinds import Choice, Text, Values, Whole
 from kvbench.tasks.chat import TemplateSettings, render_chat, require_template, template_settings, thinking_label
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.draw import Limit, drawn
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
 _FOLDER = Path(__file__).resolve().parent
+# What the documents of lm-eval's tasks call the text that a question is about.
+CONTEXT_FIELDS = ("context", "passage", "article", "document", "story", "text", "content", "input")
 _OTHER_WAY = "`kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
 
 
@@ -51,6 +53,10 @@ class Settings(TaskSettings):
         include_path: Folder with task YAMLs of the user's own, searched first.
         data_dir: Folder with a copy of the data set's repository; None for the cache, then the hub.
         metric: The one that stands for the task; None for the first.
+        metadata: What lm-eval tells every task, for those that make their own data; None for the model's tokenizer
+            alone.
+        context_field: The field of a document that is its context, for `protocol.query_aware=false`; None for the first
+            of `CONTEXT_FIELDS` that it has.
     """
 
     harness: Annotated[str, Choice(("lm_eval",))] = "lm_eval"
@@ -58,6 +64,8 @@ class Settings(TaskSettings):
     include_path: Annotated[str | None, Text()] = None
     data_dir: DataDir = None
     metric: Annotated[str | None, Text()] = None
+    metadata: Annotated[Mapping[str, Any] | None, Values()] = None
+    context_field: Annotated[str | None, Text()] = None
 
     def __post_init__(self) -> None:
         if self.name is None:  # as in the shipped file
@@ -84,9 +92,15 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     """
     name = cfg.name
     tasks = build_tasks(
-        name, include_path=cfg.include_path, data_dir=cfg.data_dir, seed=seed, num_fewshot=cfg.num_fewshot
+        name,
+        include_path=cfg.include_path,
+        data_dir=cfg.data_dir,
+        seed=seed,
+        num_fewshot=cfg.num_fewshot,
+        metadata=cfg.metadata,
+        tokenizer=lambda: str(getattr(model.tokenizer, "name_or_path", "") or ""),
     )
-    asker = _Asker.make(model, protocol)
+    asker = _Asker.make(model, protocol, cfg.context_field)
     requests: list[Request] = []
     docs: dict[str, Doc] = {}
     for leaf, task in tasks.items():
@@ -111,6 +125,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
         "thinking": thinking_label(protocol, asker.rendered),
         "thoughts": "not graded",
         "truncation": "beginning" if choices else "middle",
+        "metadata": dict(cfg.metadata or {}),
     }
     if choices:
         rules["choices"] = "scored over pages; the last prompt token is read after compression"
@@ -168,19 +183,20 @@ class _Asker:
     protocol: Protocol
     rendered: bool
     settings: TemplateSettings
+    context_field: str | None
 
     @classmethod
-    def make(cls, model: "LoadedModel", protocol: Protocol) -> "_Asker":
+    def make(cls, model: "LoadedModel", protocol: Protocol, context_field: str | None) -> "_Asker":
         rendered = protocol.chat_template == "always"
         if rendered:
             require_template(model)
-        if protocol.thinking is not None and not rendered:
+        if protocol.chat_setting is not None and not rendered:
             raise ValueError(
-                f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and lm-eval's tasks are asked as "
+                f"{protocol.chat_setting} needs a chat, and lm-eval's tasks are asked as "
                 "plain text; set protocol.chat_template=always"
             )
         settings = template_settings(model, protocol) if rendered else TemplateSettings()
-        return cls(model, protocol, rendered, settings)
+        return cls(model, protocol, rendered, settings, context_field)
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return render_chat(self.model, messages, self.settings, add_generation_prompt)
@@ -193,6 +209,7 @@ class _Asker:
             text = task.fewshot_context(
                 doc,
                 num_fewshot=task.get_config("num_fewshot"),
+                system_instruction=self.protocol.system,
                 apply_chat_template=self.rendered,
                 fewshot_as_multiturn=self.rendered,
                 chat_template=partial(self._render) if self.rendered else None,
@@ -215,18 +232,33 @@ class _Asker:
             return len(text)
         question = task.doc_to_text(doc)
         start = text.rfind(question.strip()) if isinstance(question, str) else -1
+        context = self._context(doc, question.strip()) if start >= 0 else ""
+        if context:
+            return text.index(context, start) + len(context)
         if start <= 0 or not task.get_config("num_fewshot"):
             raise ValueError(
                 f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
-                f"task.name={leaf} have none; set task.num_fewshot above 0, or protocol.query_aware=true"
+                f"task.name={leaf} have none; name the field of its documents that is the context with "
+                f"task.context_field= (they have {', '.join(sorted(doc))}), set task.num_fewshot above 0, or "
+                "protocol.query_aware=true"
             )
         return start
+
+    def _context(self, doc: dict, question: str) -> str:
+        """The text that the question of a document is about, as it stands in it; empty where there is none."""
+        for name in CONTEXT_FIELDS if self.context_field is None else (self.context_field,):
+            found = doc.get(name)
+            # A field that ends the question is the question.
+            if isinstance(found, str) and found.strip() in question and not question.endswith(found.strip()):
+                return found.strip()
+        return ""
 
     def _generation(
         self, sample_id: str, leaf: str, task: "Task", doc: dict, instances: "list[Instance]"
     ) -> tuple[Request, bool]:
         text, generation = instances[0].args[:2]
-        rules, protocol = generation_rules(generation, self.protocol)
+        # lm-eval has put what the system says into the text.
+        rules, protocol = generation_rules(generation, replace(self.protocol, system=None))
         builder = PromptBuilder(self.model, protocol, rules, rendered=self.rendered)
         border = self._border(leaf, task, doc, text)
         target = gold = task.doc_to_target(doc)

@@ -3,7 +3,7 @@
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
@@ -64,7 +64,12 @@ def folders_of(name: str, roots: Iterable[Path]) -> list[Path]:
 
 
 def manager_of(
-    names: Iterable[str], include_path: Sequence[str] = (), *, extra: Sequence[Path] = (), kind: type | None = None
+    names: Iterable[str],
+    include_path: Sequence[str] = (),
+    *,
+    extra: Sequence[Path] = (),
+    kind: type | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> "TaskManager":
     """lm-eval's task manager over the folders of some tasks, and of everything that their groups name.
 
@@ -73,6 +78,7 @@ def manager_of(
         include_path: Folders with further task YAMLs; they are looked in first.
         extra: Folders that are looked in last.
         kind: The class of manager; lm-eval's by default.
+        metadata: What the manager tells every task that it makes.
 
     Raises:
         ValueError: No such name, or no such folder; the message has the nearest names.
@@ -97,7 +103,8 @@ def manager_of(
         with quiet():
             # Later folders win, so the user's own come last.
             ordered = sorted(folders, key=lambda folder: any(folder.is_relative_to(root) for root in own))
-            manager = (kind or TaskManager)(include_defaults=False, include_path=ordered)
+            told = {} if metadata is None else {"metadata": dict(metadata)}
+            manager = (kind or TaskManager)(include_defaults=False, include_path=ordered, **told)
         todo = sorted(_children(manager.task_index) - set(manager.task_index) - seen)
     return manager
 
@@ -123,7 +130,14 @@ def _unknown(name: str, roots: Iterable[Path]) -> ValueError:
 
 
 def build_tasks(
-    name: str, *, include_path: str | None, data_dir: str | None, seed: int, num_fewshot: int | None
+    name: str,
+    *,
+    include_path: str | None,
+    data_dir: str | None,
+    seed: int,
+    num_fewshot: int | None,
+    metadata: Mapping[str, Any] | None = None,
+    tokenizer: Callable[[], str] = str,
 ) -> "dict[str, Task]":
     """Build lm-eval's task objects, their data loaded.
 
@@ -135,6 +149,9 @@ def build_tasks(
         data_dir: A local copy of the data set's repository, instead of its name on the hub.
         seed: 0 gives lm-eval's own seeds: 0 for what tasks shuffle, 1234 for the choice of examples.
         num_fewshot: Examples in front of each question; None takes the task's own.
+        metadata: What every task is told, for those that make their own data (RULER, BABILong): lengths, for example.
+        tokenizer: Gives the folder of the model's tokenizer, for tasks that make their own data and are not told
+            another one.
 
     Returns:
         Name -> task of every leaf, in lm-eval's order.
@@ -143,7 +160,13 @@ def build_tasks(
         MissingDataError: The data is not here and not to be had.
         ValueError: Unknown name, or a task that needs a package that is not installed.
     """
-    manager = manager_of([name], [include_path] if include_path else [])
+    folders = [include_path] if include_path else []
+    manager = manager_of([name], folders)
+    told = dict(metadata or {})
+    if any((entry.cfg or {}).get("custom_dataset") for entry in manager.task_index.values()) and (own := tokenizer()):
+        told = {"tokenizer": own} | told
+    if told:
+        manager = manager_of([name], folders, metadata=told)
     specs = _specs(name, manager.task_index, data_dir)
     state = random.getstate()
     random.seed(seed)  # some tasks shuffle their choices with the global generator
@@ -227,10 +250,23 @@ def _load(manager: "TaskManager", name: str, specs: list) -> "dict[str, Task]":
             return manager.load(specs)["tasks"]
     except ImportError as error:
         raise missing_package(f"task.name={name}", error) from error
+    except AssertionError as error:
+        why = " ".join(str(error).split())[:300] or "an assertion of its code failed"
+        raise ValueError(
+            f"task.name={name} cannot make its data: {why}; tell it more with task.metadata={{NAME: VALUE}}"
+        ) from error
     except KeyError as error:
         raise ValueError(
             f"task.name={name}: its data has no split {error} (or lm-eval no task of that name); give a whole copy of "
             "the data set's repository as task.data_dir, or leave it out"
+        ) from error
+    except LookupError as error:  # nltk's, for a text model of its own that it has not
+        wanted = re.search(r"nltk\.download\('([\w.]+)'\)", str(error))
+        if wanted is None:
+            raise
+        raise ValueError(
+            f"task.name={name} needs {wanted[1]} of nltk, which is not here; `python -m nltk.downloader {wanted[1]}` "
+            "gets it where there is a network"
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _missing(name, manager, error) from error

@@ -83,7 +83,8 @@ def common_metrics(tasks: "Mapping[str, Task]") -> dict[str, MetricInfo]:
         reported = sorted({name for task in tasks.values() for name in task.aggregation()})
         raise ValueError(
             f"the tasks {', '.join(list(tasks)[:5])} share no metric that is a mean over documents (they report "
-            f"{', '.join(reported)}); choose one task, or run `kvbench lm_eval --model kvbench --tasks ...`"
+            f"{', '.join(reported)}); choose one task, or run `kvbench lm_eval --model kvbench --tasks ...`. RULER's "
+            "are made and scored by task=ruler"
         )
     return {name: MetricInfo(each[0][name], f"lm-eval's {name}") for name in names}
 

@@ -52,6 +52,16 @@ ENGLISH = (
     "repobench-p",
 )
 LONGBENCH_E = tuple(f"{name}_e" for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
+# The headings of the paper's table 1; `kvbench table by=category` has the same.
+CATEGORIES = {
+    "Single-document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "Multi-document QA": ("hotpotqa", "2wikimqa", "musique"),
+    "Summarization": ("gov_report", "qmsum", "multi_news"),
+    "Few-shot learning": ("trec", "triviaqa", "samsum"),
+    "Synthetic": ("passage_count", "passage_retrieval_en"),
+    "Code": ("lcc", "repobench-p"),
+}
+CATEGORY = {subset: name for name, subsets in CATEGORIES.items() for subset in subsets}
 GROUPS = {"en": ENGLISH, "e": LONGBENCH_E}
 METRICS = {
     "score": MetricInfo(
@@ -117,11 +127,10 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
         for doc in (docs[at] for at in drawn(len(docs), limit, subset)):
             request = make_request(task, builder, doc, subset)
             requests.append(request)
-            thoughts = {"thinking_opened": builder.opens_thoughts(request)} if builder.chat else {}
-            scored[request.sample_id] = (task, doc | thoughts)
-    if protocol.thinking is not None and not any(rule["chat_template"] for rule in rules.values()):
+            scored[request.sample_id] = (task, doc)
+    if protocol.chat_setting is not None and not any(rule["chat_template"] for rule in rules.values()):
         raise ValueError(
-            f"protocol.thinking={str(protocol.thinking).lower()} needs a chat, and LongBench asks none of "
+            f"{protocol.chat_setting} needs a chat, and LongBench asks none of "
             f"{', '.join(subsets)} as one; take other subsets, or set protocol.chat_template=always"
         )
     references = {key: [doc["answers"], doc["all_classes"], doc["length"]] for key, (_, doc) in scored.items()}
@@ -136,6 +145,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
         scorer=scorer_of(scored),
         quarantined=quarantined,
         copies=copies,
+        by=("category",),
     )
 
 
@@ -144,7 +154,7 @@ def make_request(task: "Task", builder: PromptBuilder, doc: dict, subset: str) -
     prompt = task.doc_to_text(doc)
     head, _, _ = task.config.doc_to_text.partition("{{context}}")
     border = len(head) + len(doc["context"])
-    meta = {"index": doc["index"], "length": doc["length"]}
+    meta = {"index": doc["index"], "length": doc["length"], "category": CATEGORY[subset.removesuffix("_e")]}
     if subset.endswith("_e"):
         meta["length_bucket"] = length_bucket(doc["length"])
     return builder.build(

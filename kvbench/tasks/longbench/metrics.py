@@ -11,7 +11,6 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.longbench.rouge import rouge_l
 
 # The form of passage_retrieval_en's references.
@@ -100,24 +99,13 @@ def first_line(prediction: str) -> str:
     return prediction.lstrip("\n").split("\n")[0]
 
 
-def _without_thoughts(doc: dict, text: str) -> str:
-    """An answer to a chat without its thoughts; nothing is left of one whose thoughts have no end.
-
-    Differs: the official code knows no thinking models.
-    """
-    if "thinking_opened" not in doc:
-        return text
-    rest = after_thinking(text, doc["thinking_opened"])
-    return "" if rest is None else rest if rest == text else rest.lstrip("\n")
-
-
 def _scorer(
     metric: Callable[..., float], cut: Callable[[str], str] = str
 ) -> Callable[[dict, list[str]], dict[str, float]]:
     """What lm-eval calls per sample: the best score over all references of the document."""
 
     def process(doc: dict, results: list[str]) -> dict[str, float]:
-        prediction = cut(_without_thoughts(doc, results[0]))
+        prediction = cut(results[0])
         return {"score": max(metric(prediction, reference, doc["all_classes"]) for reference in doc["answers"])}
 
     return process

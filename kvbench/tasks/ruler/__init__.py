@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort
 from kvbench.tasks.prompts import RETOKENISE_SLACK_TOKENS, PromptBuilder, PromptRules
@@ -30,7 +29,6 @@ from kvbench.tasks.settings import DataDir, Items, Lengths, TaskSettings, listed
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
 
 if TYPE_CHECKING:
-    from kvbench.engine.requests import Request
     from kvbench.models.load import LoadedModel
 
 GROUPS = {"generated": GENERATED, "all": tuple(DEFINITIONS)}
@@ -83,7 +81,6 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     maker = _Maker(model, protocol, essays(data_dir), items, seed, prefix)
     files = {name: documents(name, data_dir) for name in names if name in QA_FILES}
     requests, found = [], {}
-    opened: set[str] = set()
     for name in names:
         builder = maker.builder(name)
         for length in lengths:
@@ -98,15 +95,14 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
                     answers=document.answers,
                     meta={"task": name, "length": length, "index": index, "answers": list(document.answers)},
                 )
-                if check_thoughts(builder, document, request, prefix):
-                    opened.add(request.sample_id)
+                if prefix:
+                    builder.check_prefix()
                 requests.append(request)
                 found[request.sample_id] = (name, document.answers)
 
     def score(sample_id: str, answer: str) -> dict[str, float]:
         name, answers = found[sample_id]
-        rest = answer if prefix else after_thinking(answer, sample_id in opened) or ""
-        return {"score": DEFINITIONS[name].score(rest, answers)}
+        return {"score": DEFINITIONS[name].score(answer, answers)}
 
     return TaskSet(
         name="ruler",
@@ -145,31 +141,6 @@ def uncut(model: "LoadedModel", protocol: Protocol, rules: PromptRules) -> Promp
     """A builder for prompts that were made to fit: none is cut while it does."""
     usual = PromptBuilder(model, protocol, rules).max_prompt_tokens
     return PromptBuilder(model, protocol, rules, usual + RETOKENISE_SLACK_TOKENS)
-
-
-def check_thoughts(builder: PromptBuilder, document: Document, request: "Request", with_prefix: bool) -> bool:
-    """Whether the prompt opens the thoughts of a model.
-
-    Args:
-        builder: Made the request.
-        document: What the request asks.
-        request: The request.
-        with_prefix: The beginning of the answer is part of the prompt.
-
-    Raises:
-        ValueError: The beginning of the answer would stand inside thoughts.
-    """
-    if not with_prefix:
-        return builder.opens_thoughts(request)
-    if builder.chat and builder.opens_thoughts(
-        builder.build(sample_id="", subset="", context="", question=document.question)
-    ):
-        raise ValueError(
-            f"the chat template of model {builder.model.name} begins the answer with thoughts, and the answer's prefix "
-            "would stand inside them; set task.answer_prefix=false, or protocol.thinking=false where the template has "
-            "that switch"
-        )
-    return False
 
 
 class _Maker:

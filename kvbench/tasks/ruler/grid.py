@@ -15,12 +15,11 @@ from random import Random
 from typing import TYPE_CHECKING, Annotated
 
 from kvbench.rules.kinds import Choice, Several, Whole
-from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort, most_units
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.ruler import check_lengths, check_thoughts, uncut
+from kvbench.tasks.ruler import check_lengths, uncut
 from kvbench.tasks.ruler.document import Document
 from kvbench.tasks.ruler.needles import Needles, among_sentences, ask, draw, needle
 from kvbench.tasks.ruler.scores import match_all
@@ -88,7 +87,6 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     builder = uncut(model, protocol, PromptRules(max_new_tokens=ANSWER_TOKENS[values], chat_template=True))
     spec = Needles("essay", values="uuids" if values == "uuids" else "numbers", num_keys=count)
     requests, answers = [], {}
-    opened: set[str] = set()
     for length in lengths:
         for depth in depths:
             guess = None
@@ -104,14 +102,13 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
                     answers=document.answers,
                     meta={"length": length, "depth": depth, "index": index, "answers": list(document.answers)},
                 )
-                if check_thoughts(builder, document, request, prefix):
-                    opened.add(request.sample_id)
+                if prefix:
+                    builder.check_prefix()
                 requests.append(request)
                 answers[request.sample_id] = document.answers
 
     def score(sample_id: str, answer: str) -> dict[str, float]:
-        rest = answer if prefix else after_thinking(answer, sample_id in opened) or ""
-        return {"score": match_all(rest, answers[sample_id])}
+        return {"score": match_all(answer, answers[sample_id])}
 
     asked = {"lengths": lengths, "depths": depths, "items": items, "needles": count, "values": values, "seed": seed}
     asked |= {"split": "before the question", "chat": builder.chat, "answer_prefix": prefix}

@@ -1,0 +1,181 @@
+"""`task=instructions`: two instructions in the system prompt, a long text behind them, and whether both still hold.
+
+A cache that drops instructions answers questions about a text as well as ever. Here the system prompt gives two rules
+(a format, forbidden words, a language), the user shows a text that has nothing to do with them, and then asks for a
+short list that everybody knows. Each answer is checked against both rules. The answer that one would give without the
+rules breaks both, and garbage follows none, so a method that loses them falls to 0; see `rules`. With `task.turns`
+the conversation goes on in the compressed cache, and every answer is checked.
+
+Source: Chen et al., "The Pitfalls of KV Cache Compression", 2025 (arXiv 2510.00231): two instructions in one prompt,
+    of which eviction keeps one better than the other.
+Differs: the rules are checked by code and drawn anew, and no judge or data set is needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated
+
+from kvbench.rules.kinds import Whole
+from kvbench.tasks.draw import Limit
+from kvbench.tasks.fit import TooShort, most_units
+from kvbench.tasks.instructions.rules import PAIRS, Instructions, draw
+from kvbench.tasks.instructions.topics import TOPICS
+from kvbench.tasks.prompts import PromptBuilder, PromptRules
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.ruler import check_lengths, uncut
+from kvbench.tasks.ruler.words import Essays, essays
+from kvbench.tasks.settings import DataDir, Items, Lengths, TaskSettings, listed, name_list, names_of
+from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+
+if TYPE_CHECKING:
+    from kvbench.engine.requests import Request
+    from kvbench.models.load import LoadedModel
+
+METRICS = {
+    "score": MetricInfo(True, "both instructions were followed"),
+    "first": MetricInfo(True, "the first instruction was followed"),
+    "second": MetricInfo(True, "the second instruction was followed"),
+    "content": MetricInfo(True, "share of the list that was asked for, whatever the instructions"),
+}
+ANSWER_TOKENS = 96
+_FOLDER = Path(__file__).resolve().parent
+_SHOW = "Here is a text. You need not remember it.\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    """What is set of the task.
+
+    Args:
+        pairs: Which two kinds of instructions.
+        lengths: Of prompt, chat template and answers together.
+        items: Of each pair and length.
+        turns: Questions in each conversation.
+        data_dir: Folder with essays, as for RULER; None for text of kvbench's own.
+    """
+
+    pairs: Annotated[str | Sequence[str], names_of(PAIRS)] = PAIRS
+    lengths: Lengths = (1024,)
+    items: Items = 10
+    turns: Annotated[int, Whole(1, len(TOPICS), unit="questions")] = 1
+    data_dir: DataDir = None
+
+
+SETTINGS = {"instructions": Settings}
+
+
+def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
+    """Generate the prompts.
+
+    Args:
+        cfg: The settings.
+        model: Its tokenizer counts; its context must hold the longest length.
+        limit: Items of each pair and length when that is fewer.
+        seed: Decides the content.
+        protocol: How the samples are asked; what its system says stands before the instructions.
+
+    Raises:
+        ValueError: A setting does not fit the model.
+    """
+    pairs, lengths = name_list(cfg.pairs), listed(cfg.lengths)
+    items = min(cfg.items, limit.count) if limit else cfg.items
+    check_lengths(lengths, model)
+    text = essays(cfg.data_dir)
+    requests: list[Request] = []
+    told: dict[str, tuple[Instructions, list[str]]] = {}
+    for pair in pairs:
+        for length in lengths:
+            for index in range(items):
+                rng = Random(f"kvbench/instructions/{seed}/{pair}/{index}")
+                topics = rng.sample(sorted(TOPICS), cfg.turns)
+                given = draw(pair, topics, index, rng)
+                request = _Maker(model, protocol, given, topics, text, rng.randrange(len(text.words))).request(
+                    f"{pair}/{length}/{index}",
+                    length,
+                    {"pair": pair, "length": length, "index": index, "instructions": [r.text for r in given.rules]},
+                )
+                requests.append(request)
+                told[request.sample_id] = given, topics
+
+    def score(sample_id: str, place: int, answer: str) -> dict[str, float]:
+        given, topics = told[sample_id]
+        first, second, content = given.follow(TOPICS[topics[place]], answer)
+        return {"score": float(first and second), "first": float(first), "second": float(second), "content": content}
+
+    asked = {"pairs": pairs, "lengths": lengths, "items": items, "turns": cfg.turns, "seed": seed}
+    asked |= {"split": "before the question", "chat": requests[0].thoughts is not None, "essays": text.origin}
+    return TaskSet(
+        name="instructions",
+        protocol=protocol.to_dict() | asked,
+        fingerprint=fingerprint(requests, {key: [given.text, names] for key, (given, names) in told.items()}, _FOLDER),
+        requests=requests,
+        metrics=METRICS,
+        primary="score",
+        scorer=lambda sample_id, answer: score(sample_id, 0, answer),
+        turn_scorer=score,
+        by=("pair", "length"),
+    )
+
+
+class _Maker:
+    """Writes one conversation, with as much text as fits."""
+
+    def __init__(
+        self,
+        model: "LoadedModel",
+        protocol: Protocol,
+        given: Instructions,
+        topics: Sequence[str],
+        text: Essays,
+        start: int,
+    ) -> None:
+        system = given.text if protocol.system is None else f"{protocol.system}\n\n{given.text}"
+        rules = PromptRules(max_new_tokens=ANSWER_TOKENS, chat_template=True)
+        self._builder: PromptBuilder = uncut(model, replace(protocol, system=system), rules)
+        self._given, self._topics = given, topics
+        self._text = replace(text, words=text.words[start:] + text.words[:start])
+        self._prefix = "" if self._builder.chat else "\nAnswer:"
+
+    def request(self, sample_id: str, length: int, meta: dict) -> "Request":
+        """The request whose conversation has this length at most.
+
+        Raises:
+            ValueError: The instructions and questions alone take more.
+        """
+        builder, (first, *later) = self._builder, [TOPICS[name] for name in self._topics]
+        turns = [
+            builder.turn(
+                topic.question, gold=self._given.right(topic), answers=[self._given.right(topic)], prefix=self._prefix
+            )
+            for topic in later
+        ]
+        others = sum(len(turn.tokens) for turn in turns) + builder.max_new_tokens * (len(turns) + 1)
+        question = f"\n\nThat was the text. {first.question}"
+
+        def context(words: int) -> str:
+            return _SHOW + " ".join(self._text.sentences(words))
+
+        try:
+            words = most_units(
+                lambda words: builder.count(context(words) + question, self._prefix),
+                length - others,
+                4 * length,
+                least=1,
+            )
+        except TooShort as error:
+            raise ValueError(
+                f"task.lengths={length} is too short: instructions, questions and the room for the answers take "
+                f"{error.needed + others} tokens without any text; raise it, or lower task.turns"
+            ) from error
+        return builder.build(
+            sample_id=sample_id,
+            subset=meta["pair"],
+            context=context(words),
+            question=question,
+            gold=self._given.right(first),
+            prefix=self._prefix,
+            meta=meta,
+            turns=turns,
+        )

@@ -1,0 +1,131 @@
+"""InfiniteBench's retrieval subsets, on rows made here: prompts, scores, files."""
+
+import json
+
+import pytest
+
+from kvbench.data.catalogue import files_of
+from kvbench.data.check import check_file
+from kvbench.tasks import load_task
+from kvbench.tasks.infinitebench import is_right
+from kvbench.tasks.source import MissingDataError
+
+ROWS = {
+    "passkey": {
+        "id": 0,
+        "context": "The grass is green. The pass key is 71432. Remember it.",
+        "input": "What is the pass key?",
+        "answer": ["71432"],
+        "options": [],
+    },
+    "number_string": {
+        "id": 0,
+        "context": "The sequence of digits is 2200012222. Remember it.",
+        "input": "What is the sequence of digits?",
+        "answer": "2200012222",
+    },
+    "kv_retrieval": {
+        "id": 0,
+        "content": 'JSON data:\n{"a1-f": "b2-0"}',
+        "input": 'Key: "a1-f"\nThe value associated with the specified key is: ',
+        "answer": ["b2-0"],
+    },
+}
+HIDDEN = "There is an important info hidden inside a lot of irrelevant text. "
+QUIZ = " I will quiz you about the important information there."
+BEGIN = {
+    "passkey": f"{HIDDEN}Find it and memorize them.{QUIZ}",
+    "number_string": f"{HIDDEN}Find it.{QUIZ}",
+    "kv_retrieval": "Extract the value corresponding to the specified key in the JSON object below.",
+}
+END = {"passkey": "\n\nThe pass key is", "number_string": "\n\nThe sequence of digits is", "kv_retrieval": ""}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a row of each subset."""
+    for name, row in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path
+
+
+def load(folder, model, protocol=None, **settings):
+    """The task over a folder."""
+    cfg = {"name": "infinitebench", "data_dir": str(folder)} | settings
+    return load_task(cfg, model, limit=None, seed=0, protocol=protocol)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("query_aware", [True, False])
+def test_prompts_are_the_authors(folder, model, name, query_aware):
+    """To the character; in a chat what their template ends with begins the answer."""
+    row = ROWS[name]
+    context = row.get("context", row.get("content"))
+    (request,) = load(folder, model, {"chat_template": "never", "query_aware": query_aware}, subsets=name).requests
+    whole = f"<s>{BEGIN[name]}\n\n{context}\n\n{row['input']}{END[name]}"
+    assert model.tokenizer.decode(list(request.prompt)) == whole
+    if not query_aware:
+        assert row["input"] not in model.tokenizer.decode(list(request.segments[0]))
+    (request,) = load(folder, model, subsets=name).requests
+    said = model.tokenizer.decode(list(request.prompt))
+    assert said.endswith(f"<|assistant|>\n{END[name].strip()}")
+    assert request.max_new_tokens == {"passkey": 6, "number_string": 12, "kv_retrieval": 50}[name]
+    (request,) = load(folder, model, subsets=name, answer_prefix=False).requests
+    assert model.tokenizer.decode(list(request.prompt)).endswith("<|assistant|>\n") and request.max_new_tokens == 50
+
+
+@pytest.mark.parametrize(
+    ("subset", "answer", "right"),
+    [
+        ("passkey", " 71432.", True),
+        ("passkey", "<71432>", True),
+        ("passkey", "1 or 71432", False),
+        ("passkey", "714321", False),
+        ("passkey", "none", False),
+        ("number_string", "It is 2200012222!", True),
+        ("kv_retrieval", '"b2-0".', True),
+        ("kv_retrieval", "the value:b2-0, yes", True),
+        ("kv_retrieval", "b2-01", False),
+        ("kv_retrieval", "", False),
+    ],
+)
+def test_scores(folder, model, subset, answer, right):
+    """The first run of digits, or the value as a word; an oracle scores 1, and thoughts nothing."""
+    wanted = ROWS[subset]["answer"]
+    wanted = wanted[0] if isinstance(wanted, list) else wanted
+    assert is_right(subset, wanted, answer) is right
+    task = load(folder, model, subsets=subset)
+    request = task.requests[0]
+    assert task.score(request, answer)["score"] == float(right)
+    assert task.score(request, model.tokenizer.decode(list(request.gold)))["score"] == 1.0
+    assert task.score(request, f"<think>{wanted}")["score"] == 0.0
+
+
+def test_files_are_found_checked_and_asked_for(folder, model):
+    """Broken rows are named, the others run; a missing file is answered with the command that gets it."""
+    with (folder / "passkey.jsonl").open("a") as stream:
+        stream.write(json.dumps({"context": "a", "input": "b", "answer": []}) + "\n")
+    task = load(folder, model)
+    assert [request.sample_id for request in task.requests] == ["passkey/0", "number_string/0", "kv_retrieval/0"]
+    assert [one["reason"] for one in task.quarantined] == ["field answer must be a text, it is list"]
+    files = {file.name: file for file in files_of("infinitebench")}
+    assert {name: file.rows for name, file in files.items()} == {
+        "passkey": 590,
+        "number_string": 590,
+        "kv_retrieval": 500,
+    }
+    report = check_file(files["passkey"], folder, {}, partial_data=True)
+    assert (report.rows, len(report.broken)) == (1, 1)
+    assert [file.name for file in files_of("infinitebench", ["passkey"])] == ["passkey"]
+    (folder / "kv_retrieval.jsonl").unlink()
+    with pytest.raises(MissingDataError, match="no data for kv_retrieval.*hf download xinrongzhang2022/InfiniteBench"):
+        load(folder, model)
+
+
+def test_an_answer_does_not_begin_inside_thoughts(folder, model, tokenizer, monkeypatch):
+    """A template that opens thoughts is refused with the answer's beginning, and taken without."""
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "<think>\n")
+    with pytest.raises(ValueError, match="set task.answer_prefix=false"):
+        load(folder, model, subsets="passkey")
+    (request,) = load(folder, model, subsets="passkey", answer_prefix=False).requests
+    assert request.thoughts.opened

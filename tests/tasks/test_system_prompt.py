@@ -1,0 +1,117 @@
+"""What the system says: in every prompt of every task, once, before the user; and refused where it has no place."""
+
+import json
+
+import pytest
+from longbench_rows import row, write
+from problem_rows import folder_of
+
+from kvbench.tasks import load_task
+from kvbench.tasks.chat import template_settings
+from kvbench.tasks.protocol import Protocol
+
+SYSTEM = "Speak as a pirate does."
+
+
+def settings_of(name, folder) -> dict:
+    """A few prompts of a task."""
+    if name == "custom":
+        rows = [
+            {"context": "The door is red.", "question": "What is red?", "answers": "door"},
+            {"messages": [{"role": "user", "content": "What is red?"}], "answers": "door"},
+        ]
+        (folder / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return {"file": str(folder / "my.jsonl")}
+    if name == "longbench":
+        for subset in ("qasper", "trec"):  # a chat, and none
+            write(folder / f"{subset}.jsonl", row(all_classes=["Food"], answers=["Food"]))
+        return {"subsets": ["qasper", "trec"], "data_dir": str(folder)}
+    if name in ("gsm8k", "math500", "aime24"):
+        return {"data_dir": str(folder_of(folder, name))}
+    return {
+        "longctx": {"length": 512, "items": 1},
+        "ruler": {"tasks": ["niah_single_1", "vt"], "lengths": 700, "items": 1},
+        "needle": {"lengths": 512, "depths": 2, "items": 1},
+        "instructions": {"lengths": 512, "items": 1},
+    }[name]
+
+
+TASKS = ("custom", "longbench", "gsm8k", "math500", "aime24", "longctx", "ruler", "needle", "instructions")
+
+
+@pytest.mark.parametrize("chat", ["auto", "never"])
+@pytest.mark.parametrize("name", TASKS)
+def test_it_stands_before_every_prompt(model, tmp_path, name, chat):
+    """As a message of the system in a chat, else in front of the text; it is what the policy knows as instruction."""
+    if name == "longctx" and chat == "auto":
+        chat = "always"
+    cfg = {"name": name} | settings_of(name, tmp_path)
+    protocol = {"chat_template": chat, "max_new_tokens": 64}
+    with_it = load_task(cfg, model, limit=None, seed=0, protocol=protocol | {"system": SYSTEM})
+    without = load_task(cfg, model, limit=None, seed=0, protocol=protocol)
+    assert with_it.fingerprint != without.fingerprint and with_it.protocol["system"] == SYSTEM
+    for request in with_it.requests:
+        text = model.tokenizer.decode(list(request.prompt))
+        assert text.count(SYSTEM) == 1
+        if request.thoughts is not None:
+            assert text.startswith(f"<s><|system|>\n{SYSTEM}") and text.count("<s>") == 1
+        else:
+            assert text.startswith(f"<s>{SYSTEM}\n\n")
+        plain = name == "custom" and request.sample_id == "all/1" and chat == "auto"  # messages come as they are
+        kept = model.tokenizer.decode(list(request.prompt[: request.instruction_tokens]))
+        assert plain or SYSTEM in kept
+        assert request.num_prompt_tokens + request.answer_tokens <= model.max_tokens
+
+
+def test_a_system_message_of_a_row_follows_it(model, tmp_path):
+    """Templates take one, so both stand in it."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is red?"}]
+    (tmp_path / "my.jsonl").write_text(json.dumps({"messages": messages, "answers": "door"}))
+    cfg = {"name": "custom", "file": str(tmp_path / "my.jsonl")}
+    (request,) = load_task(cfg, model, limit=None, seed=0, protocol={"system": SYSTEM}).requests
+    text = model.tokenizer.decode(list(request.prompt))
+    assert text == f"<s><|system|>\n{SYSTEM}\n\nBe brief.</s><|user|>\nWhat is red?</s><|assistant|>\n"
+    (request,) = load_task(
+        cfg | {"metric": "contains"}, model, limit=None, seed=0, protocol={"system": SYSTEM, "chat_template": "never"}
+    ).requests
+    assert model.tokenizer.decode(list(request.prompt)) == f"<s>{SYSTEM}\n\nBe brief.\n\nWhat is red?"
+
+
+@pytest.mark.parametrize("chat", ["auto", "never"])
+def test_choices_have_it_too(model, tmp_path, chat):
+    """Choices are scored behind the same prompt."""
+    row = {"context": "The door is red.", "question": "What is red?", "answers": "door", "choices": ["door", "car"]}
+    (tmp_path / "my.jsonl").write_text(json.dumps(row))
+    cfg = {"name": "custom", "file": str(tmp_path / "my.jsonl"), "metric": "choice"}
+    for aware in (True, False):
+        protocol = {"system": SYSTEM, "chat_template": chat, "query_aware": aware}
+        (request,) = load_task(cfg, model, limit=None, seed=0, protocol=protocol).requests
+        text = model.tokenizer.decode(list(request.prompt))
+        assert text.startswith(f"<s><|system|>\n{SYSTEM}</s>" if chat == "auto" else f"<s>{SYSTEM}\n\nThe door")
+        assert text.count(SYSTEM) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+            "{{ m.content }}{% endfor %}",
+            "refuses it: .*no system.*",
+        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "drops it"),
+    ],
+)
+def test_templates_without_a_place_for_it(model, tokenizer, monkeypatch, template, why):
+    """One error, with what to do."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    template_settings(model, Protocol())
+    with pytest.raises(ValueError, match=f"protocol.system='Speak .*' needs a chat template .* {why}; leave"):
+        template_settings(model, Protocol(system=SYSTEM))
+
+
+@pytest.mark.parametrize("name", ["drift", "stream"])
+def test_texts_without_a_question_refuse_it(model, name):
+    """There is nothing that it would be said before."""
+    with pytest.raises(ValueError, match=f"task={name} goes on with plain text, .* leave .*protocol.system"):
+        load_task({"name": name}, model, limit=1, seed=0, protocol={"system": SYSTEM})
