@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvbench.kernels.codes import Code
 from kvbench.kernels.format import PageFormat
 
 Reduce = Literal["sum", "mean", "max"]
@@ -107,6 +108,7 @@ class Backend(ABC):
         searches_slots: Whether it has `slot_extreme`.
         isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
             order, or products in whole numbers, are other answers. Empty where it has no such choice.
+        codes: The `kernels.codes` that it has kernels for; None = all. Pages with others are the reference's work.
         fallbacks: Operations that the plain reference has done in its place so far, by name; on record with a run.
     """
 
@@ -115,6 +117,7 @@ class Backend(ABC):
     fuses_layers: bool = False
     searches_slots: bool = False
     isa: str = ""
+    codes: frozenset[Code] | None = None
 
     def __init__(self) -> None:
         self.fallbacks: set[str] = set()

@@ -3,10 +3,11 @@
 A page is a run of `page_bytes` bytes that holds the slots of one (sequence, layer, KV head) and one tier. Its regions,
 in order (T slots of D channels):
 
-- K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes)
+- K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
+  bits the lower two come first, and behind them the third
 - V codes [T, D * v_bits / 8]: slot after slot, planar likewise
-- K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel
-- V scale, V zero: fp16 [groups, T]
+- K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
+- V scale, V zero: fp16 [groups, T], likewise
 - score: fp32 [T], when tracked
 - pos: int32 [T], when tracked
 - K low, K high: elements [D], the smallest and largest value per key channel of the page, where steps choose pages by
@@ -24,6 +25,8 @@ from math import lcm
 
 import torch
 
+from kvbench.kernels.codes import BITS, SCALE_BYTES, Code, code_of
+
 TOKEN_QUANTUM = 8  # slots per page are a multiple of this: 8 slots x 2 bytes = one 16-byte lane of metadata
 
 
@@ -33,13 +36,15 @@ class SlotFormat:
 
     Args:
         head_dim: Channels D of a key and of a value.
-        k_bits: 1, 2, 4, 8 (codes) or 16, 32 (elements of `dtype`).
+        k_bits: 1, 2, 3, 4, 8 (codes) or 16, 32 (elements of `dtype`).
         v_bits: Likewise.
         k_channel_group: Tokens that share a per-channel key scale; 0 = scales per token.
         k_groups: Scales per key vector when per token.
         v_groups: Scales per value vector.
-        symmetric: No zero points are stored.
-        fp8: 8-bit sides are e4m3 floats without metadata.
+        symmetric: Where no code is named: no zero points are stored.
+        fp8: Where no code is named: 8-bit sides are e4m3 floats without metadata.
+        k_code: How keys are coded, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
+        v_code: How values are coded, likewise.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
     """
@@ -52,13 +57,15 @@ class SlotFormat:
     v_groups: int = 1
     symmetric: bool = False
     fp8: bool = False
+    k_code: str = ""
+    v_code: str = ""
     dtype: torch.dtype = torch.float16
     track: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
-            if bits not in (1, 2, 4, 8, 16, 32):
-                raise ValueError(f"{side}={bits} is not one of 1, 2, 4, 8, 16, 32")
+            if bits not in (allowed := (*BITS, 16, 32)):
+                raise ValueError(f"{side}={bits} is not one of {', '.join(map(str, allowed))}")
             if bits >= 16 and bits != self.dtype.itemsize * 8:
                 raise ValueError(
                     f"{side}={bits} does not match dtype={self.dtype}, which has {self.dtype.itemsize * 8} bits"
@@ -73,16 +80,38 @@ class SlotFormat:
                 )
         if self.k_channel_group % TOKEN_QUANTUM:
             raise ValueError(f"k_channel_group={self.k_channel_group} must be a multiple of {TOKEN_QUANTUM} tokens")
+        keys, _ = self.keys, self.values  # a code that does not exist is refused here
+        if self.k_channel_group and keys is not None and not keys.is_uniform and keys.scale != "none":
+            raise ValueError(
+                f"k_channel_group={self.k_channel_group} goes with min_max and symmetric keys only, not with "
+                f"{keys.name}; set it to 0"
+            )
+
+    def _code(self, name: str, bits: int) -> Code | None:
+        if bits >= 16:
+            return None
+        plain = "e4m3" if self.fp8 and bits == 8 else "symmetric" if self.symmetric else "min_max"
+        return code_of(name or plain, bits)
+
+    @cached_property
+    def keys(self) -> Code | None:
+        """How keys are coded; None = elements of `dtype`."""
+        return self._code(self.k_code, self.k_bits)
+
+    @cached_property
+    def values(self) -> Code | None:
+        """How values are coded; None = elements of `dtype`."""
+        return self._code(self.v_code, self.v_bits)
 
     @property
     def k_coded(self) -> bool:
-        """Keys are integer codes with metadata."""
-        return self.k_bits <= 8 and not (self.fp8 and self.k_bits == 8)
+        """Keys have scales."""
+        return self.keys is not None and self.keys.scale != "none"
 
     @property
     def v_coded(self) -> bool:
-        """Values are integer codes with metadata."""
-        return self.v_bits <= 8 and not (self.fp8 and self.v_bits == 8)
+        """Values have scales."""
+        return self.values is not None and self.values.scale != "none"
 
     @property
     def channel_keys(self) -> bool:
@@ -107,16 +136,13 @@ class SlotFormat:
     @property
     def k_meta_bytes(self) -> float:
         """Key scale and zero bytes per slot (a fraction when channel groups are longer than the head dim allows)."""
-        if not self.k_coded:
-            return 0.0
-        fields = 1 if self.symmetric else 2
         scales = self.head_dim / self.k_channel_group if self.channel_keys else self.k_groups
-        return 2.0 * fields * scales
+        return 0.0 if self.keys is None else float(self.keys.scale_bytes * scales)
 
     @property
     def v_meta_bytes(self) -> float:
         """Value scale and zero bytes per slot."""
-        return 2.0 * (1 if self.symmetric else 2) * self.v_groups if self.v_coded else 0.0
+        return 0.0 if self.values is None else float(self.values.scale_bytes * self.v_groups)
 
     @property
     def track_bytes(self) -> int:
@@ -180,19 +206,12 @@ class PageFormat:
     def regions(self) -> dict[str, tuple[int, int]]:
         """Region name -> (offset, length) in bytes; absent regions have length 0."""
         slot, tokens = self.slot, self.tokens_per_page
-        k_fields = 0 if not slot.k_coded else 1 if slot.symmetric else 2
-        v_fields = 0 if not slot.v_coded else 1 if slot.symmetric else 2
         k_scales = tokens // slot.k_channel_group * slot.head_dim if slot.channel_keys else slot.k_groups * tokens
-        lengths = {
-            "k_codes": slot.k_code_bytes * tokens,
-            "v_codes": slot.v_code_bytes * tokens,
-            "k_scale": 2 * k_scales * (k_fields >= 1),
-            "k_zero": 2 * k_scales * (k_fields == 2),
-            "v_scale": 2 * slot.v_groups * tokens * (v_fields >= 1),
-            "v_zero": 2 * slot.v_groups * tokens * (v_fields == 2),
-            "score": 4 * tokens * ("score" in slot.track),
-            "pos": 4 * tokens * ("pos" in slot.track),
-        }
+        lengths = {"k_codes": slot.k_code_bytes * tokens, "v_codes": slot.v_code_bytes * tokens}
+        for side, code, scales in (("k", slot.keys, k_scales), ("v", slot.values, slot.v_groups * tokens)):
+            lengths[f"{side}_scale"] = 0 if code is None else SCALE_BYTES[code.scale] * scales
+            lengths[f"{side}_zero"] = 2 * scales * (code is not None and code.zero)
+        lengths |= {"score": 4 * tokens * ("score" in slot.track), "pos": 4 * tokens * ("pos" in slot.track)}
         if self.bounds:
             lengths |= dict.fromkeys(("k_low", "k_high"), self.bounds_bytes // 2)
         table, offset = {}, 0

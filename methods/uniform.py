@@ -11,13 +11,21 @@ class Uniform(Policy):
     """Stores every key and value vector at one precision, quantised when it is appended.
 
     Args:
-        tier: `int8`, `int4`, `fp8` (e4m3 without scales, what serving engines ship) or k<bits>v<bits>.
+        tier: `int8`, `int4`, k<bits>v<bits>, lloyd-k<bits>v<bits> (rotated channels, the best levels for a normal
+            distribution, one norm per vector), or a format as vLLM names it: `fp8` (e4m3 without scales),
+            `fp8_per_token_head`, `int8_per_token_head`, `turboquant_k8v4`, `turboquant_4bit`, `turboquant_3bit`,
+            `nvfp4`; also `mxfp4`.
         symmetric: Codes centred on zero, without zero points (integer tiers).
-        splits: Equal groups that a vector is cut into, each with its own scale.
+        splits: Equal groups that a vector is cut into, each with its own scale (integer tiers).
 
     Source: Atom/QServe style KV quantisation as DiffKV section 2.2 describes it; DiffKV's INT4 baseline (K4V4,
-        thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1).
-    Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured.
+        thresholds 0). fp8: vLLM kv_cache_dtype=fp8 (e4m3, scale 1). fp8_per_token_head, int8_per_token_head,
+        turboquant_* (there with _nc, the norm correction): vLLM config/cache.py and quantization/turboquant/config.py;
+        lloyd: TurboQuant (Zandieh et al. 2025), its first stage on both sides. nvfp4: vLLM PR 40177. mxfp4: OCP MX 1.0.
+    Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured. Scales per
+        token and head are fp16, where vLLM has fp32; NVFP4 has no scale per tensor (1, as vLLM without a calibrated
+        checkpoint); turboquant_* compress every layer, where vLLM leaves the first and last two as they are, and the
+        residual sketch (QJL) of the paper is left out, as there.
     """
 
     tier: TierText = "int8"
@@ -34,6 +42,11 @@ class Uniform(Policy):
             raise ValueError(
                 f"symmetric=true needs at least 2 bits, but tier={self.tier} has {min(named.k_bits, named.v_bits)}"
             )
-        if not (named.native or named.fp8):
+        if (self.symmetric or self.splits > 1) and named.has_form:
+            raise ValueError(
+                f"tier={self.tier} says itself how its scales are made; leave symmetric=false and splits=1, or choose "
+                "an integer tier such as int4"
+            )
+        if not (named.native or named.fp8 or named.has_form):
             named = replace(named, k_splits=self.splits, v_splits=self.splits, symmetric=self.symmetric)
         self.tiers = (named,)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.backend import Reduce, Ring, TierPages
+from kvbench.kernels.codes import Code, code_of
 from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, load_library
 from kvbench.kernels.format import PageFormat
 
@@ -29,6 +30,16 @@ REDUCE_KINDS: dict[Reduce | None, int] = {None: 0, "sum": 1, "mean": 2, "max": 3
 ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
 _CODE_KINDS = {1: 0, 2: 1, 4: 2, 8: 3}
 _FP8_KIND = 7
+# What csrc/ has kernels for.
+KERNEL_CODES = frozenset(
+    {code_of("e4m3", 8)}
+    | {
+        code_of(name, bits)
+        for name in ("min_max", "symmetric")
+        for bits in _CODE_KINDS
+        if (name, bits) != ("symmetric", 1)
+    }
+)
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
@@ -178,11 +189,12 @@ def check(status: int) -> None:
         raise AssertionError(_REFUSED[status])
 
 
-@cache
-def _kind(fmt: PageFormat, side: str) -> int:
-    slot = fmt.slot
-    bits, is_coded = (slot.k_bits, slot.k_coded) if side == "k" else (slot.v_bits, slot.v_coded)
-    return _CODE_KINDS[bits] if is_coded else _FP8_KIND if bits == 8 else ELEMENT_KINDS[slot.dtype]
+def _kind(fmt: PageFormat, code: Code | None) -> int:
+    if code is None:
+        return ELEMENT_KINDS[fmt.slot.dtype]
+    if code.is_float:
+        return _FP8_KIND
+    return _CODE_KINDS.get(code.bits, 0)  # a code without kernels is never read, but its pages' scores are
 
 
 @cache
@@ -193,8 +205,8 @@ def format_struct(fmt: PageFormat) -> ctypes.Structure:
     tracked = {name: fmt.regions[name][0] if name in slot.track else -1 for name in ("score", "pos")}
     return TierStruct(
         slots_per_page=fmt.tokens_per_page,
-        k_kind=_kind(fmt, "k"),
-        v_kind=_kind(fmt, "v"),
+        k_kind=_kind(fmt, slot.keys),
+        v_kind=_kind(fmt, slot.values),
         k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
         k_groups=slot.k_groups,
         v_groups=slot.v_groups,
@@ -255,6 +267,7 @@ def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
 __all__ = [
     "ELEMENT_KINDS",
     "ISA_FLAGS",
+    "KERNEL_CODES",
     "REDUCE_KINDS",
     "BuildError",
     "CallStruct",

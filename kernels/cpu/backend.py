@@ -14,7 +14,7 @@ from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu import step as cpu_step
-from kvbench.kernels.cpu.abi import chosen_isa, load
+from kvbench.kernels.cpu.abi import KERNEL_CODES, chosen_isa, load
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference.backend import Reference
 
@@ -31,6 +31,7 @@ class Cpu(Reference):
     is_reference = False
     fuses_layers = True
     searches_slots = True
+    codes = KERNEL_CODES
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,18 +39,29 @@ class Cpu(Reference):
         self.isa = chosen_isa()
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-        cpu_pages.write_keys(pages, fmt, page, slot, k)
+        if self._lacks(fmt):
+            super().write_keys(pages, fmt, page, slot, k)
+        else:
+            cpu_pages.write_keys(pages, fmt, page, slot, k)
 
     def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-        cpu_pages.write_values(pages, fmt, page, slot, v)
+        if self._lacks(fmt):
+            super().write_values(pages, fmt, page, slot, v)
+        else:
+            cpu_pages.write_values(pages, fmt, page, slot, v)
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        if self._lacks(fmt):
+            return super().read_slots(pages, fmt, page, slot)
         return cpu_pages.read_slots(pages, fmt, page, slot)
 
     def move_slots(
         self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
     ) -> None:
-        cpu_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+        if self._lacks(fmt):
+            super().move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+        else:
+            cpu_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
 
     def paged_decode(
         self,
@@ -62,6 +74,8 @@ class Cpu(Reference):
         power: int = 1,
         group: Reduce | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        if self._lacks(*(tier.fmt for tier in tiers)):
+            return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
         if not cpu_decode.takes(q, tiers, ring):
             self._stands_in("paged_decode")
         return cpu_decode.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
@@ -98,6 +112,8 @@ class Cpu(Reference):
         update: ScoreUpdate | None = None,
         skip_near: int = 0,
     ) -> FusedStep | None:
+        if self._lacks(*(tier.fmt for tier in tiers)):
+            return None
         return cpu_step.open_step(
             pages,
             tiers,

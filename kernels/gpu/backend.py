@@ -24,6 +24,7 @@ from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.gpu.parts import KERNEL_CODES
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
 
@@ -33,6 +34,7 @@ class Gpu(Reference):
 
     name = "triton"
     is_reference = False
+    codes = KERNEL_CODES
 
     def refusal(self, device: torch.device) -> str:
         """Why the kernels cannot run on a device, with a remedy; empty where they can."""
@@ -45,12 +47,20 @@ class Gpu(Reference):
         )
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-        triton_pages.write_keys(pages, fmt, page, slot, k)
+        if self._lacks(fmt):
+            super().write_keys(pages, fmt, page, slot, k)
+        else:
+            triton_pages.write_keys(pages, fmt, page, slot, k)
 
     def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-        triton_pages.write_values(pages, fmt, page, slot, v)
+        if self._lacks(fmt):
+            super().write_values(pages, fmt, page, slot, v)
+        else:
+            triton_pages.write_values(pages, fmt, page, slot, v)
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        if self._lacks(fmt):
+            return super().read_slots(pages, fmt, page, slot)
         return triton_pages.read_slots(pages, fmt, page, slot)
 
     def move_slots(
@@ -72,6 +82,9 @@ class Gpu(Reference):
         pages_per_part: int | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """As `Backend.paged_decode`; `accumulate` and `pages_per_part` are explained at `gpu.decode.paged_decode`."""
+        if self._lacks(*(tier.fmt for tier in tiers)):
+            assert not accumulate, "the reference returns the scores"
+            return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
         return triton_decode.paged_decode(
             q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
         )

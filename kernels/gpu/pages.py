@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels import checks
+from kvbench.kernels.codes import SCALE_BYTES
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.parts import (
     code_values,
@@ -386,7 +387,12 @@ def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> T
         if name in ("v_codes", "score", "pos"):  # slot after slot
             table += [(offset + j, per_slot) for j in range(per_slot)]
             continue
-        unit = 2 if name != "k_codes" else slot.dtype.itemsize if slot.k_bits >= 16 else 1
+        unit = 2  # of zeros and most scales
+        if name == "k_codes":
+            unit = slot.dtype.itemsize if slot.k_bits >= 16 else 1
+        elif name.endswith("scale"):
+            code = slot.keys if name == "k_scale" else slot.values
+            unit = SCALE_BYTES[code.scale] if code is not None else unit
         row = fmt.tokens_per_page * unit  # all slots' first element, then all slots' second, ..
         table += [(offset + j // unit * row + j % unit, unit) for j in range(per_slot)]
     return torch.tensor(table, dtype=torch.int32, device=device)

@@ -15,9 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.codes import code_of
 from kvbench.kernels.format import PageFormat
 
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+# What the kernels have code for.
+KERNEL_CODES = frozenset(
+    {code_of("e4m3", 8)}
+    | {
+        code_of(name, bits)
+        for name in ("min_max", "symmetric")
+        for bits in (1, 2, 4, 8)
+        if (name, bits) != ("symmetric", 1)
+    }
+)
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
 LOG2_E = 1.4426950408889634  # exponentials are of base 2: logits carry this factor
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores

@@ -24,6 +24,11 @@ class Reference(Backend):
         if not self.is_reference:
             self.fallbacks.add(operation)
 
+    def _lacks(self, *formats: PageFormat) -> bool:
+        """Whether a format has a code that the backend has no kernels for."""
+        sides = [code for fmt in formats for code in (fmt.slot.keys, fmt.slot.values)]
+        return self.codes is not None and any(code is not None and code not in self.codes for code in sides)
+
     def region(self, pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
         return torch_pages.region(pages, fmt, name)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
+from kvbench.kernels.codes import SCALE_BYTES, Code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference import quant
 
@@ -24,33 +25,36 @@ def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
         return (raw.view(slot.dtype) if slot.v_bits >= 16 else raw).unflatten(1, (tokens, -1))
     if name in ("k_scale", "k_zero"):
         shape = (-1, slot.head_dim) if slot.channel_keys else (slot.k_groups, tokens)
-        return raw.view(torch.float16).unflatten(1, shape)
+        return _numbers(raw, slot.keys, name).unflatten(1, shape)
     if name in ("v_scale", "v_zero"):
-        return raw.view(torch.float16).unflatten(1, (slot.v_groups, tokens))
+        return _numbers(raw, slot.values, name).unflatten(1, (slot.v_groups, tokens))
     if name in ("k_low", "k_high"):
         return raw.view(slot.dtype)
     return raw.view(torch.float32 if name == "score" else torch.int32)
 
 
+def _numbers(raw: Tensor, code: Code | None, name: str) -> Tensor:
+    """Bytes of metadata as what they are: zeros are fp16, scales what the code says."""
+    is_byte = code is not None and name.endswith("scale") and SCALE_BYTES[code.scale] == 1
+    return raw if is_byte else raw.view(torch.float16)
+
+
 @dataclass
 class _Side:
-    """Encoded vectors: bytes or elements [M, W]; where they are codes, scale and zero, fp16 [M, groups] each."""
+    """Encoded vectors: bytes or elements [M, W]; scales and zeros [M, groups] where their code has them."""
 
     codes: Tensor
-    metadata: tuple[Tensor, Tensor] | None = None
+    scale: Tensor | None = None
+    zero: Tensor | None = None
 
 
-def _encode(x: Tensor, bits: int, groups: int, fmt: PageFormat) -> _Side:
-    """Encodes vectors [M, D] with one scale per group of channels."""
+def _encode(x: Tensor, code: Code | None, groups: int, fmt: PageFormat) -> _Side:
+    """Encodes vectors [M, D] with one scale per group of channels; without a code, as elements."""
     slot = fmt.slot
-    if bits >= 16:
+    if code is None:
         return _Side(x.to(slot.dtype))
-    if slot.fp8 and bits == 8:
-        return _Side(quant.to_fp8(x))
-    codes, scale, zero = quant.quantize(
-        x.unflatten(-1, (groups, -1)), bits, symmetric=slot.symmetric, metadata_first=slot.channel_keys
-    )
-    return _Side(quant.pack(codes.flatten(-2), bits), (scale[..., 0], zero[..., 0]))
+    codes, *metadata = quant.encode(x.unflatten(-1, (groups, -1)), code, metadata_first=slot.channel_keys)
+    return _Side(quant.pack(codes.flatten(-2), code.bits), *(None if m is None else m[..., 0] for m in metadata))
 
 
 def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
@@ -60,20 +64,20 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
     form = fmt.slot
     codes = region(pages, fmt, "k_codes")
     if not form.channel_keys:
-        side = _encode(k, form.k_bits, form.k_groups, fmt)
+        side = _encode(k, form.keys, form.k_groups, fmt)
         codes[page, :, slot] = side.codes
         _write_metadata(pages, fmt, "k", page, slot, side)
         return
     group = form.k_channel_group
     page, index = page[::group], slot[::group] // group
     # One scale per channel: quantise over the tokens of the group, then pack the channels of each token.
-    channels, scale, zero = quant.quantize(
-        k.unflatten(0, (-1, group)).transpose(1, 2), form.k_bits, symmetric=form.symmetric, metadata_first=True
-    )
+    assert form.keys is not None, "keys with scales are coded"
+    channels, scale, zero = quant.encode(k.unflatten(0, (-1, group)).transpose(1, 2), form.keys, metadata_first=True)
+    assert scale is not None, "they have scales"
     packed = quant.pack(channels.transpose(1, 2), form.k_bits)  # [M / group, group, W]
     codes.unflatten(2, (-1, group))[page, :, index] = packed.transpose(1, 2)
     region(pages, fmt, "k_scale")[page, index] = scale[..., 0]
-    if not form.symmetric:
+    if zero is not None:
         region(pages, fmt, "k_zero")[page, index] = zero[..., 0]
 
 
@@ -81,19 +85,16 @@ def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: 
     """Encodes values [M, D] and writes them to their slots."""
     checks.write(pages, fmt, page, slot, v, keys=False)
     checks.within(fmt, len(pages), page, slot)
-    side = _encode(v, fmt.slot.v_bits, fmt.slot.v_groups, fmt)
+    side = _encode(v, fmt.slot.values, fmt.slot.v_groups, fmt)
     region(pages, fmt, "v_codes")[page, slot] = side.codes
     _write_metadata(pages, fmt, "v", page, slot, side)
 
 
 def _write_metadata(pages: Tensor, fmt: PageFormat, kind: str, page: Tensor, slot: Tensor, side: _Side) -> None:
-    """Writes the scales, and the zeros of asymmetric codes, of keys (kind `k`) or values (`v`) that are codes."""
-    if side.metadata is None:
-        return
-    scale, zero = side.metadata
-    region(pages, fmt, f"{kind}_scale")[page, :, slot] = scale
-    if not fmt.slot.symmetric:
-        region(pages, fmt, f"{kind}_zero")[page, :, slot] = zero
+    """Writes the scales and zeros, where there are any, of keys (kind `k`) or values (`v`)."""
+    for name, stored in (("scale", side.scale), ("zero", side.zero)):
+        if stored is not None:
+            region(pages, fmt, f"{kind}_{name}")[page, :, slot] = stored
 
 
 def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
@@ -128,37 +129,29 @@ def write_tracked(
 
 def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
     """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group,
-    D]); elements have no metadata, symmetric codes no zero."""
+    D]), None where the code has none."""
     form = fmt.slot
-    if form.k_bits >= 16:
+    if form.keys is None:
         return codes.float()
-    if not form.k_coded:
-        return quant.from_fp8(codes)
-    assert scale is not None, "codes have scales"
     values = quant.unpack(codes, form.k_bits, dim=1)
     if form.channel_keys:
         shape = values.shape
         values = values.unflatten(2, (-1, form.k_channel_group))
-        scale = scale.transpose(1, 2)[..., None]
-        zero = None if zero is None else zero.transpose(1, 2)[..., None]
-        return quant.dequantize(values, scale, zero, form.k_bits, symmetric=form.symmetric).reshape(shape)
+        scale, zero = (None if x is None else x.transpose(1, 2)[..., None] for x in (scale, zero))
+        return quant.decode(values, scale, zero, form.keys).reshape(shape)
     values = values.unflatten(1, (form.k_groups, -1))
-    zero = None if zero is None else zero[:, :, None]
-    return quant.dequantize(values, scale[:, :, None], zero, form.k_bits, symmetric=form.symmetric).flatten(1, 2)
+    scale, zero = (None if x is None else x[:, :, None] for x in (scale, zero))
+    return quant.decode(values, scale, zero, form.keys).flatten(1, 2)
 
 
 def _decode_values(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
     """fp32 values [X, n, D] from codes [X, n, W] and metadata [X, groups, n], absent as in `_decode_keys`."""
     form = fmt.slot
-    if form.v_bits >= 16:
+    if form.values is None:
         return codes.float()
-    if not form.v_coded:
-        return quant.from_fp8(codes)
-    assert scale is not None, "codes have scales"
     values = quant.unpack(codes, form.v_bits).unflatten(-1, (form.v_groups, -1))
-    scale = scale.transpose(1, 2)[..., None]
-    zero = None if zero is None else zero.transpose(1, 2)[..., None]
-    return quant.dequantize(values, scale, zero, form.v_bits, symmetric=form.symmetric).flatten(-2)
+    scale, zero = (None if x is None else x.transpose(1, 2)[..., None] for x in (scale, zero))
+    return quant.decode(values, scale, zero, form.values).flatten(-2)
 
 
 def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:

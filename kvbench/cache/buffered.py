@@ -8,7 +8,7 @@ from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Kept, Paged, PagedStep, PromptLayer
 from kvbench.cache.pages import Pages
 from kvbench.cache.ring import ResidualBuffer
-from kvbench.cache.rotation import Rotation
+from kvbench.cache.rotation import Turns
 from kvbench.kernels.backend import FusedStep, Ring, StepRing, TierPages
 from kvbench.policy import Policy, Residual
 
@@ -21,20 +21,14 @@ class Buffered(Paged):
         shape: The model's shape.
         pages: The pages.
         counters: What the rows have seen.
-        rotation: See `Paged`.
+        turns: See `Paged`.
         residual: The policy's residual buffer.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        shape: ModelShape,
-        pages: Pages,
-        counters: Counters,
-        rotation: Rotation,
-        residual: Residual,
+        self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns, residual: Residual
     ) -> None:
-        super().__init__(policy, shape, pages, counters, rotation)
+        super().__init__(policy, shape, pages, counters, turns)
         slot = pages.formats[0].slot
         # fp16 (bf16 for bf16 models), or the model's own dtype where the tier is native
         self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, slot.dtype, slot.group_tokens, shape.device)

@@ -23,7 +23,8 @@ class StoreOptions:
         memory_share: Most of a GPU's free memory that the page pool takes where `budget_bytes` is None; the rest is for
             reading prompts.
         track: Further per-slot fields (`score`, `pos`) to keep and bill, for inspection.
-        rotation: Which `Rotation` keys and values take before they are stored: `none` or `hadamard`.
+        rotation: Which `Rotation` keys and values take before they are stored: `none` (but for formats that have one of
+            their own) or `hadamard`.
     """
 
     page_bytes: Annotated[int | Literal["auto"], Whole(16, 2**24, unit="bytes", multiple_of=16, also=("auto",))] = (
@@ -87,6 +88,8 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
         v_groups=_num_groups("v_group", tier.v_group, tier.v_splits, shape.head_dim),
         symmetric=tier.symmetric,
         fp8=tier.fp8,
+        k_code=tier.k_code,
+        v_code=tier.v_code,
         dtype=dtype,
         track=track,
     )

@@ -14,7 +14,7 @@ from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.reads import StepReads
 from kvbench.cache.rope import Rope
-from kvbench.cache.rotation import Rotation
+from kvbench.cache.rotation import Turns
 from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
 from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
@@ -76,12 +76,12 @@ class Paged:
         shape: The model's shape.
         pages: The pages.
         counters: What the rows have seen.
-        rotation: What keys and values took before they come here; statistics see them without.
+        turns: What keys and values took before they come here; statistics see them without.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, rotation: Rotation) -> None:
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
-        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, rotation)
+        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, turns)
         self.plans = CheckedPlans(policy, pages)
         self.fit: Fit | None = None  # what a budget in bytes buys; the store's, which knows what else a row holds
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -53,16 +54,34 @@ def hadamard(head_dim: int) -> Tensor:
     return signs[:, None] * torch.block_diag(*[matrix] * (head_dim // block)) / math.sqrt(block)
 
 
-def check_rotation(kind: Kind, policy: Policy) -> None:
-    """Refuses a rotation where stored keys get their rotary position on reading, in the model's own channels.
+@dataclass(frozen=True)
+class Turns:
+    """What each side takes on its way into the store: queries with keys, attention's output with values.
+
+    Args:
+        keys: Of queries and keys.
+        values: Of values and the output.
+    """
+
+    keys: Rotation
+    values: Rotation
+
+
+def turns_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device) -> Turns:
+    """The rotations of a store: those that its option asks for, and those that belong to a tier's format.
 
     Raises:
-        ValueError: Names setting and method.
+        ValueError: Stored keys get their rotary position on reading, in the model's own channels; names the remedy.
     """
-    if kind != "none" and policy.position_mode != "absolute":
-        name = type(policy).__name__
+    asked = {tier.turned for tier in policy.tiers} | ({"both"} if kind != "none" else set())
+    keys: Kind = "hadamard" if asked - {"none"} else "none"
+    if keys != "none" and policy.position_mode != "absolute":
+        source = f"store.rotation={kind}" if kind != "none" else f"the format {policy.tiers[0].name}, which is rotated,"
+        remedy = "set store.rotation=none" if kind != "none" else "choose another one"
         raise ValueError(
-            f"store.rotation={kind} needs keys that are stored with their positions, but {name} stores them without "
-            f"(position_mode={policy.position_mode}); set store.rotation=none, or method.position_mode=absolute or "
+            f"{source} needs keys that are stored with their positions, but {type(policy).__name__} stores them "
+            f"without (position_mode={policy.position_mode}); {remedy}, or method.position_mode=absolute or "
             "method.pre_rope=false where the method has that option"
         )
+    values: Kind = "hadamard" if "both" in asked else "none"
+    return Turns(Rotation(keys, head_dim, device), Rotation(values, head_dim, device))

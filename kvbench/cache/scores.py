@@ -6,7 +6,7 @@ from torch import Tensor
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.queries import QueryRing
-from kvbench.cache.rotation import Rotation
+from kvbench.cache.rotation import Turns
 from kvbench.cache.tensors import Measurer, PromptTensors, SlotTensors
 from kvbench.kernels.backend import TierPages
 from kvbench.policy import Policy, Statistic
@@ -19,14 +19,14 @@ class Scores:
         policy: What asks for them.
         shape: The model's shape.
         pages: Where slots and their tracked fields lie.
-        rotation: What the keys and values in them took; statistics see them without.
+        turns: What the keys and values in them took; statistics see them without.
 
     Raises:
         ValueError: The method's declarations do not go together, or the model lacks what a statistic looks at.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, rotation: Rotation) -> None:
-        self.spec, self._pages, self._rotation = policy.score, pages, rotation
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, turns: Turns) -> None:
+        self.spec, self._pages, self._turns = policy.score, pages, turns
         self._measurer = Measurer(policy.score, shape, pages.backend)
         self.measures_slots = policy.compact_every > 0 and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)
@@ -82,7 +82,7 @@ class Scores:
         """The same for one layer of a row, [1 + len(also), H, n]; heads that hold as many slots are one call."""
         pages, statistic = self._pages, self.spec.statistic
         (k,), (v,), _ = pages.backend.gather_dense(pages.pool.pages, [tier], None)
-        k, v = self._rotation.back(k), self._rotation.back(v)
+        k, v = self._turns.keys.back(k), self._turns.values.back(v)
         q = None if self.queries is None else self.queries.of(row, layer, tokens_seen)
         fields = {name: pages.field(0, name)[tier.ids[0]].flatten(1) for name in pages.formats[0].slot.track}
         out = torch.zeros(1 + len(statistic.also), *fields["pos"].shape, device=k.device)
@@ -123,7 +123,7 @@ class Scores:
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them."""
-        return self.spec.statistic.of_token(self._rotation.back(k), self._rotation.back(v))
+        return self.spec.statistic.of_token(self._turns.keys.back(k), self._turns.values.back(v))
 
     def add_step(self, tokens_seen: Tensor, tiers: list[TierPages], reduced: list[Tensor]) -> None:
         """Brings the stored scores of one layer up to date after a step.

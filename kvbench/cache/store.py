@@ -19,7 +19,7 @@ from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged, PagedStep
 from kvbench.cache.pages import Pages
 from kvbench.cache.prompts import Prompts
-from kvbench.cache.rotation import Rotation, check_rotation
+from kvbench.cache.rotation import turns_of
 from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.policy import DecodeView, Policy
@@ -59,9 +59,8 @@ class CompressedStore:
         pool: type[PagePool] = PagePool,
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
-        check_rotation(options.rotation, policy)
         self.policy, self.shape = policy, shape
-        self._rotation = Rotation(options.rotation, shape.head_dim, shape.device)
+        self._turns = turns_of(options.rotation, policy, shape.head_dim, shape.device)
         heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
         self.copies = heads // shape.num_kv_heads  # of each key and value
         tokens = max_prompt_tokens + max_new_tokens
@@ -79,9 +78,9 @@ class CompressedStore:
         lists = self.pages.table.num_lists if policy.compact_every else 0
         self.counters = Counters.make(rows, lists, shape.device, policy.needs_instruction)
         self.holding = (
-            Paged(policy, shape, self.pages, self.counters, self._rotation)
+            Paged(policy, shape, self.pages, self.counters, self._turns)
             if policy.residual is None
-            else Buffered(policy, shape, self.pages, self.counters, self._rotation, policy.residual)
+            else Buffered(policy, shape, self.pages, self.counters, self._turns, policy.residual)
         )
         self.ledger = Ledger(policy, self.holding, self.counters, shape)
         self.fit = self.holding.fit = self.ledger.fit
@@ -220,7 +219,7 @@ class CompressedStore:
             score = scores.of_prompt(layer, None, keys, values, math.nan)
         if scores.queries is not None and last is not None:
             scores.queries.hold_prompt(row, layer, last, k.shape[1])
-        self._prompts.place(row, layer, self._rotation.turn(keys), self._rotation.turn(values), score)
+        self._prompts.place(row, layer, self._turns.keys.turn(keys), self._turns.values.turn(values), score)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
@@ -231,8 +230,8 @@ class CompressedStore:
         Returns:
             fp32 [Hq, n, D].
         """
-        q, k, v = (self._rotation.turn(x) for x in (q, k, v))
-        out = self._rotation.back(self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale))
+        q, k, v = self._turned(q, k, v)
+        out = self._turns.values.back(self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale))
         if layer + 1 == self.shape.num_layers:
             self.counters.tokens_seen[row] += k.shape[1]
             self.ledger.hold(row)
@@ -265,9 +264,9 @@ class CompressedStore:
         assert self._step is not None and self._layers is not None, "begin_step comes first"
         if (queries := self.holding.scores.queries) is not None:
             queries.hold_step(self._step.rows, layer, q, scale, self._step.tokens_seen)
-        q, k, v = (self._rotation.turn(x) for x in (q, k, v))
+        q, k, v = self._turned(q, k, v)
         out = self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
-        return self._rotation.back(out)
+        return self._turns.values.back(out)
 
     def end_step(self) -> None:
         """Counts the new token and the bytes held.
@@ -282,6 +281,9 @@ class CompressedStore:
         self.ledger.step(step.rows, step.reads.totals() if step.reads is not None else None)
         self.holding.plans.look()
         self._step = self._layers = None
+
+    def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._turns.keys.turn(q), self._turns.keys.turn(k), self._turns.values.turn(v)
 
     def _lists(self, row: int) -> Tensor:
         return self.pages.lists_of(torch.tensor([row], device=self.shape.device))

@@ -14,7 +14,8 @@ thresholds; `WindowRanked` ranks a prompt by its last queries.
 
 How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 
-- full, int8, int4, fp8: one tier; none; head; all tokens to tier 0; append.
+- full, int8, int4, fp8, and formats of engines (fp8_per_token_head, int8_per_token_head, turboquant_k8v4,
+  turboquant_4bit, turboquant_3bit, nvfp4): one tier; none; head; all tokens to tier 0; append.
 - streaming_llm: k16v16; none; head; sinks and recent; overwrite the oldest non-sink, `cache_relative` positions.
 - h2o: k16v16; all queries, sum, decode update; head; heavy and recent; overwrite `view.argmin(by="score")`.
 - snapkv: any token tier; last w, max-pool 7, group mean; head; top C - w and the window; append.
@@ -43,7 +44,7 @@ from kvbench.errors import NotForModel
 from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ALL_QUERIES, ALLOWED_BITS, ReadSpec, Residual, ScoreSpec, Tier
+from kvbench.policy.declare import ALL_QUERIES, ReadSpec, Residual, ScoreSpec
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import (
@@ -57,6 +58,7 @@ from kvbench.policy.ranking import (
 from kvbench.policy.scored import Scored, shrink_to_share
 from kvbench.policy.settings import BudgetText, TierText, check_sizes
 from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic, WithValueNorms
+from kvbench.policy.tiers import ALLOWED_BITS, Tier
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked
 from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole

@@ -6,8 +6,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ReadSpec, Residual, ScoreSpec, Tier
+from kvbench.policy.declare import ReadSpec, Residual, ScoreSpec
 from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
+from kvbench.policy.tiers import Tier
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.rules.declared import check_settings, checked_first
 

@@ -1,8 +1,7 @@
-"""What a method declares: precision tiers, attention statistics, residual buffer, reads. Methods import these from
+"""What a method declares beside its tiers: attention statistics, residual buffer, reads. Methods import these from
 `kvbench.policy`."""
 
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvbench.policy.budget import Budget
@@ -10,100 +9,6 @@ from kvbench.policy.statistics import NEEDS, Probability, Statistic
 from kvbench.rules.kinds import shown
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
-
-INT_BITS = (1, 2, 4, 8)
-ALLOWED_BITS = (*INT_BITS, 16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tier:
-    """A precision format: how one slot's key and value are stored.
-
-    Args:
-        k_bits: Bits per key element: 1, 2, 4, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
-        v_bits: Bits per value element, likewise.
-        k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group`
-            consecutive slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
-        k_group: Axis `token`: channels per scale, 0 = the whole vector. Axis `channel`: tokens per scale, > 0.
-        v_group: Channels per value scale, 0 = the whole vector.
-        k_splits: Number of equal groups a key vector is cut into when `k_group` is 0.
-        v_splits: Likewise for values.
-        symmetric: Codes are centred on zero and no zero point is stored.
-        fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
-        native: Store the model's own dtype; the bits are ignored. For exactness tests.
-    """
-
-    k_bits: int = 16
-    v_bits: int = 16
-    k_axis: Literal["token", "channel"] = "token"
-    k_group: int = 0
-    v_group: int = 0
-    k_splits: int = 1
-    v_splits: int = 1
-    symmetric: bool = False
-    fp8: bool = False
-    native: bool = False
-
-    def __post_init__(self) -> None:
-        for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
-            if bits not in ALLOWED_BITS:
-                raise ValueError(f"{side}={bits} is not one of {ALLOWED_BITS}; choose one of these bit widths")
-        if self.k_axis not in ("token", "channel"):
-            raise ValueError(f"k_axis={self.k_axis!r} must be 'token' or 'channel'")
-        if self.k_axis == "channel" and self.k_group < 8 and not self.native:
-            raise ValueError(f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual")
-        for name, value in (("k_group", self.k_group), ("v_group", self.v_group)):
-            if value < 0:
-                raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
-        for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be >= 1")
-
-    @property
-    def name(self) -> str:
-        """Short label such as `k8v4`, `k2v2-channel32` or `native`."""
-        if self.native:
-            return "native"
-        base = "fp8" if self.fp8 else f"k{self.k_bits}v{self.v_bits}"
-        return base + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
-
-    def split_by_bits(self, splits: dict[int, int]) -> "Tier":
-        """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
-        return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
-
-    @staticmethod
-    def parse(text: object, name: str = "tier") -> "Tier":
-        """Reads a tier from a config string: `k8v4`, `fp16`, `int8`, `int4`, `fp8`, `native`.
-
-        Args:
-            text: The string, or a Tier.
-            name: The setting, for messages.
-
-        Raises:
-            ValueError: The text names no tier.
-        """
-        if isinstance(text, Tier):
-            return text
-        known = {
-            "native": Tier(native=True),
-            "fp16": Tier(),
-            "int8": Tier(k_bits=8, v_bits=8),
-            "int4": Tier(k_bits=4, v_bits=4),
-            "fp8": Tier(k_bits=8, v_bits=8, fp8=True),
-        }
-        lowered = text.lower() if isinstance(text, str) else ""
-        if lowered in known:
-            return known[lowered]
-        match = re.fullmatch(r"k([0-9]{1,4})v([0-9]{1,4})", lowered)
-        if match is None:
-            raise ValueError(
-                f"{name}={shown(text)} is not a tier; write k<bits>v<bits> (for example k8v4) or one of "
-                f"{', '.join(known)}"
-            )
-        try:
-            return Tier(k_bits=int(match[1]), v_bits=int(match[2]))
-        except ValueError as error:
-            raise ValueError(f"{name}={text} is not a tier: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

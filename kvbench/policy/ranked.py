@@ -11,11 +11,12 @@ from kvbench.errors import NotForModel
 from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ALL_QUERIES, ScoreSpec, Tier
+from kvbench.policy.declare import ALL_QUERIES, ScoreSpec
 from kvbench.policy.plans import EVICT, PrefillPlan
 from kvbench.policy.ranking import pyramid_budgets, rank_descending
 from kvbench.policy.settings import BudgetText, TierText
 from kvbench.policy.statistics import WithValueNorms
+from kvbench.policy.tiers import Tier
 from kvbench.policy.views import PrefillView
 from kvbench.rules.kinds import Number, TableOrPath, Whole
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import Tier
+from kvbench.policy.tiers import NAMED, Tier
 from kvbench.rules.declared import declared
 from kvbench.rules.kinds import Rule
 
@@ -37,7 +37,7 @@ class TierRule(Rule):
 
     @property
     def text(self) -> str:
-        return "a precision: fp16, native, fp8, int8, int4, or k<bits>v<bits> such as k8v4"
+        return f"a precision: {', '.join(NAMED)}, k<bits>v<bits> such as k8v4, or lloyd-k<bits>v<bits>"
 
     def fits(self, value: object) -> bool:
         try:

@@ -16,6 +16,7 @@ from kvbench.methods.r_kv import RKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.uniform import Uniform
+from kvbench.policy import Tier
 
 # Every way of holding, ranking and reading tokens, in the model's own type: nothing is rounded.
 POLICIES = NATIVE_METHODS | {
@@ -116,3 +117,30 @@ def test_keys_without_positions_are_refused():
     make_store(dataclasses.replace(KVQuantStyle(group=8), pre_rope=False), rotation="hadamard")
     with pytest.raises(ValueError, match="store.rotation='random' .*'none' or 'hadamard'"):
         make_store(SnapKV(budget=0.5), rotation="random")
+
+
+@pytest.mark.parametrize("turned", ["keys", "both"])
+def test_a_format_may_turn_keys_alone_or_both_sides(tiny_model, turned):
+    """In the model's own type nothing changes: what a tier turns on the way in, the store turns back."""
+    loaded = tiny_model("llama", "gqa3", 64)
+    asked = [request("a", random_tokens(60), random_tokens(9, seed=2), gold=random_tokens(5, seed=3))]
+    plain, other = (
+        answers(loaded, Uniform(tier=Tier(native=True, turned=how)), asked)["a", 0] for how in ("none", turned)
+    )
+    assert (plain.token_ids, plain.ledger) == (other.token_ids, other.ledger)
+    store = make_store(Uniform(tier=Tier(native=True, turned=turned)), head_dim=64)
+    row, (k, v) = store.open_row(), torch.randn(2, 1, 20, 64)
+    store.prefill_layer(row, 0, torch.randn(1, 20, 64), k, v, 0.125)
+    held_k, held_v, _, _ = store.pages.read(
+        0, *store.pages.table.lookup(torch.zeros(20, dtype=int), 0, torch.arange(20))
+    )
+    assert torch.allclose(held_k, k[0] @ hadamard(64), atol=1e-5)
+    assert torch.allclose(held_v, v[0] @ hadamard(64) if turned == "both" else v[0], atol=1e-5)
+
+
+def test_a_rotated_format_is_refused_where_positions_come_later():
+    """Keys without their positions cannot be turned; the message names the format."""
+    with pytest.raises(
+        ValueError, match="the format turboquant_4bit, which is rotated, needs keys that are stored with"
+    ):
+        make_store(StreamingLLM(budget=40, tier="turboquant_4bit"))

@@ -6,9 +6,10 @@ from contextlib import suppress
 import pytest
 import torch
 
-from kvbench.kernels.backend import Backend
+from kvbench.kernels.backend import Backend, TierPages
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
+from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.reference.backend import Reference
 
 try:
@@ -117,3 +118,31 @@ def test_column_sums_are_what_a_backend_replaces(kind):
     counts = backend.prompt_low_counts(q, k, 0.5, queries=3, skip_near=1, group="max")
     assert counts.shape == (2, 9) and float(counts.max()) <= 0
     assert [how.get("below_uniform", False) for how in asked] == [False, True]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_pages_with_codes_that_a_backend_lacks_are_the_references_work(kind):
+    """The same bytes and numbers, and every operation that the reference did is on record; nothing is fused."""
+    try:
+        backend = kind()
+    except BuildError as error:
+        pytest.skip(str(error))
+    backend.codes = frozenset()
+    fmt = PageFormat(SlotFormat(64, 4, 4, k_code="lloyd"), 1680)
+    x, at = torch.randn(9, 64), (torch.zeros(9, dtype=torch.int64), torch.arange(9))
+    pages, want = (torch.zeros(2, 1680, dtype=torch.uint8) for _ in range(2))
+    held = torch.tensor([[9]])
+    tier = TierPages(fmt, torch.zeros(1, 1, 1, dtype=torch.int64), held, held)
+    found = []
+    for one, space in ((backend, pages), (Reference(), want)):
+        one.write_keys(space, fmt, *at, x)
+        one.write_values(space, fmt, *at, x)
+        one.move_slots(space, fmt, at[0][:1], at[1][:1], at[0][:1] + 1, at[1][:1])
+        out, _, _ = one.paged_decode(x[None, :2], space, [tier], None, 0.1)
+        found.append([space, out, *one.read_slots(space, fmt, *at)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    expected = {"write_keys", "write_values", "read_slots", "paged_decode"}
+    assert backend.is_reference or expected <= backend.fallbacks <= expected | {"move_slots"}
+    if backend.fuses_layers:
+        lists = TierPages(fmt, tier.ids[:, None], held[:, None], held[:, None])
+        assert backend.open_step(pages, [lists], num_q_heads=1, seen=held[0], target=None) is None

@@ -10,7 +10,7 @@ from oracles.slow_pages import Layout
 from kvbench.cache.layout import ModelShape, compile_tier
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.reference.pages import region
-from kvbench.policy.declare import Tier
+from kvbench.policy.tiers import Tier
 
 BOTH = ("score", "pos")
 
@@ -78,6 +78,27 @@ def test_fp8_applies_to_eight_bit_sides_only():
     assert slot_of(Tier(k_bits=8, v_bits=4, fp8=True), 64).slot_bytes == 64 + 32 + 4
 
 
+# Bytes of a token and head at D = 64 and 128, worked out by hand: payload and metadata of both sides.
+NAMED_BYTES = {
+    "fp8_per_token_head": (64 + 2 + 64 + 2, 128 + 2 + 128 + 2),
+    "int8_per_token_head": (64 + 2 + 64 + 2, 128 + 2 + 128 + 2),
+    "turboquant_k8v4": (64 + 32 + 4, 128 + 64 + 4),  # vLLM's slot sizes from here on: keys, then values
+    "turboquant_4bit": (32 + 2 + 32 + 4, 64 + 2 + 64 + 4),
+    "turboquant_3bit": (24 + 2 + 24 + 4, 48 + 2 + 48 + 4),
+    "lloyd-k4v2": (32 + 2 + 16 + 2, 64 + 2 + 32 + 2),
+    "nvfp4": (32 + 4 + 32 + 4, 64 + 8 + 64 + 8),
+    "mxfp4": (32 + 2 + 32 + 2, 64 + 4 + 64 + 4),
+    "k3v3": (24 + 4 + 24 + 4, 48 + 4 + 48 + 4),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_BYTES)
+def test_named_formats_take_the_bytes_that_they_are_known_for(name: str):
+    """Formats of serving engines, by the formulas that those publish; but per-token scales, fp32 in vLLM, are fp16."""
+    for head_dim, want in zip((64, 128), NAMED_BYTES[name], strict=True):
+        assert slot_of(Tier.parse(name), head_dim).slot_bytes == want
+
+
 FORMATS = [
     {"k_bits": kb, "v_bits": vb, **extra}
     for kb, vb, extra in [
@@ -98,6 +119,12 @@ FORMATS = [
         (2, 2, {"k_channel_group": 16, "v_groups": 2}),
         (4, 2, {"k_channel_group": 24}),
         (2, 2, {"k_channel_group": 32, "symmetric": True}),
+        (3, 3, {}),
+        (8, 8, {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled"}),
+        (4, 3, {"k_code": "lloyd", "v_code": "lloyd"}),
+        (3, 3, {"k_code": "lloyd"}),
+        (4, 4, {"k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4}),
+        (4, 4, {"k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 2, "v_groups": 2}),
     ]
 ]
 
@@ -123,6 +150,8 @@ def test_regions_tile_a_page_and_can_be_viewed(fields: dict, head_dim: int, trac
         slot.fp8,
         "score" in track,
         "pos" in track,
+        slot.k_code,
+        slot.v_code,
     )
     assert fmt.tokens_per_page == want.tokens
     assert fmt.tokens_per_page % 8 == 0
@@ -201,7 +230,10 @@ def test_page_search_starts_at_one_group_of_the_largest_format():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"k_bits": 3}, "k_bits=3 is not one of"),
+        ({"k_bits": 6}, "k_bits=6 is not one of"),
+        ({"k_code": "nf4"}, "'nf4' names no code; choose one of min_max"),
+        ({"v_bits": 8, "v_code": "lloyd"}, "lloyd codes of 8 bits do not exist; choose 2 or 3 or 4 bits"),
+        ({"k_code": "nvfp4", "k_channel_group": 16}, "k_channel_group=16 goes with min_max and symmetric keys only"),
         ({"v_bits": 5}, "v_bits=5 is not one of"),
         ({"k_bits": 32}, r"k_bits=32 does not match dtype=torch.float16, which has 16 bits"),
         ({"v_bits": 16, "dtype": torch.float32}, r"v_bits=16 does not match dtype=torch.float32"),
@@ -233,7 +265,7 @@ def test_a_page_that_fits_a_group_exactly_holds_it():
     """Channel groups that do not divide the head dim lose nothing to rounding: pages of exact size hold every group."""
     for head_dim in (16, 32, 64, 80):
         for group in range(8, 257, 8):
-            for bits in (1, 2, 4, 8):
+            for bits in (1, 2, 3, 4, 8):
                 slot = SlotFormat(head_dim=head_dim, k_bits=bits, v_bits=bits, k_channel_group=group)
                 need = group * (2 * head_dim * bits // 8 + 4) + 4 * head_dim
                 if need % 16 == 0:

@@ -96,13 +96,15 @@ def test_a_cache_that_only_grows_fails_the_run(tiny_model, name, changes):
     assert message is not None and "held at the end" in message
 
 
-@pytest.mark.parametrize("tier", ["k8v4", "k4v2", "k2v4", "int8", "fp8", "native"])
+@pytest.mark.parametrize("tier", ["k8v4", "k4v2", "k2v4", "int8", "fp8", "native", "nvfp4"])
 def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, tier):
     """The same tokens are kept as at 16 bits, and their bytes are those of the tier's closed formula."""
     loaded, names = tiny_model("llama", "gqa3", HEAD_DIM), having("budget", "tier")
     assert {"snapkv", "pyramidkv", "ada_snapkv", "h2o", "kv_compress", "streaming_llm", "random"} <= set(names)
     parsed = Tier.parse(tier)
     element, meta = (64, 0) if parsed.native else (parsed.k_bits + parsed.v_bits, 0 if parsed.fp8 else 8)
+    if tier == "nvfp4":
+        meta = 2 * HEAD_DIM // 16  # one byte for each block of 16 channels, on both sides
     for name in names:
         requests = [request("0", random_tokens(150), max_new_tokens=3)]
         plain, coded = (answers(loaded, policy_of(name, budget=0.4, tier=t), requests)["0", 0] for t in ("fp16", tier))

@@ -131,7 +131,7 @@ def test_chain_of_thought_groups_follow_the_bits():
         ({"threshold": "n"}, r"threshold='n' must be 'N' or 'i'"),
         ({"high": "k2v8"}, r"low=k4v2 must not hold more bits per key or value than high=k2v8"),
         ({"high": "k4v2"}, r"high=k4v2 and low=k4v2 are one precision"),
-        ({"high": "k3v3"}, r"k_bits=3 is not one of"),
+        ({"high": "k5v3"}, r"k_bits=5 is not one of"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

@@ -20,6 +20,12 @@ from kvbench.policy import SlotArrays
         ({"tier": "int4", "symmetric": True}, 68),
         ({"tier": "int4", "splits": 2}, 80),
         ({"tier": "fp8"}, 128),
+        ({"tier": "fp8_per_token_head"}, 132),
+        ({"tier": "turboquant_k8v4"}, 100),
+        ({"tier": "turboquant_4bit"}, 70),
+        ({"tier": "turboquant_3bit"}, 54),
+        ({"tier": "nvfp4"}, 72),
+        ({"tier": "lloyd-k3v2"}, 44),
     ],
 )
 def test_bytes_per_token(settings, slot_bytes):
@@ -28,7 +34,16 @@ def test_bytes_per_token(settings, slot_bytes):
 
 
 @pytest.mark.parametrize(
-    ("settings", "bound"), [({"tier": "int8"}, 0.02), ({"tier": "int4"}, 0.3), ({"tier": "fp8"}, 0.13)]
+    ("settings", "bound"),
+    [
+        ({"tier": "int8"}, 0.02),
+        ({"tier": "int4"}, 0.3),
+        ({"tier": "fp8"}, 0.13),
+        ({"tier": "int8_per_token_head"}, 0.009),
+        ({"tier": "fp8_per_token_head"}, 0.13),
+        ({"tier": "nvfp4"}, 0.36),
+        ({"tier": "mxfp4"}, 0.51),
+    ],
 )
 def test_stored_values_are_rounded_and_no_worse(settings, bound):
     """What comes back differs from what went in, by at most half a step (fp8: half of 2^-3 of the value)."""
@@ -97,6 +112,9 @@ def test_random_appends():
     [
         (lambda: Uniform(tier="k1v1", symmetric=True), "symmetric=true needs at least 2 bits"),
         (lambda: Uniform(tier="fp16"), "tier=fp16 leaves 16-bit elements, as method=full does"),
+        (lambda: Uniform(tier="nvfp4", splits=2), "tier=nvfp4 says itself how its scales are made"),
+        (lambda: Uniform(tier="turboquant_4bit", symmetric=True), "leave symmetric=false and splits=1"),
+        (lambda: Uniform(tier="lloyd-k8v4"), "k_bits=8 has no codebook; choose 2, 3 or 4 bits"),
         (lambda: Uniform(tier="int9"), "tier='int9' is not a tier"),
         (lambda: RandomControl(window=-1), "window=-1"),
     ],

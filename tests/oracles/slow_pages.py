@@ -6,49 +6,8 @@ It knows the layout only from its description (regions in order, planar packing,
 from dataclasses import dataclass
 
 import numpy as np
-
-F32 = np.float32
-
-
-def e4m3_value(code: int) -> float:
-    """The number that an e4m3 byte stands for (NaN for 0x7f and 0xff)."""
-    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, (code >> 3) & 15, code & 7
-    if exponent == 15 and mantissa == 7:
-        return float("nan")
-    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-
-
-POSITIVE = [e4m3_value(code) for code in range(127)]
-
-
-def to_e4m3(x: float) -> int:
-    """The nearest e4m3 byte, ties to the even code, saturating at 448."""
-    size = min(abs(x), 448.0)
-    best = min(range(127), key=lambda code: (abs(POSITIVE[code] - size), code & 1))
-    return best | (128 if np.signbit(F32(x)) else 0)
-
-
-def half_bytes(x: float) -> bytes:
-    """fp16, little-endian."""
-    with np.errstate(over="ignore"):
-        return np.float16(x).tobytes()
-
-
-def element_bytes(x: float, kind: str) -> bytes:
-    """One element as fp16, bf16 (round to nearest, ties to even) or fp32, little-endian."""
-    if kind == "fp16":
-        return half_bytes(x)
-    raw = int(np.frombuffer(F32(x).tobytes(), np.uint32)[0])
-    if kind == "fp32":
-        return raw.to_bytes(4, "little")
-    return ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).to_bytes(2, "little")
-
-
-def read_element(raw: bytes, kind: str) -> np.float32:
-    """Inverse of `element_bytes`."""
-    if kind == "fp16":
-        return F32(np.frombuffer(raw, np.float16)[0])
-    return np.frombuffer(raw if kind == "fp32" else b"\0\0" + raw, F32)[0]
+from oracles.slow_codes import slow_decode, slow_encode
+from oracles.slow_numbers import F32, element_bytes, read_element, to_e4m3
 
 
 def slow_quantize(
@@ -85,7 +44,9 @@ def slow_dequantize(
 
 
 def slow_pack(codes: list[int], bits: int) -> bytes:
-    """Planar: byte w holds elements w, w + W, w + 2W, ..., the first of them in the lowest bits."""
+    """Planar: byte w holds elements w, w + W, w + 2W, ..., the first of them in the lowest bits; 3 bits are 2 and 1."""
+    if bits == 3:
+        return slow_pack([code % 4 for code in codes], 2) + slow_pack([code // 4 for code in codes], 1)
     width = len(codes) * bits // 8
     return bytes(sum(codes[w + plane * width] << (plane * bits) for plane in range(8 // bits)) for w in range(width))
 
@@ -96,7 +57,7 @@ class Layout:
 
     Args:
         dim: Channels.
-        k_bits: 1, 2, 4, 8, or the element's 16 or 32.
+        k_bits: 1, 2, 3, 4, 8, or the element's 16 or 32.
         v_bits: Likewise.
         page_bytes: Page size.
         kind: Element type of uncoded sides.
@@ -107,6 +68,8 @@ class Layout:
         fp8: 8-bit sides are e4m3.
         score: A score per slot.
         pos: A position per slot.
+        k_code: How keys are coded where they are no integers, as in `slow_codes`.
+        v_code: Likewise.
     """
 
     dim: int
@@ -121,6 +84,8 @@ class Layout:
     fp8: bool = False
     score: bool = False
     pos: bool = False
+    k_code: str = ""
+    v_code: str = ""
 
     def coded(self, bits: int) -> bool:
         """The side holds integer codes."""
@@ -134,15 +99,16 @@ class Layout:
     def sizes(self, tokens: int) -> dict[str, int]:
         """Bytes of every region for a number of slots, in page order."""
         k_scales = self.dim * (tokens // self.k_channel_group) if self.channel else tokens * self.k_groups
-        zero = not self.symmetric
         k, v = self.coded(self.k_bits), self.coded(self.v_bits)
+        k_unit, v_unit = (1 if code in ("nvfp4", "mxfp4") else 2 for code in (self.k_code, self.v_code))
+        k_zero, v_zero = (not (self.symmetric or code) for code in (self.k_code, self.v_code))
         return {
             "k_codes": tokens * self.dim * self.k_bits // 8,
             "v_codes": tokens * self.dim * self.v_bits // 8,
-            "k_scale": 2 * k_scales if k else 0,
-            "k_zero": 2 * k_scales if k and zero else 0,
-            "v_scale": 2 * tokens * self.v_groups if v else 0,
-            "v_zero": 2 * tokens * self.v_groups if v and zero else 0,
+            "k_scale": k_unit * k_scales if k else 0,
+            "k_zero": 2 * k_scales if k and k_zero else 0,
+            "v_scale": v_unit * tokens * self.v_groups if v else 0,
+            "v_zero": 2 * tokens * self.v_groups if v and v_zero else 0,
             "score": 4 * tokens if self.score else 0,
             "pos": 4 * tokens if self.pos else 0,
         }
@@ -177,15 +143,20 @@ class SlowPage:
         at = self.layout.start(name) + index * len(value)
         self.raw[at : at + len(value)] = value
 
-    def _side(self, x: list[float], bits: int, groups: int) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    def _side(self, x: list[float], bits: int, groups: int, code: str) -> tuple[list[bytes], list[bytes], list[bytes]]:
         """Bytes (or elements) of one vector, and its scales and zeros."""
         lay = self.layout
         if bits >= 16:
             return [element_bytes(e, lay.kind) for e in x], [], []
-        if lay.fp8 and bits == 8:
+        if lay.fp8 and bits == 8 and not code:
             return [bytes([to_e4m3(e)]) for e in x], [], []
         size, codes, scales, zeros = len(x) // groups, [], [], []
         for g in range(groups):
+            if code:
+                part, scale = slow_encode(x[g * size : (g + 1) * size], code, bits)
+                codes += part
+                scales.append(scale)
+                continue
             part, scale, zero = slow_quantize(x[g * size : (g + 1) * size], bits, lay.symmetric, lay.channel)
             codes += part
             scales.append(scale.tobytes())
@@ -194,23 +165,23 @@ class SlowPage:
 
     def write_value(self, slot: int, x: list[float]) -> None:
         """Values are token-major; metadata [groups, T]."""
-        codes, scales, zeros = self._side(x, self.layout.v_bits, self.layout.v_groups)
+        codes, scales, zeros = self._side(x, self.layout.v_bits, self.layout.v_groups, self.layout.v_code)
         for w, item in enumerate(codes):
             self.put("v_codes", slot * len(codes) + w, item)
         self._meta("v", slot, scales, zeros)
 
     def write_key(self, slot: int, x: list[float]) -> None:
         """Keys are transposed; metadata [groups, T]."""
-        codes, scales, zeros = self._side(x, self.layout.k_bits, self.layout.k_groups)
+        codes, scales, zeros = self._side(x, self.layout.k_bits, self.layout.k_groups, self.layout.k_code)
         for w, item in enumerate(codes):
             self.put("k_codes", w * self.layout.tokens + slot, item)
         self._meta("k", slot, scales, zeros)
 
     def _meta(self, side: str, slot: int, scales: list[bytes], zeros: list[bytes]) -> None:
-        for g, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
+        for g, scale in enumerate(scales):
             self.put(f"{side}_scale", g * self.layout.tokens + slot, scale)
-            if not self.layout.symmetric:
-                self.put(f"{side}_zero", g * self.layout.tokens + slot, zero)
+        for g, zero in enumerate([] if self.layout.symmetric else zeros):
+            self.put(f"{side}_zero", g * self.layout.tokens + slot, zero)
 
     def write_key_group(self, first: int, xs: list[list[float]]) -> None:
         """A group of keys with one scale per channel; metadata [T / group, D]."""
@@ -235,12 +206,16 @@ def stored_vector(
     groups: int = 1,
     symmetric: bool = False,
     metadata_first: bool = False,
+    code: str = "",
 ) -> np.ndarray:
     """What a vector reads as after it was stored; fp32."""
     if bits >= 16:
         return np.array([read_element(element_bytes(e, kind), kind) for e in x], F32)
     size, out = len(x) // groups, []
     for g in range(groups):
+        if code:
+            out += slow_decode(*slow_encode(x[g * size : (g + 1) * size], code, bits), code, bits)
+            continue
         codes, scale, zero = slow_quantize(x[g * size : (g + 1) * size], bits, symmetric, metadata_first)
         out += slow_dequantize(codes, scale, zero, bits, symmetric)
     return np.array(out, F32)

@@ -9,7 +9,7 @@ from oracles.slow_attention import attend_one, reduce
 from oracles.slow_pages import stored_vector
 from torch import Tensor
 
-from kvbench.policy.declare import Tier
+from kvbench.policy.tiers import Tier
 
 EVICT, APPEND = -1, -1
 

@@ -56,6 +56,9 @@ class Projected(Ones):
         ("fp8", {"k_bits": 8, "v_bits": 8, "fp8": True}),
         ("k8v4", {"k_bits": 8, "v_bits": 4}),
         ("K1v16", {"k_bits": 1, "v_bits": 16}),
+        ("k3v2", {"k_bits": 3, "v_bits": 2}),
+        ("LLOYD-k4v3", {"k_bits": 4, "v_bits": 3, "k_code": "lloyd", "v_code": "lloyd", "turned": "both"}),
+        ("turboquant_3bit", {"k_bits": 3, "v_bits": 3, "k_code": "lloyd", "turned": "keys"}),
     ],
 )
 def test_names_of_precisions(text, tier):
@@ -64,7 +67,7 @@ def test_names_of_precisions(text, tier):
     assert Tier.parse(given := Tier(**tier)) is given
 
 
-@pytest.mark.parametrize("text", ["k3v4", "k8", "int2", "", None, 8, "k8v4x", "k00008v4", "k8v17"])
+@pytest.mark.parametrize("text", ["k5v4", "lloyd-k4v8", "k8", "int2", "", None, 8, "k8v4x", "k00008v4", "k8v17"])
 def test_what_names_no_precision_is_refused(text):
     """The message names the setting and the value, and never another error."""
     with pytest.raises(ValueError, match="^low=.* is not a tier"):
@@ -76,6 +79,9 @@ def test_what_names_no_precision_is_refused(text):
     [
         (Tier(), "k16v16"),
         (Tier(native=True, k_bits=8), "native"),
+        (Tier.parse("turboquant_k8v4"), "turboquant_k8v4"),
+        (Tier.parse("lloyd-k3v2"), "lloyd-k3v2"),
+        (Tier(k_bits=8, v_bits=8, symmetric=True), "int8_per_token_head"),
         (Tier(k_bits=8, v_bits=8, fp8=True), "fp8"),
         (Tier(k_bits=2, v_bits=4, k_axis="channel", k_group=32), "k2v4-channel32"),
         (Tier(k_bits=2, v_bits=4, k_group=32), "k2v4"),
@@ -125,7 +131,9 @@ def test_what_lies_at_an_edge_is_allowed(declare):
 @pytest.mark.parametrize(
     ("declare", "said"),
     [
-        (lambda: Tier(k_bits=3), "k_bits=3 is not one of"),
+        (lambda: Tier(k_bits=6), "k_bits=6 is not one of"),
+        (lambda: Tier(k_bits=4, v_code="nf4"), "v_code='nf4' must be one of e4m3_scaled"),
+        (lambda: Tier(turned="values"), "turned='values' must be one of none, keys, both"),
         (lambda: Tier(v_bits=17), "v_bits=17 is not one of"),
         (lambda: Tier(k_axis="head"), "k_axis='head' must be"),
         (lambda: Tier(k_axis="channel", k_group=7), "k_group=7 with k_axis='channel' must be >= 8"),

@@ -23,7 +23,7 @@ def test_every_shipped_method_builds():
         ({"_target_": "kvbench.methods.nothing.X"}, "method._target_=kvbench.methods.nothing.X is no policy class"),
         ({"_target_": "kvbench.config.files.describe"}, "is no policy class"),
         ({"teir": "k8v8"}, "there is no setting method.teir. Did you mean method.tier?"),
-        ({"tier": "k3v3"}, "k_bits=3 is not one of"),
+        ({"tier": "k5v3"}, "k_bits=5 is not one of"),
     ],
 )
 def test_policy_errors(changes, message):

@@ -54,6 +54,15 @@ TOKEN_CASES = {
     "fp8": (64, 8, 8, 1040, "fp16", {"fp8": True}),
     "fp8-half": (64, 8, 4, 1040, "fp16", {"fp8": True}),
     "k16v4": (64, 16, 4, 1536, "bf16", {}),
+    "k3v3": (64, 3, 3, 1040, "fp16", {"pos": True}),
+    "k3v3-symmetric": (80, 3, 3, 1040, "fp16", {"symmetric": True, "k_groups": 2}),
+    "fp8-per-token": (64, 8, 8, 1200, "fp16", {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled"}),
+    "lloyd": (64, 4, 3, 960, "fp16", {"k_code": "lloyd", "v_code": "lloyd"}),
+    "lloyd-low": (80, 3, 2, 960, "fp16", {"k_code": "lloyd", "v_code": "lloyd", "score": True}),
+    "turboquant": (128, 3, 3, 2000, "fp16", {"k_code": "lloyd"}),
+    "turboquant-paired": (128, 8, 4, 2000, "fp16", {"k_code": "e4m3_scaled"}),
+    "nvfp4": (64, 4, 4, 960, "fp16", {"k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4}),
+    "mxfp4": (80, 4, 4, 960, "fp16", {"k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 5, "v_groups": 2}),
 }
 
 
@@ -135,9 +144,10 @@ def test_slots_read_as_the_oracle_says_and_pages_agree(case: tuple):
     if layout.fp8:
         assert (keys - k).abs().le(k.abs() / 16 + 2.0**-10).all()  # e4m3: 3 mantissa bits, least step 2^-9
         return
-    for got, x, bits, groups in ((keys, k, k_bits, layout.k_groups), (values, v, v_bits, layout.v_groups)):
+    sides = (keys, k, k_bits, layout.k_groups, layout.k_code), (values, v, v_bits, layout.v_groups, layout.v_code)
+    for got, x, bits, groups, code in sides:
         for m in (0, 1, 2, 2 * tokens - 1):
-            want = stored_vector(x[m].tolist(), bits, kind=kind, groups=groups, symmetric=layout.symmetric)
+            want = stored_vector(x[m].tolist(), bits, kind=kind, groups=groups, symmetric=layout.symmetric, code=code)
             assert got[m].tolist() == want.tolist()
 
 

@@ -1,0 +1,146 @@
+"""Precision tiers: how one slot's key and value are stored. Methods import `Tier` from `kvbench.policy`."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from kvbench.rules.kinds import shown
+
+ALLOWED_BITS = (1, 2, 3, 4, 8, 16)
+CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4"]
+Turned = Literal["none", "keys", "both"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A precision format: how one slot's key and value are stored.
+
+    Args:
+        k_bits: Bits per key element: 1, 2, 3, 4, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
+        v_bits: Bits per value element, likewise.
+        k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group`
+            consecutive slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
+        k_group: Axis `token`: channels per scale, 0 = the whole vector. Axis `channel`: tokens per scale, > 0.
+        v_group: Channels per value scale, 0 = the whole vector.
+        k_splits: Number of equal groups a key vector is cut into when `k_group` is 0.
+        v_splits: Likewise for values.
+        symmetric: Codes are centred on zero and no zero point is stored.
+        fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
+        k_code: What key codes stand for: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
+            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks.
+        v_code: Likewise for values.
+        turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
+            keys and values. The store rotates all tiers of a method alike.
+        native: Store the model's own dtype; the bits are ignored. For exactness tests.
+    """
+
+    k_bits: int = 16
+    v_bits: int = 16
+    k_axis: Literal["token", "channel"] = "token"
+    k_group: int = 0
+    v_group: int = 0
+    k_splits: int = 1
+    v_splits: int = 1
+    symmetric: bool = False
+    fp8: bool = False
+    k_code: CodeName = ""
+    v_code: CodeName = ""
+    turned: Turned = "none"
+    native: bool = False
+
+    def __post_init__(self) -> None:
+        for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if bits not in ALLOWED_BITS:
+                raise ValueError(f"{side}={bits} is not one of {ALLOWED_BITS}; choose one of these bit widths")
+        codes = [name for name in get_args(CodeName) if name]
+        for name, code in (("k_code", self.k_code), ("v_code", self.v_code)):
+            if code and code not in codes:
+                raise ValueError(f"{name}={code!r} must be one of {', '.join(codes)}, or empty")
+        if self.turned not in get_args(Turned):
+            raise ValueError(f"turned={self.turned!r} must be one of {', '.join(get_args(Turned))}")
+        if self.k_axis not in ("token", "channel"):
+            raise ValueError(f"k_axis={self.k_axis!r} must be 'token' or 'channel'")
+        if self.k_axis == "channel" and self.k_group < 8 and not self.native:
+            raise ValueError(f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual")
+        for name, value in (("k_group", self.k_group), ("v_group", self.v_group)):
+            if value < 0:
+                raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
+        for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be >= 1")
+
+    @property
+    def name(self) -> str:
+        """Short label such as `k8v4`, `k2v2-channel32`, `nvfp4` or `native`."""
+        if self.native:
+            return "native"
+        if self.has_form or self.fp8:
+            other = "fp8" if self.fp8 else f"{self.k_code or self.v_code}-k{self.k_bits}v{self.v_bits}"
+            return next((name for name, tier in NAMED.items() if tier == self), other)
+        return f"k{self.k_bits}v{self.v_bits}" + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
+
+    @property
+    def has_form(self) -> bool:
+        """The format says itself how its codes are made; `symmetric` and splits are not for its user to choose."""
+        return bool(self.k_code or self.v_code) or self.turned != "none" or self == NAMED["int8_per_token_head"]
+
+    def split_by_bits(self, splits: dict[int, int]) -> "Tier":
+        """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
+        return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
+
+    @staticmethod
+    def parse(text: object, name: str = "tier") -> "Tier":
+        """Reads a tier from a config string: `k8v4`, `lloyd-k4v3`, or a key of `NAMED`.
+
+        Args:
+            text: The string, or a Tier.
+            name: The setting, for messages.
+
+        Raises:
+            ValueError: The text names no tier.
+        """
+        if isinstance(text, Tier):
+            return text
+        lowered = text.lower() if isinstance(text, str) else ""
+        if lowered in NAMED:
+            return NAMED[lowered]
+        match = re.fullmatch(r"(lloyd-)?k([0-9]{1,4})v([0-9]{1,4})", lowered)
+        if match is None:
+            raise ValueError(
+                f"{name}={shown(text)} is not a tier; write k<bits>v<bits> (for example k8v4), lloyd-k<bits>v<bits> or "
+                f"one of {', '.join(NAMED)}"
+            )
+        try:
+            k_bits, v_bits = int(match[2]), int(match[3])
+            return _lloyd(k_bits, v_bits) if match[1] else Tier(k_bits=k_bits, v_bits=v_bits)
+        except ValueError as error:
+            raise ValueError(f"{name}={text} is not a tier: {error}") from None
+
+
+def _lloyd(k_bits: int, v_bits: int) -> Tier:
+    """Rotated codebooks on both sides, as in the paper of TurboQuant.
+
+    Raises:
+        ValueError: A number of bits that has no codebook.
+    """
+    for side, bits in (("k_bits", k_bits), ("v_bits", v_bits)):
+        if bits not in (2, 3, 4):
+            raise ValueError(f"{side}={bits} has no codebook; choose 2, 3 or 4 bits")
+    return Tier(k_bits=k_bits, v_bits=v_bits, k_code="lloyd", v_code="lloyd", turned="both")
+
+
+# Formats with a name. Those of serving engines have the names that vLLM gives them (vllm/config/cache.py).
+NAMED: dict[str, Tier] = {
+    "native": Tier(native=True),
+    "fp16": Tier(),
+    "int8": Tier(k_bits=8, v_bits=8),
+    "int4": Tier(k_bits=4, v_bits=4),
+    "fp8": Tier(k_bits=8, v_bits=8, fp8=True),
+    "fp8_per_token_head": Tier(k_bits=8, v_bits=8, k_code="e4m3_scaled", v_code="e4m3_scaled"),
+    "int8_per_token_head": Tier(k_bits=8, v_bits=8, symmetric=True),
+    "turboquant_k8v4": Tier(k_bits=8, v_bits=4, fp8=True),
+    "turboquant_4bit": Tier(k_bits=4, v_bits=4, k_code="lloyd", turned="keys"),
+    "turboquant_3bit": Tier(k_bits=3, v_bits=3, k_code="lloyd", turned="keys"),
+    "nvfp4": Tier(k_bits=4, v_bits=4, k_group=16, v_group=16, k_code="nvfp4", v_code="nvfp4"),
+    "mxfp4": Tier(k_bits=4, v_bits=4, k_group=32, v_group=32, k_code="mxfp4", v_code="mxfp4"),
+}
