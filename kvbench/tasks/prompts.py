@@ -126,8 +126,10 @@ class PromptBuilder:
         overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if self.chat else 0
         self._template_tokens = overhead - len(self.tokenizer.encode("a")) + len(self._encode("a"))
         # What stands before the user's text, whatever that is.
-        both = (self._encode(self._wrap(text)) for text in ("a", "b")) if self.chat else ((), ())
+        both = [self._encode(self._wrap(text)) for text in ("a", "b")] if self.chat else [[], []]
         self._instruction = tuple(common_prefix(*both))
+        # What stands behind it.
+        self._closing = common_prefix(*(ids[::-1] for ids in both))[::-1]
         available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
             raise ValueError(
@@ -207,6 +209,7 @@ class PromptBuilder:
             top_p=float(self.protocol.top_p),
             num_samples=self.protocol.num_samples,
             instruction_tokens=len(common_prefix(self._instruction, ids)),
+            closing_tokens=len(self._closing) if ids[-len(self._closing) :] == self._closing else 0,
             num_prompt_tokens_untruncated=untruncated,
             meta=meta or {},
         )
