@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import LayerTensors, Need, NotForModel, Ranked, ScoreSpec, Several, Statistic, Text
+from kvbench.policy import Budget, LayerTensors, Need, NotForModel, Ranked, ScoreSpec, Several, Statistic, Text
 
 # kvpress asks for an older transformers than kvbench; its scorers run with kvbench's.
 INSTALL = "pip install --no-deps kvpress && pip install peft 'fire<0.7' 'cachetools<6' accelerate datasets pandas"
@@ -78,30 +78,46 @@ def rotary_beside(module: torch.nn.Module, rotary: torch.nn.Module | None) -> An
 
 @dataclass(frozen=True)
 class PressScore(Statistic):
-    """The numbers that a scorer of kvpress gives a layer.
+    """The numbers that a scorer of kvpress gives a layer; what it draws at random, it draws the same every time.
 
     Args:
         press: Name of its class.
         settings: Of it, each as `name=value`.
+        budget: What stays, which some scorers look at as their compression ratio.
     """
 
     press: str
     settings: tuple[str, ...]
+    budget: Budget
     needs: ClassVar[frozenset[Need]] = frozenset({"attention_call"})
     words: ClassVar[str] = "a scorer of kvpress"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
+        if self.budget.unit != "bytes":
+            kept = self.budget.tokens(seen.tokens_seen, 1, 1.0) / seen.tokens_seen
+            return self._score(seen, max(0.0, 1 - kept))
+        score, other = (self._score(seen, ratio) for ratio in (0.25, 0.75))  # how many tokens bytes buy is not known
+        if not torch.equal(score, other):
+            raise ValueError(
+                f"the scores of {self.press} depend on the compression ratio, which a budget in bytes does not say; "
+                "give a ratio or tokens"
+            )
+        return score
+
+    def _score(self, seen: LayerTensors, ratio: float) -> Tensor:
         call, made = seen.attention_call, scorer(self.press, self.settings)
+        made.compression_ratio = ratio
         named = {"position_embeddings": call.position_embeddings, "hidden_states": call.hidden_states[None]}
         try:
-            with torch.no_grad(), rotary_beside(call.module, call.rotary):
+            with torch.no_grad(), torch.random.fork_rng(), rotary_beside(call.module, call.rotary):
+                torch.manual_seed(0)
                 score = made.score(call.module, call.hidden_states[None], seen.k[None], seen.v[None], None, named)
         except Exception as error:  # code of others may fail with any error
             said = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"{self.press} of kvpress cannot score a prompt of {seen.tokens_seen} tokens: {said}"
             ) from error
-        return score[0].float()
+        return torch.as_tensor(score[0].float())
 
 
 @dataclass(kw_only=True)
@@ -126,7 +142,7 @@ class KVPress(Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.settings = tuple(self.settings)
-        self.rank_by(ScoreSpec(statistic=PressScore(self.press, self.settings)))
+        self.rank_by(ScoreSpec(statistic=PressScore(self.press, self.settings, self._budget)))
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)

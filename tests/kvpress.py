@@ -52,6 +52,23 @@ class ProjectedPress(ScorerPress):
 
 
 @dataclass
+class RatioPress(ScorerPress):
+    """Looks at its compression ratio: keeps the first tokens that it leaves."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        kept = round(keys.shape[2] * (1 - self.compression_ratio))
+        return (torch.arange(keys.shape[2]) < kept).float().expand(keys.shape[:3])
+
+
+@dataclass
+class DrawingPress(ScorerPress):
+    """Draws lots."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return torch.rand(keys.shape[:3])
+
+
+@dataclass
 class WindowPress(ScorerPress):
     """Cannot score short prompts."""
 

@@ -71,7 +71,7 @@ from kvbench.policy.statistics import (
 from kvbench.policy.stepwise import Stepwise
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked
-from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole
+from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, Several, TableOrPath, Text, Whole
 
 __all__ = [
     "ALLOWED_BITS",
@@ -105,10 +105,12 @@ __all__ = [
     "Residual",
     "ScoreSpec",
     "Scored",
+    "Several",
     "SlotArrays",
     "Statistic",
     "Stepwise",
     "TableOrPath",
+    "Text",
     "Tier",
     "TierText",
     "Whole",

@@ -45,6 +45,47 @@ def test_it_keeps_its_best_scores(tiny_model):
         assert ours.token_ids != other.token_ids
 
 
+def test_a_scorer_is_told_its_ratio(tiny_model):
+    """Of a ratio and of tokens; a budget in bytes says none, which matters to a scorer that looks at it alone."""
+    loaded = tiny_model("llama", "gqa3", 64)
+    for budget in (0.3, 18):
+        held, policy = [], KVPress(press="RatioPress", budget=budget)
+        outcome = answers(loaded, watched(policy, held), [request("0", random_tokens(60), max_new_tokens=2)])["0", 0]
+        assert outcome.status == "ok" and (held[0][1] >= 0).nonzero()[:, 2].unique().tolist() == list(range(18))
+        assert (held[0][2] == 1).sum(-1).eq(18).all()
+    answers(loaded, KVPress(budget="200KiB"), [request("0", random_tokens(60), max_new_tokens=2)])
+    with pytest.raises(ValueError, match="the scores of RatioPress depend on the compression ratio"):
+        answers(loaded, KVPress(press="RatioPress", budget="200KiB"), [request("0", random_tokens(60))])
+
+
+def watched(policy, held):
+    """The method, which notes layers, plan and scores of each prompt."""
+
+    class Watched(type(policy)):
+        def plan_prefill(self, view):
+            plan = super().plan_prefill(view)
+            held.append((view.layers, plan.tier_of, view.score))
+            return plan
+
+    return Watched(press=policy.press, budget=policy.budget)
+
+
+def test_lots_are_drawn_the_same_every_time(tiny_model):
+    """Whatever was drawn before, and what is drawn after goes on as if nothing had been."""
+    loaded, scores, after = tiny_model("llama", "gqa3", 64), [], []
+    for _ in range(2):
+        held = []
+        torch.manual_seed(len(scores))
+        answers(
+            loaded, watched(KVPress(press="DrawingPress"), held), [request("0", random_tokens(60), max_new_tokens=2)]
+        )
+        after.append(torch.rand(3))
+        scores.append(held[0][2])
+        torch.manual_seed(len(after) - 1)
+        assert torch.equal(after[-1], torch.rand(3))
+    assert torch.equal(*scores) and scores[0].std() > 0.1
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
