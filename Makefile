@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model format style types docs findings test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model format style types docs findings composition test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -33,6 +33,10 @@ docs: ## write the documents that are generated from the code
 
 findings: ## make the tables and pictures of docs/findings.md again from its samples (minutes)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/findings.py
+
+FOLDER ?= composition
+composition: ## which score with which allocation at equal bytes, every combination at three budgets, into FOLDER (hours)
+	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/composition.py $(FOLDER)
 
 test: setup model ## install, fetch the embedded model, run every test on up to 4 cores (a process takes up to 3 GB)
 	$(PYTHON) -m pytest -q -n auto --maxprocesses 4 --dist worksteal

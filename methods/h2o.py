@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
+from torch import Tensor
 
-from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Number, Ranked, ScoreSpec, Whole
+from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Number, ScoreSpec, Stepwise, Whole
 
 
 @dataclass(kw_only=True)
-class H2O(Ranked):
+class H2O(Stepwise):
     """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
     ones.
 
-    In every decode step the new token takes the slot of the lightest token outside the recent window.
+    In every decode step the new token takes the slot of the lightest token outside the recent window; with a threshold
+    only where that one's attention, per query that counted, is below it, and the window is a share of the prompt.
 
     Args:
         budget: Heavy and recent tokens together: ratio of the prompt, tokens, or bytes.
@@ -31,12 +32,13 @@ class H2O(Ranked):
     Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
     """
 
-    budget: BudgetText = 0.2
+    budget: BudgetText | None = 0.2
     recent_share: Annotated[float, Number(0, 1)] = 0.5
     group: Literal["sum", "mean", "max"] = "sum"
     one_shot: bool = False
     window: Annotated[int, Whole(0, unit="tokens")] = 0
     granularity: Literal["kv_head", "q_head"] = "kv_head"
+    how_to_evict_later = "set one_shot=false"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,17 +55,11 @@ class H2O(Ranked):
     def always(self, budget: int) -> tuple[int, int]:
         return 0, self.window or int(budget * self.recent_share)
 
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
-        if self.one_shot:
-            return DecodePlan()
-        budget = view.budget_tokens(self._budget)
-        recent = (budget.double() * self.recent_share).long()  # the prompt's number: 0.29 x 100 differs in fp32
-        lightest = view.argmin(0, by="score", before=view.tokens_seen - recent)
-        full = view.tokens_seen > torch.maximum(view.prompt_tokens, budget)  # whatever a list's share is
-        full = full[:, None, None]
-        return DecodePlan(slot=torch.where(full & lightest.found, lightest.slot, -1))
+    def evicts_later(self) -> bool:
+        return not self.one_shot
 
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(
-            record, self._budget, mean=self.budget_is_mean, at_end=None if self.one_shot else 1
-        )
+    def recent_tokens(self, budget: Tensor) -> Tensor:
+        return (budget.double() * self.recent_share).long()  # the prompt's number: 0.29 x 100 differs in fp32
+
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        return DecodePlan() if self.one_shot else self.make_room(view)

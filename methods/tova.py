@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvbench.policy import DecodePlan, DecodeView, PrefillView, Ranked, ScoreSpec
+from kvbench.policy import DecodePlan, DecodeView, PrefillView, ScoreSpec, Stepwise
 
 
 @dataclass(kw_only=True)
-class TOVA(Ranked):
+class TOVA(Stepwise):
     """Keeps the tokens that the last query attends to most, the same ones in every head of a layer.
 
     The prompt is cut down to the budget by its last query. From then on each step drops the token with the smallest
-    attention of that step, whatever its age: neither sinks nor recent tokens are protected.
+    attention of that step, whatever its age: neither sinks nor recent tokens are protected, unless `protect` says so.
+    With a threshold it drops that one only where its attention is below it.
 
     Args:
         budget: What stays: ratio of the prompt, tokens, or bytes.
@@ -27,7 +27,6 @@ class TOVA(Ranked):
     """
 
     per_head: bool = False
-    acts_in_decode = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,9 +46,4 @@ class TOVA(Ranked):
         return score if self.per_head else score.mean(1, keepdim=True).expand_as(score)
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
-        lightest = view.argmin(0, by="score", over_layer=not self.per_head)
-        full = view.tokens_seen > torch.maximum(view.prompt_tokens, view.budget_tokens(self._budget))
-        return DecodePlan(slot=torch.where(full[:, None, None] & lightest.found, lightest.slot, -1))
-
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, mean=self.budget_is_mean, at_end=1)
+        return self.make_room(view, over_layer=not self.per_head)

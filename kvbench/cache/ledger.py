@@ -31,7 +31,8 @@ class RowMeter:
 
     Args:
         peak_bytes: Largest resident plus staging bytes so far.
-        staging_peak_bytes: Largest amount of uncompressed prompt keys and values held while planning.
+        staging_peak_bytes: Largest amount of an uncompressed prompt held while planning: keys and values, and what a
+            probe's passes gave.
         sum_bytes: Sum of resident bytes over decode steps.
         sum_ratio: Sum over decode steps of resident bytes over the fp16 bytes of the same tokens.
         steps: Decode steps.
@@ -144,10 +145,15 @@ class Ledger:
         meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging_bytes)
         meter.peak_bytes = max(meter.peak_bytes, staging_bytes + self.row_bytes(row))
 
+    def note_probe(self, row: int, held_bytes: int, num_tokens: int) -> None:
+        """Notes what was held after the further passes over a prompt, and how many tokens they read."""
+        self.hold(row, staging_bytes=held_bytes)
+        self.meters[row].prompt["replay_tokens"] = num_tokens
+
     def note_prompt(self, row: int, counts: Tensor, num_tokens: int) -> None:
         """Notes what a prompt's plan kept; `counts` int64 [M] slots per list."""
         fmt = self._pages.formats[0]
-        self.meters[row].prompt = {
+        self.meters[row].prompt |= {
             "prompt_tokens": num_tokens,
             "prompt_slots_min": int(counts.min()),
             "prompt_slots_max": int(counts.max()),

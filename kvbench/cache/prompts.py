@@ -38,23 +38,34 @@ class Prompts:
         last = layer + 1 == self._shape.num_layers
         if not layer and self._ledger.fit.budget is not None:
             self._ledger.fit.open(row, k.shape[1], self.new_tokens[row])
-        if self._policy.scope == "model":
+        if self._policy.scope == "model" or self._policy.score.probe is not None:  # a probe's prompt is there anyhow
             waiting = self._waiting.setdefault(row, [])
             waiting.append((k, v, score))
             if not last:
                 return
-            self._place(row, 0, self._waiting.pop(row))
+            self._place_all(row, self._waiting.pop(row))
         else:
             self._place(row, layer, [(k, v, score)])
         if last:
             self._finish(row, k.shape[1])
 
+    def _place_all(self, row: int, layers: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+        """Plans and writes all layers, in one plan or one by one, as the policy's scope is."""
+        if self._policy.scope == "model":
+            self._place(row, 0, layers)
+            return
+        for layer in range(len(layers)):
+            own = layers.pop(0)
+            self._place(row, layer, [own], beside_bytes=sum(k.nbytes + v.nbytes for k, v, _ in layers))
+
     def forget(self, row: int) -> None:
         """Drops what a row was still waiting with."""
         self._waiting.pop(row, None)
 
-    def _place(self, row: int, first: int, layers: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-        """Plans layers together, from layer `first` on, and writes each."""
+    def _place(
+        self, row: int, first: int, layers: list[tuple[Tensor, Tensor, Tensor | None]], beside_bytes: int = 0
+    ) -> None:
+        """Plans layers together, from layer `first` on, and writes each; others hold so many bytes meanwhile."""
         given = [score for _, _, score in layers if score is not None]
         score = torch.stack(given) if given else None  # a copy: what a prompt cache replays never leaves its hands
         extra: dict[str, Tensor] = {}
@@ -66,7 +77,7 @@ class Prompts:
         for index, (k, v, _) in enumerate(layers):
             stored = None if begins_with is None else begins_with[index]
             self._holding.write_prompt(row, first + index, k, v, plan.tier_of[index], stored)
-        self._ledger.hold(row, staging_bytes=sum(k.nbytes + v.nbytes for k, v, _ in layers))
+        self._ledger.hold(row, staging_bytes=beside_bytes + sum(k.nbytes + v.nbytes for k, v, _ in layers))
 
     def _plan(
         self, row: int, first: int, num_layers: int, score: Tensor | None, extra: dict[str, Tensor], k: Tensor

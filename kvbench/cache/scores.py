@@ -9,7 +9,7 @@ from kvbench.cache.queries import QueryRing
 from kvbench.cache.rotation import Turns
 from kvbench.cache.tensors import Measurer, PromptTensors, SlotTensors
 from kvbench.kernels.backend import TierPages
-from kvbench.policy import Policy, Statistic
+from kvbench.policy import AttentionCall, Policy, Replay, Statistic
 
 
 class Scores:
@@ -35,7 +35,14 @@ class Scores:
             self.queries = QueryRing(self.spec.slot_queries, pages.shape[0], shape, pages.formats[0].slot.dtype)
 
     def of_prompt(
-        self, layer: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        call: AttentionCall | None = None,
+        replays: tuple[Replay, ...] = (),
     ) -> Tensor | None:
         """Scores of one layer of a prompt.
 
@@ -44,7 +51,8 @@ class Scores:
             q: [Hq, N, D]; None for a statistic of keys and values only.
             k, v: [H, N, D], at the cache's granularity.
             scale: Factor on the attention logits.
-            hidden: [N, E] what the layer's projections were computed from, or None.
+            call: What the model called the layer's attention with, or None.
+            replays: What the probe's passes gave; none without a probe.
 
         Returns:
             fp32 [H, N], or [1 + len(also), H, N]; None when the method asks for none.
@@ -54,7 +62,8 @@ class Scores:
         """
         if not self.spec.measures_prompts:
             return None
-        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, hidden=hidden)
+        hidden = None if call is None else call.hidden_states
+        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays)
         return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
 
     def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ heads where every one keeps a set of its own), Hq query heads, D head dim, N pro
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ from kvbench.cache.prompts import Prompts
 from kvbench.cache.rotation import turns_of
 from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.pool import PagePool, PoolExhausted
-from kvbench.policy import DecodeView, Policy
+from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
-PromptWatcher = Callable[[Tensor, float, Tensor, Tensor, Tensor | None, Tensor | None], None]
+PromptWatcher = Callable[[Tensor | None, float, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 class CompressedStore:
@@ -184,20 +185,44 @@ class CompressedStore:
         """
         return self.pages.backend.prefill_attention(q, k, v, scale)
 
-    def prefill_layer(
-        self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None = None
-    ) -> None:
-        """Scores, plans and writes one layer of a prompt (for scope `model`, all layers once the last one arrives).
+    def replay_attention(self, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor:
+        """Exact attention of tokens behind an uncompressed prompt over it and themselves, causally; stores nothing.
 
         Args:
-            q: [Hq, N, D] post-RoPE queries; k, v: [KV heads, N, D] post-RoPE keys and values, uncompressed.
+            q: [Hq, m, D]; k, v: [KV heads, m, D]; past_k, past_v: [KV heads, N, D], the model's dtype.
+
+        Returns:
+            fp32 [Hq, m, D].
+        """
+        live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device)
+        return self.pages.backend.chunk_attention(q, k, v, (past_k.float(), past_v.float(), live), scale)
+
+    def prefill_layer(
+        self,
+        row: int,
+        layer: int,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        call: AttentionCall | None = None,
+        replays: tuple[Replay, ...] = (),
+    ) -> None:
+        """Scores, plans and writes one layer of a prompt (for scope `model`, and with a probe, all layers once the last
+        one arrives).
+
+        Args:
+            q: [Hq, N, D] post-RoPE queries, or None where a probe is all that is looked at; k, v: [KV heads, N, D]
+                post-RoPE keys and values, uncompressed.
             scale: Factor on the attention logits.
-            hidden: [N, E] what queries, keys and values were projected from, for statistics that ask for it.
+            call: What the model called the layer's attention with, for statistics that ask for it.
+            replays: What the passes gave that the policy's probe asks for.
         """
         scores, score, last = self.holding.scores, None, None
         if not scores.spec.only_keys_and_values:
-            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, hidden)
-        if scores.queries is not None:
+            own = tuple(replace(each, k=self._copied(each.k, 0)) for each in replays)
+            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own)
+        if scores.queries is not None and q is not None:
             last = scores.queries.last(q, scale)
         if self.watcher is not None:
             self.watcher(q, scale, k, v, score, last)

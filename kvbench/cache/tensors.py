@@ -8,7 +8,7 @@ from torch import Tensor
 from kvbench.cache.layout import ModelShape
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.reference.attention import column_scores, reduce_columns, reduce_scores, rotate
-from kvbench.policy import LayerTensors, ScoreSpec
+from kvbench.policy import AttentionCall, LayerTensors, Replay, ScoreSpec
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class PromptTensors(_Tensors):
         q: [Hq, N, D], or None where the prompt comes without.
         k, v: [H, N, D] at the cache's granularity.
         scale: Factor on attention logits.
-        hidden: [N, E], or None.
+        call: What the model called the layer's attention with, or None.
+        replays: What further passes over the prompt gave, keys at the cache's granularity.
     """
 
     def __init__(
@@ -83,11 +84,13 @@ class PromptTensors(_Tensors):
         k: Tensor,
         v: Tensor,
         scale: float,
-        hidden: Tensor | None = None,
+        call: AttentionCall | None = None,
+        replays: tuple[Replay, ...] = (),
     ) -> None:
         length = k.shape[1]
         super().__init__(measurer, k, v, torch.arange(length, device=k.device).expand(k.shape[0], -1), length, scale)
-        self._all_q, self._hidden = q, hidden
+        self._all_q, self._call, self._replays = q, call, replays
+        self._needs = measurer.spec.statistic.needs
         self._output_projection = measurer.output_projection(layer)
         counted = measurer.spec.prefill_queries
         if q is not None and counted:

@@ -104,11 +104,12 @@ class PagesView(DecodeView):
         *,
         by: Literal["mean", "score", "pos"],
         before: Tensor | None = None,
-        first: int = 0,
+        first: int | Tensor = 0,
         over_layer: bool = False,
     ) -> Extreme:
-        self._require(tier, "pos" if by == "pos" or before is not None or first else "score")
-        if not over_layer and self._pages.backend.searches_slots:
+        per_row = isinstance(first, Tensor)
+        self._require(tier, "pos" if by == "pos" or before is not None or per_row or first else "score")
+        if not over_layer and not isinstance(first, Tensor) and self._pages.backend.searches_slots:
             return self._search(tier, by, before=before, first=first)
         arrays = self.slots(tier)
         value = {
@@ -118,7 +119,8 @@ class PagesView(DecodeView):
         }[by]()
         if over_layer:
             value = value.mean(2, keepdim=True).expand_as(value)
-        eligible = arrays.valid & (arrays.pos >= first) if first else arrays.valid
+        floor = first[:, None, None, None] if isinstance(first, Tensor) else first
+        eligible = arrays.valid & (arrays.pos >= floor) if per_row or first else arrays.valid
         if before is not None:
             eligible = eligible & (arrays.pos < before[:, None, None, None])
         return self._pick(arrays, value.masked_fill(~eligible, float("inf")), eligible)

@@ -161,12 +161,11 @@ def composition() -> str:
     """What the settings that compose mean, once for all methods."""
     meaning = meanings(Scored)
     lines = [f"- `{name}={yaml_value(item.default)}`: {meaning[name]}" for name, item in shared(Scored).items()]
-    few = sorted(set(shared(Scored)) - set(shared(Ranked)))
     return (
         "## Settings that compose\n\nEvery method that ranks a prompt's tokens has these, whatever it ranks by; "
-        "`method=h2o method.allocation=ada` is H2O with Ada-KV's budgets. Methods that make room at every step "
-        f"(h2o, tova) lack {', '.join(f'`{name}`' for name in few)}. The defaults are those of the methods that set "
-        "no others.\n\n" + "\n".join(lines) + "\n"
+        "`method=h2o method.allocation=ada` is H2O with Ada-KV's budgets. `protect=prompt` and `answer` need a method "
+        "that evicts while decoding: h2o and tova do at every step, others with `decode_every`. The defaults are those "
+        "of the methods that set no others.\n\n" + "\n".join(lines) + "\n"
     )
 
 

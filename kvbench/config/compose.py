@@ -18,7 +18,10 @@ from kvbench.errors import unknown_name, unknown_setting
 
 # Settings that all methods have which rank a prompt's tokens, and that the YAML of none has to list (a test compares
 # them with the classes in kvbench/policy/, whose import takes seconds).
-SHARED = ("allocation", "alpha", "beta", "table", "chunk", "value_aware", "protect", "protect_tokens", "threshold")
+SHARED = (
+    *("allocation", "alpha", "beta", "table", "chunk", "cut_chunk", "value_aware"),
+    *("protect", "protect_tokens", "threshold"),
+)
 
 
 def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:

@@ -13,6 +13,7 @@ from kvbench.engine.conversation import Forced, next_turn
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.long_logits import Logits, take
 from kvbench.engine.needs import Needs
+from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
@@ -110,6 +111,9 @@ class Engine:
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
                 "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
             )
+        if (probe := self.policy.score.probe) is not None:  # a prompt without room for it stops the run here
+            for asked in everything:
+                plan_passes(probe, self.loaded.tokenizer, asked.segments[0], asked.closing, self.loaded.max_tokens)
         self._on_outcome, self._on_step = on_outcome, on_step
         self._callers: BaseException | None = None  # what `on_outcome` raised
         self._contexts = SharedContexts(self.runner, requests, self._begins_with, self._read)
@@ -188,6 +192,7 @@ class Engine:
             replays = self.runner.prompts.limit_bytes > 0  # and a replay takes no prefill
             prefill_s = None if replays else time.perf_counter() - begin
             sample = Sample(request, prefill_s, self._needs.rows(request), shares_context=shares)
+            sample.probe_s = None if replays or shares else self.runner.probe_s or None
             for repeat in range(request.num_samples if request.max_new_tokens else 0):
                 own = row if repeat == 0 else self.runner.fork(row)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._needs.room(request))
@@ -244,14 +249,13 @@ class Engine:
     def _begins_with(self, request: Request) -> tuple:
         """Whatever the compressed first segment depends on: a budget in bytes counts the tokens that come after it."""
         planned = self._needs.new_tokens(request) if self.policy.byte_budget is not None else None
-        return request.segments[0], request.instruction_tokens, planned
+        closing = request.closing if self.policy.score.probe is not None else None
+        return request.segments[0], request.instruction_tokens, planned, closing
 
     def _read(self, request: Request, ahead: tuple[int, ...] = ()) -> tuple[int, Logits]:
         """Reads the first segment of a request into a row; see `Runner.read`."""
         new_tokens, instruction_tokens = self._needs.new_tokens(request), request.instruction_tokens
-        return self.runner.read(
-            request.segments[0], ahead=ahead, new_tokens=new_tokens, instruction_tokens=instruction_tokens
-        )
+        return self.runner.read(request.segments[0], ahead, new_tokens, instruction_tokens, request.closing)
 
     def _close_all(self) -> None:
         self.runner.close_all()
@@ -358,6 +362,8 @@ class Engine:
         told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
         told.num_prompt_tokens = state.request.num_prompt_tokens
         told.timing = {"prefill_s": sample.prefill_s, **state.timing}
+        if sample.probe_s is not None:
+            told.timing["probe_s"] = sample.probe_s
         if sample.shares_context:
             told.timing["shares_context"] = 1.0
         if answer is not None:

@@ -6,7 +6,7 @@ function finds it there. Nothing is patched.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.store import CompressedStore
+from kvbench.engine.calls import attention_modules, calls_noted, first_tokens
+from kvbench.engine.uncompressed import Uncompressed
+from kvbench.policy import AttentionCall
 
 NAME = "kvbench"
 TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
@@ -37,27 +40,38 @@ class Session:
 
     Args:
         store: Where keys and values go.
-        mode: `prefill` (one row, empty), `chunk` (one row with history), `decode` (one token for many rows), or `dense`
-            (nothing is stored: the full-cache reference of a prompt).
+        mode: `prefill` (one row, empty), `chunk` (one row with history), `decode` (one token for many rows), `dense`
+            (nothing is stored: the full-cache reference of a prompt), or `replay` (behind `uncompressed`; nothing is
+            stored either).
         row: The row of `prefill` and `chunk`.
         num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
             prompt.
-        hidden: What the projections of the layer that runs were computed from, [B, n, E]; None unless a statistic asks.
+        uncompressed: In `prefill`, what holds the prompt for the method's probe; in `replay`, the prompt.
+        held_bytes, replay_tokens: What the probe's passes held and read.
+        call: What the attention of the layer that runs was called with; None unless a statistic asks.
         traces: Per layer, a tensor [batch, ...] that is finite where the layer's attention output was; looked at only
             once logits are not finite.
     """
 
     store: CompressedStore
-    mode: Literal["prefill", "chunk", "decode", "dense"]
+    mode: Literal["prefill", "chunk", "decode", "dense", "replay"]
     row: int = -1
     num_prompt_tokens: int = 0
-    hidden: Tensor | None = None
+    uncompressed: Uncompressed | None = None
+    held_bytes: int = 0
+    replay_tokens: int = 0
+    call: AttentionCall | None = None
     traces: list[Tensor] = field(default_factory=list)
 
     @property
-    def wants_hidden(self) -> bool:
-        """Whether a prompt's hidden states have to be handed on."""
-        return self.mode == "prefill" and "hidden_states" in self.store.policy.score.statistic.needs
+    def wants_calls(self) -> bool:
+        """Whether what attention is called with has to be handed on."""
+        needs = self.store.policy.score.statistic.needs
+        return self.mode == "prefill" and not needs.isdisjoint({"hidden_states", "attention_call"})
+
+    def note(self, call: AttentionCall | None) -> None:
+        """Takes what the layer that comes next was called with."""
+        self.call = call
 
     def first_bad_layer(self, index: int) -> int:
         """First layer whose attention output was not finite for a row of the batch; -1 when none."""
@@ -139,14 +153,19 @@ def attention(
         out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
     elif session.mode == "chunk":
         out = store.append_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
-    elif session.mode == "dense":
-        out = store.prompt_attention(query[0], key[0], value[0], scale)[None]
+    elif session.mode == "replay":
+        assert session.uncompressed is not None, "a replay needs its prompt"
+        out = session.uncompressed.attend(layer.index, query[0], key[0], value[0], scale)[None]
     else:
         out = store.prompt_attention(query[0], key[0], value[0], scale)[None]
+    if session.mode == "prefill":
         kept = session.num_prompt_tokens
         own = query[0, :, :kept], key[0, :, :kept], value[0, :, :kept]
-        hidden = None if session.hidden is None else session.hidden[0, :kept]
-        store.prefill_layer(session.row, layer.index, *own, scale, hidden)
+        call = None if session.call is None else first_tokens(session.call, kept)
+        if session.uncompressed is not None:
+            session.uncompressed.hold(*own, scale, call)
+        else:
+            store.prefill_layer(session.row, layer.index, *own, scale, call)
     # One token's output is kept as it is; a prompt's would be too large.
     session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
     return out.transpose(1, 2).to(query.dtype).contiguous(), None
@@ -219,41 +238,12 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     )
 
 
-def _attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that project into attention and out of it, by layer."""
-    found = [module for module in model.modules() if hasattr(module, "o_proj") and hasattr(module, "layer_idx")]
-    return sorted(found, key=lambda module: int(getattr(module, "layer_idx")))  # noqa: B009 - mypy takes it for a tensor
-
-
 def _output_projections(model: PreTrainedModel) -> tuple[Tensor, ...] | None:
     """The weights [E, Hq * D] behind attention, layer by layer; None where not every layer has one."""
-    weights = [getattr(module.o_proj, "weight", None) for module in _attention_modules(model)]
+    weights = [getattr(module.o_proj, "weight", None) for module in attention_modules(model)]
     if len(weights) != model.config.get_text_config().num_hidden_layers:
         return None
     return tuple(weight.detach() for weight in weights if isinstance(weight, Tensor)) or None
-
-
-@contextmanager
-def _hidden_states_noted(model: PreTrainedModel, session: Session) -> Iterator[None]:
-    """Lets a session see what each layer's attention is given, while this is open.
-
-    Raises:
-        UnsupportedModel: The model's attention modules were not found.
-    """
-    modules = _attention_modules(model) if session.wants_hidden else []
-    if session.wants_hidden and not modules:
-        raise UnsupportedModel("the statistic looks at hidden states, and no attention module with o_proj was found")
-
-    def note(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        session.hidden = named["hidden_states"] if "hidden_states" in named else arguments[0]
-
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        session.hidden = None
-        for hook in hooks:
-            hook.remove()
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
@@ -375,7 +365,7 @@ def forward(
     # A step of one token is mostly the overhead of small operations, of which inference mode takes less. A prompt also
     # makes tensors that stay and are written to later: pages of a pool that grows, copies for a prompt cache.
     without_grad = torch.inference_mode() if session.mode == "decode" else torch.no_grad()
-    with without_grad, _hidden_states_noted(model, session):
+    with without_grad, calls_noted(model, session.note) if session.wants_calls else nullcontext():
         out = model(
             input_ids=token_ids,
             position_ids=positions,

@@ -39,7 +39,7 @@ class Recording:
     overflow: bool = False
 
     def add(
-        self, q: Tensor, scale: float, k: Tensor, v: Tensor, score: Tensor | None, last: Tensor | None = None
+        self, q: Tensor | None, scale: float, k: Tensor, v: Tensor, score: Tensor | None, last: Tensor | None = None
     ) -> None:
         """Copies one layer: queries [Hq, N, D], keys and values [H, N, D], scores and last queries, as the store was
         given them."""
@@ -50,7 +50,7 @@ class Recording:
             if not self.overflow:
                 score, last = (None if x is None else x.clone() for x in (score, last))
                 self.layers.append((k.clone(), v.clone(), score, last))
-                if self.keeps_queries:
+                if self.keeps_queries and q is not None:
                     self.queries.append((q.clone(), scale))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -68,6 +68,7 @@ class _Entry:
     logits: Logits
     measured: Hashable  # how scores were computed; None without scores
     num_bytes: int
+    probed: tuple[int, int]  # bytes that a probe's passes held and tokens that they read
 
 
 class PromptCache:
@@ -93,25 +94,32 @@ class PromptCache:
         self._entries: dict[Hashable, _Entry] = {}
         self._recent: list[Hashable] = []
 
-    def read(self, session: Session, prompt: Hashable, forward: Callable[[], Logits]) -> Logits:
+    def read(
+        self, session: Session, prompt: Hashable, forward: Callable[[], Logits], probed_with: Hashable = None
+    ) -> Logits:
         """Replays a prompt into the session's row, or runs the model over it and remembers.
 
         Args:
             session: Of mode `prefill`, or `dense`, which stores nothing.
             prompt: Everything that decides the forward pass: the model and the tokens.
             forward: Runs the model through the session.
+            probed_with: What else the scores depend on where the method has a probe.
 
         Returns:
             The logits that `forward` gives, or gave.
         """
         store = session.store
         key = (session.mode, session.num_prompt_tokens, store.pages.backend.name, prompt)
-        measured = None if session.mode == "dense" else how_measured(store)
+        measured: Hashable = None if session.mode == "dense" else how_measured(store)
+        if session.uncompressed is not None:
+            measured = measured, probed_with
         entry = self._entries.get(key)
         if entry is not None and measured in (None, entry.measured):
+            if session.uncompressed is not None:
+                store.ledger.note_probe(session.row, *entry.probed)
             for layer, (k, v, *measures) in enumerate(entry.layers):
                 store.place_layer(session.row, layer, k, v, *(measures if measured else (None, None)))
-        elif entry is not None and entry.queries and not session.wants_hidden:
+        elif entry is not None and entry.queries and not session.wants_calls and session.uncompressed is None:
             for layer, ((k, v, *_), (q, scale)) in enumerate(zip(entry.layers, entry.queries, strict=True)):
                 store.prefill_layer(session.row, layer, q, k, v, scale)
         else:
@@ -134,7 +142,9 @@ class PromptCache:
             store.watcher = None
         size = recording.num_bytes + logits.nbytes
         if not recording.overflow and self.used_bytes + size <= self.limit_bytes:
-            self._entries[key] = _Entry(recording.layers, recording.queries, logits, measured, size)
+            self._entries[key] = _Entry(
+                recording.layers, recording.queries, logits, measured, size, (session.held_bytes, session.replay_tokens)
+            )
             self._recent.append(key)
             self.used_bytes += size
         return logits

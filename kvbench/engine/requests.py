@@ -65,6 +65,8 @@ class Request:
         num_samples: Answers wanted; > 1 only makes sense with temperature > 0.
         instruction_tokens: First tokens of the prompt that stand before what the user says: a system prompt, with what
             a chat template puts around it; 0 = none, or not known.
+        closing_tokens: Last tokens of the prompt that close what the user says and open the answer, as a chat template
+            puts them; 0 = none, or not known.
         num_prompt_tokens_untruncated: Length of the prompt before the task's truncation rule.
         past_context: `gold` may go on beyond the model's context, as streams do.
         meta: Anything the task wants back in the journal (JSON types only).
@@ -86,6 +88,7 @@ class Request:
     top_p: float = 1.0
     num_samples: int = 1
     instruction_tokens: int = 0
+    closing_tokens: int = 0
     num_prompt_tokens_untruncated: int = 0
     past_context: bool = False
     meta: dict = field(default_factory=dict)
@@ -94,6 +97,11 @@ class Request:
     def prompt(self) -> tuple[int, ...]:
         """Token ids of the whole prompt."""
         return tuple(chain.from_iterable(self.segments))
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """The token ids that `closing_tokens` counts."""
+        return self.prompt[len(self.prompt) - self.closing_tokens :]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -143,7 +151,8 @@ class Outcome:
         ledger: Bytes of this sample: `resident_bytes`, `average_bytes`, `peak_bytes`, `fp16_bytes`, ratios, and the
             items of the ledger at the end.
         kept: What the method did: tokens seen, slots held per tier, ratio.
-        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`, and `shares_context` where the context had been
+        timing: `prefill_s`, `decode_s`, `decode_tokens`, `batch_rows`, `probe_s` (the part of `prefill_s` that a
+            method's second pass took, where it has one), and `shares_context` where the context had been
             read for an earlier question, so that `prefill_s` is of the question alone; the only fields that differ
             between identical runs.
     """

@@ -101,6 +101,7 @@ class Sample:
     own: tuple[int, Tensor] | None = None  # a copy of the prompt's row, and its logits, that the own answer will take
     choices: dict[int, dict] = field(default_factory=dict)
     shares_context: bool = False
+    probe_s: float | None = None  # of prefill_s; None without a second pass, or not measured
 
     def take(self, row: ForcedRow) -> None:
         """Keeps what a forced row measured."""

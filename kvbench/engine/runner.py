@@ -3,6 +3,7 @@
 The engine answers requests on top of it; benches, tests and people who bring their own loop use it as it is.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,9 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
 from kvbench.engine.long_logits import PIECE, Logits, read_long
+from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.uncompressed import Uncompressed
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
@@ -40,6 +43,9 @@ class Runner:
         backend: `auto` or a backend's name.
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
 
+    Attributes:
+        probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.
+
     Raises:
         UnsupportedModel: The model's attention cannot be held in the store.
         ValueError: The policy does not fit the model, or the backend cannot run here.
@@ -61,6 +67,7 @@ class Runner:
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device)
         self.open_rows: list[int] = []
+        self.probe_s = 0.0
         policy.check_model(self.shape.num_layers, self.shape.num_kv_heads)
         self._store: CompressedStore | None = None
 
@@ -102,6 +109,7 @@ class Runner:
         ahead: Sequence[int] = (),
         new_tokens: int | None = None,
         instruction_tokens: int = 0,
+        closing: Sequence[int] = (),
     ) -> tuple[int, Logits]:
         """Reads a prompt into a new row.
 
@@ -112,6 +120,8 @@ class Runner:
             new_tokens: Most tokens that will follow the prompt, which a budget in bytes has to have room for; None = as
                 many as were reserved.
             instruction_tokens: First tokens of the prompt that are its instruction, for methods that ask.
+            closing: Token ids that close what the user says and open the answer, for methods with a probe; empty
+                outside of chats.
 
         Returns:
             The row, and logits fp32 [1 + len(ahead), vocabulary]: after the prompt and after each token ahead; of many
@@ -122,9 +132,10 @@ class Runner:
             PoolExhausted: No room; no row is open.
         """
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
-        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt))
+        held = Uncompressed(self.store) if self.policy.score.probe is not None else None
+        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt), uncompressed=held)
         try:
-            return row, self._read(session, [*prompt, *ahead], num_logits=len(ahead) + 1)
+            return row, self._read(session, [*prompt, *ahead], len(ahead) + 1, tuple(closing) if held else ())
         except BaseException:
             self.close(row)
             raise
@@ -218,18 +229,35 @@ class Runner:
         self.open_rows.append(row)
         return row
 
-    def _read(self, session: hf.Session, tokens: list[int], num_logits: int) -> Logits:
+    def _read(self, session: hf.Session, tokens: list[int], num_logits: int, closing: tuple[int, ...] = ()) -> Logits:
         """Reads a prompt, or takes it from the prompt cache; logits fp32 [num_logits, vocabulary]."""
+        self.probe_s = 0.0
 
         def forward() -> Logits:
             if num_logits <= PIECE:
-                return self._forward(session, [tokens], [0], num_logits)[0]
-            found = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))
-            if not found.is_finite:
-                raise NotFinite(session.first_bad_layer(0))
+                found: Logits = self._forward(session, [tokens], [0], num_logits)[0]
+            else:
+                found = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))
+                if not found.is_finite:
+                    raise NotFinite(session.first_bad_layer(0))
+            if session.uncompressed is not None:
+                self._probe(session, tokens[: session.num_prompt_tokens], closing)
             return found
 
-        return self.prompts.read(session, (self.loaded.fingerprint, num_logits, *tokens), forward)
+        return self.prompts.read(session, (self.loaded.fingerprint, num_logits, *tokens), forward, closing)
+
+    def _probe(self, session: hf.Session, prompt: list[int], closing: tuple[int, ...]) -> None:
+        """Makes the passes that the policy's probe asks for, and then compresses the prompt."""
+        probe, held, begin = self.policy.score.probe, session.uncompressed, time.perf_counter()
+        assert probe is not None and held is not None
+        passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.loaded.max_tokens)
+        for each in passes:
+            held.part = each.first, each.end
+            again = hf.Session(self.store, "replay", uncompressed=held)
+            self._forward(again, [list(each.tokens)], [len(prompt)], num_logits=1)
+        session.replay_tokens = sum(len(each.tokens) for each in passes)
+        session.held_bytes = held.compress(session.row, session.replay_tokens)
+        self.probe_s = time.perf_counter() - begin
 
     def _forward(
         self, session: hf.Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True

@@ -28,6 +28,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - diffkv: k8v4 and k4v2; all queries, group max, decode update; head; thresholds alpha / N; `DecodePlan` with demotion.
 - scissorhands: k16v16; last w, counts below 1 / n, decode update; head; the least often low; `plan_compact` when full.
 - tova: k16v16; the last query, mean, replaced in decode; layer; the heaviest; overwrite `view.argmin(over_layer=True)`.
+- kvzip: any tier; what a second pass over the prompt (`Probe`) attends to; model; the best of all heads; append.
 - knorm: any tier; key norms, no query; head; the smallest norms; append.
 - keydiff, lagkv: any tier; keys, or keys and values, of all slots again at each eviction; head; the best; append.
 - expected_attention: any tier; all queries before the rotary embedding, later a ring; head; the best; append.
@@ -44,7 +45,7 @@ from kvbench.errors import NotForModel
 from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ALL_QUERIES, ReadSpec, Residual, ScoreSpec
+from kvbench.policy.declare import ALL_QUERIES, Probe, ReadSpec, Residual, ScoreSpec
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import (
@@ -57,17 +58,29 @@ from kvbench.policy.ranking import (
 )
 from kvbench.policy.scored import Scored, shrink_to_share
 from kvbench.policy.settings import BudgetText, TierText, check_sizes
-from kvbench.policy.statistics import BelowUniform, KeyNorms, LayerTensors, Need, Probability, Statistic, WithValueNorms
+from kvbench.policy.statistics import (
+    AttentionCall,
+    BelowUniform,
+    KeyNorms,
+    LayerTensors,
+    Need,
+    Probability,
+    Replay,
+    Statistic,
+    WithValueNorms,
+)
+from kvbench.policy.stepwise import Stepwise
 from kvbench.policy.tiers import ALLOWED_BITS, Tier
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked
-from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, TableOrPath, Whole
+from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, Several, TableOrPath, Text, Whole
 
 __all__ = [
     "ALLOWED_BITS",
     "ALL_QUERIES",
     "APPEND",
     "Allocation",
+    "AttentionCall",
     "EVICT",
     "MAX_TOKENS",
     "BelowUniform",
@@ -87,14 +100,19 @@ __all__ = [
     "PrefillPlan",
     "PrefillView",
     "Probability",
+    "Probe",
     "Ranked",
     "ReadSpec",
+    "Replay",
     "Residual",
     "ScoreSpec",
     "Scored",
+    "Several",
     "SlotArrays",
     "Statistic",
+    "Stepwise",
     "TableOrPath",
+    "Text",
     "Tier",
     "TierText",
     "Whole",

@@ -1,5 +1,6 @@
 """The base class of all methods."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -150,6 +151,10 @@ class Policy(Declarations):
         """Says what is wrong when a journal record shows that the method did not do its work, else None."""
         return None
 
+    def remark(self, records: Sequence[dict]) -> str:
+        """What readers of a run should know of what the method did, from its journal records. Default: nothing."""
+        return ""
+
     def budget_complaint(
         self,
         record: dict,
@@ -159,6 +164,7 @@ class Policy(Declarations):
         mean: bool = False,
         block: int = 1,
         spare_pages: int = 0,
+        unspent: int = 0,
         at_end: int | None = None,
     ) -> str | None:
         """What is wrong when a record holds more prompt tokens than a budget allows, or over a page per list fewer.
@@ -170,6 +176,7 @@ class Policy(Declarations):
             mean: The budget is a mean over lists; otherwise every list has to keep to it.
             block: The budget is rounded up to whole blocks of so many tokens.
             spare_pages: Pages per list that may be spent beyond the budget, for released code that rounds.
+            unspent: Tokens per list that may be missing where that is more than a page.
             at_end: When not None, the sequence's last state must keep to the budget too, with this many tokens per list
                 to spare.
 
@@ -185,7 +192,7 @@ class Policy(Declarations):
         allowed, average = min(prompt, limit), kept["prompt_slots"] / lists
         most = average if mean else kept["prompt_slots_max"]
         asked = f"the budget {budget.value:g} {budget.unit} allows"
-        if most > allowed + spare_pages * page or average < allowed - max(page, block):
+        if most > allowed + spare_pages * page or average < allowed - max(page, block, unspent):
             return f"a head kept {most:g} of {prompt} prompt tokens ({average:g} on average), but {asked} {allowed}"
         resident = record.get("ledger", {}).get("resident_bytes", 0)
         if budget.unit == "bytes" and resident > budget.value:
@@ -196,11 +203,21 @@ class Policy(Declarations):
         return None
 
     def share_complaint(
-        self, record: dict, budget: Budget, window: int, *, at_least: int = 1, mean: bool = False, spare_pages: int = 0
+        self,
+        record: dict,
+        budget: Budget,
+        window: int,
+        *,
+        at_least: int = 1,
+        mean: bool = False,
+        spare_pages: int = 0,
+        unspent: int = 0,
     ) -> str | None:
         """`budget_complaint` of a method that evicts by `shrink_to_share`: after the prompt, and at the end where it
         also evicts while decoding."""
-        complaint = self.budget_complaint(record, budget, at_least=at_least, mean=mean, spare_pages=spare_pages)
+        complaint = self.budget_complaint(
+            record, budget, at_least=at_least, mean=mean, spare_pages=spare_pages, unspent=unspent
+        )
         kept = record.get("kept", {})
         if complaint or not kept or not self.compact_every:
             return complaint

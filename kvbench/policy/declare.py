@@ -12,6 +12,33 @@ ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A second pass over a prompt while it is still uncompressed, made for what it shows and not kept.
+
+    The model is asked to repeat the prompt and is fed what it would answer, in parts: behind the whole prompt it reads
+    a request, what closes a user's turn in the prompt, and a part of the prompt again. A statistic finds the passes
+    under `replays`. The time that they take and what they hold are counted.
+
+    Args:
+        ask: Asks for the first part.
+        go_on: Asks for any other part; the last tokens of the part before it follow.
+        part_tokens: Tokens of a part; fewer where the model's context has no room for as many behind the prompt.
+        overlap_tokens: Tokens of the part before that follow `go_on`.
+    """
+
+    ask: str
+    go_on: str
+    part_tokens: int
+    overlap_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.part_tokens < 1 or self.overlap_tokens < 0:
+            raise ValueError(
+                f"part_tokens={self.part_tokens} must be >= 1 and overlap_tokens={self.overlap_tokens} >= 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreSpec:
     """What tokens are measured by, and which of it is kept.
 
@@ -34,6 +61,7 @@ class ScoreSpec:
         decode_update: Every decode step adds its reduced probabilities to the slots' scores.
         decode_replace: With `decode_update`: a step's probabilities replace the scores instead.
         track: Per-slot fields the store must keep (and bill): `score` (fp32) and `pos` (int32).
+        probe: A second pass over every prompt, for statistics that look at `replays`.
     """
 
     statistic: Statistic = field(default_factory=Probability)
@@ -50,6 +78,7 @@ class ScoreSpec:
     decode_update: bool = False
     decode_replace: bool = False
     track: tuple[str, ...] = ()
+    probe: Probe | None = None
 
     def __post_init__(self) -> None:
         if self.prefill_queries < ALL_QUERIES:
@@ -91,6 +120,11 @@ class ScoreSpec:
             )
         if unknown := self.statistic.needs - set(NEEDS):
             raise ValueError(f"{kind.__name__}.needs={sorted(unknown)} is unknown; known are {', '.join(NEEDS)}")
+        if ("replays" in self.statistic.needs) != (self.probe is not None):
+            raise ValueError(
+                f"probe={self.probe} does not go with {kind.__name__}.needs={sorted(self.statistic.needs)}: a second "
+                "pass is made for a statistic that looks at 'replays', and for no other; set both or neither"
+            )
         if self.slot_queries < 0 or (self.slot_queries and not self.statistic.answers("of_slots")):
             raise ValueError(
                 f"slot_queries={self.slot_queries} must be >= 0, and 0 for {kind.__name__} unless it defines of_slots"

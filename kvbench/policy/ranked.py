@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from kvbench.policy.allocation import Allocation, read_table, shares_by_score, s
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, ScoreSpec
+from kvbench.policy.outcomes import kept_first, threshold_remark
 from kvbench.policy.plans import EVICT, PrefillPlan
 from kvbench.policy.ranking import pyramid_budgets, rank_descending
 from kvbench.policy.settings import BudgetText, TierText
@@ -30,7 +31,8 @@ class Ranked(Policy):
     where it does not rank by the score as it is.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes; the mean where lists share it unequally.
+        budget: What stays of the prompt: ratio, tokens per head, or bytes; the mean where lists share it unequally;
+            null = `threshold` decides.
         tier: Precision of what is kept.
         allocation: `uniform`: every head of every layer keeps as much. `pyramid`: lower layers keep more, as PyramidKV.
             `ada`: a head of a layer keeps as many tokens as it has among the layer's best, as Ada-KV. `ada_pyramid`:
@@ -39,19 +41,34 @@ class Ranked(Policy):
         beta: Steepness of a pyramid: the last layer keeps base / beta beside what always stays; >= 1.
         table: Weights for `allocation=table`, >= 0, one per layer and KV head: a path, or a list of lists.
         chunk: Rank chunks of so many consecutive tokens by their mean: they stay or go together, but for one per head
-            that is cut where the budget ends. 1 = single tokens.
+            that `cut_chunk` is about. 1 = single tokens.
+        cut_chunk: A chunk that the budget has room for in part stays in part, so that the budget is met; false = it
+            goes, and up to `chunk` - 1 tokens per head stay unspent.
         value_aware: Let the score choose half of a head's tokens, and the score times the norm of the projected value
             the others, as CriticalKV.
+        protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
+            (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
+            the answer is compressed, as it is written, and the budget is of the answer; the `answer`, so that only
+            tokens of the prompt go.
+        protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
+        threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
+            queries counts per query. null = the budget decides.
     """
 
-    budget: BudgetText = 0.25
+    budget: BudgetText | None = 0.25
     tier: TierText = "fp16"
     allocation: Allocation = "uniform"
     alpha: Annotated[float, Number(0, 1)] = 0.2
     beta: Annotated[int, Whole(1, 1000)] = 20
     table: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
     chunk: Annotated[int, Whole(1, unit="tokens")] = 1
+    cut_chunk: bool = True
     value_aware: bool = False
+    protect: Literal["none", "sinks", "instruction", "prompt", "answer"] = "none"
+    protect_tokens: Annotated[int, Whole(1, unit="tokens")] = 4
+    threshold: Annotated[float | None, Number(-1e9, 1e9)] = None
+
+    how_to_evict_later = "the method decides about prompts alone, so set protect=none"
 
     # What only some methods make settings of.
     official_rounding = False  # of pyramids and of Ada-KV's shares, which then miss the budget
@@ -59,7 +76,15 @@ class Ranked(Policy):
     value_epsilon = 1e-4  # what is added to the score before it is multiplied
 
     def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+        if (self.budget is None) == (self.threshold is None):
+            raise ValueError(
+                f"budget={self.budget} and threshold={self.threshold}: one of them says what stays, so give one and "
+                "set the other to null"
+            )
+        # A threshold has no budget, and what asks for one is told that everything fits.
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(1.0 if self.budget is None else self.budget)
+        self.needs_instruction = self.protect == "instruction"
+        self.fewest_tokens = max(1, self._sinks)
         self.budget_is_mean = self.allocation != "uniform"
         self.spare_pages = int(self.official_rounding and self.budget_is_mean)
         if self.allocation in ("ada", "ada_pyramid"):
@@ -71,6 +96,9 @@ class Ranked(Policy):
                 f"official_rounding=true may spend more than budget={self.budget}, which bytes do not allow; give a "
                 "ratio or tokens"
             )
+        self._check_protection()
+        if not self.cut_chunk and self.chunk == 1:
+            raise ValueError("cut_chunk=false is about chunks, and chunk=1 makes none; set chunk to more tokens")
         if self.value_aware and self.chunk > 1:
             raise ValueError(
                 f"value_aware=true ranks single tokens a second time, which chunk={self.chunk} does not allow; set one "
@@ -83,6 +111,22 @@ class Ranked(Policy):
             self._weights = torch.tensor(self.table, dtype=torch.float64)
             if bool((self._weights < 0).any()) or not bool(self._weights.any()):
                 raise ValueError("table holds weights below 0, or nothing but 0; give what every head's share is worth")
+
+    def _check_protection(self) -> None:
+        """Refuses what `protect` and `threshold` do not go with."""
+        if self.threshold is not None and (self.allocation != "uniform" or self.value_aware):
+            what = f"allocation={self.allocation}" if self.allocation != "uniform" else "value_aware=true"
+            raise ValueError(f"threshold={self.threshold} leaves {what} no budget to divide; set one of the two")
+        if self.protect in ("prompt", "answer") and not self.evicts_later():
+            raise ValueError(
+                f"protect={self.protect} is about evictions while decoding, and these settings make none; "
+                f"{self.how_to_evict_later}"
+            )
+        if self.protect in ("prompt", "instruction") and self._budget.unit == "bytes":
+            raise ValueError(
+                f"budget={self.budget} counts the whole cache, and how long the {self.protect} is that protect="
+                f"{self.protect} keeps differs from text to text; give a ratio or tokens"
+            )
 
     def rank_by(self, spec: ScoreSpec) -> None:
         """Declares the score."""
@@ -110,12 +154,26 @@ class Ranked(Policy):
         return view.score
 
     def prompt_budget(self, view: PrefillView) -> int:
-        """Tokens per list that stay of a prompt, the mean where lists share them. Default: the budget."""
-        return view.budget_tokens(self._budget)
+        """Tokens per list that stay of a prompt, the mean where lists share them. Default: the budget, and what is
+        protected where that is more."""
+        return max(view.budget_tokens(self._budget), min(self._kept_first(view), view.num_tokens))
+
+    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+        if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
+            return min(budget, num_prompt_tokens) + num_new_tokens
+        return super().most_tokens(budget, num_prompt_tokens, num_new_tokens)
+
+    def evicts_later(self) -> bool:
+        """Whether the settings evict while decoding; asked before the method's own `__post_init__` has ended."""
+        return False
 
     # The plan.
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        if self.protect == "prompt":
+            return PrefillPlan(tier_of=view.filled(0))
+        if self.threshold is not None:
+            return PrefillPlan(tier_of=torch.where(self._reaches(view, self.threshold), 0, EVICT).to(torch.int8))
         budget, tier_of = self.prompt_budget(view), view.filled(0)
         if budget < view.num_tokens:
             tier_of = torch.where(self._stays(view, budget), tier_of, EVICT).to(torch.int8)
@@ -131,11 +189,38 @@ class Ranked(Policy):
         # A head without a token would be none; where nothing stays anyhow, each begins with its best one.
         own = self._own(view, score, budget - first - last, reserve=int(first + last == 0))
         keep = torch.ones(*view.filled(0).shape, dtype=torch.bool, device=score.device)
-        keep[..., free] = self._two_stages(view, score, free, own) if self.value_aware else rank_descending(score) < own
+        chosen = self._two_stages(view, score, free, own) if self.value_aware else rank_descending(score) < own
+        keep[..., free] = chosen if self.cut_chunk else self._whole_chunks(chosen, may_be_none=first + last > 0)
         return keep
 
+    def _reaches(self, view: PrefillView, threshold: float) -> Tensor:
+        """bool [V, H, N]: tokens whose score reaches the threshold, those that always stay, and each list's best."""
+        first, last = self._first_last(view, view.num_tokens)
+        position = torch.arange(view.num_tokens, device=view.layers.device)
+        stays = (position < first) | (position >= view.num_tokens - last)
+        score = self.per_query(self._of_chunks(self.ranking(view)), view.num_tokens)
+        return (score >= threshold) | stays | (rank_descending(score) == 0)
+
+    def _whole_chunks(self, chosen: Tensor, may_be_none: bool) -> Tensor:
+        """Chosen tokens, bool [V, H, n], without those of chunks of which not all are; a list that would be empty keeps
+        its part of a chunk."""
+        chunk = torch.arange(chosen.shape[-1], device=chosen.device) // self.chunk
+        size = torch.bincount(chunk)
+        count = size.new_zeros(*chosen.shape[:-1], len(size)).index_add_(-1, chunk, chosen.long())
+        whole = chosen & (count == size)[..., chunk]
+        return whole if may_be_none else torch.where(whole.any(-1, keepdim=True), whole, chosen)
+
     def _first_last(self, view: PrefillView, budget: int) -> tuple[int, int]:
-        return self.always(budget)
+        first, last = self.always(budget)
+        return max(first, self._kept_first(view)), last
+
+    def _kept_first(self, view: PrefillView) -> int:
+        return max(self._sinks, view.instruction_tokens)
+
+    @property
+    def _sinks(self) -> int:
+        """First tokens that are never evicted, whatever the budget."""
+        return self.protect_tokens if self.protect == "sinks" else 0
 
     def _own(self, view: PrefillView, score: Tensor, mean: int, reserve: int) -> Tensor:
         """Tokens that each list keeps of those ranked, int64 and broadcast against [V, H, 1]; their mean is `mean`.
@@ -200,3 +285,28 @@ class Ranked(Policy):
         if not spec.statistic.by_queries or spec.query_reduce != "sum" or not spec.prefill_queries:
             return score
         return score / (num_tokens if spec.prefill_queries == ALL_QUERIES else min(spec.prefill_queries, num_tokens))
+
+    # What was done.
+
+    def check_outcome(self, record: dict) -> str | None:
+        return None if self.threshold is not None else self.prompt_budget_complaint(record)
+
+    def prompt_budget_complaint(self, record: dict, at_end: int | None = None) -> str | None:
+        """`budget_complaint` of what these settings ask for; `at_end` as there."""
+        first = kept_first(record.get("kept", {}), self._sinks)
+        return self.budget_complaint(record, self._budget, at_least=max(1, first), at_end=at_end, **self._leeway)
+
+    @property
+    def _leeway(self) -> dict[str, Any]:
+        """How a list may differ from the budget, as `budget_complaint` takes it."""
+        unspent = 0 if self.cut_chunk else self.chunk - 1
+        return {"mean": self.budget_is_mean, "spare_pages": self.spare_pages, "unspent": unspent}
+
+    def remark(self, records: Sequence[dict]) -> str:
+        if self.threshold is None or self.protect == "prompt":
+            return ""
+        samples = []
+        for kept in (record["kept"] for record in records if record.get("kept")):
+            first, last = self.always(kept["prompt_tokens"])
+            samples.append((kept, min(kept["prompt_tokens"], max(first, kept_first(kept, self._sinks)) + last)))
+        return threshold_remark(self.threshold, samples)

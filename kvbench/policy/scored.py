@@ -1,20 +1,20 @@
 """What the methods share that rank a prompt's tokens, and where they are told to, all held tokens again later."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ScoreSpec
-from kvbench.policy.plans import EVICT, CompactPlan, PrefillPlan, SlotArrays
+from kvbench.policy.outcomes import answer_tokens, kept_first, prompt_complaint
+from kvbench.policy.plans import CompactPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import rank_descending
-from kvbench.policy.settings import BudgetText
 from kvbench.policy.statistics import Statistic
-from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.rules.kinds import MAX_TOKENS, Number, Whole
+from kvbench.policy.views import DecodeView
+from kvbench.rules.kinds import MAX_TOKENS, Whole
 
 
 @dataclass(kw_only=True)
@@ -24,49 +24,22 @@ class Scored(Ranked):
     Its `__post_init__` calls `super().__post_init__()` and then `self.score_by(...)`.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes; null = `threshold` decides.
         decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
             prompt's budget; 0 = never.
-        protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
-            (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
-            the answer is compressed, as it is written, and the budget is of the answer; the `answer`, so that only
-            tokens of the prompt go.
-        protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
-        threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
-            queries counts per query. null = the budget decides.
     """
 
-    budget: BudgetText | None = 0.25  # type: ignore[assignment]  # only these may have a threshold in its place
     decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 0
-    protect: Literal["none", "sinks", "instruction", "prompt", "answer"] = "none"
-    protect_tokens: Annotated[int, Whole(1, unit="tokens")] = 4
-    threshold: Annotated[float | None, Number(-1e9, 1e9)] = None
+
+    how_to_evict_later = "set decode_every"
 
     def __post_init__(self) -> None:
-        if (self.budget is None) == (self.threshold is None):
-            raise ValueError(
-                f"budget={self.budget} and threshold={self.threshold}: one of them says what stays, so give one and "
-                "set the other to null"
-            )
-        given, self.budget = self.budget, 1.0 if self.budget is None else self.budget  # a threshold has no budget
         super().__post_init__()
-        self.budget = given
         self.compact_every = self.decode_every
-        self.needs_instruction = self.protect == "instruction"
-        self.fewest_tokens = max(1, self._sinks, self.last_tokens() if self.decode_every else 0)
-        if self.threshold is not None and (self.allocation != "uniform" or self.value_aware):
-            what = f"allocation={self.allocation}" if self.allocation != "uniform" else "value_aware=true"
-            raise ValueError(f"threshold={self.threshold} leaves {what} no budget to divide; set one of the two")
-        if self.protect in ("prompt", "answer") and not self.decode_every:
-            raise ValueError(
-                f"protect={self.protect} is about evictions while decoding, and decode_every=0 makes none; set "
-                "decode_every"
-            )
-        if self.protect in ("prompt", "instruction") and self._budget.unit == "bytes":
-            raise ValueError(
-                f"budget={self.budget} counts the whole cache, and how long the {self.protect} is that protect="
-                f"{self.protect} keeps differs from text to text; give a ratio or tokens"
-            )
+        if self.decode_every:
+            self.fewest_tokens = max(self.fewest_tokens, self.last_tokens())
+
+    def evicts_later(self) -> bool:
+        return self.decode_every > 0
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
         """Declares the score.
@@ -88,38 +61,6 @@ class Scored(Ranked):
     def last_tokens(self) -> int:
         """Last tokens that evictions while decoding keep. Default: as many as of a prompt of any length."""
         return self.always(MAX_TOKENS)[1]
-
-    def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
-        if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
-            return min(budget, num_prompt_tokens) + num_new_tokens
-        return super().most_tokens(budget, num_prompt_tokens, num_new_tokens)
-
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
-        if self.protect == "prompt":
-            return PrefillPlan(tier_of=view.filled(0))
-        if self.threshold is None:
-            return super().plan_prefill(view)
-        first, last = self._first_last(view, view.num_tokens)
-        position = torch.arange(view.num_tokens, device=view.layers.device)
-        stays = (position < first) | (position >= view.num_tokens - last)
-        score = self.per_query(self._of_chunks(self.ranking(view)), view.num_tokens)
-        keep = (score >= self.threshold) | stays | (rank_descending(score) == 0)
-        return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8))
-
-    def prompt_budget(self, view: PrefillView) -> int:
-        return max(super().prompt_budget(view), min(self._kept_first(view), view.num_tokens))
-
-    def _first_last(self, view: PrefillView, budget: int) -> tuple[int, int]:
-        first, last = super()._first_last(view, budget)
-        return max(first, self._kept_first(view)), last
-
-    def _kept_first(self, view: PrefillView) -> int:
-        return max(self._sinks, view.instruction_tokens)
-
-    @property
-    def _sinks(self) -> int:
-        """First tokens that are never evicted, whatever the budget."""
-        return self.protect_tokens if self.protect == "sinks" else 0
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         return self.shrink(view)
@@ -175,32 +116,16 @@ class Scored(Ranked):
         if self.threshold is not None:
             return None
         kept, window = record.get("kept", {}), self.last_tokens()
-        if self.protect != "prompt":
-            first = max(self._sinks, kept.get("instruction_tokens", 0))
-            answer = kept["tokens_seen"] - kept["prompt_tokens"] if kept and self.protect == "answer" else 0
-            if answer and self.budget_is_mean:  # some lists hold little else, others their share
-                answer += kept.get("budget_tokens") or self._budget.tokens(
-                    kept["tokens_seen"], kept["lists"], kept["slot_bytes"]
-                )
-            return self.share_complaint(
-                record,
-                self._budget,
-                max(window, answer, first),
-                at_least=max(1, first),
-                mean=self.budget_is_mean,
-                spare_pages=self.spare_pages,
+        if self.protect == "prompt":
+            return prompt_complaint(kept, self._budget, window, self.compact_every)
+        first = kept_first(kept, self._sinks)
+        answer = answer_tokens(kept) if kept and self.protect == "answer" else 0
+        if answer and self.budget_is_mean:  # some lists hold little else, others their share
+            answer += kept.get("budget_tokens") or self._budget.tokens(
+                kept["tokens_seen"], kept["lists"], kept["slot_bytes"]
             )
-        if not kept:
-            return None
-        if kept["prompt_slots"] != kept["prompt_tokens"] * kept["lists"]:
-            mean = kept["prompt_slots"] / kept["lists"]
-            return f"a head kept {mean:g} of {kept['prompt_tokens']} prompt tokens, but protect=prompt keeps all"
-        new, held = kept["tokens_seen"] - kept["prompt_tokens"], sum(kept["slots_per_tier"]) / kept["lists"]
-        allowed = int(self._budget.value * new) if self._budget.unit == "ratio" else int(self._budget.value)
-        limit = kept["prompt_tokens"] + max(window, allowed) + self.compact_every
-        if held <= limit:
-            return None
-        return f"{held:g} tokens per head held at the end, but the prompt and the budget allow {limit}"
+        window = max(window, answer, first)
+        return self.share_complaint(record, self._budget, window, at_least=max(1, first), **self._leeway)
 
 
 def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) -> Tensor:

@@ -7,13 +7,46 @@ Methods import these from `kvbench.policy`.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-Need = Literal["before_rope", "output_projection", "hidden_states"]
-NEEDS: tuple[Need, ...] = ("before_rope", "output_projection", "hidden_states")
+Need = Literal["before_rope", "output_projection", "hidden_states", "attention_call", "replays"]
+NEEDS: tuple[Need, ...] = get_args(Need)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What the model called a layer's attention with while it read a prompt.
+
+    Args:
+        module: The model's own attention module.
+        hidden_states: [n, E] what queries, keys and values were projected from.
+        position_embeddings: Cosines and sines [1, n, D_rot], where the model computes them outside.
+        rotary: The module that computes them, where the model has one.
+    """
+
+    module: torch.nn.Module
+    hidden_states: Tensor
+    position_embeddings: tuple[Tensor, Tensor] | None
+    rotary: torch.nn.Module | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What one layer computed of one pass over a prompt that was read already; see `Probe`.
+
+    Args:
+        first, end: The pass repeated the prompt's tokens from `first` up to `end`.
+        q: [Hq, m, D] queries of the pass's own tokens, which stand behind the whole prompt, with rotary positions.
+        k: [H, m, D] their keys.
+    """
+
+    first: int
+    end: int
+    q: Tensor
+    k: Tensor
 
 
 class Asked(Protocol):
@@ -55,7 +88,9 @@ class LayerTensors(ABC):
     stored: Tensor | None = None
     _q: Tensor | None = None
     _output_projection: Tensor | None = None
-    _hidden: Tensor | None = None
+    _call: AttentionCall | None = None
+    _needs: frozenset[Need] = frozenset()
+    _replays: tuple[Replay, ...] = ()
 
     @property
     def q(self) -> Tensor:
@@ -77,7 +112,23 @@ class LayerTensors(ABC):
     @property
     def hidden_states(self) -> Tensor:
         """[n, E] what the layer's projections were computed from; of a prompt only."""
-        return self._given(self._hidden, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
+        found = self._call.hidden_states if self._call is not None and "hidden_states" in self._needs else None
+        return self._given(found, "hidden states", "add 'hidden_states' to its needs, and use them in of_prompt")
+
+    @property
+    def attention_call(self) -> AttentionCall:
+        """What the model called the layer's attention with, of a prompt only; for bridges to code of others."""
+        if self._call is None or "attention_call" not in self._needs:
+            self._given(None, "call of attention", "add 'attention_call' to its needs, and use it in of_prompt")
+        assert self._call is not None
+        return self._call
+
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        """The passes that the ScoreSpec's `probe` asked for, in the order of what they repeat; of a prompt only."""
+        remedy = "set probe of the ScoreSpec, add 'replays' to its needs, and use them in of_prompt"
+        self._given(self._replays[0].k if self._replays else None, "second pass over the prompt", remedy)
+        return self._replays
 
     @abstractmethod
     def attention(self) -> Tensor:
@@ -126,7 +177,8 @@ class Statistic(ABC):
 
     Attributes:
         needs: What it looks at beside queries, keys and values: `before_rope` rotary positions taken off or put on,
-            `output_projection`, `hidden_states`.
+            `output_projection`, `hidden_states`, `attention_call` of the model itself, `replays` what the ScoreSpec's
+            probe gives.
         also: Names of further numbers that it gives beside the score; a policy finds them under `extra`.
         by_queries: It says something only where queries count.
         words: What it is, for docs/methods.md.

@@ -111,7 +111,7 @@ class DecodeView(ABC):
         *,
         by: Literal["mean", "score", "pos"],
         before: Tensor | None = None,
-        first: int = 0,
+        first: int | Tensor = 0,
         over_layer: bool = False,
     ) -> Extreme:
         """The slot with the smallest value; ties go to the lower position.
@@ -120,7 +120,7 @@ class DecodeView(ABC):
             tier: Which tier to search.
             by: `score` as stored, `mean` = score / queries counted so far, or `pos`.
             before: int64 [S]: only slots whose position is smaller.
-            first: Only slots whose position is at least this (sinks below are protected).
+            first: Only slots whose position is at least this (what is below is protected); int64 [S] or one number.
             over_layer: Compare the mean over the layer's heads, the same slot for all of them. For methods that decide
                 once per layer, so that slot i holds the same token in every head.
         """

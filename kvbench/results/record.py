@@ -154,6 +154,8 @@ class Timing:
 
     prefill_s: float | None = None
     """Mean seconds to process one prompt."""
+    probe_s: float | None = None
+    """Of these, the seconds of a method's second pass over it; None without one."""
     decode_tokens_per_s: float | None = None
     """Generated tokens per second of decoding, over all rows of a batch together."""
     decode_tokens: int = 0
@@ -172,6 +174,8 @@ class RunRecord:
     """`running` (also after a kill), `stopped` (by a signal that can be answered), `complete`, or `failed`."""
     message: str = ""
     """Why it failed, or which signal stopped it."""
+    remark: str = ""
+    """What the method says of its work that readers should know, such as the share that a threshold kept."""
     task: str = ""
     """Name of the task."""
     model: str = ""

@@ -43,6 +43,8 @@ class Kept(TypedDict, total=False):
     lists: int
     page_tokens: int
     slot_bytes: float
+    replay_tokens: int
+    """Tokens read in a second pass over the prompt; where the method asks for one."""
     read_ratio: float
     """Bytes read in decode steps, as a share of reading everything; where the method chooses what to read."""
 
@@ -128,8 +130,8 @@ class SampleRecord(TypedDict):
     `slack_bytes`, `residual_bytes`, `residual_slack_bytes`, `table_bytes`, `free_list_bytes`), their sum
     `resident_bytes`, and `fp16_bytes`, an FP16 full cache of the same tokens. Over time: `average_bytes` (mean over
     decode steps), `average_ratio` (mean of each step's share of its FP16 cache), `peak_bytes`, `staging_peak_bytes`
-    (uncompressed prompt held while it was compressed). Shares of the FP16 cache: `ratio`, `payload_ratio`. And the
-    size of a page, `page_bytes`. Empty without an answer."""
+    (uncompressed prompt, and what a second pass gave, held while it was compressed). Shares of the FP16 cache:
+    `ratio`, `payload_ratio`. And the size of a page, `page_bytes`. Empty without an answer."""
     kept: Kept
     """What the method did. Empty without an answer."""
     num_prompt_tokens: int
@@ -147,8 +149,9 @@ class SampleRecord(TypedDict):
     meta: dict[str, Any]
     """What the task keeps with the sample, for example the right answer."""
     timing: NotRequired[dict[str, float]]
-    """`prefill_s`, `decode_s` (of the whole batch), `decode_share_s` (this sample's share of it), `decode_tokens`,
-    `batch_rows`. Absent from the points of a calibration, whose prompts are replayed."""
+    """`prefill_s`, `probe_s` (of it, a second pass over the prompt), `decode_s` (of the whole batch), `decode_share_s`
+    (this sample's share of it), `decode_tokens`, `batch_rows`. Absent from the points of a calibration, whose
+    prompts are replayed."""
     seal: NotRequired[str]
     """Digest of the run's hash and the rest of the line. It is on the line only: readers check it and take it off."""
 

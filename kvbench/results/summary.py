@@ -251,10 +251,12 @@ def timing(records: Sequence[SampleRecord], wall_s: float) -> Timing:
         records: Journal records; `timing.decode_share_s` is a sample's share of the decode steps it was part of.
         wall_s: Seconds spent on samples over all sessions.
     """
-    prefill = _known([record for record in records if record["status"] == "ok"], PREFILL.above)
+    ok = [record for record in records if record["status"] == "ok"]
+    prefill, probe = _known(ok, PREFILL.above), _known(ok, lambda record: record["timing"]["probe_s"])
     tokens, seconds = sums(records, RATE)
     return Timing(
         prefill_s=sum(prefill) / len(prefill) if prefill else None,
+        probe_s=sum(probe) / len(probe) if probe else None,
         decode_tokens_per_s=tokens / seconds if seconds else None,
         decode_tokens=int(tokens),
         wall_s=wall_s,

@@ -78,6 +78,8 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     record.backend_fallbacks = sorted({*record.backend_fallbacks, *experiment.engine.backend.fallbacks})
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
+    ok = [dict(item) for item in records if item["status"] == "ok"]
+    record.remark = experiment.policy.remark(ok)
     _count(experiment, record, journal)
 
 

@@ -141,6 +141,8 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         if any(odd):
             what = ", ".join(filter(None, odd))
             notes.append(f"{record.method}: of {counts.total} answers {what}; not in the score.")
+        if record.remark:
+            notes.append(f"{record.method}: {record.remark}.")
         if record.status == "failed":
             notes.append(f"{record.method} FAILED, do not use its numbers: {record.message}")
     notes += _protocol_notes(records[-1].protocol)

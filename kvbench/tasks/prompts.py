@@ -146,8 +146,10 @@ class PromptBuilder:
         overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if wraps else 0
         self._template_tokens = overhead - len(self.tokenizer.encode("a")) + len(self._encode("a"))
         # What stands before the user's text, whatever that is.
-        both = (self._encode(self._wrap(text)) for text in ("a", "b")) if wraps else ((), ())
+        both = [self._encode(self._wrap(text)) for text in ("a", "b")] if wraps else [[], []]
         self._instruction = tuple(common_prefix(*both))
+        # What stands behind it.
+        self._closing = common_prefix(*(ids[::-1] for ids in both))[::-1]
         self._available = available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
             raise ValueError(
@@ -239,6 +241,7 @@ class PromptBuilder:
             top_p=float(self.protocol.top_p),
             num_samples=self.protocol.num_samples,
             instruction_tokens=len(common_prefix(self._instruction, ids)),
+            closing_tokens=len(self._closing) if ids[-len(self._closing) :] == self._closing else 0,
             num_prompt_tokens_untruncated=untruncated,
             meta=meta or {},
         )

@@ -152,3 +152,16 @@ def test_what_stands_before_the_user_s_text_is_the_instruction(with_template) ->
     text = model.tokenizer.decode(request.segments[0][: request.instruction_tokens])
     assert text.rstrip("|").endswith("Be brief.") and 0 < request.instruction_tokens < request.num_prompt_tokens
     assert build(model, AWARE).instruction_tokens == 0
+
+
+def test_what_stands_behind_the_user_s_text_closes_it(with_template) -> None:
+    """A request says how many last tokens are the same whatever the user says; none without a template."""
+    model = with_template("{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}<a>")
+    request = build(model, AWARE, CHAT)
+    assert model.tokenizer.decode(list(request.closing)).endswith("<e><a>")
+    assert (
+        0 < request.closing_tokens < request.num_prompt_tokens
+        and request.closing == request.prompt[-len(request.closing) :]
+    )
+    plain = build(model, AWARE)
+    assert plain.closing_tokens == 0 and plain.closing == ()

@@ -1,0 +1,53 @@
+"""What a model gives its attention modules, noted while a prompt is read, for statistics that look at it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.policy import AttentionCall
+
+
+def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that project into attention and out of it, by layer."""
+    found = [module for module in model.modules() if hasattr(module, "o_proj") and hasattr(module, "layer_idx")]
+    return sorted(found, key=lambda module: int(getattr(module, "layer_idx")))  # noqa: B009 - mypy takes it for a tensor
+
+
+@contextmanager
+def calls_noted(model: PreTrainedModel, note: Callable[[AttentionCall | None], None]) -> Iterator[None]:
+    """Hands on what each layer's attention is called with, just before it runs, and None at the end.
+
+    Raises:
+        ValueError: The model's attention modules were not found.
+    """
+    modules = attention_modules(model)
+    if not modules:
+        raise ValueError("the statistic looks at hidden states, and no attention module with o_proj was found")
+    rotary = next((one for one in model.modules() if type(one).__name__.endswith("RotaryEmbedding")), None)
+
+    def before(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = named["hidden_states"] if "hidden_states" in named else arguments[0]
+        note(AttentionCall(module, hidden[0], named.get("position_embeddings"), rotary))
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        note(None)
+        for hook in hooks:
+            hook.remove()
+
+
+def first_tokens(call: AttentionCall, count: int) -> AttentionCall:
+    """The same call with its first tokens alone."""
+
+    def cut(angles: Tensor) -> Tensor:
+        return angles[:, :count]
+
+    turned = call.position_embeddings
+    both = None if turned is None else (cut(turned[0]), cut(turned[1]))
+    return AttentionCall(call.module, call.hidden_states[:count], both, call.rotary)

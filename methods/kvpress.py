@@ -1,0 +1,149 @@
+"""A bridge: what a scorer of the package kvpress ranks by, over pages whose bytes are counted."""
+
+import inspect
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import Budget, LayerTensors, Need, NotForModel, Ranked, ScoreSpec, Several, Statistic, Text
+
+# kvpress asks for an older transformers than kvbench; its scorers run with kvbench's.
+INSTALL = "pip install --no-deps kvpress && pip install peft 'fire<0.7' 'cachetools<6' accelerate datasets pandas"
+
+
+def scorer(press: str, settings: tuple[str, ...]) -> Any:
+    """An object of the class that kvpress knows by a name.
+
+    Raises:
+        NotForModel: kvpress cannot be imported, with the command that installs it.
+        ValueError: There is no such scorer, it looks at more than a layer's tensors, or a setting is not one of its.
+    """
+    try:
+        import kvpress as package  # type: ignore[import-not-found]  # seen by what counts in a run's identity
+    except ImportError as error:
+        raise NotForModel(f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}") from None
+    found = {
+        name: kind
+        for name, kind in vars(package).items()
+        if isinstance(kind, type) and issubclass(kind, package.ScorerPress) and kind is not package.ScorerPress
+    }
+    if press not in found:
+        raise ValueError(
+            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(found))}"
+        )
+    kind = found[press]
+    if kind.post_init_from_model is not package.BasePress.post_init_from_model:
+        raise ValueError(
+            f"method.press={press} prepares itself from a whole model, which no statistic sees; run kvpress"
+        )
+    if kind.compress is not package.ScorerPress.compress:
+        raise ValueError(
+            f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself"
+        )
+    given = dict(text.partition("=")[::2] for text in settings)
+    known = set(inspect.signature(kind).parameters) - {"compression_ratio"}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"method.settings has {', '.join(unknown)}, and {press} {', '.join(sorted(known)) or 'none'}")
+    return kind(**{name: value_of(text) for name, text in given.items()})
+
+
+def value_of(text: str) -> bool | int | float | str:
+    """What a setting says, as Python has it."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+@contextmanager
+def rotary_beside(module: torch.nn.Module, rotary: torch.nn.Module | None) -> Any:
+    """Lets an attention module have the model's rotary embedding for a while, where kvpress looks for it."""
+    missing = rotary is not None and not hasattr(module, "rotary_emb")
+    if missing:
+        module.rotary_emb = rotary  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if missing:
+            del module.rotary_emb
+
+
+@dataclass(frozen=True)
+class PressScore(Statistic):
+    """The numbers that a scorer of kvpress gives a layer; what it draws at random, it draws the same every time.
+
+    Args:
+        press: Name of its class.
+        settings: Of it, each as `name=value`.
+        budget: What stays, which some scorers look at as their compression ratio.
+    """
+
+    press: str
+    settings: tuple[str, ...]
+    budget: Budget
+    needs: ClassVar[frozenset[Need]] = frozenset({"attention_call"})
+    words: ClassVar[str] = "a scorer of kvpress"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        if self.budget.unit != "bytes":
+            kept = self.budget.tokens(seen.tokens_seen, 1, 1.0) / seen.tokens_seen
+            return self._score(seen, max(0.0, 1 - kept))
+        score, other = (self._score(seen, ratio) for ratio in (0.25, 0.75))  # how many tokens bytes buy is not known
+        if not torch.equal(score, other):
+            raise ValueError(
+                f"the scores of {self.press} depend on the compression ratio, which a budget in bytes does not say; "
+                "give a ratio or tokens"
+            )
+        return score
+
+    def _score(self, seen: LayerTensors, ratio: float) -> Tensor:
+        call, made = seen.attention_call, scorer(self.press, self.settings)
+        made.compression_ratio = ratio
+        named = {"position_embeddings": call.position_embeddings, "hidden_states": call.hidden_states[None]}
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), rotary_beside(call.module, call.rotary):
+                torch.manual_seed(0)
+                score = made.score(call.module, call.hidden_states[None], seen.k[None], seen.v[None], None, named)
+        except Exception as error:  # code of others may fail with any error
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ValueError(
+                f"{self.press} of kvpress cannot score a prompt of {seen.tokens_seen} tokens: {said}"
+            ) from error
+        return torch.as_tensor(score[0].float())
+
+
+@dataclass(kw_only=True)
+class KVPress(Ranked):
+    """Keeps, per KV head, the tokens that a scorer of kvpress gives the highest numbers.
+
+    Args:
+        press: Class of kvpress that is a ScorerPress, such as KeyDiffPress.
+        settings: Its settings beside the compression ratio, each as name=value, such as [window_size=32].
+        budget: What stays of the prompt: ratio, tokens per head, or bytes.
+        tier: Precision of what is kept.
+
+    Source: NVIDIA/kvpress scorer_press.py; the scorer is the installed package's own.
+    Differs: `floor(ratio x tokens)` tokens stay as here for all methods; equal scores keep the earlier token; what goes
+        is freed. Scorers that look at attention weights, prepare themselves from the model or choose otherwise than by
+        their scores are refused.
+    """
+
+    press: str = "KeyDiffPress"
+    settings: Annotated[Sequence[str], Several(Text(), least=0)] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.settings = tuple(self.settings)
+        self.rank_by(ScoreSpec(statistic=PressScore(self.press, self.settings, self._budget)))
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        super().check_model(num_layers, num_kv_heads)
+        scorer(self.press, self.settings)

@@ -1,0 +1,122 @@
+"""KVzip: scores against a plain replay, and which tokens stay."""
+
+import pytest
+import torch
+from engine_helpers import answers, engine, random_tokens, request
+from store_helpers import make_store
+
+from kvbench.methods.full import Full
+from kvbench.methods.kvzip import KVzip, Reconstruction
+from kvbench.policy import Probe, Replay, ScoreSpec
+
+
+def plain_scores(q, k, replays, scale, sinks) -> torch.Tensor:
+    """The largest attention that keys k [H, N, D] receive, one query at a time, in float64."""
+    score = torch.zeros(k.shape[:2])
+    for replay in replays:
+        first, end = replay.first, replay.end
+        seen = [*range(min(sinks, first)), *range(first, end)]
+        for head in range(replay.q.shape[0]):
+            own = head // (replay.q.shape[0] // k.shape[0])
+            for i, query in enumerate(replay.q[head].double()):
+                keys = torch.cat([k[own, seen], replay.k[own, : i + 1]]).double()
+                found = torch.softmax(keys @ query * scale, 0)[len(seen) - (end - first) : len(seen)]
+                score[own, first:end] = torch.maximum(score[own, first:end], found.float())
+    return score
+
+
+@pytest.mark.parametrize("sinks", [0, 3, 20])
+def test_scores_are_those_of_a_plain_replay(sinks):
+    """Two passes, one of them longer than what is computed at once, over 25 tokens of two heads with three queries."""
+    torch.manual_seed(sinks)
+    k, v = torch.randn(2, 2, 25, 16)
+    replays = tuple(
+        Replay(first=a, end=b, q=torch.randn(6, m, 16), k=torch.randn(2, m, 16))
+        for a, b, m in ((0, 18, 70), (18, 25, 9))
+    )
+    seen = []
+
+    class Watched(KVzip):
+        def plan_prefill(self, view):
+            seen.append(view.score[0])
+            return super().plan_prefill(view)
+
+    store = make_store(Watched(budget=10, sinks=sinks), num_q_heads=6, num_kv_heads=2, head_dim=16)
+    store.prefill_layer(store.open_row(), 0, None, k, v, 0.25, None, replays)
+    assert (seen[0] - plain_scores(None, k, replays, 0.25, sinks)).abs().max() < 1e-6
+
+
+def test_a_spec_has_both_or_neither():
+    """A probe for a statistic that looks at none, and a statistic without its probe, are refused; so are odd sizes."""
+    probe = Probe(ask="a", go_on="b", part_tokens=4)
+    for settings in ({"probe": probe}, {"statistic": Reconstruction(4)}):
+        with pytest.raises(ValueError, match="set both or neither"):
+            ScoreSpec(**settings)
+    with pytest.raises(ValueError, match="part_tokens=0 must be >= 1"):
+        Probe(ask="a", go_on="b", part_tokens=0)
+
+
+def test_the_second_pass_is_billed(tiny_model):
+    """Time, tokens and bytes: while the prompt is compressed all of it lies there, and the passes' queries and keys; of
+    two prompts in one batch each has its own."""
+    loaded = tiny_model("llama", "gqa3", 64)
+    asked = [request(str(n), random_tokens(n), max_new_tokens=4) for n in (30, 90)]
+    found, plain = answers(loaded, KVzip(budget=0.5, part=40), asked), answers(loaded, Full(), asked)
+    ask, more = (len(loaded.tokenizer.encode(text, add_special_tokens=False)) for text in texts())
+    for length, passes in ((30, 1), (90, 3)):
+        outcome, layers, token_bytes = found[str(length), 0], 2, 64 * 4
+        replayed = length + ask + (passes - 1) * (more + 8)
+        assert outcome.kept["replay_tokens"] == replayed
+        # Keys and values of the prompt, queries of six heads and keys of two of the passes, in fp32.
+        held = layers * token_bytes * (2 * 2 * length + (6 + 2) * replayed)
+        assert outcome.ledger["staging_peak_bytes"] == held
+        assert outcome.ledger["peak_bytes"] > held > plain[str(length), 0].ledger["peak_bytes"]
+        assert 0 < outcome.timing["probe_s"] < outcome.timing["prefill_s"]
+        assert "probe_s" not in plain[str(length), 0].timing and "replay_tokens" not in plain[str(length), 0].kept
+
+
+def texts() -> tuple[str, str]:
+    """What the method asks for the first part, and for others."""
+    probe = KVzip().score.probe
+    return probe.ask, probe.go_on
+
+
+def test_a_pass_sees_the_whole_prompt(tiny_model):
+    """The queries that a statistic finds are those of transformers' own pass over prompt, request and part."""
+    loaded, prompt, seen = tiny_model("llama", "gqa3", 64), random_tokens(50), []
+
+    class Watched(Reconstruction):
+        def of_prompt(self, tensors):
+            seen.append(tensors.replays)
+            return super().of_prompt(tensors)
+
+    policy = KVzip(budget=0.5, part=30)
+    policy.score = ScoreSpec(statistic=watched(Watched)(4), probe=policy.score.probe)
+    closing = (5, 6, 7)
+    with engine(loaded, policy) as running:
+        running.runner.reserve(rows=1, prompt_tokens=50, new_tokens=4)
+        running.runner.read(prompt, closing=closing)
+    ask, go_on = (loaded.tokenizer.encode(text, add_special_tokens=False) for text in texts())
+    passes = [[*ask, *closing, *prompt[:30]], [*go_on, *prompt[22:30], *closing, *prompt[30:]]]
+    assert [(replay.first, replay.end) for replay in seen[1]] == [(0, 30), (30, 50)]
+    for index, tokens in enumerate(passes):
+        keys = own_keys(loaded, [*prompt, *tokens])
+        for layer in range(2):
+            assert (seen[layer][index].k - keys[layer][:, 50:]).abs().max() < 1e-4
+
+
+def watched(kind):
+    """The class as a frozen dataclass of its own."""
+    from dataclasses import dataclass
+
+    return dataclass(frozen=True)(kind)
+
+
+@torch.no_grad()
+def own_keys(loaded, tokens) -> list[torch.Tensor]:
+    """Keys [H, n, D] of every layer, from transformers' own cache."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=loaded.model.config)
+    loaded.model(torch.tensor([tokens]), past_key_values=cache)
+    return [layer.keys[0] for layer in cache.layers]

@@ -1,0 +1,130 @@
+"""Methods that make room at every step, under a threshold and with protected tokens, against a plain list; and what is
+said of thresholds."""
+
+import pytest
+import torch
+from store_helpers import causal_probabilities, held_positions, make_store, prefill_view
+
+from kvbench.methods.h2o import H2O
+from kvbench.methods.snapkv import SnapKV
+from kvbench.methods.tova import TOVA
+from kvbench.policy import Budget
+from kvbench.policy.outcomes import prompt_complaint
+
+PROMPT, STEPS, DIM = 30, 25, 8
+
+
+def run(policy):
+    """Positions that one head holds behind a prompt and random steps, what a plain list would, and queries and keys."""
+    torch.manual_seed(3)
+    store = make_store(policy, head_dim=DIM, track=("pos",))
+    row, total = store.open_row(instruction_tokens=5), PROMPT + STEPS
+    q, k = 3 * torch.randn(1, total, DIM), torch.randn(1, total, DIM)
+    store.prefill_layer(row, 0, q[:, :PROMPT], k[:, :PROMPT], k[:, :PROMPT], 0.5)
+    yield held_positions(store, row)[0], q, k
+    for position in range(PROMPT, total):
+        store.begin_step(torch.tensor([row]))
+        store.attend(0, q[None, :, position], k[None, :, position], k[None, :, position], 0.5)
+        store.end_step()
+        yield sorted(held_positions(store, row)[0]), q, k
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.05, 2.0])
+def test_h2o_drops_what_is_below_a_threshold(threshold):
+    """Per step the token with the least attention per query goes where that is below the threshold, and the last fifth
+    of the prompt's length stays."""
+    recent, states = PROMPT // 5, run(H2O(budget=None, threshold=threshold, recent_share=0.2))
+    held, q, k = next(states)
+    share = causal_probabilities(q[:, :PROMPT], k[:, :PROMPT], 0.5)[0].sum(0)
+    mean = share / PROMPT
+    best = int(share.argmax())
+    assert held == [j for j in range(PROMPT) if mean[j] >= threshold or j >= PROMPT - recent or j == best]
+    score = {j: float(share[j]) for j in held}
+    for position, (now, _, _) in enumerate(states, PROMPT):
+        lightest = min(
+            (j for j in score if j < position - recent), key=lambda j: score[j] / max(1, position - j), default=None
+        )
+        if lightest is not None and position > PROMPT and score[lightest] / (position - lightest) < threshold:
+            del score[lightest]
+        score[position] = 0.0
+        assert now == sorted(score)
+        ids = sorted(score)
+        weight = torch.softmax(k[0, ids].double() @ q[0, position].double() * 0.5, 0)
+        for j, add in zip(ids, weight.tolist(), strict=True):
+            score[j] += add
+
+
+def test_tova_drops_what_the_last_query_is_below_a_threshold_for():
+    """With a threshold below every probability nothing goes; with one above all, each step drops one as with a budget
+    of one more token than the prompt kept."""
+    *_, (kept, _, _) = run(TOVA(budget=None, threshold=0.0))
+    assert kept == list(range(PROMPT + STEPS))
+    sizes = [len(held) for held, _, _ in run(TOVA(budget=None, threshold=1.1))]
+    assert sizes == [1, 2] + [2] * (STEPS - 1)
+
+
+@pytest.mark.parametrize(
+    ("protect", "stays"),
+    [
+        ("sinks", range(4)),
+        ("instruction", range(5)),
+        ("prompt", range(PROMPT)),
+        ("answer", range(PROMPT, PROMPT + STEPS)),
+    ],
+)
+@pytest.mark.parametrize("kind", [H2O, TOVA])
+def test_protected_tokens_stay_and_the_others_go(kind, protect, stays):
+    """At every step what is protected and was seen is there, and the list is as long as the budget and one token, or as
+    what is protected beside it."""
+    for step, (held, _, _) in enumerate(run(kind(budget=3, protect=protect))):
+        assert {j for j in stays if j < PROMPT + step} <= set(held)
+        answer, limit = step, {"sinks": 4, "instruction": 5, "prompt": PROMPT + 3, "answer": max(3, step - 1)}[protect]
+        assert len(held) <= limit + 1 and (answer < 5 or len(held) >= min(limit, PROMPT + answer))
+
+
+def test_what_no_step_evicts_cannot_be_about_steps():
+    """The one-shot form only decides about prompts."""
+    with pytest.raises(ValueError, match="protect=answer is about evictions while decoding.*; set one_shot=false"):
+        H2O(one_shot=True, protect="answer")
+
+
+def test_chunks_stay_whole_where_they_are_not_cut():
+    """Of chunks of 4 with a budget of 10, two stay; a budget below a chunk leaves a part of one, or nothing beside
+    what always stays."""
+    score = torch.arange(20.0)[None].flip(1)
+
+    def kept(policy) -> list[int]:
+        return (policy.plan_prefill(prefill_view(score, 20)).tier_of[0, 0] >= 0).nonzero()[:, 0].tolist()
+
+    assert kept(TOVA(budget=10, chunk=4)) == list(range(10))
+    assert kept(TOVA(budget=10, chunk=4, cut_chunk=False)) == list(range(8))
+    assert kept(TOVA(budget=3, chunk=4, cut_chunk=False)) == [0, 1, 2]
+    assert kept(H2O(budget=6, chunk=4, cut_chunk=False, recent_share=0.5)) == [17, 18, 19]
+    with pytest.raises(ValueError, match="cut_chunk=false is about chunks, and chunk=1 makes none"):
+        TOVA(cut_chunk=False)
+
+
+def sample(slots: int, lists: int = 4, tokens: int = 100) -> dict:
+    """A record of a prompt of which the lists hold so many tokens together."""
+    return {"kept": {"prompt_slots": slots, "prompt_tokens": tokens, "lists": lists}}
+
+
+def test_what_a_threshold_kept_is_said():
+    """The share over all prompts, and that it was everything, or nothing but what stays anyhow."""
+    policy = SnapKV(budget=None, threshold=0.01, window=8)
+    assert policy.remark([sample(100), sample(60), {"kept": {}}]) == "threshold=0.01 kept 20.0 % of the prompts' tokens"
+    assert "100.0 % of the prompts' tokens: every score reaches it" in policy.remark([sample(400), sample(400)])
+    assert "no score reaches it" in policy.remark([sample(4 * 9), sample(20, tokens=5)])
+    assert "no score" not in policy.remark([sample(4 * 9 + 1)])
+    assert policy.remark([]) == "" and SnapKV(budget=0.5).remark([sample(100)]) == ""
+
+
+def test_a_protected_prompt_is_held_to_its_budget():
+    """All of the prompt, and of 50 answer tokens a tenth, the window, and what may come in before the next eviction."""
+    kept = {"prompt_slots": 400, "prompt_tokens": 100, "tokens_seen": 150, "lists": 4}
+    asked = Budget.parse(0.1)
+    assert prompt_complaint(kept | {"slots_per_tier": [4 * 106]}, asked, 3, 1) is None
+    assert "106.25 tokens per head" in prompt_complaint(kept | {"slots_per_tier": [4 * 106 + 1]}, asked, 3, 1)
+    assert prompt_complaint(kept | {"slots_per_tier": [4 * 109]}, asked, 8, 1) is None
+    assert "but protect=prompt keeps all" in prompt_complaint(kept | {"prompt_slots": 399}, asked, 3, 1)
+    assert prompt_complaint({}, asked, 3, 1) is None
