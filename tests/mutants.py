@@ -1,6 +1,6 @@
 """A mutation run: changes one spot of the code at a time, runs tests that reach it, and prints what nobody noticed.
 
-    python tests/mutants.py [number=200] [seed=0] [only=methods/] [index=3,17] [seconds=40] [at_least=0.95]
+    python tests/mutants.py [number=200] [seed=0] [only=methods/] [index=3,17] [seconds=120] [at_least=0.95]
         [tests=FILE,FOLDER] [reached=FILE]
 
 Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/ are drawn by a hash of `seed` and their
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
     """Draws and runs the mutants; see the head of this file."""
     said = dict(item.split("=", 1) for item in arguments)
     number, seed, only = int(said.pop("number", 200)), int(said.pop("seed", 0)), said.pop("only", "")
-    seconds, at_least = float(said.pop("seconds", 40)), float(said.pop("at_least", 0.95))
+    seconds, at_least = float(said.pop("seconds", 120)), float(said.pop("at_least", 0.95))
     index, kept = said.pop("index", ""), said.pop("reached", "")
     tests = said.pop("tests", ",".join(TESTS)).split(",")
     if said:

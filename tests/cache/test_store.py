@@ -164,6 +164,22 @@ def test_rows_are_reused_clean():
     assert slot_bytes(store, again) == want
 
 
+def test_a_row_knows_its_instruction_where_the_method_asks():
+    """The number that a row was opened with, in prompts and steps, and of the last who opened it."""
+
+    @dataclass(kw_only=True)
+    class Asking(Keep):
+        """Wants to know."""
+
+        needs_instruction = True
+
+    store = store_of(Asking(), rows=1)
+    for number in (3, 5):
+        assert store.open_row(instruction_tokens=number) == 0
+        assert store.view(torch.tensor([0])).instruction_tokens.tolist() == [number]
+        store.close_row(0)
+
+
 def test_a_fork_shares_pages_until_one_writes():
     """The copy has the same slots in the same pages; a step of one takes its last pages out and leaves the other's."""
     store, layers = store_of(Keep(tier=Tier(k_bits=4, v_bits=4))), tokens(64, 64)
