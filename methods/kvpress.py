@@ -23,7 +23,7 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
         ValueError: There is no such scorer, it looks at more than a layer's tensors, or a setting is not one of its.
     """
     try:
-        import kvpress as package  # type: ignore[import-not-found]  # seen by what counts in a run's identity
+        import kvpress as package  # by its own name, so that its version counts in a run's identity
     except ImportError as error:
         raise NotForModel(f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}") from None
     found = {
@@ -35,7 +35,7 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
         raise ValueError(
             f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(found))}"
         )
-    kind = found[press]
+    kind: Any = found[press]
     if kind.post_init_from_model is not package.BasePress.post_init_from_model:
         raise ValueError(
             f"method.press={press} prepares itself from a whole model, which no statistic sees; run kvpress"
@@ -142,8 +142,8 @@ class KVPress(Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.settings = tuple(self.settings)
-        self.rank_by(ScoreSpec(statistic=PressScore(self.press, self.settings, self._budget)))
+        self.rank_by(ScoreSpec(statistic=PressScore(self.press, tuple(self.settings), self._budget)))
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)
-        scorer(self.press, self.settings)
+        scorer(self.press, tuple(self.settings))

@@ -131,11 +131,11 @@ def named(folder: Path) -> dict[str, tuple[str, str, str, float]]:
     return found
 
 
-def compared(folder: Path, amount: str, metric: str) -> list[dict[str, str]]:
-    """Every run at a budget beside `random` at the same, as `kvbench compare` has it."""
+def compared(folder: Path, control: str, amount: str, metric: str) -> list[dict[str, str]]:
+    """Every run at a budget beside the run of `random` with this hash, as `kvbench compare` has it."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "compare.csv"
-        words = ["compare", "against=random", f"metric={metric}", f"where={{budget:{amount}}}", "regressions=0"]
+        words = ["compare", f"against={control}", f"metric={metric}", f"where={{budget:{amount}}}", "regressions=0"]
         if code := command([*words, f"results_dir={folder}", f"out={out}"]):
             raise SystemExit(code)
         with out.open(newline="") as file:
@@ -149,8 +149,9 @@ def tables(folder: Path, asked: dict[str, Any]) -> str:
     for part, amount in budgets(asked).items():
         cells: dict[tuple[str, str], str] = {}
         count = 0
-        for row in compared(folder, amount, asked["metric"]):
-            if row["hash"] not in names:
+        control = [known for known, (score, _, budget, _) in names.items() if (score, budget) == ("random", amount)]
+        for row in compared(folder, control[0], amount, asked["metric"]) if control else ():
+            if row["hash"] not in names or names[row["hash"]][2] != amount:
                 continue
             score, allocation, _, held = names[row["hash"]]
             low, high = (f"{factor * float(row[end]):+.{digits}f}" if row[end] else "?" for end in ("low", "high"))

@@ -91,7 +91,7 @@ def test_lots_are_drawn_the_same_every_time(tiny_model):
     [
         (
             {"press": "NoPress"},
-            "method.press=NoPress is no scorer of kvpress; those installed are ChoosingPress, KeyDiff",
+            "method.press=NoPress is no scorer of kvpress; those installed are ChoosingPress, DrawingPress",
         ),
         ({"press": "BasePress"}, "is no scorer of kvpress"),
         ({"press": "ScorerPress"}, "is no scorer of kvpress"),

@@ -11,6 +11,7 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.config.compose import compose
 from kvbench.engine.engine import Engine
 from kvbench.models.random_weights import random_config
+from kvbench.policy import ScoreSpec
 from kvbench.results.writing import check_writable
 from kvbench.rules.declared import declared
 from kvbench.runs.experiment import RULES, check_config
@@ -128,7 +129,7 @@ def test_rows_are_never_more_than_the_requests_need(monkeypatch):
     engine = Engine.__new__(Engine)
     engine.runner, engine.batch_size, engine.fidelity_max_tokens = runner, 1_000_000, 0
     engine.loaded, engine._own = SimpleNamespace(max_tokens=100), False
-    engine.policy = SimpleNamespace(needs_instruction=False, byte_budget=None)
+    engine.policy = SimpleNamespace(needs_instruction=False, byte_budget=None, score=ScoreSpec())
     more = {"past_context": False, "instruction_tokens": 0}
     monkeypatch.setattr(engine, "_run_group", lambda group: None)
     request = SimpleNamespace(
