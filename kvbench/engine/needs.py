@@ -34,10 +34,11 @@ class Needs:
                 f"{request.sample_id} asks for no answer, and there is nothing to force either; set "
                 "fidelity.max_tokens=null"
             )
-        if request.turns and request.conversation_tokens > self.room(request):
+        longest = max(request.conversation_tokens, len(self.forced(request).behind) + 1)
+        if request.turns and longest > self.room(request):
             raise ValueError(
                 f"{request.sample_id}: a conversation of {request.num_prompt_tokens} tokens and up to "
-                f"{request.conversation_tokens} more must fit in the model's {self.model.max_tokens}; shorten its "
+                f"{longest} more must fit in the model's {self.model.max_tokens}; shorten its "
                 "texts, or lower protocol.max_new_tokens"
             )
 
@@ -52,7 +53,7 @@ class Needs:
         if self.own and request.max_new_tokens:
             return Forced()
         most = 1 << 62 if request.past_context else self.room(request) - 1
-        if request.turns:
+        if request.turns and request.max_new_tokens:
             most = request.max_new_tokens  # a conversation was made to fit with answers of this length
         if self.fidelity_max_tokens is not None:
             most = min(self.fidelity_max_tokens, most)

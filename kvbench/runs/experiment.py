@@ -74,7 +74,7 @@ class Experiment:
             if item["repeat"] == 0
         }
 
-        def forced(request: Request) -> Request:
+        def forced(request: "Request") -> "Request":
             first, *later = (tuple(ids) for ids in answers.get(request.sample_id, [()]))
             later += [()] * (len(request.turns) - len(later))
             turns = [dataclasses.replace(turn, gold=gold) for turn, gold in zip(request.turns, later, strict=True)]

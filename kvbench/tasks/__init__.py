@@ -69,7 +69,14 @@ def load_task(
         raise ValueError(
             f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model"
         )
-    return package.load(settings, model, limit=Limit.read(limit), seed=seed, protocol=Protocol.from_mapping(protocol))
+    asked = Protocol.from_mapping(protocol)
+    task: TaskSet = package.load(settings, model, limit=Limit.read(limit), seed=seed, protocol=asked)
+    if asked.chat_setting and not any(request.thoughts or request.choices for request in task.requests):
+        raise ValueError(
+            f"{asked.chat_setting} needs a chat, and task={task.name} asks none here; set "
+            "protocol.chat_template=always with a model that has a chat template, or leave it at null"
+        )
+    return task
 
 
 class _ModelNeeded(Exception):

@@ -150,10 +150,11 @@ def answer_statistics(records: Iterable[dict]) -> dict:
     if any("choices" in record for record in records):
         return {}
     rows = [record for record in records if record.get("status", "ok") == "ok" and record.get("finish")]
+    answers = [answer for row in rows for answer in (*row.get("turns", ()), row)]  # those of a conversation, too
     result: dict = {
-        "num_answers": len(rows),
-        "mean_tokens": fmean(len(row.get("token_ids") or ()) for row in rows) if rows else None,
-        "cut_share": fmean(row["finish"] == "length" for row in rows) if rows else None,
+        "num_answers": len(answers),
+        "mean_tokens": fmean(len(answer.get("token_ids") or ()) for answer in answers) if answers else None,
+        "cut_share": fmean(answer["finish"] == "length" for answer in answers) if answers else None,
     }
     if any("parsed" in row["scores"] for row in rows):
         result["num_unparsed"] = sum(row["scores"].get("parsed") == 0 for row in rows)

@@ -60,6 +60,34 @@ def test_a_switch_that_does_not_exist_is_refused(model, tmp_path) -> None:
         load_task(cfg, model, limit=1, seed=0, protocol={"thinking": True})
 
 
+@pytest.mark.parametrize("cfg", [{"name": "longctx", "length": 512}, {"name": "ruler", "tasks": "vt", "lengths": 512}])
+@pytest.mark.parametrize("protocol", [{"thinking": True}, {"thinking_tokens": 64}])
+def test_no_task_takes_it_without_a_chat(model, make_model, cfg, protocol) -> None:
+    """A task that asks in plain text, or a model without a template: nothing would think, so it is refused."""
+    plain = make_model(chat_template=False)
+    with pytest.raises(ValueError, match=r"protocol.thinking.* needs a chat, and task=(longctx|ruler) asks none here"):
+        load_task(cfg | {"items": 1}, plain, limit=None, seed=0, protocol=protocol)
+    with pytest.raises(ValueError, match="protocol.thinking_tokens=9 bounds thoughts, and there are none with"):
+        Protocol(thinking_tokens=9, thinking=False)
+
+
+@pytest.mark.parametrize("budget", [None, 50])
+def test_a_budget_of_thoughts_is_beside_the_answer(thinker, tokenizer, budget) -> None:
+    """Prompt, thoughts and answer share the model's context, and the end of thoughts is known in tokens."""
+    protocol = Protocol(thinking=True, thinking_tokens=budget, max_new_tokens=20)
+    request = build(thinker, protocol, CHAT)
+    assert request.thoughts.opened and request.thoughts.budget_tokens == budget
+    assert tokenizer.decode(list(request.thoughts.end)) == ("" if budget is None else "\n</think>\n\n")
+    builder = PromptBuilder(thinker, protocol, CHAT)
+    more = 0 if budget is None else budget + len(request.thoughts.end)
+    assert request.answer_tokens == builder.answer_tokens == 20 + more
+    assert builder.room_tokens == thinker.max_tokens - 20 - more
+    cfg = {"name": "ruler", "tasks": "vt", "items": 1, "answer_prefix": False}
+    if budget:
+        with pytest.raises(ValueError, match="4090 beside 50 of thoughts"):
+            load_task(cfg | {"lengths": 4090}, thinker, limit=None, seed=0, protocol={"thinking_tokens": 50})
+
+
 @pytest.mark.parametrize("task", ["gsm8k", "math500", "aime24"])
 def test_every_row_names_it_and_thoughts_are_not_graded(thinker, tmp_path, task) -> None:
     """An answer inside open thoughts is none; the same answer behind their end counts."""

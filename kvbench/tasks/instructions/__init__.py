@@ -81,7 +81,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     """
     pairs, lengths = name_list(cfg.pairs), listed(cfg.lengths)
     items = min(cfg.items, limit.count) if limit else cfg.items
-    check_lengths(lengths, model)
+    check_lengths(lengths, model, protocol, cfg.turns)
     text = essays(cfg.data_dir)
     requests: list[Request] = []
     told: dict[str, tuple[Instructions, list[str]]] = {}

@@ -77,7 +77,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     names, lengths = name_list(cfg.tasks, GROUPS), listed(cfg.lengths)
     prefix, data_dir = cfg.answer_prefix, cfg.data_dir
     items = min(cfg.items, limit.count) if limit else cfg.items
-    check_lengths(lengths, model)
+    check_lengths(lengths, model, protocol)
     maker = _Maker(model, protocol, essays(data_dir), items, seed, prefix)
     files = {name: documents(name, data_dir) for name in names if name in QA_FILES}
     requests, found = [], {}
@@ -128,12 +128,14 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     )
 
 
-def check_lengths(lengths: list[int], model: "LoadedModel") -> None:
-    """Raises ValueError for a length that the model does not hold."""
-    if max(lengths) > model.max_tokens:
+def check_lengths(lengths: list[int], model: "LoadedModel", protocol: Protocol, answers: int = 1) -> None:
+    """Raises ValueError for a length that the model does not hold, beside the thoughts of so many answers."""
+    thoughts = answers * (protocol.thinking_tokens or 0)
+    if max(lengths) + thoughts > model.max_tokens:
+        beside = f" beside {thoughts} of thoughts (protocol.thinking_tokens)" if thoughts else ""
         raise ValueError(
-            f"task.lengths={lengths}: {max(lengths)} does not fit model {model.name}, which holds {model.max_tokens} "
-            "tokens; take shorter lengths"
+            f"task.lengths={lengths}: {max(lengths)}{beside} does not fit model {model.name}, which holds "
+            f"{model.max_tokens} tokens; take shorter lengths"
         )
 
 

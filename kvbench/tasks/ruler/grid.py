@@ -82,7 +82,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
     lengths, depths = listed(cfg.lengths), depths_of(cfg.depths)
     items = min(cfg.items, limit.count) if limit else cfg.items
     count, values, prefix = cfg.needles, cfg.values, cfg.answer_prefix
-    check_lengths(lengths, model)
+    check_lengths(lengths, model, protocol)
     text = essays(cfg.data_dir)
     builder = uncut(model, protocol, PromptRules(max_new_tokens=ANSWER_TOKENS[values], chat_template=True))
     spec = Needles("essay", values="uuids" if values == "uuids" else "numbers", num_keys=count)
