@@ -31,6 +31,12 @@ FORMATS: dict[str, dict] = {
     "k4v2 symmetric": {"k_bits": 4, "v_bits": 2, "symmetric": True},
     "k8v4 groups": {"k_bits": 8, "v_bits": 4, "k_groups": 2, "v_groups": 4},
     "e4m3": {"k_bits": 8, "v_bits": 8, "fp8": True},
+    "k3v3": {"k_bits": 3, "v_bits": 3},
+    "e4m3 scaled": {"k_bits": 8, "v_bits": 8, "k_code": "e4m3_scaled", "v_code": "e4m3_scaled"},
+    "turboquant 3 bits": {"k_bits": 3, "v_bits": 3, "k_code": "lloyd"},
+    "lloyd k4v2": {"k_bits": 4, "v_bits": 2, "k_code": "lloyd", "v_code": "lloyd"},
+    "nvfp4": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4},
+    "mxfp4": {"k_bits": 4, "v_bits": 4, "k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 2, "v_groups": 2},
     "kivi 2 bits": {"k_bits": 2, "v_bits": 2, "k_channel_group": 32, "v_groups": 2},
     "kivi 4 bits, group 24": {"k_bits": 4, "v_bits": 4, "k_channel_group": 24, "v_groups": 4},
 }

@@ -24,7 +24,6 @@ from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.manager import DevicePages
-from kvbench.kernels.gpu.parts import KERNEL_CODES
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
 
@@ -34,7 +33,6 @@ class Gpu(Reference):
 
     name = "triton"
     is_reference = False
-    codes = KERNEL_CODES
 
     def refusal(self, device: torch.device) -> str:
         """Why the kernels cannot run on a device, with a remedy; empty where they can."""

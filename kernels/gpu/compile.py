@@ -128,8 +128,8 @@ _HEADS, _GROUP, _DIM, _PAGE_BYTES = 2, 4, 128, 16896
 _TRACK = ("score", "pos")
 
 
-def _format(k_bits: int, v_bits: int, *, k_channel_group: int = 0, v_groups: int = 1, fp8: bool = False) -> PageFormat:
-    slot = SlotFormat(_DIM, k_bits, v_bits, k_channel_group=k_channel_group, v_groups=v_groups, fp8=fp8, track=_TRACK)
+def _format(k_bits: int, v_bits: int, **fields: Any) -> PageFormat:
+    slot = SlotFormat(_DIM, k_bits, v_bits, track=_TRACK, **fields)
     return PageFormat(slot, _PAGE_BYTES)
 
 
@@ -214,6 +214,7 @@ def _prompt() -> None:
     triton_prefill.column_scores(q, k, 0.1, queries=64, below_uniform=True)
 
 
+_NVFP4 = _format(4, 4, k_code="nvfp4", v_code="nvfp4", k_groups=_DIM // 16, v_groups=_DIM // 16)
 CASES: dict[str, Callable[[], object]] = {
     "decode-k16": _decode(torch.float16, _format(16, 16)),
     "decode-k8v4-k4v2-scores": _decode(torch.bfloat16, _format(8, 4), _format(4, 2), group="max"),
@@ -225,6 +226,11 @@ CASES: dict[str, Callable[[], object]] = {
     "write-k16": _write(_format(16, 16), None, torch.float16),
     "write-kivi2": _write(_format(2, 2, k_channel_group=32, v_groups=4), None, torch.float16),
     "write-e4m3": _write(_format(8, 8, fp8=True), None, torch.float16),
+    "decode-turboquant3": _decode(torch.bfloat16, _format(3, 3, k_code="lloyd")),
+    "decode-nvfp4": _decode(torch.bfloat16, _NVFP4),
+    "decode-e4m3-scaled": _decode(torch.float16, _format(8, 8, k_code="e4m3_scaled", v_code="e4m3_scaled")),
+    "write-lloyd3": _write(_format(3, 3, k_code="lloyd"), None, torch.bfloat16),
+    "write-nvfp4": _write(_NVFP4, None, torch.bfloat16),
     "manager": _manage,
     "prompt": _prompt,
     "one-of-each": _one_of_each,

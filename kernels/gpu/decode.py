@@ -51,10 +51,10 @@ def _attend_part(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
     K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
-    K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_SYM: tl.constexpr,
+    K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
     K_ELEM: tl.constexpr,
     V_BITS: tl.constexpr, V_P: tl.constexpr, V_W: tl.constexpr, V_WP: tl.constexpr, V_OFF: tl.constexpr,
-    V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_SYM: tl.constexpr,
+    V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_CODE: tl.constexpr,
     V_ELEM: tl.constexpr,
 ):  # fmt: skip
     """One part of one list in one tier (and its residual buffer): maximum, sum, unnormalised output, exponentials."""
@@ -85,12 +85,12 @@ def _attend_part(
         if HALF > 0:
             logit = rotated_logits(
                 q, pid * G * D, angles + (pid // heads) * angle_row, base, t, live_k, token, G, GP, D, T, HALF, HP,
-                REST, K_BITS, K_W, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
+                REST, K_BITS, K_W, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
             )  # fmt: skip
         else:
             logit = key_logits(
                 query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
-                K_ZERO, K_GROUPS, K_CHANNEL, K_SYM, K_ELEM,
+                K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
             )  # fmt: skip
         live = live_k
         if RK > 0:
@@ -110,7 +110,7 @@ def _attend_part(
         live_v = inside & (token < held_v) & (token < total)
         acc = add_values(
             acc, shrink, tl.where(live_v[None, :], p, 0.0), base, t, live_v, D, T, BT, OP, V_BITS, V_P, V_W, V_WP,
-            V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_SYM, V_ELEM,
+            V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CODE, V_ELEM,
         )  # fmt: skip
         if RV > 0:
             seq, head = pid // heads, pid % heads
@@ -242,6 +242,8 @@ def _block_slots(fmt: PageFormat, wide: bool) -> int:
     """
     slot, slots = fmt.slot, fmt.tokens_per_page
     most = 16 if wide else 32 if slot.head_dim <= 64 and (slot.k_coded or slot.v_coded) else 64
+    if 3 in (slot.k_bits, slot.v_bits):  # eight planes, of three bytes each
+        most = 16
     group = slot.k_channel_group if slot.channel_keys else 0
     if group >= MIN_DOT and group & (group - 1) == 0:
         return min(group, most)  # within one group of tokens, one scale per channel serves the block

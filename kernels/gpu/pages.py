@@ -15,15 +15,25 @@ from torch import Tensor
 from kvbench.kernels import checks
 from kvbench.kernels.codes import SCALE_BYTES
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.coding import (
+    codes_of,
+    encode_group,
+    level_values,
+    load_codes,
+    metadata,
+    plane_codes,
+    scale_of,
+    scales,
+    store_codes,
+    store_metadata,
+    store_scale,
+)
 from kvbench.kernels.gpu.parts import (
-    code_values,
     e4m3_bytes,
     e4m3_values,
     elements,
     launch,
-    metadata,
     power_of_two,
-    round_even,
     side_constants,
     side_layout,
 )
@@ -36,7 +46,7 @@ _TILE = 2048  # entries of a program's tile
 def _slot_values(
     base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr,
     P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
-    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+    GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
     """Channels of single slots, fp32, in the broadcast shape of `base`, `slot` and `channel`; 0 where masked.
 
@@ -52,56 +62,21 @@ def _slot_values(
         if KEYS:
             cell = (channel % W) * T + slot
         else:
-            cell = slot * W + channel % W
-        raw = tl.load(base + OFF + cell, mask=mask, other=0)
+            cell = slot * (W * 3 if BITS == 3 else W) + channel % W
+        raw = load_codes(base + OFF + cell, T if KEYS else 1, mask, W, BITS)
         if BITS == 0:
-            return e4m3_values(raw)
+            if CODE == 0:
+                return e4m3_values(raw)
+            else:
+                return e4m3_values(raw) * scales(base, (channel // (D // GROUPS)) * T + slot, mask, SCALE, CODE)
         else:
-            codes = (raw >> ((channel // W) * BITS).to(tl.uint8)) & ((1 << BITS) - 1)
+            codes = plane_codes(raw.to(tl.int32), channel // W, BITS)
             if CHANNEL > 0:
                 index = (slot // CHANNEL) * D + channel
             else:
                 index = (channel // (D // GROUPS)) * T + slot
-            scale, zero = metadata(base, index, mask, SCALE, ZERO, BITS, SYM)
-            return code_values(codes, BITS, tl.float32) * scale + zero
-
-
-@triton.jit
-def _scale_of(low, high, BITS: tl.constexpr, SYM: tl.constexpr):
-    """Scale and zero fp32 of vectors between two bounds; for symmetric codes `high` is the largest magnitude.
-
-    Adding 0 makes -0 into 0: which of the two a minimum gives is not defined.
-    """
-    if SYM:
-        return tl.div_rn(high, high * 0.0 + (2.0 ** (BITS - 1) - 1.0)), low * 0.0
-    else:
-        zero = low + 0.0
-        return tl.div_rn(high - zero + 0.0, high * 0.0 + (2.0**BITS - 1.0)), zero
-
-
-@triton.jit
-def _codes_of(x, scale, zero, BITS: tl.constexpr, SYM: tl.constexpr, META_FIRST: tl.constexpr):
-    """Codes uint8 of fp32 values under scales of the same shape, as `quant.quantize` rounds and clamps them."""
-    dead = scale.to(tl.float16) == 0.0
-    if META_FIRST:
-        by = tl.where(dead, 1.0, scale.to(tl.float16).to(tl.float32))
-        code = tl.div_rn(x - zero.to(tl.float16).to(tl.float32), by)
-    else:
-        code = (x - zero) * tl.div_rn(scale * 0.0 + 1.0, tl.where(dead, 1.0, scale))
-    code = tl.where(dead, 0.0, round_even(code))
-    HALF: tl.constexpr = 2.0 ** (BITS - 1)
-    if SYM:
-        code = tl.minimum(tl.maximum(code, -HALF), HALF - 1.0) + HALF
-    else:
-        code = tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1.0)
-    return code.to(tl.int32).to(tl.uint8)
-
-
-@triton.jit
-def _store_metadata(base, index, scale, zero, mask, SCALE: tl.constexpr, ZERO: tl.constexpr, SYM: tl.constexpr):
-    tl.store((base + SCALE).to(tl.pointer_type(tl.float16)) + index, scale.to(tl.float16), mask=mask)
-    if not SYM:
-        tl.store((base + ZERO).to(tl.pointer_type(tl.float16)) + index, zero.to(tl.float16), mask=mask)
+            scale, zero = metadata(base, index, mask, SCALE, ZERO, BITS, CODE)
+            return level_values(codes, BITS, CODE, tl.float32) * scale + zero
 
 
 @triton.jit
@@ -110,10 +85,10 @@ def _write_side(
     BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
     FROM_PAGES: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
-    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
     S_T: tl.constexpr, S_BITS: tl.constexpr, S_P: tl.constexpr, S_W: tl.constexpr, S_WP: tl.constexpr,
     S_OFF: tl.constexpr, S_SCALE: tl.constexpr, S_ZERO: tl.constexpr, S_GROUPS: tl.constexpr, S_CHANNEL: tl.constexpr,
-    S_SYM: tl.constexpr, S_ELEM: tl.constexpr,
+    S_CODE: tl.constexpr, S_ELEM: tl.constexpr,
 ):  # fmt: skip
     """Encodes one side of BM slots whose scales are their own; from dense vectors, or from slots of another format."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -129,22 +104,34 @@ def _write_side(
         there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
         values = _slot_values(
             (pages + origin * page_bytes)[:, None, None], there[:, None, None], channel, real, KEYS, D, S_T, S_BITS,
-            S_P, S_W, S_WP, S_OFF, S_SCALE, S_ZERO, S_GROUPS, S_CHANNEL, S_SYM, S_ELEM,
+            S_P, S_W, S_WP, S_OFF, S_SCALE, S_ZERO, S_GROUPS, S_CHANNEL, S_CODE, S_ELEM,
         )  # fmt: skip
     else:
         values = tl.load(x + row[:, None, None] * D + channel, mask=real, other=0.0).to(tl.float32)
     if KEYS:
         step, stride = T, 1
     else:
-        step, stride = 1, W
+        step, stride = 1, (W * 3 if BITS == 3 else W)
     cell = at[:, None, None] * stride + w[None, None, :] * step
     if BITS >= 16:
         tl.store((base + OFF).to(tl.pointer_type(ELEM)) + cell, elements(values, ELEM), mask=real)
-    elif BITS == 0:
+    elif BITS == 0 and CODE == 0:
         tl.store(base + OFF + cell, e4m3_bytes(values), mask=real)
+    elif BITS == 0 or CODE > 1:
+        codes = tl.zeros_like(values).to(tl.int32)
+        for r in range(GROUPS):
+            mine = ((channel // (D // GROUPS)) == r) & real
+            its_codes, its_scale = encode_group(values, mine, D // GROUPS, BITS, CODE)
+            store_scale(pages + target * page_bytes, r * T + at, its_scale, live, SCALE, CODE)
+            codes = tl.where(mine, its_codes, codes)
+        if BITS == 0:
+            tl.store(base + OFF + cell, codes.to(tl.uint8), mask=real)
+        else:
+            place = (pages + target * page_bytes)[:, None] + OFF + at[:, None] * stride + w[None, :] * step
+            store_codes(place, codes, plane, step, live[:, None] & (w < W)[None, :], W, BITS)
     else:
         flat = base + tl.zeros([BM, 1, 1], tl.int32)
-        if SYM:
+        if CODE:
             below, above = values, tl.abs(values)
         else:
             below, above = values, values
@@ -153,22 +140,21 @@ def _write_side(
             mine = ((channel // (D // GROUPS)) == r) & real
             low = tl.min(tl.min(tl.where(mine, below, float("inf")), 2), 1)
             high = tl.max(tl.max(tl.where(mine, above, float("-inf")), 2), 1)
-            its_scale, its_zero = _scale_of(
-                tl.where(live, low, 0.0)[:, None, None], tl.where(live, high, 0.0)[:, None, None], BITS, SYM
+            its_scale, its_zero = scale_of(
+                tl.where(live, low, 0.0)[:, None, None], tl.where(live, high, 0.0)[:, None, None], BITS, CODE
             )
-            _store_metadata(flat, r * T + at[:, None, None], its_scale, its_zero, live[:, None, None], SCALE, ZERO, SYM)
+            store_metadata(flat, r * T + at[:, None, None], its_scale, its_zero, live[:, None, None], SCALE, ZERO, CODE)
             scale, zero = tl.where(mine, its_scale, scale), tl.where(mine, its_zero, zero)
-        codes = _codes_of(values, scale, zero, BITS, SYM, META_FIRST)
-        packed = tl.sum(codes.to(tl.int32) << (plane * BITS)[None, :, None], 1).to(tl.uint8)
+        codes = codes_of(values, scale, zero, BITS, CODE, META_FIRST)
         place = (pages + target * page_bytes)[:, None] + OFF + at[:, None] * stride + w[None, :] * step
-        tl.store(place, packed, mask=live[:, None] & (w < W)[None, :])
+        store_codes(place, codes, plane, step, live[:, None] & (w < W)[None, :], W, BITS)
 
 
 @triton.jit
 def _write_key_groups(
     x, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
-    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
     """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot."""
     first = tl.program_id(0).to(tl.int64) * CHANNEL
@@ -182,18 +168,17 @@ def _write_key_groups(
     real = (i < tokens)[:, None, None] & (w < W)[None, None, :]
     values = tl.load(x + (first + i)[:, None, None] * D + channel[None, :, :], mask=real, other=0.0).to(tl.float32)
     low = tl.min(tl.where(real, values, float("inf")), 0)
-    if SYM:
+    if CODE:
         high = tl.max(tl.where(real, tl.abs(values), float("-inf")), 0)
     else:
         high = tl.max(tl.where(real, values, float("-inf")), 0)
     held = (w < width)[None, :] & (plane >= 0)[:, None]
-    scale, zero = _scale_of(tl.where(held, low, 0.0), tl.where(held, high, 0.0), BITS, SYM)
-    _store_metadata(base, (start // CHANNEL) * D + channel, scale, zero, held, SCALE, ZERO, SYM)
+    scale, zero = scale_of(tl.where(held, low, 0.0), tl.where(held, high, 0.0), BITS, CODE)
+    store_metadata(base, (start // CHANNEL) * D + channel, scale, zero, held, SCALE, ZERO, CODE)
     grown = tl.zeros_like(values)
-    codes = _codes_of(values, grown + scale[None, :, :], grown + zero[None, :, :], BITS, SYM, True)
-    packed = tl.sum(codes.to(tl.int32) << (plane * BITS)[None, :, None], 1).to(tl.uint8)
+    codes = codes_of(values, grown + scale[None, :, :], grown + zero[None, :, :], BITS, CODE, True)
     place = base + OFF + w[None, :] * T + (start + i)[:, None]
-    tl.store(place, packed, mask=(i < tokens)[:, None] & (w < W)[None, :])
+    store_codes(place, codes, plane, T, (i < tokens)[:, None] & (w < W)[None, :], W, BITS)
 
 
 @triton.jit
@@ -201,7 +186,7 @@ def _read_side(
     pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr,
-    SYM: tl.constexpr, ELEM: tl.constexpr,
+    CODE: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
     """Dequantises one side of BM slots."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -211,7 +196,7 @@ def _read_side(
     mask = (source >= 0)[:, None] & (channel < D)
     values = _slot_values(
         (pages + source * page_bytes)[:, None], at[:, None], channel, mask, KEYS, D, T, BITS, P, W, WP, OFF, SCALE,
-        ZERO, GROUPS, CHANNEL, SYM, ELEM,
+        ZERO, GROUPS, CHANNEL, CODE, ELEM,
     )  # fmt: skip
     values = tl.where(mask, values, 0.0)
     tl.store(out + row[:, None] * D + channel, values, mask=(row < count)[:, None] & (channel < D))

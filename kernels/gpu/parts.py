@@ -15,21 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.codes import code_of
 from kvbench.kernels.format import PageFormat
 
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-# What the kernels have code for.
-KERNEL_CODES = frozenset(
-    {code_of("e4m3", 8)}
-    | {
-        code_of(name, bits)
-        for name in ("min_max", "symmetric")
-        for bits in (1, 2, 4, 8)
-        if (name, bits) != ("symmetric", 1)
-    }
-)
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
+CODES = {"min_max": 0, "symmetric": 1, "lloyd": 2, "nvfp4": 3, "mxfp4": 4, "e4m3": 0, "e4m3_scaled": 1}
 LOG2_E = 1.4426950408889634  # exponentials are of base 2: logits carry this factor
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 
@@ -103,7 +93,7 @@ class SideLayout:
         OFF: Byte offset of the codes; SCALE and ZERO: those of the metadata.
         GROUPS: Scales per vector.
         CHANNEL: Tokens that share a channel's scale; 0 = scales per token.
-        SYM: Codes are symmetric and have no zero.
+        CODE: What codes stand for, a number of `CODES`; for e4m3, whether there is a scale.
         ELEM: Element type.
     """
 
@@ -116,7 +106,7 @@ class SideLayout:
     ZERO: int
     GROUPS: int
     CHANNEL: int
-    SYM: bool
+    CODE: int
     ELEM: tl.dtype
 
 
@@ -130,21 +120,22 @@ def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
         least: The least WP.
     """
     slot = fmt.slot
-    bits, is_coded = (slot.k_bits, slot.k_coded) if side == "k" else (slot.v_bits, slot.v_coded)
-    groups = slot.k_groups if side == "k" else slot.v_groups
-    planes = 8 // bits if is_coded else 1
+    code, bits, groups = (
+        (slot.keys, slot.k_bits, slot.k_groups) if side == "k" else (slot.values, slot.v_bits, slot.v_groups)
+    )
+    planes = 1 if code is None else 8 if bits == 3 else 8 // bits
     width = slot.head_dim // planes
     return SideLayout(
-        BITS=bits if is_coded or bits >= 16 else 0,
+        BITS=0 if code is not None and code.is_float else bits,
         P=planes,
         W=width,
         WP=power_of_two(width, least),
         OFF=fmt.regions[f"{side}_codes"][0],
         SCALE=fmt.regions[f"{side}_scale"][0],
         ZERO=fmt.regions[f"{side}_zero"][0],
-        GROUPS=groups if is_coded else 1,
+        GROUPS=groups if code is not None and code.scale != "none" else 1,
         CHANNEL=slot.k_channel_group if side == "k" and slot.channel_keys else 0,
-        SYM=slot.symmetric,
+        CODE=0 if code is None else CODES[code.name],
         ELEM=ELEMENT[slot.dtype],
     )
 
@@ -213,14 +204,3 @@ def elements(x, ELEM: tl.constexpr):
         return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(ELEM)
-
-
-@triton.jit
-def metadata(base, index, mask, SCALE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, SYM: tl.constexpr):
-    """Scale and zero fp32 at an index of their regions; a symmetric code's zero follows from its scale."""
-    scale = tl.load((base + SCALE).to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0.0).to(tl.float32)
-    if SYM:
-        zero = scale * (-(2.0 ** (BITS - 1)))
-    else:
-        zero = tl.load((base + ZERO).to(tl.pointer_type(tl.float16)) + index, mask=mask, other=0.0).to(tl.float32)
-    return scale, zero

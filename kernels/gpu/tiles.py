@@ -7,7 +7,8 @@ that the tensor cores take; putting planes side by side first sends every code t
 import triton
 import triton.language as tl
 
-from kvbench.kernels.gpu.parts import code_values, e4m3_values, metadata
+from kvbench.kernels.gpu.coding import level_values, load_codes, metadata, plane_codes, scales
+from kvbench.kernels.gpu.parts import e4m3_values
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def query_planes(
 def key_logits(
     q, q_sum, base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
-    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
     """q . k for BT slots of a page from `start` on, fp32 [GP, BT], the scales folded in after the product.
 
@@ -43,36 +44,41 @@ def key_logits(
         k = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + w[:, None] * T + t[None, :], mask=rows, other=0.0)
         return tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
     elif BITS == 0:
-        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
-        return tl.dot(q[0].to(OP), e4m3_values(raw).to(OP), input_precision="ieee")
+        k = e4m3_values(tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0))
+        if CODE > 0 and GROUPS > 1:
+            k = k * scales(base, (w // (D // GROUPS))[:, None] * T + t[None, :], rows, SCALE, CODE)
+        dots = tl.dot(q[0].to(OP), k.to(OP), input_precision="ieee")
+        if CODE > 0 and GROUPS == 1:
+            dots = dots * scales(base, t, live, SCALE, CODE)[None, :]
+        return dots
     else:
-        raw = tl.load(base + OFF + w[:, None] * T + t[None, :], mask=rows, other=0)
+        raw = load_codes(base + OFF + w[:, None] * T + t[None, :], T, rows, W, BITS)
         width = tl.where(start < held, W, 0)  # nothing of a group of tokens that was never written
         dots = tl.zeros([q_sum.shape[0], BT], tl.float32)
         constant = tl.zeros_like(q_sum)
         for plane in tl.static_range(P):
-            codes = (raw >> (plane * BITS)) & ((1 << BITS) - 1)
+            codes = plane_codes(raw, plane, BITS)
             channel = plane * W + w
             if CHANNEL > 0 and CHANNEL % BT == 0:  # the block lies within one group of tokens: scale the query instead
                 index = (start // CHANNEL) * D + channel
-                scale, zero = metadata(base, index, w < width, SCALE, ZERO, BITS, SYM)
+                scale, zero = metadata(base, index, w < width, SCALE, ZERO, BITS, CODE)
                 wide = q[plane].to(tl.float32)
                 constant += tl.sum(wide * zero[None, :], 1)
-                left, right = (wide * scale[None, :]).to(OP), code_values(codes, BITS, OP)
+                left, right = (wide * scale[None, :]).to(OP), level_values(codes, BITS, CODE, OP)
             elif CHANNEL > 0 or GROUPS > 1:
                 if CHANNEL > 0:
                     index = (t // CHANNEL)[None, :] * D + channel[:, None]
                 else:
                     index = (channel // (D // GROUPS))[:, None] * T + t[None, :]
-                scale, zero = metadata(base, index, rows, SCALE, ZERO, BITS, SYM)
-                left, right = q[plane].to(OP), (code_values(codes, BITS, tl.float32) * scale + zero).to(OP)
+                scale, zero = metadata(base, index, rows, SCALE, ZERO, BITS, CODE)
+                left, right = q[plane].to(OP), (level_values(codes, BITS, CODE, tl.float32) * scale + zero).to(OP)
             else:
-                left, right = q[plane].to(OP), code_values(codes, BITS, OP)
+                left, right = q[plane].to(OP), level_values(codes, BITS, CODE, OP)
             dots += tl.dot(left, right, input_precision="ieee")
         if CHANNEL > 0 or GROUPS > 1:
             return dots + constant[:, None]
         else:
-            scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
+            scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, CODE)
             return dots * scale[None, :] + q_sum[:, None] * zero[None, :]
 
 
@@ -80,7 +86,7 @@ def key_logits(
 def _keys(
     base, channel, wanted, t, live, D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr,
     OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr,
-    SYM: tl.constexpr, ELEM: tl.constexpr,
+    CODE: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
     """Keys fp32 [channels, slots], whichever planes the channels lie in; 0 where not wanted or not live."""
     cells = wanted[:, None] & live[None, :]
@@ -88,23 +94,26 @@ def _keys(
         place = (base + OFF).to(tl.pointer_type(ELEM)) + channel[:, None] * T + t[None, :]
         return tl.load(place, mask=cells, other=0.0).to(tl.float32)
     elif BITS == 0:
-        return e4m3_values(tl.load(base + OFF + channel[:, None] * T + t[None, :], mask=cells, other=0))
+        k = e4m3_values(tl.load(base + OFF + channel[:, None] * T + t[None, :], mask=cells, other=0))
+        if CODE > 0:
+            k = k * scales(base, (channel // (D // GROUPS))[:, None] * T + t[None, :], cells, SCALE, CODE)
+        return k
     else:
-        raw = tl.load(base + OFF + (channel % W)[:, None] * T + t[None, :], mask=cells, other=0)
-        codes = (raw.to(tl.int32) >> (channel // W * BITS)[:, None]) & ((1 << BITS) - 1)
+        raw = load_codes(base + OFF + (channel % W)[:, None] * T + t[None, :], T, cells, W, BITS)
+        codes = plane_codes(raw.to(tl.int32), (channel // W)[:, None], BITS)
         if CHANNEL > 0:
             index = (t // CHANNEL)[None, :] * D + channel[:, None]
         else:
             index = (channel // (D // GROUPS))[:, None] * T + t[None, :]
-        scale, zero = metadata(base, index, cells, SCALE, ZERO, BITS, SYM)
-        return code_values(codes, BITS, tl.float32) * scale + zero
+        scale, zero = metadata(base, index, cells, SCALE, ZERO, BITS, CODE)
+        return level_values(codes, BITS, CODE, tl.float32) * scale + zero
 
 
 @triton.jit
 def rotated_logits(
     q, at, angles, base, t, live, token, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, OFF: tl.constexpr,
-    SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, SYM: tl.constexpr,
+    SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr,
     ELEM: tl.constexpr,
 ):  # fmt: skip
     """q . R(angle) k for the live slots of a page, fp32 [GP, BT]; channel i turns with channel i + HALF.
@@ -116,15 +125,15 @@ def rotated_logits(
     turned, asked = h < HALF, (g < G)[:, None] & (h < HALF)[None, :]
     angle = tl.load(angles + token[None, :] * HALF + h[:, None], mask=turned[:, None] & live[None, :], other=0.0)
     cos, sin = tl.cos(angle), tl.sin(angle)
-    first = _keys(base, h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, SYM, ELEM)
-    second = _keys(base, HALF + h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, SYM, ELEM)
+    first = _keys(base, h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, CODE, ELEM)
+    second = _keys(base, HALF + h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, CODE, ELEM)
     left = tl.load(q + at + g[:, None] * D + h[None, :], mask=asked, other=0.0).to(tl.float32)
     right = tl.load(q + at + g[:, None] * D + (HALF + h)[None, :], mask=asked, other=0.0).to(tl.float32)
     dots = tl.dot(left, first * cos - second * sin, input_precision="ieee")
     dots += tl.dot(right, second * cos + first * sin, input_precision="ieee")
     if REST > 0:  # channels without a position
         r = 2 * HALF + tl.arange(0, REST)
-        rest = _keys(base, r, r < D, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, SYM, ELEM)
+        rest = _keys(base, r, r < D, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, CODE, ELEM)
         asked = (g < G)[:, None] & (r < D)[None, :]
         still = tl.load(q + at + g[:, None] * D + r[None, :], mask=asked, other=0.0).to(tl.float32)
         dots += tl.dot(still, rest, input_precision="ieee")
@@ -149,27 +158,29 @@ def _scaled_weights(p, scale, zero, OP: tl.constexpr):
 def _plane_values(
     p, raw, base, t, live, plane: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     BITS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
-    GROUPS: tl.constexpr, SYM: tl.constexpr,
+    GROUPS: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """Sum of p[g, t] * v[t] over BT slots for the channels of one plane of value codes, fp32 [GP, WP]."""
-    codes = (raw >> (plane * BITS)) & ((1 << BITS) - 1)
+    codes = plane_codes(raw, plane, BITS)
     SIZE: tl.constexpr = D // GROUPS  # channels per scale
     EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
     if SIZE % W == 0:  # one scale per slot serves the whole plane
-        scale, zero = metadata(base, (plane * W // SIZE) * T + t, live, SCALE, ZERO, BITS, SYM)
+        scale, zero = metadata(base, (plane * W // SIZE) * T + t, live, SCALE, ZERO, BITS, CODE)
         weight, factor, constant = _scaled_weights(p, scale, zero, OP)
-        return tl.dot(weight, code_values(codes, BITS, EXACT), input_precision="ieee") * factor + constant[:, None]
+        return (
+            tl.dot(weight, level_values(codes, BITS, CODE, EXACT), input_precision="ieee") * factor + constant[:, None]
+        )
     elif W == WP and W % SIZE == 0 and (SIZE & (SIZE - 1)) == 0:  # one load per group, not per channel
         r = plane * (W // SIZE) + tl.arange(0, W // SIZE)
-        scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SCALE, ZERO, BITS, SYM)
-        grouped = tl.reshape(code_values(codes, BITS, tl.float32), [BT, W // SIZE, SIZE])
+        scale, zero = metadata(base, r[None, :] * T + t[:, None], live[:, None], SCALE, ZERO, BITS, CODE)
+        grouped = tl.reshape(level_values(codes, BITS, CODE, tl.float32), [BT, W // SIZE, SIZE])
         v = tl.reshape(grouped * scale[:, :, None] + zero[:, :, None], [BT, WP])
         return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
     else:
         w = tl.arange(0, WP)
         index = ((plane * W + w) // SIZE)[None, :] * T + t[:, None]
-        scale, zero = metadata(base, index, live[:, None] & (w < W)[None, :], SCALE, ZERO, BITS, SYM)
-        v = code_values(codes, BITS, tl.float32) * scale + zero
+        scale, zero = metadata(base, index, live[:, None] & (w < W)[None, :], SCALE, ZERO, BITS, CODE)
+        v = level_values(codes, BITS, CODE, tl.float32) * scale + zero
         return tl.dot(p.to(OP), v.to(OP), input_precision="ieee")
 
 
@@ -177,36 +188,45 @@ def _plane_values(
 def add_values(
     acc, shrink, p, base, t, live, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
-    ZERO: tl.constexpr, GROUPS: tl.constexpr, SYM: tl.constexpr, ELEM: tl.constexpr,
+    ZERO: tl.constexpr, GROUPS: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
     """The sums so far, shrunk, with p[g, t] * v[t] of BT slots of a page added: a tile fp32 [GP, WP] per plane."""
     w = tl.arange(0, WP)
     cells = live[:, None] & (w < W)[None, :]
+    S: tl.constexpr = W * 3 if BITS == 3 else W  # bytes of a slot
+    EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
     if BITS >= 16:
         v = tl.load((base + OFF).to(tl.pointer_type(ELEM)) + t[:, None] * W + w[None, :], mask=cells, other=0.0)
         return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v.to(OP), input_precision="ieee"),)
     elif BITS == 0:
         raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
-        v = e4m3_values(raw).to(OP)
-        return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v, input_precision="ieee"),)
+        v = e4m3_values(raw)
+        if CODE > 0 and GROUPS == 1:
+            scale = scales(base, t, live, SCALE, CODE)
+            weight, factor, constant = _scaled_weights(p, scale, scale * 0.0, OP)
+            sums = tl.dot(weight, v.to(EXACT), input_precision="ieee") * factor
+            return (acc[0] * shrink[:, None] + sums,)
+        else:
+            if CODE > 0:
+                v = v * scales(base, (w // (D // GROUPS))[None, :] * T + t[:, None], cells, SCALE, CODE)
+            return (acc[0] * shrink[:, None] + tl.dot(p.to(OP), v.to(OP), input_precision="ieee"),)
     elif GROUPS == 1 and P > 1:  # the same weights for all planes
-        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
-        scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, SYM)
+        raw = load_codes(base + OFF + t[:, None] * S + w[None, :], 1, cells, W, BITS)
+        scale, zero = metadata(base, t, live, SCALE, ZERO, BITS, CODE)
         weight, factor, constant = _scaled_weights(p, scale, zero, OP)
-        EXACT: tl.constexpr = tl.float32 if OP == tl.float32 else tl.float16  # noqa: SIM300
-        sums = tl.dot(weight, code_values(raw & ((1 << BITS) - 1), BITS, EXACT), input_precision="ieee")
+        sums = tl.dot(weight, level_values(plane_codes(raw, 0, BITS), BITS, CODE, EXACT), input_precision="ieee")
         out = (acc[0] * shrink[:, None] + sums * factor + constant[:, None],)
         for plane in tl.static_range(1, P):
-            codes = (raw >> (plane * BITS)) & ((1 << BITS) - 1)
-            sums = tl.dot(weight, code_values(codes, BITS, EXACT), input_precision="ieee")
+            codes = plane_codes(raw, plane, BITS)
+            sums = tl.dot(weight, level_values(codes, BITS, CODE, EXACT), input_precision="ieee")
             out = out + (acc[plane] * shrink[:, None] + sums * factor + constant[:, None],)
         return out
     else:
-        raw = tl.load(base + OFF + t[:, None] * W + w[None, :], mask=cells, other=0)
-        sums = _plane_values(p, raw, base, t, live, 0, D, T, BT, OP, BITS, W, WP, SCALE, ZERO, GROUPS, SYM)
+        raw = load_codes(base + OFF + t[:, None] * S + w[None, :], 1, cells, W, BITS)
+        sums = _plane_values(p, raw, base, t, live, 0, D, T, BT, OP, BITS, W, WP, SCALE, ZERO, GROUPS, CODE)
         out = (acc[0] * shrink[:, None] + sums,)
         for plane in tl.static_range(1, P):
-            sums = _plane_values(p, raw, base, t, live, plane, D, T, BT, OP, BITS, W, WP, SCALE, ZERO, GROUPS, SYM)
+            sums = _plane_values(p, raw, base, t, live, plane, D, T, BT, OP, BITS, W, WP, SCALE, ZERO, GROUPS, CODE)
             out = out + (acc[plane] * shrink[:, None] + sums,)
         return out
 

@@ -7,7 +7,7 @@ from oracles.slow_numbers import F32, POSITIVE, e4m3_value, to_e4m3
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP MX specification 1.0, table of FP4
 LLOYD = {2: (30, 100), 3: (10, 31, 55, 88), 4: (5, 15, 25, 36, 48, 62, 79, 104)}
-UNITS = {2: 66.21, 3: 40.91, 4: 38.14}  # of them in a standard deviation
+UNITS = {2: 66.203125, 3: 40.90625, 4: 38.140625}  # of them in a standard deviation
 
 
 def nearest(size: float, values: tuple) -> int:

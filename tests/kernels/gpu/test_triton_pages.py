@@ -25,6 +25,12 @@ FORMATS = {
     "fp8": ("8,8", 64, "fp16", {"fp8": True}),
     "kivi": ("2,2", 64, "fp16", {"k_channel_group": 32, "v_groups": 2}),
     "kivi24": ("4,1", 80, "fp16", {"k_channel_group": 24, "v_groups": 5}),
+    "k3v3": ("3,3", 64, "fp16", {}),
+    "kivi3": ("3,3", 80, "fp16", {"k_channel_group": 16, "v_groups": 2}),
+    "fp8-scaled": ("8,8", 64, "fp16", {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled", "v_groups": 2}),
+    "lloyd": ("4,3", 64, "fp16", {"k_code": "lloyd", "v_code": "lloyd"}),
+    "lloyd2": ("3,2", 80, "fp16", {"k_code": "lloyd", "v_code": "lloyd", "k_groups": 2}),
+    "fp4": ("4,4", 64, "fp16", {"k_code": "nvfp4", "v_code": "mxfp4", "k_groups": 4, "v_groups": 2}),
     "kivi8-symmetric": ("4,4", 64, "fp16", {"k_channel_group": 8, "symmetric": True}),
 }
 
