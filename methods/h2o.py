@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
-
-from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Number, Ranked, ScoreSpec, Whole
+from kvbench.policy import ALL_QUERIES, DecodePlan, DecodeView, HeavyHitters, ScoreSpec, Whole
 
 
 @dataclass(kw_only=True)
-class H2O(Ranked):
+class H2O(HeavyHitters):
     """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
     ones.
 
@@ -31,8 +29,6 @@ class H2O(Ranked):
     Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
     """
 
-    budget: BudgetText = 0.2
-    recent_share: Annotated[float, Number(0, 1)] = 0.5
     group: Literal["sum", "mean", "max"] = "sum"
     one_shot: bool = False
     window: Annotated[int, Whole(0, unit="tokens")] = 0
@@ -51,19 +47,7 @@ class H2O(Ranked):
         )
 
     def always(self, budget: int) -> tuple[int, int]:
-        return 0, self.window or int(budget * self.recent_share)
+        return (0, self.window) if self.window else super().always(budget)
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
-        if self.one_shot:
-            return DecodePlan()
-        budget = view.budget_tokens(self._budget)
-        recent = (budget.double() * self.recent_share).long()  # the prompt's number: 0.29 x 100 differs in fp32
-        lightest = view.argmin(0, by="score", before=view.tokens_seen - recent)
-        full = view.tokens_seen > torch.maximum(view.prompt_tokens, budget)  # whatever a list's share is
-        full = full[:, None, None]
-        return DecodePlan(slot=torch.where(full & lightest.found, lightest.slot, -1))
-
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(
-            record, self._budget, mean=self.budget_is_mean, at_end=None if self.one_shot else 1
-        )
+        return DecodePlan() if self.one_shot else super().plan_decode(view)

@@ -13,7 +13,7 @@ from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, ScoreSpec, Tier
 from kvbench.policy.plans import EVICT, PrefillPlan
-from kvbench.policy.ranking import pyramid_budgets, rank_descending
+from kvbench.policy.ranking import pyramid_budgets, rank_descending, share_with_cap
 from kvbench.policy.settings import BudgetText, TierText
 from kvbench.policy.statistics import WithValueNorms
 from kvbench.policy.views import PrefillView
@@ -33,7 +33,8 @@ class Ranked(Policy):
         tier: Precision of what is kept.
         allocation: `uniform`: every head of every layer keeps as much. `pyramid`: lower layers keep more, as PyramidKV.
             `ada`: a head of a layer keeps as many tokens as it has among the layer's best, as Ada-KV. `ada_pyramid`:
-            both. `global`: as `ada`, over all layers and heads. `table`: in proportion to `table`.
+            both. `global`: as `ada`, over all layers and heads. `table`: in proportion to `table`. `preference`: in
+            proportion to what the method finds a prompt's layers to be worth, where it does (`cake`).
         alpha: Share of a head's budget that `ada`, `global` and `table` do not touch, in [0, 1].
         beta: Steepness of a pyramid: the last layer keeps base / beta beside what always stays; >= 1.
         table: Weights for `allocation=table`, >= 0, one per layer and KV head: a path, or a list of lists.
@@ -63,8 +64,13 @@ class Ranked(Policy):
         self.spare_pages = int(self.official_rounding and self.budget_is_mean)
         if self.allocation in ("ada", "ada_pyramid"):
             self.scope = "layer"
-        elif self.allocation == "global":
+        elif self.allocation in ("global", "preference"):
             self.scope = "model"
+        if self.allocation == "preference" and type(self).layer_weights is Ranked.layer_weights:
+            raise ValueError(
+                f"allocation=preference is for methods that say what a prompt's layers are worth, and "
+                f"{type(self).__name__} does not; choose another allocation, or a method such as cake"
+            )
         if self.spare_pages and self._budget.unit == "bytes":
             raise ValueError(
                 f"official_rounding=true may spend more than budget={self.budget}, which bytes do not allow; give a "
@@ -107,6 +113,10 @@ class Ranked(Policy):
     def ranking(self, view: PrefillView) -> Tensor:
         """fp32 [V, H, N] what the tokens of a prompt are ranked by. Default: the score."""
         return view.score
+
+    def layer_weights(self, view: PrefillView) -> Tensor:
+        """fp64 [L], >= 0: what each layer of a prompt is worth, for `allocation=preference`; the view has them all."""
+        raise NotImplementedError(f"{type(self).__name__} does not define layer_weights")
 
     def prompt_budget(self, view: PrefillView) -> int:
         """Tokens per list that stay of a prompt, the mean where lists share them. Default: the budget."""
@@ -153,6 +163,9 @@ class Ranked(Policy):
             return (reserve + shares_by_table(weights, base, room, self.alpha))[view.layers.cpu()].to(score.device)[
                 ..., None
             ]
+        if self.allocation == "preference":
+            shares = share_with_cap(self.layer_weights(view), base * view.num_layers, room, at_least=0)
+            return reserve + torch.tensor(shares, device=score.device)[:, None, None]
         layers = torch.full((len(view.layers),), base, device=score.device)
         if "pyramid" in self.allocation and base:
             layers = torch.tensor(self._pyramid(view, base, room), device=score.device)[view.layers]

@@ -29,8 +29,8 @@ class Scored(Ranked):
             prompt's budget; 0 = never.
         protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
             (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
-            the answer is compressed, as it is written, and the budget is of the answer; the `answer`, so that only
-            tokens of the prompt go.
+            the answer is compressed, as it is written, and the budget is of the answer (in bytes, of both); the
+            `answer`, so that only tokens of the prompt go.
         protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
             queries counts per query. null = the budget decides.
@@ -62,10 +62,10 @@ class Scored(Ranked):
                 f"protect={self.protect} is about evictions while decoding, and decode_every=0 makes none; set "
                 "decode_every"
             )
-        if self.protect in ("prompt", "instruction") and self._budget.unit == "bytes":
+        if self.protect == "instruction" and self._budget.unit == "bytes":
             raise ValueError(
-                f"budget={self.budget} counts the whole cache, and how long the {self.protect} is that protect="
-                f"{self.protect} keeps differs from text to text; give a ratio or tokens"
+                f"budget={self.budget} counts the whole cache, and how long the instruction is that protect="
+                "instruction keeps differs from text to text; give a ratio or tokens"
             )
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
@@ -88,6 +88,11 @@ class Scored(Ranked):
     def last_tokens(self) -> int:
         """Last tokens that evictions while decoding keep. Default: as many as of a prompt of any length."""
         return self.always(MAX_TOKENS)[1]
+
+    def least_tokens(self, num_prompt_tokens: int) -> int:
+        if self.protect == "prompt":
+            return num_prompt_tokens + max(1, self.last_tokens())
+        return super().least_tokens(num_prompt_tokens)
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
@@ -197,6 +202,11 @@ class Scored(Ranked):
             return f"a head kept {mean:g} of {kept['prompt_tokens']} prompt tokens, but protect=prompt keeps all"
         new, held = kept["tokens_seen"] - kept["prompt_tokens"], sum(kept["slots_per_tier"]) / kept["lists"]
         allowed = int(self._budget.value * new) if self._budget.unit == "ratio" else int(self._budget.value)
+        if self._budget.unit == "bytes":
+            allowed = kept["budget_tokens"] - kept["prompt_tokens"]
+            resident = record.get("ledger", {}).get("resident_bytes", 0)
+            if resident > self._budget.value:
+                return f"{resident} bytes held at the end, but the budget allows {self._budget.value:g}"
         limit = kept["prompt_tokens"] + max(window, allowed) + self.compact_every
         if held <= limit:
             return None
@@ -225,11 +235,14 @@ def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) 
 
 
 def answer_share(view: DecodeView, budget: Budget) -> Tensor:
-    """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says."""
+    """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says; a budget
+    in bytes is of both."""
     prompt = view.prompt_tokens[:, None, None]
     answer = view.tokens_seen[:, None, None] - prompt
     if budget.unit == "ratio":
         return (prompt + (answer.double() * budget.value + 1e-9).long()).expand(view.shape)
+    if budget.unit == "bytes":
+        return torch.maximum(prompt, view.budget_tokens(budget)[:, None, None]).expand(view.shape)
     return (prompt + torch.full_like(answer, budget.value)).expand(view.shape)
 
 
