@@ -65,8 +65,9 @@ class FastGen(Policy):
     Source: FastGen (Ge et al. 2023, arXiv 2310.01801), as AnswerDotAI/cold-compress cache.py (KVCacheHybrid) profiles
         heads; recovery 0.95 and shares of 0.3 are the paper's, which was not at hand.
     Differs: a policy does not see which tokens are special or punctuation, so that the first ones stand for the special
-        ones, and the sets with punctuation are left out; one profile per KV head, by its query heads' mean. Tokens of
-        the answer all stay; the paper's heads go on evicting by their sets.
+        ones, and the sets with punctuation are left out; one profile per KV head, by its query heads' mean. The most
+        attended tokens are those with the largest sums, in cold-compress the largest means over the queries that see
+        them. Tokens of the answer all stay; the paper's heads go on evicting by their sets.
     """
 
     recovery: Annotated[float, Number(0, 1)] = 0.95

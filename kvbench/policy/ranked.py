@@ -164,8 +164,8 @@ class Ranked(Policy):
                 ..., None
             ]
         if self.allocation == "preference":
-            shares = share_with_cap(self.layer_weights(view), base * view.num_layers, room, at_least=0)
-            return reserve + torch.tensor(shares, device=score.device)[:, None, None]
+            own = share_with_cap(self.layer_weights(view), base * view.num_layers, room, at_least=0)
+            return reserve + torch.tensor(own, device=score.device)[:, None, None]
         layers = torch.full((len(view.layers),), base, device=score.device)
         if "pyramid" in self.allocation and base:
             layers = torch.tensor(self._pyramid(view, base, room), device=score.device)[view.layers]
