@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from torch import Tensor
-
-from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Number, ScoreSpec, Stepwise, Whole
+from kvbench.policy import ALL_QUERIES, DecodePlan, DecodeView, HeavyHitters, ScoreSpec, Whole
 
 
 @dataclass(kw_only=True)
-class H2O(Stepwise):
+class H2O(HeavyHitters):
     """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
     ones.
 
@@ -32,8 +30,6 @@ class H2O(Stepwise):
     Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
     """
 
-    budget: BudgetText | None = 0.2
-    recent_share: Annotated[float, Number(0, 1)] = 0.5
     group: Literal["sum", "mean", "max"] = "sum"
     one_shot: bool = False
     window: Annotated[int, Whole(0, unit="tokens")] = 0
@@ -53,13 +49,10 @@ class H2O(Stepwise):
         )
 
     def always(self, budget: int) -> tuple[int, int]:
-        return 0, self.window or int(budget * self.recent_share)
+        return (0, self.window) if self.window else super().always(budget)
 
     def evicts_later(self) -> bool:
         return not self.one_shot
 
-    def recent_tokens(self, budget: Tensor) -> Tensor:
-        return (budget.double() * self.recent_share).long()  # the prompt's number: 0.29 x 100 differs in fp32
-
     def plan_decode(self, view: DecodeView) -> DecodePlan:
-        return DecodePlan() if self.one_shot else self.make_room(view)
+        return DecodePlan() if self.one_shot else super().plan_decode(view)

@@ -13,7 +13,8 @@ from kvbench.policy import CompactPlan, DecodeView, PrefillView, Scored, ScoreSp
 class RandomControl(Scored):
     """Keeps sinks, a recent window, and a seeded random choice of the other prompt tokens per layer and head.
 
-    A method that chooses by attention has to beat this at the same bytes.
+    A method that chooses by attention has to beat this at the same bytes. With `protect=prompt` only the answer goes at
+    random (`random_trace`).
 
     Args:
         budget: What stays of the prompt: ratio, tokens per head, or bytes.
@@ -24,8 +25,10 @@ class RandomControl(Scored):
             0 = never, as the papers have it.
         tier: Precision of what is kept.
 
-    Source: none (control).
-    Differs: none.
+    Source: none (control). `random_trace`: Random Attention (arXiv 2609.03430), which keeps the prompt and evicts the
+        trace of a thinking model at random, as others describe it; its text was not at hand.
+    Differs: `random_trace` draws anew at every eviction, among what earlier ones left, and keeps the last `window`
+        tokens.
     """
 
     sinks: Annotated[int, Whole(0, unit="tokens")] = 4

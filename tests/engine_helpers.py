@@ -1,5 +1,6 @@
 """Small engines over small models, for the tests of generation."""
 
+import math
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +29,10 @@ NATIVE_METHODS = {
 
 def open_settings(method: str, kv_heads: int = 2) -> dict:
     """Returns what a method's YAML leaves open because it belongs to one model, for a tiny model of two layers."""
+    if method == "triattention":  # one mean query per KV head, of width 64
+        return {"centres": [[round(math.sin(i * (layer + 1)), 3) for i in range(kv_heads * 96)] for layer in range(2)]}
+    if method == "headkv":
+        return {"table": [[0.9, 0.1] * (kv_heads // 2), [0.2, 0.8] * (kv_heads // 2)]}
     if method == "duo_attention":
         return {"table": [[0.9, 0.1] * (kv_heads // 2), [0.2, 0.8] * (kv_heads // 2)], "sinks": 4, "recent": 20}
     return {}

@@ -93,3 +93,11 @@ def causal_probabilities(q, k, scale) -> torch.Tensor:
     k = k.double().repeat_interleave(q.shape[0] // k.shape[0], 0)
     logits = torch.einsum("hid,hjd->hij", q.double(), k) * scale
     return torch.softmax(logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")), -1)
+
+
+def step_one(store: CompressedStore, row: int, layers, scale: float = 1.0) -> list[torch.Tensor]:
+    """One decode step of one row, from each layer's query [Hq, D], key and value [H, D]; each layer's output."""
+    store.begin_step(torch.tensor([row]))
+    found = [store.attend(layer, q[None], k[None], v[None], scale) for layer, (q, k, v) in enumerate(layers)]
+    store.end_step()
+    return found

@@ -5,6 +5,7 @@ was kept must be the same. Needs torch, triton and transformers alone; exit stat
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,11 @@ SMALL = {
     "protected": 8,
     "skip_near": 2,
 }
-TABLE = {"table": [[0.9, 0.1], [0.2, 0.8]]}  # duo_attention's gates belong to one model: two layers, two KV heads
+# What belongs to one model, of two layers with two KV heads of width 64: gates, and mean queries for triattention.
+TABLE = {
+    "table": [[0.9, 0.1], [0.2, 0.8]],
+    "centres": [[round(math.sin(i * (layer + 1)), 3) for i in range(192)] for layer in range(2)],
+}
 MODEL = "random preset=tiny num_layers=2"
 
 

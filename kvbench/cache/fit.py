@@ -66,7 +66,7 @@ class Fit:
         """
         assert self.budget is not None
         step, budget = self._policy.budget_step, int(self.budget.value)
-        low = -(-self._policy.fewest_tokens // step)
+        low = -(-self._policy.least_tokens(prompt_tokens) // step)
         high = max(low, -(-(prompt_tokens + new_tokens) // step))
         if (needed := self.bytes_of(low * step, prompt_tokens, new_tokens)) > budget:
             raise ValueError(

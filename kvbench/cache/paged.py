@@ -296,7 +296,7 @@ class PagedStep:
             power=spec.power,
             group=spec.group_reduce if spec.decode_update else None,
         )
-        scores.add_step(self.tokens_seen, tiers, reduced)
+        scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
         return out
 
     def end(self) -> None:

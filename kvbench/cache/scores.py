@@ -134,18 +134,22 @@ class Scores:
         """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them."""
         return self.spec.statistic.of_token(self._turns.keys.back(k), self._turns.values.back(v))
 
-    def add_step(self, tokens_seen: Tensor, tiers: list[TierPages], reduced: list[Tensor]) -> None:
+    def add_step(
+        self, tokens_seen: Tensor, prompt_tokens: Tensor, tiers: list[TierPages], reduced: list[Tensor]
+    ) -> None:
         """Brings the stored scores of one layer up to date after a step.
 
         Args:
             tokens_seen: int64 [S], which is the position of the step's queries.
+            prompt_tokens: int64 [S].
             tiers: What was attended to.
             reduced: Per tier, fp32 [S, H, n] probabilities, the group reduced; empty when a step updates nothing.
         """
         spec, pages = self.spec, self._pages
         if spec.statistic.answers("of_step"):
             num_keys = torch.stack([tier.num_k for tier in tiers]).sum(0)[..., None]
-            reduced = [spec.statistic.of_step(score, num_keys) for score in reduced]
+            step = (tokens_seen - prompt_tokens)[:, None, None]
+            reduced = [spec.statistic.of_step(score, num_keys, step) for score in reduced]
         for index, (tier, score) in enumerate(zip(tiers, reduced, strict=False)):
             if spec.skip_near:  # as in the prompt, a query does not count for the keys just before it
                 pos = pages.field(index, "pos")[tier.ids].flatten(-2)

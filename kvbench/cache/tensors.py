@@ -36,8 +36,10 @@ class Measurer:
 class _Tensors(LayerTensors):
     """The part that prompts and slots have in common."""
 
-    def __init__(self, measurer: Measurer, k: Tensor, v: Tensor, pos: Tensor, tokens_seen: int, scale: float) -> None:
-        self.measurer, self.k, self.v, self.pos = measurer, k, v, pos
+    def __init__(
+        self, measurer: Measurer, layer: int, k: Tensor, v: Tensor, pos: Tensor, tokens_seen: int, scale: float
+    ) -> None:
+        self.measurer, self.layer, self.k, self.v, self.pos = measurer, layer, k, v, pos
         self.tokens_seen, self.scale = tokens_seen, scale
 
     def turned(self, x: Tensor, position: Tensor) -> Tensor:
@@ -88,7 +90,8 @@ class PromptTensors(_Tensors):
         replays: tuple[Replay, ...] = (),
     ) -> None:
         length = k.shape[1]
-        super().__init__(measurer, k, v, torch.arange(length, device=k.device).expand(k.shape[0], -1), length, scale)
+        pos = torch.arange(length, device=k.device).expand(k.shape[0], -1)
+        super().__init__(measurer, layer, k, v, pos, length, scale)
         self._all_q, self._call, self._replays = q, call, replays
         self._needs = measurer.spec.statistic.needs
         self._output_projection = measurer.output_projection(layer)
@@ -122,6 +125,9 @@ class PromptTensors(_Tensors):
             pool_region=spec.pool_region,
             group=spec.group_reduce,
         )
+
+    def of_these_heads(self, x: Tensor) -> Tensor:
+        return x
 
     def low_counts(self) -> Tensor:
         spec = self.measurer.spec
@@ -170,11 +176,11 @@ class SlotTensors(_Tensors):
         q: Tensor | None,
         stored: Tensor | None,
     ) -> None:
-        super().__init__(measurer, k, v, pos, tokens_seen, scale)
+        super().__init__(measurer, layer, k, v, pos, tokens_seen, scale)
         self._num_heads, self._heads, self.stored = measurer.shape.num_kv_heads, heads, stored
         projection = measurer.output_projection(layer)
-        self._q = None if q is None else self._own(q)
-        self._output_projection = None if projection is None else self._own(projection)
+        self._q = None if q is None else self.of_these_heads(q)
+        self._output_projection = None if projection is None else self.of_these_heads(projection)
 
     def attention(self) -> Tensor:
         """As for a prompt; the last slots count as the window that `pool_region` leaves alone."""
@@ -187,8 +193,7 @@ class SlotTensors(_Tensors):
     def low_counts(self) -> Tensor:
         raise ValueError("low_counts is of a prompt only; slots track what decode steps count")
 
-    def _own(self, x: Tensor) -> Tensor:
-        """The query heads x [Hq, ...] of these KV heads (of these query heads, where each keeps its own set)."""
+    def of_these_heads(self, x: Tensor) -> Tensor:
         if len(self._heads) * (x.shape[0] // self._num_heads) == x.shape[0]:
             return x
         return x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)

@@ -51,7 +51,7 @@ def scored(policy: Policy) -> str:
 def acts(policy: Policy) -> str:
     """When a method acts."""
     times = []
-    if type(policy).plan_prefill is not Policy.plan_prefill:
+    if type(policy).plan_prefill is not Policy.plan_prefill and getattr(policy, "protect", "none") != "prompt":
         times.append("prompt")
     if type(policy).plan_decode is not Policy.plan_decode and policy.acts_in_decode:
         times.append("every step")
@@ -89,6 +89,8 @@ def slots(policy: Policy) -> list[str]:
         return ["(N + T)"]
     if not hasattr(policy, "budget"):
         return ["n0"]
+    if getattr(policy, "protect", "none") == "prompt":
+        return ["(N + B)"]
     shrinks = policy.acts_in_decode or policy.compact_every
     return ["B" if shrinks else "(B + T)"]
 

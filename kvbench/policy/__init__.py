@@ -37,7 +37,17 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - chunkkv: as snapkv, summed over heads and chunks; head, or model where layers share a choice.
 - critical: as snapkv or ada_snapkv, and norms of projected values (`also`); head or layer; two stages.
 - quest: any token tier; none; head; all; append, and a `ReadSpec`: steps read the pages with the largest bounds.
-- random: any tier; none; head; a seeded choice; append.
+- cake: any tier; last w, mean and variance, entropy beside them (`also`); model, by `layer_weights`; append.
+- headkv: as snapkv with `allocation=table`.
+- simlayerkv: any tier; last w, mean; layer; all tokens or sinks and recent; as streaming_llm in lazy layers.
+- keyformer: as h2o, by attention with noise and a temperature (`of_step`).
+- q_hitter: any tier; all queries, sum, mixed with the error of quantisation (`also`: without it); head; the best.
+- fastgen: any tier; all queries, far ones apart (`also`); head; the smallest of four sets that suffices; append.
+- pyramid_infer: any tier; a share of the queries; model; in each layer some of what the one below kept; append.
+- zipcache: k16v16, k4v4 and k2v2; some queries as probes, decode update; head; all; `DecodePlan` with demotion.
+- triattention: as random_trace, by keys and a table of mean queries; `plan_compact`.
+- dms: any tier; last w, group max, decode update; head; a threshold; `view.find` what leaves the window.
+- random: any tier; none; head; a seeded choice; append. random_trace: with `protect=prompt`, by `plan_compact`.
 - duo_attention: any tier; none; head; all tokens or sinks and recent, by a table; as streaming_llm for some heads.
 """
 
@@ -46,6 +56,7 @@ from kvbench.policy.allocation import Allocation, read_table, shares_by_score, s
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, Probe, ReadSpec, Residual, ScoreSpec
+from kvbench.policy.heavy import HeavyHitters
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import (
@@ -91,6 +102,7 @@ __all__ = [
     "DecodePlan",
     "DecodeView",
     "Extreme",
+    "HeavyHitters",
     "KeyNorms",
     "LayerTensors",
     "Need",

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kvbench.policy.ranking import rank_descending, share_with_cap
 
-Allocation = Literal["uniform", "pyramid", "ada", "ada_pyramid", "global", "table"]
-"""Who competes for a budget: nobody, layers by their depth, the heads of a layer, all heads, or a table decides."""
+Allocation = Literal["uniform", "pyramid", "ada", "ada_pyramid", "global", "table", "preference"]
+"""Who competes for a budget: nobody, layers by their depth, the heads of a layer, all heads, or a table decides, or
+what the method finds its layers to be worth."""
 Table = tuple[tuple[float, ...], ...]
 
 
@@ -69,12 +70,13 @@ def shares_by_table(weight: Tensor, base: int, room: int, alpha: float) -> Tenso
     return torch.tensor(shares, device=weight.device).view_as(weight)
 
 
-def read_table(table: str | Sequence[Sequence[float]]) -> Table:
+def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -> Table:
     """Numbers per layer and KV head, from a file or from nested sequences.
 
     Args:
         table: Path of a file with one line per layer and one number per KV head, parted by tabs, commas or blanks, or
             of a .json file with a list of lists; or the list of lists itself.
+        setting: Its name, for messages.
 
     Raises:
         ValueError: There is no such file, or it is not a table of numbers with equally many in every line.
@@ -83,13 +85,15 @@ def read_table(table: str | Sequence[Sequence[float]]) -> Table:
     if isinstance(table, str):
         path = Path(table).expanduser()
         if not path.is_file():
-            raise ValueError(f"method.table={table} is no file; give a table of numbers, one line per layer")
+            raise ValueError(f"method.{setting}={table} is no file; give a table of numbers, one line per layer")
         text = path.read_text()
         lines = [re.split(r"[\s,]+", line.strip()) for line in text.splitlines() if line.strip()]
         try:
             rows = json.loads(text) if path.suffix == ".json" else lines
         except ValueError as error:
-            raise ValueError(f"method.table={table} is no JSON ({error}); write a list of lists of numbers") from None
+            raise ValueError(
+                f"method.{setting}={table} is no JSON ({error}); write a list of lists of numbers"
+            ) from None
     else:
         rows = table
     try:
@@ -98,5 +102,5 @@ def read_table(table: str | Sequence[Sequence[float]]) -> Table:
         found = ()
     if not found or not found[0] or len({len(row) for row in found}) > 1:
         name = table if isinstance(table, str) else "the list"
-        raise ValueError(f"method.table: {name} is not one line per layer with one number per KV head in each")
+        raise ValueError(f"method.{setting}: {name} is not one line per layer with one number per KV head in each")
     return found

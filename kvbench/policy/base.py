@@ -93,6 +93,11 @@ class Policy(Declarations):
         budget = getattr(self, "_budget", None)
         return budget if budget is not None and budget.unit == "bytes" else None
 
+    def least_tokens(self, num_prompt_tokens: int) -> int:
+        """The smallest budget that the method keeps to behind such a prompt, in tokens per list. Default:
+        `fewest_tokens`."""
+        return self.fewest_tokens
+
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         """Most tokens that a list (the mean one, where lists share a budget) comes to hold, for budgets in bytes.
 

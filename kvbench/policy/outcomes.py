@@ -18,15 +18,16 @@ def answer_tokens(kept: Kept) -> int:
     return int(kept["tokens_seen"] - kept["prompt_tokens"])
 
 
-def prompt_complaint(kept: Kept, budget: Budget, window: int, spare: int) -> str | None:
+def prompt_complaint(record: Mapping[str, Any], budget: Budget, window: int, spare: int) -> str | None:
     """What is wrong with a sequence whose prompt is kept whole and whose answer has the budget; None when nothing is.
 
     Args:
-        kept: Of its record; may be empty.
-        budget: Of the answer.
+        record: Its record.
+        budget: Of the answer; in bytes, of both.
         window: Last tokens that stay.
         spare: Tokens per list that may come in before the next eviction.
     """
+    kept: Kept = record.get("kept", {})
     if not kept:
         return None
     if kept["prompt_slots"] != kept["prompt_tokens"] * kept["lists"]:
@@ -34,6 +35,11 @@ def prompt_complaint(kept: Kept, budget: Budget, window: int, spare: int) -> str
         return f"a head kept {mean:g} of {kept['prompt_tokens']} prompt tokens, but protect=prompt keeps all"
     new, held = answer_tokens(kept), sum(kept["slots_per_tier"]) / kept["lists"]
     allowed = int(budget.value * new) if budget.unit == "ratio" else int(budget.value)
+    if budget.unit == "bytes":
+        allowed = kept["budget_tokens"] - kept["prompt_tokens"]
+        resident = record.get("ledger", {}).get("resident_bytes", 0)
+        if resident > budget.value:
+            return f"{resident} bytes held at the end, but the budget allows {budget.value:g}"
     limit = kept["prompt_tokens"] + max(window, allowed) + spare
     if held <= limit:
         return None

@@ -14,7 +14,7 @@ from kvbench.policy.budget import Budget
 from kvbench.policy.declare import ALL_QUERIES, ScoreSpec
 from kvbench.policy.outcomes import kept_first, threshold_remark
 from kvbench.policy.plans import EVICT, PrefillPlan
-from kvbench.policy.ranking import pyramid_budgets, rank_descending
+from kvbench.policy.ranking import pyramid_budgets, rank_descending, share_with_cap
 from kvbench.policy.settings import BudgetText, TierText
 from kvbench.policy.statistics import WithValueNorms
 from kvbench.policy.tiers import Tier
@@ -36,7 +36,8 @@ class Ranked(Policy):
         tier: Precision of what is kept.
         allocation: `uniform`: every head of every layer keeps as much. `pyramid`: lower layers keep more, as PyramidKV.
             `ada`: a head of a layer keeps as many tokens as it has among the layer's best, as Ada-KV. `ada_pyramid`:
-            both. `global`: as `ada`, over all layers and heads. `table`: in proportion to `table`.
+            both. `global`: as `ada`, over all layers and heads. `table`: in proportion to `table`. `preference`: in
+            proportion to what the method finds a prompt's layers to be worth, where it does (`cake`).
         alpha: Share of a head's budget that `ada`, `global` and `table` do not touch, in [0, 1].
         beta: Steepness of a pyramid: the last layer keeps base / beta beside what always stays; >= 1.
         table: Weights for `allocation=table`, >= 0, one per layer and KV head: a path, or a list of lists.
@@ -48,8 +49,8 @@ class Ranked(Policy):
             the others, as CriticalKV.
         protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
             (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
-            the answer is compressed, as it is written, and the budget is of the answer; the `answer`, so that only
-            tokens of the prompt go.
+            the answer is compressed, as it is written, and the budget is of the answer (in bytes, of both); the
+            `answer`, so that only tokens of the prompt go.
         protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
             queries counts per query. null = the budget decides.
@@ -89,8 +90,13 @@ class Ranked(Policy):
         self.spare_pages = int(self.official_rounding and self.budget_is_mean)
         if self.allocation in ("ada", "ada_pyramid"):
             self.scope = "layer"
-        elif self.allocation == "global":
+        elif self.allocation in ("global", "preference"):
             self.scope = "model"
+        if self.allocation == "preference" and type(self).layer_weights is Ranked.layer_weights:
+            raise ValueError(
+                f"allocation=preference is for methods that say what a prompt's layers are worth, and "
+                f"{type(self).__name__} does not; choose another allocation, or a method such as cake"
+            )
         if self.spare_pages and self._budget.unit == "bytes":
             raise ValueError(
                 f"official_rounding=true may spend more than budget={self.budget}, which bytes do not allow; give a "
@@ -122,10 +128,10 @@ class Ranked(Policy):
                 f"protect={self.protect} is about evictions while decoding, and these settings make none; "
                 f"{self.how_to_evict_later}"
             )
-        if self.protect in ("prompt", "instruction") and self._budget.unit == "bytes":
+        if self.protect == "instruction" and self._budget.unit == "bytes":
             raise ValueError(
-                f"budget={self.budget} counts the whole cache, and how long the {self.protect} is that protect="
-                f"{self.protect} keeps differs from text to text; give a ratio or tokens"
+                f"budget={self.budget} counts the whole cache, and how long the instruction is that protect="
+                "instruction keeps differs from text to text; give a ratio or tokens"
             )
 
     def rank_by(self, spec: ScoreSpec) -> None:
@@ -153,10 +159,17 @@ class Ranked(Policy):
         """fp32 [V, H, N] what the tokens of a prompt are ranked by. Default: the score."""
         return view.score
 
+    def layer_weights(self, view: PrefillView) -> Tensor:
+        """fp64 [L], >= 0: what each layer of a prompt is worth, for `allocation=preference`; the view has them all."""
+        raise NotImplementedError(f"{type(self).__name__} does not define layer_weights")
+
     def prompt_budget(self, view: PrefillView) -> int:
         """Tokens per list that stay of a prompt, the mean where lists share them. Default: the budget, and what is
         protected where that is more."""
         return max(view.budget_tokens(self._budget), min(self._kept_first(view), view.num_tokens))
+
+    def least_tokens(self, num_prompt_tokens: int) -> int:
+        return num_prompt_tokens + 1 if self.protect == "prompt" else super().least_tokens(num_prompt_tokens)
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
@@ -239,6 +252,9 @@ class Ranked(Policy):
             return (reserve + shares_by_table(weights, base, room, self.alpha))[view.layers.cpu()].to(score.device)[
                 ..., None
             ]
+        if self.allocation == "preference":
+            own = share_with_cap(self.layer_weights(view), base * view.num_layers, room, at_least=0)
+            return reserve + torch.tensor(own, device=score.device)[:, None, None]
         layers = torch.full((len(view.layers),), base, device=score.device)
         if "pyramid" in self.allocation and base:
             layers = torch.tensor(self._pyramid(view, base, room), device=score.device)[view.layers]

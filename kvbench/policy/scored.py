@@ -62,6 +62,10 @@ class Scored(Ranked):
         """Last tokens that evictions while decoding keep. Default: as many as of a prompt of any length."""
         return self.always(MAX_TOKENS)[1]
 
+    def least_tokens(self, num_prompt_tokens: int) -> int:
+        more = self.last_tokens() - 1 if self.protect == "prompt" else 0
+        return super().least_tokens(num_prompt_tokens) + max(0, more)
+
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         return self.shrink(view)
 
@@ -117,7 +121,7 @@ class Scored(Ranked):
             return None
         kept, window = record.get("kept", {}), self.last_tokens()
         if self.protect == "prompt":
-            return prompt_complaint(kept, self._budget, window, self.compact_every)
+            return prompt_complaint(record, self._budget, window, self.compact_every)
         first = kept_first(kept, self._sinks)
         answer = answer_tokens(kept) if kept and self.protect == "answer" else 0
         if answer and self.budget_is_mean:  # some lists hold little else, others their share
@@ -150,11 +154,14 @@ def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) 
 
 
 def answer_share(view: DecodeView, budget: Budget) -> Tensor:
-    """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says."""
+    """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says; a budget
+    in bytes is of both."""
     prompt = view.prompt_tokens[:, None, None]
     answer = view.tokens_seen[:, None, None] - prompt
     if budget.unit == "ratio":
         return (prompt + (answer.double() * budget.value + 1e-9).long()).expand(view.shape)
+    if budget.unit == "bytes":
+        return torch.maximum(prompt, view.budget_tokens(budget)[:, None, None]).expand(view.shape)
     return (prompt + torch.full_like(answer, budget.value)).expand(view.shape)
 
 

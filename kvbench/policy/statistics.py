@@ -73,6 +73,7 @@ class LayerTensors(ABC):
     different numbers of slots come in separate calls, so that no entry here is padding.
 
     Attributes:
+        layer: Which layer it is.
         k, v: [H, n, D] keys, with their rotary positions, and values.
         pos: int64 [H, n] positions, ascending.
         tokens_seen: Tokens so far, which is also the position of the next one.
@@ -80,6 +81,7 @@ class LayerTensors(ABC):
         stored: fp32 [H, n] the slots' tracked scores; None for a prompt, and where none are tracked.
     """
 
+    layer: int
     k: Tensor
     v: Tensor
     pos: Tensor
@@ -144,17 +146,23 @@ class LayerTensors(ABC):
         """x [..., D] with rotary positions put on (negative ones take them off), fp32; `position` broadcasts against
         x[..., 0]. For statistics that declare `before_rope`."""
 
-    def logits(self) -> Tensor:
-        """Attention logits fp32 [Hq, w, n] of `q`, with minus infinity for keys after their query."""
-        group = self.q.shape[0] // self.k.shape[0]
-        keys, pos = (x.repeat_interleave(group, 0) for x in (self.k.float(), self.pos))
-        logits = torch.einsum("hid,hjd->hij", self.q.float() * self.scale, keys)
-        return logits.masked_fill(pos[:, None, :] > self.q_pos[None, :, None], float("-inf"))
+    @abstractmethod
+    def of_these_heads(self, x: Tensor) -> Tensor:
+        """Of x [all query heads of the layer, ...], such as a table of a method's own, the rows of the query heads of
+        these KV heads."""
 
-    def probabilities(self) -> Tensor:
-        """Attention fp32 [Hq, w, n] of `q`; 0 throughout for a query that sees no key."""
-        logits = self.logits()
-        blind = (self.pos[:, None, :] > self.q_pos[None, :, None]).all(-1, keepdim=True)
+    def logits(self, which: slice | Tensor = slice(None)) -> Tensor:
+        """Attention logits fp32 [Hq, w, n] of `q`, or some of its queries, with minus infinity for keys after their
+        query."""
+        group, q_pos = self.q.shape[0] // self.k.shape[0], self.q_pos[which]
+        keys, pos = (x.repeat_interleave(group, 0) for x in (self.k.float(), self.pos))
+        logits = torch.einsum("hid,hjd->hij", self.q[:, which].float() * self.scale, keys)
+        return logits.masked_fill(pos[:, None, :] > q_pos[None, :, None], float("-inf"))
+
+    def probabilities(self, which: slice | Tensor = slice(None)) -> Tensor:
+        """Attention fp32 [Hq, w, n] of `q`, or some of its queries; 0 throughout for a query that sees no key."""
+        logits, q_pos = self.logits(which), self.q_pos[which]
+        blind = (self.pos[:, None, :] > q_pos[None, :, None]).all(-1, keepdim=True)
         return logits.softmax(-1).masked_fill(blind.repeat_interleave(len(logits) // len(blind), 0), 0.0)
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -202,12 +210,13 @@ class Statistic(ABC):
         must not depend on rotary positions, which are off where a method stores keys without them."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_token")
 
-    def of_step(self, probability: Tensor, num_keys: Tensor) -> Tensor:
+    def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
         """What a decode step adds to tracked scores under `decode_update`.
 
         Args:
             probability: fp32 [S, H, n], the group reduced.
             num_keys: int64 [S, H, 1] keys that the step's queries saw.
+            step: int64 [S, 1, 1] tokens behind the prompt before this one.
         """
         return probability
 
@@ -243,7 +252,7 @@ class BelowUniform(Statistic):
     def of_prompt(self, seen: LayerTensors) -> Tensor:
         return seen.low_counts()
 
-    def of_step(self, probability: Tensor, num_keys: Tensor) -> Tensor:
+    def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
         # The largest probability of a group is below the threshold where all of them are: no kernel has to count.
         return -(probability < 1.0 / num_keys).float()
 
@@ -306,8 +315,8 @@ class WithValueNorms(Statistic):
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         return self.ranks.of_token(k, v)
 
-    def of_step(self, probability: Tensor, num_keys: Tensor) -> Tensor:
-        return self.ranks.of_step(probability, num_keys)
+    def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
+        return self.ranks.of_step(probability, num_keys, step)
 
     def check(self, spec: Asked) -> None:
         self.ranks.check(spec)

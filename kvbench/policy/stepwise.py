@@ -79,7 +79,7 @@ class Stepwise(Ranked):
         if self.threshold is not None or not kept or not self.acts_in_decode:
             return super().check_outcome(record)
         if self.protect == "prompt":
-            return prompt_complaint(kept, self._budget, 0, 1)
+            return prompt_complaint(record, self._budget, 0, 1)
         spare = 1
         if self.protect == "answer":
             given = kept.get("budget_tokens") or self._budget.tokens(

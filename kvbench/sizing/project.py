@@ -186,7 +186,7 @@ def _standing_for(statistic: Statistic) -> Statistic:
 _ALIKE = {
     "of_slots": lambda self, seen: self.of_prompt(seen),
     "of_token": lambda self, k, v: torch.zeros(k.shape[:-1]),
-    "of_step": lambda self, probability, num_keys: probability,
+    "of_step": lambda self, probability, num_keys, step: probability,
 }
 
 

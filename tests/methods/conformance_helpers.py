@@ -2,7 +2,8 @@
 
 `sinks` first tokens are never evicted; `window`, `recent` or `obs_window` last tokens of a prompt are kept (as far as a
 `budget` allows), and a method that evicts while decoding keeps that many last tokens at every step. `floor_tokens` is
-the least that a budget means. A line `# lossless: key=value ...` in the YAML names settings at which nothing is lost;
+the least that a budget means. `protect=prompt` keeps the prompt whole, and the budget is of the answer. A line
+`# lossless: key=value ...` in the YAML names settings at which nothing is lost;
 without it they follow from the names of the fields. Each line `# also: key=value ...` names settings under which the
 method is held to all of this a second time: a *case*, written "name key=value ...".
 """
@@ -125,6 +126,11 @@ def protected(policy: Policy, num_prompt_tokens: int, tokens_seen: int) -> set[i
     if budget is not None and (budget.unit == "bytes" or budget.tokens(length, 1, 1.0) < sinks + last):
         return set()  # what yields to so small a budget is the method's own business
     return {*range(min(sinks, tokens_seen)), *range(end - min(last, end), end)}
+
+
+def keeps_prompts(policy: Policy) -> bool:
+    """Whether its settings say that no token of a prompt goes: then a budget is of the answer, in bytes of both."""
+    return getattr(policy, "protect", "none") == "prompt"
 
 
 def watched(policy: Policy, plans: list) -> Policy:

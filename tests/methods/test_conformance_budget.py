@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conformance_helpers import having, idle, keeping, policy_of
+from conformance_helpers import having, idle, keeping, keeps_prompts, policy_of
 from engine_helpers import answers, random_tokens, request
 
 from kvbench.cache import ledger
@@ -23,7 +23,7 @@ def test_the_budget_is_met_at_four_budgets(tiny_model, name):
         outcome = answers(loaded, policy, [request("0", random_tokens(400), max_new_tokens=11)])["0", 0]
         kept, page = outcome.kept, outcome.kept["page_tokens"]
         asked = Budget.parse(budget).tokens(400, kept["lists"], kept["slot_bytes"])
-        asked = max(asked, getattr(policy, "floor_tokens", 0))
+        asked = 400 if keeps_prompts(policy) else max(asked, getattr(policy, "floor_tokens", 0))
         assert policy.check_outcome(vars(outcome)) is None
         assert abs(kept["prompt_slots"] / kept["lists"] - asked) <= page
         held = sum(kept["slots_per_tier"]) / kept["lists"]
@@ -41,7 +41,8 @@ def smallest(loaded, policy, asked) -> int:
 def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name):
     """From the smallest that is possible to most of the full cache: at its fullest a sequence holds no more bytes than
     asked, and less than a page per list fewer (a block, where a method keeps whole blocks)."""
-    loaded, asked = tiny_model("llama", "gqa3", HEAD_DIM), request("0", random_tokens(250), max_new_tokens=10)
+    new = 60 if keeps_prompts(policy_of(name)) else 10  # of the answer alone an eviction comes later
+    loaded, asked = tiny_model("llama", "gqa3", HEAD_DIM), request("0", random_tokens(250), max_new_tokens=new)
     least, most = smallest(loaded, policy_of(name, budget="1B"), asked), 0
     with pytest.raises(ValueError, match=f"give method.budget={least}B or more"):
         answers(loaded, policy_of(name, budget=f"{least - 1}B"), [asked])
@@ -65,14 +66,15 @@ def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name):
 
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_missed_budget_fails_the_run(tiny_model, name):
-    """A method that keeps everything, or far too little of a prompt, does not pass its own check."""
+    """A method that keeps everything that may go, or far too little of a prompt, does not pass its own check."""
     loaded, asked = tiny_model("llama", "gqa3", HEAD_DIM), [request("0", random_tokens(400), max_new_tokens=1)]
     policy = policy_of(name, budget=0.5)
-    for count in (None, 4):
+    said = "protect=prompt keeps all" if keeps_prompts(policy) else "the budget 0.5 ratio allows 200"
+    for count in (4,) if keeps_prompts(policy) else (None, 4):
         outcome = answers(loaded, keeping(policy, count), asked)["0", 0]
         assert outcome.kept["prompt_slots_max"] == (count or 400)
         message = policy.check_outcome(vars(outcome))
-        assert message is not None and "the budget 0.5 ratio allows 200" in message.replace("208", "200")
+        assert message is not None and said in message.replace("208", "200")
 
 
 def growing() -> list[tuple[str, dict]]:
@@ -90,6 +92,8 @@ def test_a_cache_that_only_grows_fails_the_run(tiny_model, name, changes):
     """A method that should evict while decoding passes its own check after 56 steps, but not when it only appends."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
     policy = policy_of(name, budget=50, **changes)
+    if keeps_prompts(policy):
+        policy = policy_of(name, budget=5, **changes)  # tokens of the answer
     asked = [request("0", random_tokens(120), max_new_tokens=57)]
     assert policy.check_outcome(vars(answers(loaded, policy, asked)["0", 0])) is None
     message = policy.check_outcome(vars(answers(loaded, idle(policy), asked)["0", 0]))
@@ -109,7 +113,8 @@ def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, 
         requests = [request("0", random_tokens(150), max_new_tokens=3)]
         plain, coded = (answers(loaded, policy_of(name, budget=0.4, tier=t), requests)["0", 0] for t in ("fp16", tier))
         slots = sum(coded.kept["slots_per_tier"])
-        assert coded.kept["prompt_slots"] == plain.kept["prompt_slots"] and slots < 152 * coded.kept["lists"]
+        assert coded.kept["prompt_slots"] == plain.kept["prompt_slots"]
+        assert slots < 152 * coded.kept["lists"] or keeps_prompts(policy_of(name))
         assert coded.ledger["payload_bytes"] == slots * HEAD_DIM * element // 8
         assert coded.ledger["quant_meta_bytes"] == slots * meta
         assert coded.ledger["track_bytes"] == slots * 4 * len(policy_of(name).score.track)

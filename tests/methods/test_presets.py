@@ -51,6 +51,12 @@ def test_a_preset_is_its_base_with_settings(preset, base, settings, heads):
         assert one.budget_is_mean == other.budget_is_mean
 
 
+def test_random_traces_are_random_choices_behind_a_whole_prompt():
+    """The preset is the control, with the prompt protected."""
+    settings = {"protect": "prompt", "sinks": 0, "window": 8, "decode_every": 16}
+    assert policy_of("random_trace") == policy_of("random", **settings)
+
+
 def test_official_rounding_is_where_official_code_differs():
     """Released PyramidKV spends more than its budget, released AdaKV may; without it the presets keep to theirs."""
     for name in ("pyramidkv", "ada_pyramidkv"):

@@ -8,6 +8,7 @@ from kvbench.runs.parts import make_policy
 
 # By the papers: these choose among the prompt's tokens once, and store all tokens in 16 bits.
 PROMPT_ONLY = {
+    *("cake", "fastgen", "headkv", "pyramid_infer"),
     *("ada_pyramidkv", "ada_snapkv", "chunkkv", "critical", "expected_attention", "full", "h2o_factory", "keydiff"),
     *("knorm", "kv_compress", "lagkv", "pyramidkv", "random", "snapkv", "vatp"),
 }

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from engine_helpers import answers, random_tokens, request
+from engine_helpers import answers, open_settings, random_tokens, request
 from omegaconf import OmegaConf
 
 from kvbench.config import files
@@ -25,8 +25,7 @@ from kvbench.sizing.stored import policy_of, projected, tier_shares
 
 HEADS, NEW_TOKENS = 2, 16
 # What is kept depends on the data, be it in all or in each head: slack then is not the same to the byte.
-BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv"}
-OPEN = {"duo_attention": {"table": [[0.9, 0.1], [0.2, 0.8]], "sinks": 4, "recent": 20}}
+BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv", "cake", "dms", "simlayerkv", "fastgen"}
 METHODS = sorted(set(files.options("method")) - {"leankv"})  # another name of diffkv
 LONG = "KVBENCH_FULL_TESTS"  # set by `make test-bytes`
 
@@ -34,7 +33,7 @@ LONG = "KVBENCH_FULL_TESTS"  # set by `make test-bytes`
 def method_of(name):
     """A method at the settings of its YAML; what that leaves open fits the tiny model."""
     settings = read_config(files.conf_folder() / "method" / f"{name}.yaml")
-    return make_policy(OmegaConf.merge(settings, OPEN.get(name, {})))
+    return make_policy(OmegaConf.merge(settings, open_settings(name)))
 
 
 @cache
@@ -61,7 +60,9 @@ def check(method, model, lengths):
         measured = {item: outcome.ledger[item] for item in found.items}
         assert found.fp16_bytes == outcome.ledger["fp16_bytes"]
         if method in BY_DATA:
-            assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0.01), length
+            # Heads that all keep as much have last pages that are all as full: half a page each is what is not known.
+            half_pages = outcome.ledger["page_bytes"] * outcome.kept["lists"] / 2 if method == "cake" else 0
+            assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0.01, abs=half_pages), length
         else:
             assert found.items == measured, length
 
@@ -87,7 +88,7 @@ def test_a_projection_is_near_what_a_run_holds_where_data_decide(method):
 
 
 @pytest.mark.skipif(not os.environ.get(LONG), reason=f"takes minutes; `make test-bytes` sets {LONG}")
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(OPEN)))
+@pytest.mark.parametrize("method", sorted(name for name in METHODS if not open_settings(name)))
 def test_a_projection_is_what_the_embedded_model_holds(method, embedded_model):
     """The same on SmolLM2-135M, whose 90 lists leave slack little room."""
     check(method, embedded_model, (512, 1024, 2048))

@@ -1,0 +1,118 @@
+"""FastGen: each head keeps as little as it needs, by a profile of its attention over the prompt."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import (
+    ALL_QUERIES,
+    EVICT,
+    LayerTensors,
+    Number,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Statistic,
+    Tier,
+    TierText,
+    Whole,
+    rank_descending,
+)
+
+ROWS = 256  # queries whose attention lies in memory at once
+
+
+@dataclass(frozen=True)
+class Profile(Statistic):
+    """Attention that a token receives, summed over queries; as `far`, the part from queries far behind it.
+
+    Args:
+        local: How far is far, as a share of the prompt.
+    """
+
+    local: float
+    also: ClassVar[tuple[str, ...]] = ("far",)
+    words: ClassVar[str] = "those far behind a token apart"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        length = seen.k.shape[1]
+        found = torch.zeros(2, *seen.pos.shape, device=seen.k.device)
+        for begin in range(0, length, ROWS):
+            rows = slice(begin, begin + ROWS)
+            attention = seen.grouped(seen.probabilities(rows)).mean(1)
+            far = seen.q_pos[rows, None] - seen.pos[:, None] >= local_tokens(self.local, length)
+            found += torch.stack([attention.sum(1), (attention * far).sum(1)])
+        return found
+
+
+@dataclass(kw_only=True)
+class FastGen(Policy):
+    """Keeps of the prompt, in each head, the first of these sets that receives enough of the head's attention: the
+    first tokens; these and the most attended ones; these and the newest ones; everything.
+
+    Args:
+        recovery: Share of a head's attention that its set has to receive, the mean over the prompt's queries, in
+            [0, 1]; 1 = keep everything.
+        sinks: First tokens, which stand for the paper's special tokens; >= 1.
+        frequent: Most attended tokens, as a share of the prompt, in [0, 1].
+        local: Newest tokens, as a share of the prompt, in [0, 1]; every query has its own.
+        tier: Precision of what is kept.
+
+    Source: FastGen (Ge et al. 2023, arXiv 2310.01801), as AnswerDotAI/cold-compress cache.py (KVCacheHybrid) profiles
+        heads; recovery 0.95 and shares of 0.3 are the paper's, which was not at hand.
+    Differs: a policy does not see which tokens are special or punctuation, so that the first ones stand for the special
+        ones, and the sets with punctuation are left out; one profile per KV head, by its query heads' mean. The most
+        attended tokens are those with the largest sums, in cold-compress the largest means over the queries that see
+        them. Tokens of the answer all stay; the paper's heads go on evicting by their sets.
+    """
+
+    recovery: Annotated[float, Number(0, 1)] = 0.95
+    sinks: Annotated[int, Whole(1, unit="tokens")] = 4
+    frequent: Annotated[float, Number(0, 1)] = 0.3
+    local: Annotated[float, Number(0, 1)] = 0.3
+    tier: TierText = "fp16"
+
+    def __post_init__(self) -> None:
+        self.tiers = (Tier.parse(self.tier),)
+        self.score = ScoreSpec(statistic=Profile(self.local), prefill_queries=ALL_QUERIES)
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        length = view.num_tokens
+        share, near = view.score / length, (view.score - view.extra["far"]) / length
+        position = torch.arange(length, device=share.device)
+        first, last = position < self.sinks, position >= length - local_tokens(self.local, length)
+        keep, done = torch.ones_like(share, dtype=torch.bool), torch.zeros_like(share[..., :1], dtype=torch.bool)
+        for frequent, local in ((False, False), (True, False), (True, True)):
+            own = (first | last if local else first).expand_as(keep)
+            rank = rank_descending(share.masked_fill(own, -1.0))
+            chosen = first | (rank < self._frequent(length)) if frequent else first.expand_as(keep)
+            received = torch.where(chosen, share, near if local else torch.zeros_like(near)).sum(-1, keepdim=True)
+            fits = (received >= self.recovery) & ~done if self.recovery < 1 else torch.zeros_like(done)
+            keep = torch.where(fits, chosen | own, keep)
+            done = done | fits
+        return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8))
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if not kept:
+            return None
+        length, new = kept["prompt_tokens"], kept["tokens_seen"] - kept["prompt_tokens"]
+        first, often = min(self.sinks, length), self._frequent(length)
+        newest = local_tokens(self.local, length)
+        counts = {first, min(length, first + often), min(length, first + newest + often), length}
+        held = sum(kept["slots_per_tier"]) - kept["prompt_slots"]
+        if not {kept["prompt_slots_min"], kept["prompt_slots_max"]} <= counts or held != new * kept["lists"]:
+            return f"heads kept {kept['prompt_slots_min']} to {kept['prompt_slots_max']} of {length}, which no set has"
+        return None
+
+    def _frequent(self, length: int) -> int:
+        return math.ceil(self.frequent * length)
+
+
+def local_tokens(share: float, length: int) -> int:
+    """How many tokens are near."""
+    return max(1, int(share * length))

@@ -1,0 +1,39 @@
+"""HeadKV: SnapKV's choice, with a budget for each head by a table of how much the head retrieves."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvbench.policy import Allocation, Number, Whole, WindowRanked
+
+
+@dataclass(kw_only=True)
+class HeadKV(WindowRanked):
+    """Keeps the observation window and the tokens its queries attend to most; what a head keeps follows from a table of
+    one weight per layer and KV head.
+
+    Args:
+        budget: Mean over heads of what stays of the prompt, window included: ratio, tokens per head, or bytes.
+        allocation: `table`: heads in proportion to `table`, above a floor of `alpha`.
+        alpha: Share of a head's budget that does not depend on the table, in [0, 1]: 1 - 1 / beta of the paper, which
+            takes a share of 1 / beta from each head into a common pool.
+        table: Weights, >= 0, one per layer and KV head: a path, or a list of lists. They belong to one model; the
+            YAML's are the embedded model's, measured by `kvbench gates`.
+        window: Observation window; >= 1.
+        pool: `max`, `avg` or `none`, over the prompt before the window.
+        pool_kernel: Odd width of the pool.
+        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
+            0 = never, as the paper has it.
+        tier: Precision of what is kept.
+        granularity: `kv_head`: one kept set per KV head. `q_head`: one per query head, each stored and billed.
+
+    Source: HeadKV (Fu et al. 2024, arXiv 2410.19258), from the paper alone, since its code carries no licence: the
+        division of the budget, with beta = 1.2.
+    Differs: the paper measures a head's weight by the attention that it gives to planted evidence while it answers
+        questions that need retrieval and reasoning; `kvbench gates` measures the attention that answers give to
+        whatever lies far back. Weights are per KV head. The budget is met exactly (largest remainder), and what a head
+        could keep beyond the prompt goes to the others.
+    """
+
+    allocation: Allocation = "table"
+    alpha: Annotated[float, Number(0, 1)] = 0.1667
+    window: Annotated[int, Whole(1, unit="tokens")] = 8

@@ -1,0 +1,115 @@
+"""PyramidInfer: each layer keeps some of what the layer below it kept, fewer and fewer."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import (
+    ALL_QUERIES,
+    EVICT,
+    Budget,
+    BudgetText,
+    LayerTensors,
+    Number,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Statistic,
+    Tier,
+    TierText,
+    Whole,
+    rank_descending,
+    share_with_cap,
+)
+
+
+@dataclass(frozen=True)
+class RecentAttention(Statistic):
+    """Mean attention of the last queries, the newest of which weigh more.
+
+    Args:
+        recent_share: How many, as a share of the prompt.
+        distance_weight: Weight of the newest, where the oldest has 1.
+    """
+
+    recent_share: float
+    distance_weight: float
+    words: ClassVar[str] = "of which a recent share counts"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        count = 1 + int(self.recent_share * seen.k.shape[1])
+        attention = seen.probabilities(slice(-count, None))
+        weight = torch.linspace(1.0, self.distance_weight, attention.shape[1], device=attention.device)
+        return seen.grouped((attention * weight[:, None]).mean(1)).mean(1)
+
+
+@dataclass(kw_only=True)
+class PyramidInfer(Policy):
+    """Keeps first and newest tokens, and of the others in each layer those that recent queries attend to most among
+    what the layer below kept; all heads of a layer keep the same.
+
+    Args:
+        budget: What stays of the prompt, the mean over layers: ratio, tokens per head, or bytes.
+        decay: What a layer keeps of the layer below where the pyramid is steepest, at the top, in (0, 1]; between, the
+            share falls from 1 along half a cosine. 1 = all layers keep as much.
+        recent_share: Share of the prompt whose queries count, its end, in [0, 1].
+        distance_weight: Weight of the newest query, where the oldest that counts has 1; > 0.
+        sinks: First tokens that always stay.
+        window: Last tokens that always stay.
+        tier: Precision of what is kept.
+
+    Source: mutonix/pyramidinfer models/modeling_llama_pyramidinfer.py and configs/llama3_8b.json (Yang et al. 2024,
+        arXiv 2405.12532), its prompt stage.
+    Differs: a budget scales the pyramid, whose shape is `decay`; there the decay alone says how much stays. Prompts are
+        read with all tokens, where the original's upper layers do not compute what lower ones dropped. The window is a
+        number of tokens, there the recent share. Tokens of the answer all stay, there every 16 of them are thinned.
+    """
+
+    budget: BudgetText = 0.25
+    decay: Annotated[float, Number(0, 1, above=True)] = 0.9
+    recent_share: Annotated[float, Number(0, 1)] = 0.2
+    distance_weight: Annotated[float, Number(0, 1000, above=True)] = 1.2
+    sinks: Annotated[int, Whole(0, unit="tokens")] = 4
+    window: Annotated[int, Whole(0, unit="tokens")] = 32
+    tier: TierText = "fp16"
+    scope = "model"
+    budget_is_mean = True
+
+    def __post_init__(self) -> None:
+        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+        statistic = RecentAttention(self.recent_share, self.distance_weight)
+        self.score = ScoreSpec(statistic=statistic, prefill_queries=ALL_QUERIES)
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        tier_of, budget = view.filled(0), view.budget_tokens(self._budget)
+        if budget >= view.num_tokens:
+            return PrefillPlan(tier_of=tier_of)
+        first = min(self.sinks, budget)
+        last = min(self.window, budget - first)
+        # Every layer keeps a token: where none is first or last, one comes before others are shared out.
+        reserve = int(first + last == 0)
+        free = slice(first, view.num_tokens - last)
+        score = view.score[..., free].mean(1)
+        room = score.shape[-1] - reserve
+        total = (budget - first - last - reserve) * view.num_layers
+        counts = sorted(share_with_cap(self.shape(view.num_layers), total, room, at_least=0), reverse=True)
+        below = torch.ones_like(score[0], dtype=torch.bool)
+        for layer, count in enumerate(counts):
+            among = score[layer].masked_fill(~below, float("-inf"))
+            below = below & (rank_descending(among) < count + reserve)
+            tier_of[layer, :, free].masked_fill_(~below, EVICT)
+        return PrefillPlan(tier_of=tier_of)
+
+    def shape(self, num_layers: int) -> Tensor:
+        """fp64 [L]: what each layer keeps, relative to the first; it never rises."""
+        steps = [
+            (1 - self.decay) * (math.cos(math.pi * i / num_layers) + 1) / 2 + self.decay for i in range(num_layers)
+        ]
+        return torch.tensor(steps, dtype=torch.float64).cumprod(0)
+
+    def check_outcome(self, record: dict) -> str | None:
+        return self.budget_complaint(record, self._budget, mean=True)

@@ -1,0 +1,96 @@
+"""TriAttention: where a head's queries gather before their rotation says how far back it will look."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import (
+    MAX_TOKENS,
+    LayerTensors,
+    Need,
+    NotForModel,
+    Scored,
+    Statistic,
+    TableOrPath,
+    Whole,
+    read_table,
+)
+
+
+@dataclass(frozen=True)
+class TrigonometricScore(Statistic):
+    """Logit of a head's mean query from positions to come, and what its queries' lengths add to it whatever their
+    direction is; the largest of a group.
+
+    Args:
+        centres: Per layer, for each query head the mean query before its rotary embedding (D numbers), then per
+            frequency the mean length of its two channels (D / 2 numbers); or so for each KV head.
+        reach: Longest distance ahead; positions 1, 2, 4, .. up to it count alike.
+    """
+
+    centres: tuple[tuple[float, ...], ...]
+    reach: int
+    needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
+    words: ClassVar[str] = "logits of mean queries at positions to come"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        half = seen.k.shape[-1] // 2
+        table = torch.tensor(self.centres[seen.layer], device=seen.k.device).view(-1, 3 * half)
+        mean, length = seen.of_these_heads(table).split([2 * half, half], -1)
+        keys = seen.k.float()
+        # A key that is rotated by its position meets a query rotated by its own: the mean over offsets is one query.
+        ahead = seen.tokens_seen + 2 ** torch.arange(self.reach.bit_length(), device=keys.device)
+        query = seen.turned(mean.expand(len(ahead), *mean.shape), ahead[:, None]).mean(0)
+        spread = length - torch.hypot(mean[:, :half], mean[:, half:])
+        logit = torch.einsum("hgd,hnd->hgn", seen.grouped(query), keys)
+        longer = torch.einsum("hgd,hnd->hgn", seen.grouped(spread), torch.hypot(keys[..., :half], keys[..., half:]))
+        return (logit + longer).amax(1)
+
+    def of_slots(self, seen: LayerTensors) -> Tensor:
+        return self.of_prompt(seen)
+
+
+@dataclass(kw_only=True)
+class TriAttention(Scored):
+    """Keeps the prompt, and of the answer the tokens that queries to come would attend to, were they all at their
+    head's mean; scored by a model's table, without looking at any query.
+
+    Args:
+        budget: What stays of the answer: ratio, tokens per head, or bytes, which count the prompt too.
+        centres: The model's table: the path of a file that `kvbench centres` wrote, or a list of lists. null = none,
+            then the model is refused.
+        reach: Longest distance ahead that counts; distances are 1, 2, 4, .. up to it. >= 1.
+        protect: `prompt`: only the answer is compressed. `none`: the prompt too.
+        decode_every: Score all slots again and evict before every n-th decode step, down to the budget; 0 = never.
+        tier: Precision of what is kept.
+
+    Source: WeianMao/triattention at c3744ee6, triattention/methods/pruning_utils.py (Mao et al. 2026, arXiv
+        2604.04921): mean over offsets, largest of a group.
+    Differs: every KV head of every layer keeps its own set (its `per_layer_perhead_pruning`), by scores as they are;
+        its default pools the layers first. It evicts every 32 steps unless told otherwise, the original every 128. The
+        budget is of the answer, where the original's counts the prompt.
+    """
+
+    centres: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
+    reach: Annotated[int, Whole(1, MAX_TOKENS, unit="steps")] = 65536
+    protect: Literal["none", "sinks", "instruction", "prompt", "answer"] = "prompt"
+    decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.centres is not None:  # the numbers themselves, so that a run's identity does not hang on a path
+            self.centres = read_table(self.centres, "centres")
+        self.score_by(TrigonometricScore(self.centres or (), self.reach))
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        super().check_model(num_layers, num_kv_heads)
+        found = len(self.centres) if self.centres is not None else 0
+        if self.centres is None or found != num_layers or len(self.centres[0]) % (3 * num_kv_heads):
+            raise NotForModel(
+                f"method.centres has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
+                "triattention needs the table of this model, which `kvbench centres` measures: give it as "
+                "method.centres=PATH"
+            )

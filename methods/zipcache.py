@@ -1,0 +1,115 @@
+"""ZipCache: tokens that are attended to get more bits than the others, and new ones wait in 16 bits."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policy import (
+    ALL_QUERIES,
+    DecodePlan,
+    DecodeView,
+    LayerTensors,
+    Number,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Statistic,
+    Tier,
+    TierText,
+    Whole,
+    rank_descending,
+)
+
+
+@dataclass(frozen=True)
+class ProbedSaliency(Statistic):
+    """Attention from a few queries, the newest and random ones, divided by the queries that can see a token.
+
+    Args:
+        probes: How many of each, as a share of the prompt.
+        seed: Of the random ones; the prompt's length is mixed in.
+    """
+
+    probes: float
+    seed: int
+    words: ClassVar[str] = "of which some probe, per query that can see a token"
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        length = seen.k.shape[1]
+        count = max(1, int(self.probes * length))
+        rows = torch.arange(length - count, length)
+        if length > count:
+            make = torch.Generator().manual_seed(hash((self.seed, length)))
+            rows = torch.cat([rows, torch.randint(0, length - count, (count,), generator=make)])
+        attention = seen.grouped(seen.probabilities(rows.to(seen.k.device))).sum((1, 2))
+        return attention / (length - seen.pos)
+
+
+@dataclass(kw_only=True)
+class ZipCache(Policy):
+    """Stores the prompt's salient tokens at one precision and the others at a lower one; tokens of the answer stay in
+    16 bits until they leave a window, and then go where they belong by the attention that they got in it.
+
+    Args:
+        salient: Share of tokens at the higher precision, in [0, 1].
+        high: Their precision.
+        low: That of the others.
+        window: Newest tokens of the answer that are kept as they are; >= 1.
+        probes: Share of the prompt's queries that measure attention: as many of the newest, and as many random ones, in
+            (0, 1].
+        seed: Of the random ones.
+        tier: Precision of the window.
+
+    Source: ThisisBillhe/ZipCache zipcache/models/modeling_llama.py and zipcache_generation_demo.py (He et al. 2024,
+        arXiv 2405.14256): 4 and 2 bits, 60 % salient, a window of 100.
+    Differs: codes are per token with one scale for the vector; the paper's keys are per channel, and its values per
+        token once channels are normalised, which the page formats lack (`store.rotation=hadamard` likewise spreads
+        outliers). Tokens leave the window one by one, each ranked among those in it; the original sorts 100 at once, by
+        their last query. Random probes are drawn once for a length.
+    """
+
+    salient: Annotated[float, Number(0, 1)] = 0.6
+    high: TierText = "k4v4"
+    low: TierText = "k2v2"
+    window: Annotated[int, Whole(1, unit="tokens")] = 100
+    probes: Annotated[float, Number(0, 1, above=True)] = 0.05
+    seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
+    tier: TierText = "fp16"
+    acts_in_decode = True
+
+    def __post_init__(self) -> None:
+        self.tiers = (Tier.parse(self.tier), Tier.parse(self.high, "high"), Tier.parse(self.low, "low"))
+        self.score = ScoreSpec(
+            statistic=ProbedSaliency(self.probes, self.seed),
+            prefill_queries=ALL_QUERIES,
+            decode_update=True,
+            track=("score", "pos"),
+        )
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        lower = int((1 - self.salient) * view.num_tokens + 1e-9)
+        is_high = rank_descending(view.score) < view.num_tokens - lower
+        return PrefillPlan(tier_of=torch.where(is_high, 1, 2).to(torch.int8))
+
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        """The incoming token takes the slot of the one that leaves the window, which goes to one of the other tiers."""
+        leaving, slots = view.find(0, view.tokens_seen - self.window), view.slots(0)
+        mean = slots.score / (view.tokens_seen[:, None, None, None] - slots.pos).clamp(min=1)
+        above = (mean > leaving.value[..., None]) & slots.valid  # the window's tokens that got more attention
+        is_high = above.sum(-1) < self.salient * self.window
+        tier = torch.where(is_high, 1, 2)
+        return DecodePlan(
+            slot=torch.where(leaving.found, leaving.slot, -1), demote_to=tier, demote_slot=torch.full_like(tier, -1)
+        )
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if not kept:
+            return None
+        new = min(self.window, kept["tokens_seen"] - kept["prompt_tokens"]) * kept["lists"]
+        if kept["slots_per_tier"][0] != new:
+            return f"{kept['slots_per_tier'][0]} slots wait in the window, but {new} should"
+        return None

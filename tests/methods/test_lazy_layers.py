@@ -1,0 +1,124 @@
+"""SimLayerKV's lazy layers and DMS's delayed evictions, against plain choices of positions."""
+
+import pytest
+import torch
+from store_helpers import causal_probabilities, held_positions, make_store, step_one
+
+from kvbench.methods.dms import DMS
+from kvbench.methods.simlayerkv import SimLayerKV
+
+HEADS, GROUP, LENGTH, DIM = 2, 3, 30, 8
+
+
+def store_of(policy, layers: int):
+    """A store with tracked positions; also a row."""
+    store = make_store(
+        policy, num_layers=layers, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",)
+    )
+    return store, store.open_row()
+
+
+def prompt(layer: int):
+    """Random queries, keys and values; layer 1 attends to the first two tokens."""
+    make = torch.Generator().manual_seed(layer)
+    q, k, v = (torch.randn(heads, LENGTH, DIM, generator=make) for heads in (HEADS * GROUP, HEADS, HEADS))
+    if layer == 1:
+        q[..., 0], k[..., 0] = 6.0, 0.0
+        k[:, :2, 0] = 2.0
+    return q, k, v
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_layer_is_lazy_by_the_share_of_its_last_queries(queries):
+    """A threshold just below a layer's share of attention on first and last tokens makes it lazy, one just above does
+    not; its heads keep these tokens and no others, all the others keep everything."""
+    sinks, recent = 2, 5
+    shares = []
+    for layer in range(3):
+        q, k, _ = prompt(layer)
+        rows = causal_probabilities(q, k, 0.5)[:, -queries:].mean((0, 1))
+        shares.append(float(rows[:sinks].sum() + rows[-recent:].sum()))
+    assert 0.7 < shares[1] < 1 and max(shares[0], shares[2]) < 0.6
+    for share in shares:
+        for shift in (-1e-4, 1e-4):
+            store, row = store_of(
+                SimLayerKV(threshold=share + shift, sinks=sinks, recent=recent, queries=queries), layers=3
+            )
+            for layer in range(3):
+                store.prefill_layer(row, layer, *prompt(layer), 0.5)
+            for layer, own in enumerate(shares):
+                lazy = [0, 1, *range(LENGTH - recent, LENGTH)]
+                want = lazy if own > share + shift else list(range(LENGTH))
+                assert held_positions(store, row)[layer * HEADS : (layer + 1) * HEADS] == [want] * HEADS
+
+
+def test_lazy_layers_stay_at_first_and_newest_tokens():
+    """Twelve steps on, more than a turn of the window: lazy layers hold sinks and the newest, the others all."""
+    store, row = store_of(SimLayerKV(threshold=0.7, sinks=2, recent=5), layers=3)
+    for layer in range(3):
+        store.prefill_layer(row, layer, *prompt(layer), 0.5)
+    for index in range(12):
+        torch.manual_seed(index)
+        step_one(store, row, [(torch.randn(HEADS * GROUP, DIM), *torch.randn(2, HEADS, DIM))] * 3)
+    everything = list(range(LENGTH + 12))
+    for index, held in enumerate(held_positions(store, row)):
+        assert sorted(held) == ([0, 1, *range(LENGTH + 7, LENGTH + 12)] if index // HEADS == 1 else everything)
+
+
+def test_at_a_threshold_of_one_nothing_is_lazy():
+    """Even where all attention is on the first tokens and rounding makes its sum more than 1."""
+    store, row = store_of(SimLayerKV(threshold=1.0, sinks=1, recent=1), layers=1)
+    k = torch.zeros(HEADS, LENGTH, DIM)
+    k[:, 0] = 90.0
+    store.prefill_layer(row, 0, torch.ones(HEADS * GROUP, LENGTH, DIM), k, k, 1.0)
+    assert held_positions(store, row) == [list(range(LENGTH))] * HEADS
+
+
+@pytest.mark.parametrize(
+    ("slots", "last", "message"),
+    [(2 * 60 + 2 * 7, 2 * 72 + 2 * 7, None), (2 * 60 + 2 * 8, 2 * 72 + 2 * 7, "are not whole lists"),
+     (2 * 60 + 2 * 7, 4 * 72, "2 lazy lists of 7 make 158")],
+)  # fmt: skip
+def test_what_was_kept_is_checked(slots, last, message):
+    """Lists of other lengths than all or first and last tokens fail a run, and lazy ones that grow."""
+    kept = {"prompt_tokens": 60, "tokens_seen": 72, "lists": 4, "prompt_slots": slots, "prompt_slots_min": 7}
+    complaint = SimLayerKV(sinks=2, recent=5).check_outcome({"kept": kept | {"slots_per_tier": [last]}})
+    assert complaint is None if message is None else message in complaint
+
+
+@pytest.mark.parametrize(("threshold", "window"), [(0.8, 6), (1.3, 6), (0.9, 1), (1.0, 50)])
+def test_dms_decides_when_a_token_leaves_the_window(threshold, window):
+    """Prompt and answer as one loop over tokens: the largest head's attention from the window's queries, per query,
+    decides once; kept tokens stay for good."""
+    steps = 9
+    q, k, v = prompt(0)
+    store, row = store_of(DMS(threshold=threshold, window=window), layers=1)
+    store.prefill_layer(row, 0, q, k, v, 0.5)
+    first = causal_probabilities(q, k, 0.5)[:, -window:].sum(1).view(HEADS, GROUP, LENGTH).amax(1)
+    counted = min(window, LENGTH)
+    held, received = [], []
+    for head in range(HEADS):
+        shares = first[head] / counted * LENGTH
+        held.append([p for p in range(LENGTH) if p >= LENGTH - window or shares[p] >= threshold])
+        received.append({p: float(first[head, p]) for p in held[head]})
+    assert held_positions(store, row) == held
+    for index in range(steps):
+        torch.manual_seed(index)
+        new_q, (new_k, new_v) = torch.randn(HEADS * GROUP, DIM), torch.randn(2, HEADS, DIM)
+        seen = LENGTH + index
+        k = torch.cat([k, new_k[:, None]], 1)
+        for head in range(HEADS):
+            leaving = seen - window
+            if leaving in held[head]:
+                since = seen - max(leaving, LENGTH - window)
+                if received[head][leaving] / since * seen < threshold:
+                    held[head].remove(leaving)
+            held[head].append(seen)
+            received[head][seen] = 0.0
+            logits = torch.einsum("gd,nd->gn", new_q.view(HEADS, GROUP, DIM)[head], k[head, held[head]]).double() * 0.5
+            for p, share in zip(held[head], logits.softmax(-1).amax(0).tolist(), strict=True):
+                received[head][p] += share
+        step_one(store, row, [(new_q, new_k, new_v)], 0.5)
+        assert [sorted(p) for p in held_positions(store, row)] == [sorted(p) for p in held]
+    if window == 6:
+        assert len(held[0]) != len(held[1]) and min(map(len, held)) < LENGTH + steps

@@ -1,0 +1,54 @@
+"""PyramidInfer against loops over layers: how much each keeps, and that it keeps some of what lies below."""
+
+import math
+
+import pytest
+import torch
+from store_helpers import causal_probabilities, held_positions, make_store
+
+from kvbench.methods.pyramid_infer import PyramidInfer
+
+LAYERS, HEADS, GROUP, LENGTH, DIM = 4, 2, 2, 50, 8
+
+
+def prompt(layer: int):
+    """Random queries, keys and values of a layer."""
+    make = torch.Generator().manual_seed(layer)
+    return tuple(torch.randn(n, LENGTH, DIM, generator=make) for n in (HEADS * GROUP, HEADS, HEADS))
+
+
+@pytest.mark.parametrize(
+    ("budget", "decay", "sinks", "window"), [(20, 0.5, 2, 3), (30, 0.3, 0, 5), (14, 0.9, 4, 6), (9, 0.2, 0, 0)]
+)
+def test_each_layer_keeps_the_best_of_the_layer_below(budget, decay, sinks, window):
+    """Counts fall by the cosine schedule, their mean is the budget; tokens go by weighted recent attention, the mean of
+    all heads, among those that the layer below kept."""
+    policy = PyramidInfer(budget=budget, decay=decay, sinks=sinks, window=window, recent_share=0.3, distance_weight=1.5)
+    store = make_store(
+        policy, num_layers=LAYERS, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",)
+    )
+    row = store.open_row()
+    for layer in range(LAYERS):
+        store.prefill_layer(row, layer, *prompt(layer), 0.6)
+    lists = [sorted(positions) for positions in held_positions(store, row)]
+    held = [lists[layer * HEADS] for layer in range(LAYERS)]
+    assert all(lists[layer * HEADS + 1] == held[layer] for layer in range(LAYERS))
+    assert sum(map(len, held)) == budget * LAYERS
+
+    size, exact = 1.0, []
+    for layer in range(LAYERS):
+        size *= (1 - decay) * (math.cos(math.pi * layer / LAYERS) + 1) / 2 + decay
+        exact.append(size)
+    own = sinks + window or 1
+    for count, part in zip(map(len, held), exact, strict=True):
+        assert abs(count - own - part * (budget - own) * LAYERS / sum(exact)) < 1
+
+    free = list(range(sinks, LENGTH - window))
+    for layer in range(LAYERS):
+        q, k, _ = prompt(layer)
+        rows = causal_probabilities(q, k, 0.6).mean(0)[-16:]
+        weights = torch.linspace(1.0, 1.5, 16, dtype=torch.float64)
+        worth = (rows * weights[:, None]).mean(0)
+        best = sorted(free, key=lambda p: -float(worth[p]))[: len(held[layer]) - sinks - window]
+        assert held[layer] == sorted([*range(sinks), *best, *range(LENGTH - window, LENGTH)])
+        free = sorted(best)
