@@ -90,4 +90,4 @@ def wrong_for(rule: Rule | None) -> Iterator[object]:
             10**30,
         )
     if isinstance(rule, TierRule):
-        yield from ("k3v3", "k8", "k99999v1", "fp32")
+        yield from ("k5v5", "k8", "k99999v1", "fp32")

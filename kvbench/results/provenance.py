@@ -167,6 +167,7 @@ def harness_hash(backend: str) -> str:
 
 
 METHODS = "kvbench.methods"
+LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def method_files(policy_class: type) -> dict[str, Path]:
@@ -221,9 +222,13 @@ def _is_installed(top: str) -> bool:
     except (ImportError, ValueError):
         return True
     places = [] if spec is None else [spec.origin] if spec.has_location else spec.submodule_search_locations or []
-    return all(
-        any(Path(place or "").resolve().is_relative_to(root) for root in _installed_folders()) for place in places
-    )
+    return all(_lies_installed(Path(place or "").resolve()) for place in places)
+
+
+def _lies_installed(path: Path) -> bool:
+    """True in this environment's folders, and in those of another one that it was laid over."""
+    layered = not LIBRARY_FOLDERS.isdisjoint(path.parts)
+    return layered or any(path.is_relative_to(root) for root in _installed_folders())
 
 
 @cache
@@ -240,7 +245,7 @@ def _source(module: str) -> Path | None:
     if origin is None and module not in sys.modules:
         try:
             spec = importlib.util.find_spec(module)
-        except (ImportError, ValueError):  # a class imported from a module looks like a module of it
+        except Exception:  # a class looks like a module of its module; and packages above are run, which may fail
             return None
         origin = spec.origin if spec else None
     return Path(origin).resolve() if origin and origin.endswith(".py") else None
