@@ -75,9 +75,10 @@ class Answer:
             self.finish = "eos"
             return
         self.token_ids.append(token)
-        if self._due:
+        was_due = bool(self._due)
+        if was_due:
             self._due.pop(0)
-        self._follow_thoughts()
+        self._follow_thoughts(was_due)
         if self._find_stop(max(self.num_thought_tokens, len(self.token_ids) - self._tail)) is not None:
             self.finish = "stop"
         elif len(self.token_ids) >= min(self._most_tokens, self.room):
@@ -99,15 +100,16 @@ class Answer:
             return self.request.answer_tokens
         return self.request.max_new_tokens + self.num_thought_tokens
 
-    def _follow_thoughts(self) -> None:
-        """Notes where thoughts begin and end."""
+    def _follow_thoughts(self, was_due: bool) -> None:
+        """Notes where thoughts begin and end; all of the end that is put behind them belongs to them."""
         if self.request.thoughts is None:
             return
         if not self._thinking and not self.num_thought_tokens and len(self.token_ids) <= _MARK_TOKENS:
             self._thinking = self._marked(self.token_ids).lstrip().startswith(THINK)
         if self._thinking:
             self.num_thought_tokens = len(self.token_ids)
-            self._thinking = END_OF_THOUGHT not in self._marked(self.token_ids[-_MARK_TOKENS:])
+            ended = not self._due if was_due else END_OF_THOUGHT in self._marked(self.token_ids[-_MARK_TOKENS:])
+            self._thinking = not ended
 
     def _find_stop(self, first: int) -> int | None:
         """Where the first stop string begins in the text of the tokens from `first` on.

@@ -34,9 +34,9 @@ def end_of(loaded) -> tuple[int, ...]:
 @pytest.mark.parametrize("opened", [True, False])
 def test_thoughts_do_not_count_as_the_answer(loaded, opened):
     """With a budget, the answer has its whole length behind them; without one, it is what they leave."""
-    text = ("" if opened else "<think>") + "hm hm</think>abcdefgh"
-    found = said(loaded, text, thoughts=Thoughts(opened=opened, budget_tokens=40, end=end_of(loaded)), max_new_tokens=4)
-    assert found.text.endswith("hm hm</think>abcd") and found.finish == "length"
+    text = ("" if opened else "<think>") + "hm hm</think>abcdefghijkl"
+    found = said(loaded, text, thoughts=Thoughts(opened=opened, budget_tokens=40, end=end_of(loaded)), max_new_tokens=8)
+    assert found.text.endswith("hm hm</think>abcdefgh") and found.finish == "length"
     found = said(loaded, text, thoughts=Thoughts(opened=opened), max_new_tokens=20)
     assert found.text == text[:20] and found.finish == "length"
     plain = said(loaded, text, thoughts=None, max_new_tokens=20)

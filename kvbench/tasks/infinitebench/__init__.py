@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.rules.kinds import Whole
 from kvbench.tasks.draw import Limit, drawn
@@ -92,7 +92,7 @@ def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int,
             )
             requests.append(request)
             right[request.sample_id] = name, row["answer"]
-    told: dict[str, object] = {
+    told: dict[str, Any] = {
         "chat": builder.chat,
         "answer_prefix": cfg.answer_prefix,
         "max_prompt_tokens": builder.max_prompt_tokens,
