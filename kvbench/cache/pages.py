@@ -109,7 +109,7 @@ class Pages:
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
         """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
-        if not self.on_device or not all(number in self._longest for number in numbers):
+        if not (self.on_device and numbers) or not all(number in self._longest for number in numbers):
             return None
         slots = max((self._longest[number][tier] for number in numbers), default=0)
         return min(-(-slots // self.formats[tier].tokens_per_page), self.table.max_pages)
@@ -141,8 +141,9 @@ class Pages:
         self.late.post(held, learn)
         self.table.tell(self.late.post)
 
-    def widths(self, lists: Tensor, numbers: Sequence[int]) -> list[list[int]]:
-        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of rows `numbers`."""
+    def widths(self, lists: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of the rows that the host knows as
+        `numbers`."""
         known = [self.width(numbers, tier) for tier in range(len(self.formats))]
         if None not in known:
             return [[width or 0 for width in known]] * lists.shape[1]

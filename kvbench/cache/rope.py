@@ -60,7 +60,7 @@ class Rope:
             (tier,) = tiers  # an index in the cache is defined for one tier
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
 
-    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None, *, waits: bool) -> bool:
+    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None, *, waits: bool = True) -> bool:
         """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
         angles, where the angles depend on the layer, and where the host would have to ask a device (not `waits`)."""
         if self.mode == "absolute":
