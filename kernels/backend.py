@@ -4,10 +4,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.codes import Code
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.pool import PagePool
+from kvbench.kernels.table import PageTable
 
 Reduce = Literal["sum", "mean", "max"]
 Pool = Literal["none", "avg", "max"]
@@ -63,6 +66,7 @@ class StepRing:
         before: int64 [S, L, H] twice: keys and values in pages so far.
         after: Likewise once this step is over.
         flush_first: Quantise before attention, so that it reads the codes.
+        most_leaving: Most keys and values of a list that leave in a step; None = as many as the buffers hold.
     """
 
     k: Tensor
@@ -72,6 +76,7 @@ class StepRing:
     before: tuple[Tensor, Tensor]
     after: tuple[Tensor, Tensor]
     flush_first: bool
+    most_leaving: tuple[int, int] | None = None
 
 
 class FusedStep(ABC):
@@ -106,6 +111,8 @@ class Backend(ABC):
         is_reference: Made to be right, not fast: its speed is no claim for anything.
         fuses_layers: Whether it has `open_step`.
         searches_slots: Whether it has `slot_extreme`.
+        keeps_tables: Whether it keeps pool and page tables itself (`tables`), where its operations pass over page ids
+            below 0, and nothing of a decode step waits for the device.
         isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
             order, or products in whole numbers, are other answers. Empty where it has no such choice.
         codes: The `kernels.codes` that it has kernels for; None = all. Pages with others are the reference's work.
@@ -116,6 +123,7 @@ class Backend(ABC):
     is_reference: bool = False
     fuses_layers: bool = False
     searches_slots: bool = False
+    keeps_tables: bool = False
     isa: str = ""
     codes: frozenset[Code] | None = None
 
@@ -388,6 +396,44 @@ class Backend(ABC):
             NotImplementedError: The backend has no such operation.
         """
         raise NotImplementedError(f"backend={self.name} does not fuse layers; use its single operations")
+
+    def tables(
+        self,
+        page_bytes: int,
+        num_pages: int,
+        tokens_per_page: tuple[int, ...],
+        shape: tuple[int, int, int],
+        max_pages: int,
+        device: torch.device | str,
+    ) -> tuple[PagePool, PageTable]:
+        """A pool of so many pages and its tables, as `PageTable` describes them; only where `keeps_tables`.
+
+        Raises:
+            NotImplementedError: The backend has none of its own.
+        """
+        raise NotImplementedError(f"backend={self.name} keeps no tables; make a PagePool and a PageTable")
+
+    def demote(
+        self,
+        pages: Tensor,
+        source: PageFormat,
+        target: PageFormat,
+        src_page: Tensor,
+        src_slot: Tensor,
+        dst_page: Tensor,
+        dst_slot: Tensor,
+    ) -> None:
+        """Re-quantises slots into another format, score and position included; only where `keeps_tables`.
+
+        Args:
+            source, target: Formats that track the same fields.
+            src_page, src_slot: int64 [M] where the slots lie.
+            dst_page, dst_slot: int64 [M] where they go; a page below 0 is passed over.
+
+        Raises:
+            NotImplementedError: The backend has no such operation.
+        """
+        raise NotImplementedError(f"backend={self.name} does not demote slots; read them and write them again")
 
     def slot_extreme(
         self,

@@ -105,11 +105,18 @@ def write(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor,
 
 
 def write_tracked(
-    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float | None, pos: Tensor | None
+    pages: Tensor,
+    fmt: PageFormat,
+    page: Tensor,
+    slot: Tensor,
+    score: Tensor | float | None,
+    pos: Tensor | None,
+    passes_over: bool = False,
 ) -> None:
-    """Of the operation of that name."""
+    """Of the operation of that name; `passes_over`: a page below 0 is not written to."""
     slots(pages, fmt, page, slot)
-    within(fmt, len(pages), page, slot)
+    if not passes_over:
+        within(fmt, len(pages), page, slot)
     if "score" in fmt.slot.track:
         if isinstance(score, Tensor):
             vectors("score", score, page.shape, pages.device)

@@ -4,9 +4,12 @@ A *list* is the cache of one (row, layer, KV head); its number is (row * layers 
 from the left of the list's table row, tier 1 from the right; a third tier has a table of its own.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 
 
@@ -59,13 +62,15 @@ class PageTable:
         columns = self._column(tier, torch.arange(width, device=lists.device))
         return self._table(tier)[lists[..., None], columns].long()
 
-    def reserve(self, lists: Tensor, tier: int, count: Tensor) -> Tensor:
+    def reserve(self, lists: Tensor, tier: int, count: Tensor, *, at_most: int | None = None) -> Tensor:
         """Appends `count[m]` slots to list `lists[m]`, taking pages as needed.
 
         Args:
             lists: int64 [M], distinct.
             tier: Tier index.
             count: int64 [M], >= 0.
+            at_most: Pages that the call takes at most, where the caller knows; tables on a device need not be waited
+                for then.
 
         Returns:
             First new slot of each list, int64 [M].
@@ -198,6 +203,22 @@ class PageTable:
         holes = (~keep & (slot < count[:, None])).nonzero()
         movers = (keep & (slot >= count[:, None])).flip(1).nonzero()
         return holes[:, 0], width - 1 - movers[:, 1], holes[:, 1], count
+
+    def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat) -> None:
+        """Moves the kept slots of lists to their front and returns the emptied pages, on a device.
+
+        Args:
+            lists: int64 [M], distinct; they share no page with others.
+            tier: Tier index; fmt: its page format.
+            keep: bool [M, n] over slot numbers.
+
+        Raises:
+            NotImplementedError: In main memory: use `plan_compaction`, and move the slots.
+        """
+        raise NotImplementedError("tables in main memory plan a compaction and leave the moves to a backend")
+
+    def tell(self, post: Callable[[Tensor, Callable[[list[int]], None]], None]) -> None:
+        """Posts what the host has to know of the pool, where tables are on a device."""
 
     def used_page_ids(self) -> Tensor:
         """All page ids that the tables name, int64, once for every holder; walks every list. For checks and

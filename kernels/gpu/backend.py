@@ -1,29 +1,34 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The functions are in `bounds`, `decode`, `pages` and `prefill` beside this file. Tracked fields are written by indexing,
-which does not synchronise, and prompt attention is torch's own fused kernel. For the rest the reference stands in, much
-slower, and `fallbacks` names it: widening the bounds of pages, and prompts in several segments.
+The functions are in `bounds`, `decode`, `fields`, `pages`, `prefill` and `step` beside this file. Prompt attention is
+torch's own fused kernel. For the rest the reference stands in, much slower, and `fallbacks` names it: widening the
+bounds of pages, and prompts in several segments. Which slot lies where is kept on the device, too (`table`, `manager`).
 
 Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
 `write_tracked`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages`
 `reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual
 buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
 
-The store does not use `demote`, `attention_with_lse`, `device_pages` and `paged_decode(accumulate=True)` yet.
+The store does not use `attention_with_lse` yet.
 """
 
+import math
 import os
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce, Ring, TierPages
+from kvbench.kernels import checks
+from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
+from kvbench.kernels.gpu import fields as gpu_fields
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu import step as gpu_step
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.gpu.table import DevicePool, DeviceTable
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
 
@@ -33,6 +38,8 @@ class Gpu(Reference):
 
     name = "triton"
     is_reference = False
+    fuses_layers = True
+    keeps_tables = True
 
     def refusal(self, device: torch.device) -> str:
         """Why the kernels cannot run on a device, with a remedy; empty where they can."""
@@ -56,10 +63,22 @@ class Gpu(Reference):
         else:
             triton_pages.write_values(pages, fmt, page, slot, v)
 
+    def write_tracked(
+        self,
+        pages: Tensor,
+        fmt: PageFormat,
+        page: Tensor,
+        slot: Tensor,
+        score: Tensor | float | None,
+        pos: Tensor | None,
+    ) -> None:
+        checks.write_tracked(pages, fmt, page, slot, score, pos, passes_over=True)
+        gpu_fields.write_tracked(pages, fmt, page, slot, score, pos)
+
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         if self._lacks(fmt):
             return super().read_slots(pages, fmt, page, slot)
-        return triton_pages.read_slots(pages, fmt, page, slot)
+        return gpu_fields.read_slots(pages, fmt, page, slot)
 
     def move_slots(
         self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
@@ -85,6 +104,44 @@ class Gpu(Reference):
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
         return triton_decode.paged_decode(
             q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
+        )
+
+    def open_step(
+        self,
+        pages: Tensor,
+        tiers: list[TierPages],
+        *,
+        num_q_heads: int,
+        seen: Tensor,
+        target: StepTarget | None,
+        ring: StepRing | None = None,
+        power: int = 1,
+        group: Reduce | None = None,
+        update: ScoreUpdate | None = None,
+        skip_near: int = 0,
+    ) -> FusedStep | None:
+        checks.step(
+            pages,
+            tiers,
+            num_q_heads=num_q_heads,
+            seen=seen,
+            target=target,
+            ring=ring,
+            power=power,
+            group=group,
+            update=update,
+            skip_near=skip_near,
+        )
+        return gpu_step.open_step(
+            pages,
+            tiers,
+            seen=seen,
+            target=target,
+            ring=ring,
+            power=power,
+            group=group,
+            update=update,
+            skip_near=skip_near,
         )
 
     def choose_pages(
@@ -138,3 +195,16 @@ class Gpu(Reference):
     ) -> DevicePages:
         """A pool and its page tables that are kept and changed on the device; see `gpu.manager.DevicePages`."""
         return DevicePages(page_bytes, num_pages, tokens_per_page, num_lists, max_pages, device)
+
+    def tables(
+        self,
+        page_bytes: int,
+        num_pages: int,
+        tokens_per_page: tuple[int, ...],
+        shape: tuple[int, int, int],
+        max_pages: int,
+        device: torch.device | str,
+    ) -> tuple[DevicePool, DeviceTable]:
+        held = DevicePages(page_bytes, num_pages, tokens_per_page, math.prod(shape), max_pages, device)
+        pool = DevicePool(held)
+        return pool, DeviceTable(pool, *shape)

@@ -20,12 +20,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvbench.kernels.backend import Reduce, Ring, TierPages
+from kvbench.kernels.backend import Reduce, Ring, StepRing, TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode as triton_decode
+from kvbench.kernels.gpu import fields
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.gpu import step as triton_step
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.parts import Kernel, recording
 
@@ -164,7 +166,7 @@ def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Cal
     def run() -> None:
         triton_pages.write_keys(pages, fmt, page, slot, x)
         triton_pages.write_values(pages, fmt, page, slot, x)
-        triton_pages.read_slots(pages, fmt, page, slot)
+        fields.read_slots(pages, fmt, page, slot)
         if lower is not None:
             triton_pages.demote(pages, fmt, lower, page, slot, page, slot)
             triton_pages.move_slots(pages, lower, page, slot, page, slot)
@@ -172,8 +174,38 @@ def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Cal
     return run
 
 
+def _step(dtype: torch.dtype, fmt: PageFormat, *, ring: bool = False) -> None:
+    """One layer of a prepared decode step, with its tracked fields or its residual buffers."""
+    held, page = torch.full((1, 1, _HEADS), 9), torch.zeros(1, 1, _HEADS, dtype=torch.int64)
+    tier = TierPages(fmt, torch.zeros(1, 1, _HEADS, 2, dtype=torch.int64), held, held)
+    pages, seen = torch.zeros(8, _PAGE_BYTES, dtype=torch.uint8), torch.full((1,), 9)
+    buffer, rows = torch.zeros(1, 1, _HEADS, 32, _DIM, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    opened = triton_step.open_step(
+        pages,
+        [tier],
+        seen=seen,
+        target=None if ring else (0, page, page),
+        ring=StepRing(
+            k=buffer, v=buffer, rows=rows, num_tokens=held, before=(held, held), after=(held, held), flush_first=True
+        )
+        if ring
+        else None,
+        power=1,
+        group="sum",
+        update=None if ring else "replace",
+        skip_near=0 if ring else 2,
+    )
+    q, k = (torch.zeros(1, heads, _DIM, dtype=dtype) for heads in (_HEADS * _GROUP, _HEADS))
+    opened.attend(0, q, k, k, 0.1)
+    if fmt.slot.track:
+        fields.write_tracked(pages, fmt, page.flatten(), page.flatten(), seen.float(), page.flatten())
+    fields.copy_pages(pages, page.flatten(), page.flatten())
+
+
 def _one_of_each() -> None:
     """One kernel of every kind."""
+    _step(torch.bfloat16, _format(8, 4))
+    _step(torch.bfloat16, _format(2, 2, k_channel_group=32), ring=True)
     fmt = _format(4, 2)
     _decode(torch.bfloat16, _format(8, 4), group="max")()
     channel = _format(2, 2, k_channel_group=32)

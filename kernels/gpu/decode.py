@@ -44,12 +44,22 @@ _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
 
 @triton.jit
+def _row_of_ring(rows, pid, heads, NAMED: tl.constexpr):
+    """Where the sequence of a list lies in the residual buffers."""
+    if NAMED:
+        return tl.load(rows + pid // heads).to(tl.int64)
+    else:
+        return pid // heads
+
+
+@triton.jit
 def _attend_part(
-    q, pages, ids, num_k, num_v, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, weights, tops,
+    q, pages, ids, num_k, num_v, ring_tokens, ring_rows, ring_k, ring_v, part_top, part_sum, part_out, weights, tops,
     angles, scale2, page_bytes, num_columns, num_parts, first_part, pages_per_part, heads, rk_row, rk_head, rv_row,
     rv_head, angle_row,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
-    SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
+    SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, NAMED: tl.constexpr, HALF: tl.constexpr,
+    HP: tl.constexpr, REST: tl.constexpr,
     K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
     K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
     K_ELEM: tl.constexpr,
@@ -94,12 +104,11 @@ def _attend_part(
             )  # fmt: skip
         live = live_k
         if RK > 0:
-            seq, head = pid // heads, pid % heads
+            row = _row_of_ring(ring_rows, pid, heads, NAMED)
             if (index + 1) * T > held_k:
                 in_ring = inside & (token >= held_k) & (token < total) & (token >= total - RK)
-                dots = ring_logits(
-                    query, ring_k, seq * rk_row + head * rk_head, token, in_ring, GP, BT, OP, RK, D, K_P, K_W, K_WP
-                )
+                at = row * rk_row + pid % heads * rk_head
+                dots = ring_logits(query, ring_k, at, token, in_ring, GP, BT, OP, RK, D, K_P, K_W, K_WP)
                 logit = tl.where(live_k[None, :], logit, dots)
                 live = live_k | in_ring
         logit = tl.where(live[None, :], logit * scale2, LOWEST)
@@ -113,12 +122,11 @@ def _attend_part(
             V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CODE, V_ELEM,
         )  # fmt: skip
         if RV > 0:
-            seq, head = pid // heads, pid % heads
+            row = _row_of_ring(ring_rows, pid, heads, NAMED)
             if (index + 1) * T > held_v:
                 in_ring = inside & (token >= held_v) & (token < total) & (token >= total - RV)
-                acc = add_ring_values(
-                    acc, p, ring_v, seq * rv_row + head * rv_head, token, in_ring, OP, RV, D, V_P, V_W, V_WP
-                )
+                at = row * rv_row + pid % heads * rv_head
+                acc = add_ring_values(acc, p, ring_v, at, token, in_ring, OP, RV, D, V_P, V_W, V_WP)
         top = new_top
         if SCORES:
             at = (pid * G + g) * (num_columns * T)
@@ -171,12 +179,14 @@ def _merge_parts(
 
 @triton.jit
 def _reduce_scores(
-    weights, tops, all_top, all_sum, num_k, scores, pages, ids, page_bytes, num_columns, G: tl.constexpr,
+    weights, tops, all_top, all_sum, num_k, scores, pages, ids, seen, page_bytes, num_columns, heads, G: tl.constexpr,
     GP: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, TRACK: tl.constexpr,
+    REPLACE: tl.constexpr, NEAR: tl.constexpr, POS: tl.constexpr,
 ):  # fmt: skip
     """Probabilities of one block of slots, raised, reduced over the query heads; stored, or added to what pages track.
 
-    TRACK is the byte offset of the tracked scores, or -1 to write `scores`.
+    TRACK is the byte offset of the tracked scores, or -1 to write `scores`; POS that of the positions, where slots
+    nearer to the query than NEAR get nothing.
     """
     pid, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCKS: tl.constexpr = (T + BT - 1) // BT
@@ -206,7 +216,12 @@ def _reduce_scores(
     else:
         page = tl.load(ids + pid * num_columns + index).to(tl.int64)
         field = (pages + page * page_bytes + TRACK).to(tl.pointer_type(tl.float32)) + t
-        tl.store(field, tl.load(field, mask=live, other=0.0) + score, mask=live)
+        if NEAR > 0:
+            pos = tl.load((pages + page * page_bytes + POS).to(tl.pointer_type(tl.int32)) + t, mask=live, other=0)
+            score = tl.where(tl.load(seen + pid // heads) - pos < NEAR, 0.0, score)
+        if not REPLACE:
+            score += tl.load(field, mask=live, other=0.0)
+        tl.store(field, score, mask=live)
 
 
 @triton.jit
@@ -266,7 +281,8 @@ def _cut(lists: int, pages: int, device: torch.device) -> int:
 
 def paged_decode(
     q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, *, power: int = 1,
-    group: Reduce | None = None, accumulate: bool = False, pages_per_part: int | None = None,
+    group: Reduce | None = None, accumulate: bool = False, replace: bool = False, seen: Tensor | None = None,
+    skip_near: int = 0, ring_rows: Tensor | None = None, pages_per_part: int | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Attention of one query token per sequence over all tiers and the residual buffer, dequantising as it goes.
 
@@ -275,13 +291,15 @@ def paged_decode(
     Capture-safe: no host synchronisation, and every allocation has a size that shapes alone give.
 
     Args:
-        accumulate: Add the scores to what the pages track, instead of returning them.
+        accumulate: Add the scores to what the pages track, instead of returning them; `replace` puts them there.
+        seen: int64 [S] position of the queries; with `skip_near`, slots nearer than that get no score.
+        ring_rows: int64 [S] rows of the buffers [rows, H, R, D]; None = they hold those of the call, in order.
         pages_per_part: Pages per part; chosen from the number of lists and multiprocessors when absent.
 
     Source: kvbench's own; split over the sequence with an exact merge as in FlashDecoding, scales folded into the
         products as in KIVI's and DiffKV's kernels.
     """
-    checks.decode(q, pages, tiers, ring, power, group)
+    checks.decode(q, pages, tiers, ring if ring_rows is None else None, power, group)
     num_seq, num_q_heads, head_dim = q.shape
     heads = tiers[0].ids.shape[1]
     lists, group_size = num_seq * heads, num_q_heads // heads
@@ -315,10 +333,11 @@ def paged_decode(
             kept.append((tier, weights, tops, block))
         launch(
             _attend_part, (lists, count), q, pages, tier.ids.contiguous(), tier.num_k.contiguous(),
-            tier.num_v.contiguous(), ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, weights, tops,
-            angles, scale * LOG2_E, pages.shape[1], columns, num_parts, first, cut, heads, *strides, angles.stride(0),
-            G=group_size, GP=group_pad, D=head_dim, T=slots, BT=block, OP=operand, SCORES=bool(group), RK=lengths[0],
-            RV=lengths[1], HALF=half, HP=power_of_two(half, MIN_DOT),
+            tier.num_v.contiguous(), ring_tokens, ring_tokens if ring_rows is None else ring_rows, ring_k, ring_v,
+            part_top, part_sum, part_out, weights, tops, angles, scale * LOG2_E, pages.shape[1], columns, num_parts,
+            first, cut, heads, *strides, angles.stride(0), G=group_size, GP=group_pad, D=head_dim, T=slots, BT=block,
+            OP=operand, SCORES=bool(group), RK=lengths[0], RV=lengths[1], NAMED=ring_rows is not None, HALF=half,
+            HP=power_of_two(half, MIN_DOT),
             REST=power_of_two(head_dim - 2 * half, MIN_DOT) if half and head_dim > 2 * half else 0,
             **side_constants(fmt, "k", "K_"), **side_constants(fmt, "v", "V_"), num_warps=8 if wide else 4,
         )  # fmt: skip
@@ -336,9 +355,10 @@ def paged_decode(
             scores.append(torch.empty(num_seq, heads, columns * slots, device=q.device))
         launch(
             _reduce_scores, (lists, columns * -(-slots // block)), weights, tops, top, total, tier.num_k.contiguous(),
-            weights if accumulate else scores[-1], pages, tier.ids.contiguous(), pages.shape[1], columns, G=group_size,
-            GP=power_of_two(group_size), T=slots, BT=block, POWER=power, RULE=_REDUCE[group],
-            TRACK=_score_offset(tier.fmt) if accumulate else -1,
+            weights if accumulate else scores[-1], pages, tier.ids.contiguous(), weights if seen is None else seen,
+            pages.shape[1], columns, heads, G=group_size, GP=power_of_two(group_size), T=slots, BT=block, POWER=power,
+            RULE=_REDUCE[group], TRACK=_score_offset(tier.fmt) if accumulate else -1, REPLACE=replace,
+            NEAR=0 if seen is None else skip_near, POS=tier.fmt.regions["pos"][0],
         )  # fmt: skip
     return out, lse, scores
 

@@ -1,6 +1,6 @@
 """GPU backend: pages of all lists taken, returned, looked up and compacted on the device.
 
-The store does not use this yet: it keeps `PagePool` and `PageTable`, whose bookkeeping waits for the host.
+The store uses this through `table` beside this file, which adds what the host knows without asking.
 
 The pool's free list and the page tables of all layers, heads and requests change in three launches, whatever their
 number: block sums of what every list needs, the assignment from an exclusive prefix sum over them, and the counters.

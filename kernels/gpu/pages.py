@@ -1,8 +1,8 @@
-"""GPU backend: writing, reading, demoting and moving slots in pages.
+"""GPU backend: writing, demoting and moving slots in pages.
 
 Page ids below 0 are passed over, so that a plan over all lists needs no compaction into the lists that it concerns.
 Every function here is capture-safe once it was called for a format: the first `move_slots` and `demote` of a format
-copy a small table to the device. The store does not use `demote` yet.
+copy a small table to the device.
 """
 
 from functools import cache
@@ -39,7 +39,7 @@ from kvbench.kernels.gpu.parts import (
 )
 
 SLOT_REGIONS = ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero", "score", "pos")
-_TILE = 2048  # entries of a program's tile
+TILE = 2048  # entries of a program's tile
 
 
 @triton.jit
@@ -83,14 +83,15 @@ def _slot_values(
 def _write_side(
     x, pages, source_page, source_slot, page, slot, count, page_bytes,
     BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
-    FROM_PAGES: tl.constexpr,
+    FROM: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
     ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
     S_T: tl.constexpr, S_BITS: tl.constexpr, S_P: tl.constexpr, S_W: tl.constexpr, S_WP: tl.constexpr,
     S_OFF: tl.constexpr, S_SCALE: tl.constexpr, S_ZERO: tl.constexpr, S_GROUPS: tl.constexpr, S_CHANNEL: tl.constexpr,
     S_CODE: tl.constexpr, S_ELEM: tl.constexpr,
 ):  # fmt: skip
-    """Encodes one side of BM slots whose scales are their own; from dense vectors, or from slots of another format."""
+    """Encodes one side of BM slots whose scales are their own: from dense vectors (FROM = 0), from slots of another
+    format (1), or from the rows of x that `source_page` names (2)."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
     live = target >= 0
@@ -99,7 +100,7 @@ def _write_side(
     plane, w = tl.arange(0, P), tl.arange(0, WP)
     channel = (plane[:, None] * W + w[None, :])[None, :, :]
     real = live[:, None, None] & (w < W)[None, None, :]
-    if FROM_PAGES:
+    if FROM == 1:
         origin = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64)
         there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
         values = _slot_values(
@@ -107,7 +108,10 @@ def _write_side(
             S_P, S_W, S_WP, S_OFF, S_SCALE, S_ZERO, S_GROUPS, S_CHANNEL, S_CODE, S_ELEM,
         )  # fmt: skip
     else:
-        values = tl.load(x + row[:, None, None] * D + channel, mask=real, other=0.0).to(tl.float32)
+        where = row
+        if FROM == 2:
+            where = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64)
+        values = tl.load(x + where[:, None, None] * D + channel, mask=real, other=0.0).to(tl.float32)
     if KEYS:
         step, stride = T, 1
     else:
@@ -152,11 +156,13 @@ def _write_side(
 
 @triton.jit
 def _write_key_groups(
-    x, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
-    BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
-    ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
+    x, place, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
+    NAMED: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr,
+    SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr,
+    ELEM: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot."""
+    """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot; NAMED: from the rows
+    of x that `place` names."""
     first = tl.program_id(0).to(tl.int64) * CHANNEL
     target = tl.load(page + first).to(tl.int64)
     start = tl.load(slot + first).to(tl.int32)
@@ -166,7 +172,10 @@ def _write_key_groups(
     base = pages + target * page_bytes
     channel = plane[:, None] * W + w[None, :]
     real = (i < tokens)[:, None, None] & (w < W)[None, None, :]
-    values = tl.load(x + (first + i)[:, None, None] * D + channel[None, :, :], mask=real, other=0.0).to(tl.float32)
+    where = first + i
+    if NAMED:
+        where = tl.load(place + where, mask=i < tokens, other=0).to(tl.int64)
+    values = tl.load(x + where[:, None, None] * D + channel[None, :, :], mask=real, other=0.0).to(tl.float32)
     low = tl.min(tl.where(real, values, float("inf")), 0)
     if CODE:
         high = tl.max(tl.where(real, tl.abs(values), float("-inf")), 0)
@@ -177,29 +186,8 @@ def _write_key_groups(
     store_metadata(base, (start // CHANNEL) * D + channel, scale, zero, held, SCALE, ZERO, CODE)
     grown = tl.zeros_like(values)
     codes = codes_of(values, grown + scale[None, :, :], grown + zero[None, :, :], BITS, CODE, True)
-    place = base + OFF + w[None, :] * T + (start + i)[:, None]
-    store_codes(place, codes, plane, T, (i < tokens)[:, None] & (w < W)[None, :], W, BITS)
-
-
-@triton.jit
-def _read_side(
-    pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
-    OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr,
-    CODE: tl.constexpr, ELEM: tl.constexpr,
-):  # fmt: skip
-    """Dequantises one side of BM slots."""
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    channel = tl.arange(0, DP)[None, :]
-    source = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
-    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
-    mask = (source >= 0)[:, None] & (channel < D)
-    values = _slot_values(
-        (pages + source * page_bytes)[:, None], at[:, None], channel, mask, KEYS, D, T, BITS, P, W, WP, OFF, SCALE,
-        ZERO, GROUPS, CHANNEL, CODE, ELEM,
-    )  # fmt: skip
-    values = tl.where(mask, values, 0.0)
-    tl.store(out + row[:, None] * D + channel, values, mask=(row < count)[:, None] & (channel < D))
+    put = base + OFF + w[None, :] * T + (start + i)[:, None]
+    store_codes(put, codes, plane, T, (i < tokens)[:, None] & (w < W)[None, :], W, BITS)
 
 
 @triton.jit
@@ -238,16 +226,24 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
         k: [M, D], any float dtype.
     """
     checks.write(pages, fmt, page, slot, k, keys=True)
-    if not fmt.slot.channel_keys:
-        _write("k", pages, fmt, page, slot, k)
+    write_part("k", pages, fmt, page, slot, k)
+
+
+def write_part(
+    name: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, place: Tensor | None = None
+) -> None:
+    """Encodes one side (`k` or `v`) of slots from the rows of x [.., D], or from those that `place` int64 [M] names."""
+    if name == "v" or not fmt.slot.channel_keys:
+        _write(name, pages, fmt, page, slot, x, place=place)
         return
     side = side_layout(fmt, "k", least=1)
     group, num_bytes = fmt.slot.k_channel_group, side.W
     tokens = power_of_two(group)
-    width = min(power_of_two(num_bytes), power_of_two(max(1, 2 * _TILE // (tokens * side.P))))
+    width = min(power_of_two(num_bytes), power_of_two(max(1, 2 * TILE // (tokens * side.P))))
     launch(
-        _write_key_groups, (page.numel() // group, -(-num_bytes // width)), k.contiguous(), pages, page.contiguous(),
-        slot.contiguous(), pages.shape[1], D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width,
+        _write_key_groups, (page.numel() // group, -(-num_bytes // width)), x.contiguous(),
+        page if place is None else place, pages, page.contiguous(), slot.contiguous(), pages.shape[1],
+        D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width, NAMED=place is not None,
         **side_constants(fmt, "k", least=1), enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -255,42 +251,31 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
 def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
     """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
     checks.write(pages, fmt, page, slot, v, keys=False)
-    _write("v", pages, fmt, page, slot, v)
+    write_part("v", pages, fmt, page, slot, v)
+
+
+def slots_per_program(fmt: PageFormat, side: str) -> int:
+    """Slots that one program of `_write_side` encodes."""
+    layout = side_layout(fmt, side, least=1)
+    return min(64, max(1, TILE // (layout.P * layout.WP)))
 
 
 def _write(
     side: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor | None,
-    source: tuple[PageFormat, Tensor, Tensor] | None = None,
+    source: tuple[PageFormat, Tensor, Tensor] | None = None, place: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launches `_write_side` from dense vectors, or from (format, pages, slots)."""
-    layout = side_layout(fmt, side, least=1)
-    rows = min(64, max(1, _TILE // (layout.P * layout.WP)))  # slots per program
+    """Launches `_write_side` from dense vectors, from (format, pages, slots), or from the rows named by `place`."""
+    rows = slots_per_program(fmt, side)
     page, slot, count = page.contiguous(), slot.contiguous(), page.numel()
-    origin, from_page, from_slot = source if source is not None else (fmt, page, slot)
+    origin, from_page, from_slot = source if source is not None else (fmt, page if place is None else place, slot)
     launch(
         _write_side, (-(-count // rows),), pages if x is None else x.contiguous(), pages,
         from_page.contiguous(), from_slot.contiguous(), page, slot, count, pages.shape[1], BM=rows,
         KEYS=side == "k", D=fmt.slot.head_dim, T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys,
-        FROM_PAGES=source is not None, S_T=origin.tokens_per_page,
+        FROM=1 if source is not None else 2 if place is not None else 0, S_T=origin.tokens_per_page,
         **side_constants(fmt, side, least=1), **side_constants(origin, side, "S_", least=1),
         enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
     )  # fmt: skip
-
-
-def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantises single slots: pages and slots [M] to keys and values fp32 [M, D]; 0 where the page is below 0."""
-    checks.slots(pages, fmt, page, slot)
-    count, head_dim = page.numel(), fmt.slot.head_dim
-    out = [torch.empty(count, head_dim, device=pages.device) for _ in range(2)]
-    padded = power_of_two(head_dim)
-    rows = min(64, max(1, _TILE // padded))
-    for side, target in zip("kv", out, strict=True):
-        launch(
-            _read_side, (-(-count // rows),), pages, target, page.contiguous(), slot.contiguous(), count,
-            pages.shape[1], BM=rows, DP=padded, KEYS=side == "k", D=head_dim, T=fmt.tokens_per_page,
-            **side_constants(fmt, side, least=1),
-        )  # fmt: skip
-    return out[0], out[1]
 
 
 def demote(
@@ -346,7 +331,7 @@ def _move(
 ) -> None:  # fmt: skip
     """Launches `_move_bytes`."""
     count, width = dst_page.numel(), min(64, power_of_two(len(source)))
-    rows = _TILE // 2 // width
+    rows = TILE // 2 // width
     launch(
         _move_bytes, (-(-count // rows), -(-len(source) // width)), pages, src_page.contiguous(),
         src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), source, target, count, len(source),

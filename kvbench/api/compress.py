@@ -99,8 +99,7 @@ class CompressedCache:
     def _ledgers(self) -> list[dict[str, int]]:
         store, shape = self._runner.store, self._runner.shape
         return [
-            store.ledger.itemise(row) | {"fp16_bytes": shape.fp16_bytes(int(store.counters.tokens_seen[row]))}
-            for row in self._rows
+            store.ledger.itemise(row) | {"fp16_bytes": shape.fp16_bytes(store.counters.seen[row])} for row in self._rows
         ]
 
     def _clear(self) -> None:

@@ -1,5 +1,7 @@
 """Tokens that wait in 16-bit rings before they go to pages: how a residual buffer is filled and flushed."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -99,8 +101,8 @@ class Buffered(Paged):
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise AssertionError("a residual buffer takes a later segment token by token")
 
-    def open(self, rows: Tensor) -> "BufferedStep":
-        return BufferedStep(self, rows)
+    def open(self, rows: Tensor, numbers: Sequence[int]) -> "BufferedStep":
+        return BufferedStep(self, rows, numbers)
 
 
 class BufferedStep(PagedStep):
@@ -109,12 +111,13 @@ class BufferedStep(PagedStep):
     Args:
         holding: What holds the tokens.
         rows: int64 [S] live rows.
+        numbers: The same as the host knows them.
     """
 
     holding: Buffered
 
-    def __init__(self, holding: Buffered, rows: Tensor) -> None:
-        super().__init__(holding, rows)
+    def __init__(self, holding: Buffered, rows: Tensor, numbers: Sequence[int]) -> None:
+        super().__init__(holding, rows, numbers)
         self.flush_first = holding.ring.spec.when == "before_attention"
 
     def _plan(self) -> None:
@@ -123,10 +126,16 @@ class BufferedStep(PagedStep):
         self._before = ring.num_k[lists].long(), ring.num_v[lists].long()
         self._after = ring.after_append(lists)
         table, grown = self.pages.table, torch.maximum(*self._after) - self.pages.held(0, lists)
-        held = table.reserve(lists, 0, grown.clamp(min=0))
+        most = max(ring.most_leaving)
+        self.pages.grow(self.numbers, most)
+        pages_each = -(-most // self.pages.formats[0].tokens_per_page)
+        held = table.reserve(lists, 0, grown.clamp(min=0), at_most=len(lists) * pages_each)
         if self.pages.pool.others is not None:
             try:
-                table.own([self._written(lists, side) for side in (0, 1)])
+                if self.pages.on_device:
+                    self._own_by_masks(lists)
+                else:
+                    table.own([self._written(lists, side) for side in (0, 1)])
             except BaseException:
                 table.truncate(lists, 0, held)
                 raise
@@ -139,19 +148,28 @@ class BufferedStep(PagedStep):
         first = (after - before).cumsum(0) - (after - before)
         return 0, lists[owner], before[owner] + torch.arange(owner.numel(), device=lists.device) - first[owner]
 
+    def _own_by_masks(self, lists: Tensor) -> None:
+        """Takes the pages that either side fills out of what the lists share: in each, the first slot is named."""
+        size = self.pages.formats[0].tokens_per_page
+        for before, after, most in zip(self._before, self._after, self.holding.ring.most_leaving, strict=True):
+            for page in range(-(-most // size) + 1):
+                slot = torch.maximum(before, before // size * size + page * size)
+                self.pages.table.own([(0, lists, torch.where(slot < after, slot, -1))])
+
     def strip(self, k: Tensor) -> Tensor:
         return k  # a ring holds keys as they come; they lose their position on the way to a page
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends to the rings, then attends and flushes in the order that the residual asks for."""
         rings, rows = self.holding.ring, self.rows
-        tiers, ring = self.holding.layer(rows, layer, self.width[layer])
-        assert ring is not None
+        (tier,), _ = Paged.layer(self.holding, rows, layer, self.width[layer])
+        lists, tiers = self.lists[:, layer], [tier]
+        tier.num_k, tier.num_v = (count.view(self.lists.shape)[:, layer] for count in self._before)
         self.holding.rope.turn(tiers, None)
-        heads, newest = torch.arange(self.pages.shape[2], device=rows.device), ring.num_tokens - 1
+        heads, num_tokens = torch.arange(self.pages.shape[2], device=rows.device), rings.num_tokens[lists].long()
         for buffer, x in ((rings.k, k), (rings.v, v)):
-            buffer[rows[:, None], layer, heads, newest % buffer.shape[3]] = x.to(buffer.dtype)
-        ring = Ring(*rings.of_layer(rows, layer), ring.num_tokens)
+            buffer[rows[:, None], layer, heads, (num_tokens - 1) % buffer.shape[3]] = x.to(buffer.dtype)
+        ring = Ring(*rings.of_layer(rows, layer, self.numbers), num_tokens)
         if self.flush_first:
             self._flush(layer, ring)
             tiers[0].num_k, tiers[0].num_v = (count.view(self.lists.shape)[:, layer] for count in self._after)
@@ -166,12 +184,32 @@ class BufferedStep(PagedStep):
 
     def _flush(self, layer: int, ring: Ring) -> None:
         """Quantises the tokens that leave the rings in this step into tier 0's pages."""
+        if self.pages.on_device:
+            self._flush_by_masks(layer, ring)
+            return
         page, slot, leaving, ordinal = self._leaving(layer, 0, ring.k)
         if ordinal.numel():
             self.pages.put(0, page, slot, k=self.holding.rope.strip(leaving, ordinal))
         page, slot, leaving, ordinal = self._leaving(layer, 1, ring.v)
         if ordinal.numel():
             self.pages.put(0, page, slot, v=leaving)
+
+    def _flush_by_masks(self, layer: int, ring: Ring) -> None:
+        """The same without a size that depends on content: what stays has slot -1, which is passed over."""
+        lists, rope = self.lists[:, layer], self.holding.rope
+        for side, (buffer, most) in enumerate(zip((ring.k, ring.v), self.holding.ring.most_leaving, strict=True)):
+            old, new = (
+                counts[side].view(self.lists.shape)[:, layer, :, None] for counts in (self._before, self._after)
+            )
+            token = old + torch.arange(most, device=old.device)
+            each = lists[..., None].expand(token.shape).flatten()
+            page, slot = self.pages.table.lookup(each, 0, torch.where(token < new, token, -1).flatten())
+            place = (token % buffer.shape[2])[..., None].expand(*token.shape, buffer.shape[3])
+            leaving = buffer.gather(2, place).flatten(0, 2)
+            if side == 0:
+                self.pages.put(0, page, slot, k=rope.strip(leaving, token.flatten()))
+            else:
+                self.pages.put(0, page, slot, v=leaving)
 
     def _leaving(self, layer: int, side: int, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What leaves one side (0 keys, 1 values) of a layer: page and slot to write to, vectors, ordinals."""
@@ -188,7 +226,7 @@ class BufferedStep(PagedStep):
         before, after = (
             (keys.view(self.lists.shape), values.view(self.lists.shape)) for keys, values in (self._before, self._after)
         )
-        tier = self.pages.tier(0, self.lists)
+        tier = self.pages.tier(0, self.lists, self.pages.width(self.numbers, 0))
         tier.num_k, tier.num_v = after if self.flush_first else before
         ring = StepRing(
             k=rings.k,
@@ -198,5 +236,6 @@ class BufferedStep(PagedStep):
             before=before,
             after=after,
             flush_first=self.flush_first,
+            most_leaving=rings.most_leaving,
         )
         return self._open_layers([tier], ring=ring)

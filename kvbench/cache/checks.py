@@ -23,20 +23,17 @@ class CheckedPlans:
 
     On a CPU the values of a plan are looked at before it is carried out, so that a refusal has changed nothing. On
     another device the host does not wait for them: slots that may not be written are made new ones on the device, and
-    `look` raises at the end of the step, when the answer has come with what is read there anyway.
+    the error comes with what else the host learns late (`Pages.late`): when the next step begins, or when a row's
+    report is asked for.
 
     Args:
         policy: Decides.
         pages: What the plans are about.
-        late: Look only in `look`; None = where the pages are not on a CPU.
     """
 
-    def __init__(self, policy: Policy, pages: Pages, late: bool | None = None) -> None:
+    def __init__(self, policy: Policy, pages: Pages) -> None:
         self._policy, self._pages = policy, pages
         self._device = pages.table.num_slots.device
-        self._late = self._device.type != "cpu" if late is None else late
-        self._noted: list[tuple[Tensor, Callable[[], ValueError]]] = []
-        self._arrived: torch.cuda.Event | None = None
 
     # Plans.
 
@@ -48,7 +45,7 @@ class CheckedPlans:
             score: fp32 [V, H, N] the view's statistics, or None.
 
         Raises:
-            ValueError: It breaks a rule; where that shows only later, `look` says so.
+            ValueError: It breaks a rule; where that shows only later, `Pages.late` says so.
         """
         tensors = (view.layers, score)
         before = _versions(tensors)
@@ -79,7 +76,7 @@ class CheckedPlans:
         """The plan for a decode step.
 
         Raises:
-            ValueError: It breaks a rule; where that shows only later, `look` says so.
+            ValueError: It breaks a rule; where that shows only later, `Pages.late` says so.
         """
         tensors = (view.tokens_seen, view.prompt_tokens)
         before = _versions(tensors)
@@ -144,25 +141,6 @@ class CheckedPlans:
         rule = "find looks for a position behind the incoming token's, which no slot can hold"
         self._judge(position > view.tokens_seen, self._later("plan_decode", _step(view), rule))
 
-    def look(self) -> None:
-        """Looks at what was noted since the last call.
-
-        Raises:
-            ValueError: A plan broke a rule.
-        """
-        if not self._noted:
-            return
-        if self._arrived is not None:
-            self._arrived.synchronize()  # long past: the caller has read other numbers of this step since
-        noted, self._noted, self._arrived = self._noted, [], None
-        for broken, error in noted:
-            if bool(broken):
-                raise error()
-
-    def forget(self) -> None:
-        """Drops what was noted, since what it was about is gone."""
-        self._noted, self._arrived = [], None
-
     # Rules.
 
     def _check_slots(self, plan: DecodePlan, view: DecodeView, when: Moment) -> DecodePlan:
@@ -187,7 +165,7 @@ class CheckedPlans:
             self._whole(plan.demote_slot, "demote_slot", view.shape, call, when)
         for broken, rule in rules:
             self._judge(broken, lambda rule=rule: self._error(call, when, rule()))  # type: ignore[misc]
-        if not self._late:
+        if not self._pages.late.is_late:
             return plan
         broken = torch.stack([broken for broken, _ in rules]).any(0)
         return replace(plan, slot=torch.where(broken, APPEND, slot))  # a new slot harms nobody
@@ -239,18 +217,20 @@ class CheckedPlans:
         return f"EVICT (-1) or tier 0{f' to {last}' if last else ''}, the tiers of the method"
 
     def _judge(self, broken: Tensor, error: Callable[[], ValueError], unless_spoilt: Tensor | None = None) -> None:
-        """Raises where an entry of `broken` is True, now or in `look`; never where `unless_spoilt` is not finite."""
-        flag = broken.any()
-        if not self._late:
+        """Raises where an entry of `broken` is True, now or later; never where `unless_spoilt` is not finite."""
+        flag, late = broken.any(), self._pages.late
+        if not late.is_late:
             if bool(flag) and (unless_spoilt is None or bool(torch.isfinite(unless_spoilt).all())):
                 raise error()
             return
         if unless_spoilt is not None:
             flag = flag & torch.isfinite(unless_spoilt).all()
-        self._noted.append((flag.to("cpu", non_blocking=True), error))
-        if flag.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+
+        def receive(values: list[int]) -> None:
+            if any(values):
+                raise error()
+
+        late.post(flag, receive)
 
     def _later(self, call: str, when: Moment, rule: str) -> Callable[[], ValueError]:
         return lambda: self._error(call, when, rule)

@@ -1,6 +1,7 @@
 """What every row has seen: the numbers that positions, budgets and shares are counted from."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,19 +16,31 @@ class Counters:
         prompt_tokens: int64 [rows].
         prompt_slots: int32 [lists]; empty where nobody asks, since only bulk eviction does.
         instruction_tokens: int64 [rows], likewise.
+        seen: `tokens_seen` as the host counts it, so that nobody asks a device; change both by `hold`.
     """
 
     tokens_seen: Tensor
     prompt_tokens: Tensor
     prompt_slots: Tensor
     instruction_tokens: Tensor
+    seen: list[int] = field(default_factory=list)
+
+    def hold(self, row: int, tokens: int) -> None:
+        """Notes that a row has seen so many tokens."""
+        self.tokens_seen[row] = self.seen[row] = tokens
+
+    def step(self, rows: Tensor, numbers: Sequence[int]) -> None:
+        """Notes that rows have each seen one more."""
+        self.tokens_seen[rows] += 1
+        for number in numbers:
+            self.seen[number] += 1
 
     @staticmethod
     def make(rows: int, lists: int, device: torch.device, needs_instruction: bool = False) -> "Counters":
         """Counters at 0; `lists` = 0 keeps no prompt slots."""
         seen, prompt = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         instruction = torch.zeros(rows if needs_instruction else 0, dtype=torch.int64, device=device)
-        return Counters(seen, prompt, torch.zeros(lists, dtype=torch.int32, device=device), instruction)
+        return Counters(seen, prompt, torch.zeros(lists, dtype=torch.int32, device=device), instruction, [0] * rows)
 
     @property
     def allocated_bytes(self) -> int:

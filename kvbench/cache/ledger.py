@@ -1,6 +1,6 @@
 """The byte ledger: what a row of the cache really holds, item by item, now and over time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -76,11 +76,14 @@ class Ledger:
         solved = self.fit.tokens.element_size() * (self.fit.budget is not None)
         return tables + self._counters.row_bytes + counters + solved, rings
 
+    @property
+    def _page_bytes(self) -> int:
+        """Bytes of a page with its free-list entry."""
+        return self._pages.pool.page_bytes + self._pages.pool.free_list.element_size()
+
     def resident_bytes(self, rows: Tensor) -> Tensor:
         """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters and rings."""
-        pool = self._pages.pool
-        page_bytes = pool.page_bytes + pool.free_list.element_size()
-        return self._pages.num_pages(rows) * page_bytes + sum(self.fixed_row_bytes())
+        return self._pages.num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes())
 
     @property
     def shared_bytes(self) -> int:
@@ -89,9 +92,8 @@ class Ledger:
         A row's own bytes are those that it would hold alone, so that they do not depend on what is beside it. The sum
         over all open rows, less this, is what is really held.
         """
-        pool = self._pages.pool
-        extra = 0 if pool.others is None else int(pool.others.sum())
-        return extra * (pool.page_bytes + pool.free_list.element_size())
+        others = self._pages.pool.others
+        return 0 if others is None else int(others.sum()) * self._page_bytes
 
     def row_bytes(self, row: int) -> int:
         """Resident bytes of one row."""
@@ -132,6 +134,7 @@ class Ledger:
 
     def open(self, row: int) -> None:
         """Begins a row anew."""
+        self._pages.late.collect()
         self.meters[row] = RowMeter()
 
     def fork(self, source: int, row: int) -> None:
@@ -169,27 +172,34 @@ class Ledger:
 
     def restart(self, row: int) -> None:
         """Begins the averages anew: they are over the answer, not over a question that was fed token by token."""
+        self._pages.late.collect()
         self.meters[row] = replace(self.meters[row], sum_bytes=0.0, sum_ratio=0.0, steps=0)
 
     @contextmanager
     def aside(self, row: int) -> Iterator[None]:
         """Leaves what happens to a row out of its averages: what is read between two answers is no answer."""
+        self._pages.late.collect()
         before = self.meters[row]
         kept = before.sum_bytes, before.sum_ratio, before.steps
         yield
+        self._pages.late.collect()
         meter = self.meters[row]
         meter.sum_bytes, meter.sum_ratio, meter.steps = kept
 
-    def step(self, rows: Tensor, reads: list[list[float]] | None) -> None:
-        """Notes a decode step of rows; `reads` as `StepReads.totals` gives it."""
-        numbers, held = rows.tolist(), self.resident_bytes(rows).tolist()
-        seen = self._counters.tokens_seen[rows].tolist()
-        for row, tokens, resident in zip(numbers, seen, held, strict=True):
-            meter = self.meters[row]
-            meter.peak_bytes = max(meter.peak_bytes, resident)
-            meter.sum_bytes += resident
-            meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
-            meter.steps += 1
+    def step(self, rows: Tensor, numbers: Sequence[int], reads: list[list[float]] | None) -> None:
+        """Notes a decode step of rows, which the host knows as `numbers`; `reads` as `StepReads.totals` gives it."""
+        stepped = [(self.meters[row], self._counters.seen[row]) for row in numbers]
+
+        def receive(num_pages: list[int]) -> None:
+            page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
+            for (meter, tokens), count in zip(stepped, num_pages, strict=True):
+                resident = count * page_bytes + fixed
+                meter.peak_bytes = max(meter.peak_bytes, resident)
+                meter.sum_bytes += resident
+                meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
+                meter.steps += 1
+
+        self._pages.late.post(self._pages.num_pages(rows), receive)
         if reads is not None:
             for row, (read, readable) in zip(numbers, reads, strict=True):
                 self.meters[row].read_bytes += read
@@ -205,8 +215,9 @@ class Ledger:
                 prompt's slots, and `read_ratio` = bytes read / bytes held over decode steps where steps choose what to
                 read.
         """
+        self._pages.late.collect()
         items, meter = self.itemise(row), self.meters[row]
-        seen = int(self._counters.tokens_seen[row])
+        seen = self._counters.seen[row]
         fp16 = self._shape.fp16_bytes(seen)
         resident = items["resident_bytes"]
         ledger = {

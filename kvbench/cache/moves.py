@@ -44,6 +44,8 @@ def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -
         PoolExhausted: No page for a new slot; nothing was changed.
         ValueError: A page table is full; nothing was changed.
     """
+    if pages.on_device:
+        return _make_room_by_masks(pages, lists, plan, own_all)
     slot = _flat(plan.slot, APPEND, lists)
     demote_to = _flat(plan.demote_to, EVICT, lists)
     demote_slot = _flat(plan.demote_slot, APPEND, lists)
@@ -57,6 +59,42 @@ def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -
     if moving.numel():
         _demote(pages, plan.tier, displaced)
     return pages.table.lookup(lists, plan.tier, slot)
+
+
+def _make_room_by_masks(pages: Pages, lists: Tensor, plan: DecodePlan, own_all: bool) -> tuple[Tensor, Tensor]:
+    """The same without a size that depends on content: who takes no part has slot -1, which is passed over."""
+    table = pages.table
+
+    def take(tier: int, wanted: Tensor, at_most: int = 0) -> Tensor:
+        before = table.reserve(lists, tier, wanted, at_most=at_most)
+        done.append((lists, tier, before))
+        return before
+
+    with _undone(pages) as done:
+        if plan.slot is None:
+            slot = take(plan.tier, torch.ones_like(lists), len(lists))
+        else:
+            given = plan.slot.reshape(-1).long()
+            fresh = given == APPEND
+            # A list takes one slot, in whichever tier: for the incoming token, or for the one that it displaces.
+            slot = torch.where(fresh, take(plan.tier, fresh.long(), len(lists)), given)
+        moves = []
+        if plan.slot is not None and plan.demote_to is not None:
+            demote_to = plan.demote_to.reshape(-1).long().masked_fill(fresh, EVICT)
+            asked = _flat(plan.demote_slot, APPEND, lists)
+            for other in range(len(pages.formats)):
+                goes = demote_to == other
+                new = goes & (asked == APPEND)
+                target = torch.where(new, take(other, new.long()), asked)
+                moves.append((other, goes, torch.where(goes, target, -1)))
+        if own_all:
+            table.own_all(lists)
+        else:
+            table.own([(plan.tier, lists, slot), *((other, lists, target) for other, _, target in moves)])
+    for other, goes, target in moves:
+        source = table.lookup(lists, plan.tier, torch.where(goes, slot, -1))
+        pages.demote(plan.tier, other, source, table.lookup(lists, other, target))
+    return table.lookup(lists, plan.tier, slot)
 
 
 def evict(pages: Pages, lists: Tensor, plan: CompactPlan) -> None:

@@ -1,5 +1,6 @@
 """Tokens that go straight to pages: how prompts are written, and how a decode step writes, reads and scores."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from kvbench.cache import moves
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
+from kvbench.cache.late import to_device
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.reads import StepReads
@@ -83,6 +85,7 @@ class Paged:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
         self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, turns)
         self.plans = CheckedPlans(policy, pages)
+        self._due: dict[int, int] = {}  # row -> whether its bulk eviction is due, where the host was told
         self.fit: Fit | None = None  # what a budget in bytes buys; the store's, which knows what else a row holds
 
     @property
@@ -121,7 +124,7 @@ class Paged:
         if self.scores.queries is None:
             return 0
         row = int(lists[0]) // self.pages.lists_per_row
-        return self.scores.queries.held_bytes(int(self.counters.tokens_seen[row]))
+        return self.scores.queries.held_bytes(self.counters.seen[row])
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
@@ -129,16 +132,25 @@ class Paged:
         tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in range(num_tiers)]
         return tiers, None
 
-    def view(self, rows: Tensor) -> PagesView:
-        """What the policy may see of rows."""
-        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find, fit=self.fit)
+    def view(self, rows: Tensor, numbers: Sequence[int] = ()) -> PagesView:
+        """What the policy may see of rows, which the host knows as `numbers`."""
+        return PagesView(
+            self.pages, self.counters, rows, self.policy.score, self.plans.find, fit=self.fit, numbers=numbers
+        )
 
-    def measured_view(self, rows: Tensor) -> PagesView:
+    def measured_view(self, rows: Tensor, numbers: Sequence[int]) -> PagesView:
         """The same for a bulk eviction, with the scores that the policy's statistic gives the slots now."""
         measure = self.scores.of_slots if self.scores.measures_slots else None
-        return PagesView(self.pages, self.counters, rows, self.policy.score, self.plans.find, measure, self.fit)
+        return PagesView(
+            self.pages, self.counters, rows, self.policy.score, self.plans.find, measure, self.fit, numbers
+        )
 
     # Rows.
+
+    def forget(self, number: int) -> None:
+        """Notes that what the host was told of a row holds no longer."""
+        self.pages.forget(number)
+        self._due.pop(number, None)
 
     def clear(self, lists: Tensor) -> None:
         """Forgets lists."""
@@ -189,7 +201,7 @@ class Paged:
         each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
         pages.table.own([(0, each, ordinal)])
         page, slot = pages.table.lookup(each, 0, ordinal)
-        position = int(self.counters.tokens_seen[row]) + offset
+        position = self.counters.seen[row] + offset
         score = self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0
         pages.put(
             0,
@@ -204,30 +216,46 @@ class Paged:
 
     # Decode steps.
 
-    def open(self, rows: Tensor) -> "PagedStep":
-        """Plans one decode step for rows (int64 [S]) and makes room for their tokens.
+    def open(self, rows: Tensor, numbers: Sequence[int]) -> "PagedStep":
+        """Plans one decode step for rows (int64 [S]), which the host knows as `numbers`, and makes room for their
+        tokens.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
                 taken place.
             ValueError: The plan breaks a rule; the same holds.
         """
-        self._compact(rows)
-        return PagedStep(self, rows)
+        self._compact(rows, numbers)
+        return PagedStep(self, rows, numbers)
 
-    def _compact(self, rows: Tensor) -> None:
+    def tell(self, rows: Tensor, numbers: Sequence[int]) -> None:
+        """Tells the host, once a step has ended and later where it does not wait, what the next one has to know."""
+        self.pages.tell(rows, numbers)
+        if not (self.policy.compact_every and self.pages.on_device):
+            return
+
+        def learn(due: list[int]) -> None:
+            self._due |= zip(numbers, due, strict=True)
+
+        self.pages.late.post(self.plans.due(self.view(rows, numbers)), learn)
+
+    def _compact(self, rows: Tensor, numbers: Sequence[int]) -> None:
         """Bulk eviction for the rows whose turn it is."""
         if not self.policy.compact_every:
             return
-        due = rows[self.plans.due(self.view(rows))]
-        if not due.numel():
+        told = [self._due.pop(number, None) for number in numbers]
+        if None in told:
+            told = self.plans.due(self.view(rows)).tolist()
+        whose = [number for number, is_due in zip(numbers, told, strict=True) if is_due]
+        if not whose:
             return
+        due = rows if len(whose) == len(numbers) else to_device(whose, rows.device)
         lists = self.pages.lists_of(due)
         self.pages.table.own_all(lists)  # before the plan: what cannot be carried out is not asked for
-        plan = self.plans.compact(self.measured_view(due))
+        plan = self.plans.compact(self.measured_view(due, whose))
         moves.evict(self.pages, lists, plan)
         if plan.restart_scores:
-            self.scores.restart(lists)
+            self.scores.restart(lists, [self.pages.width(whose, tier) for tier in range(len(self.pages.formats))])
 
 
 class PagedStep:
@@ -236,21 +264,23 @@ class PagedStep:
     Args:
         holding: What holds the tokens.
         rows: int64 [S] live rows.
+        numbers: The same as the host knows them.
     """
 
     reads: StepReads | None = None  # chooses what to read of each layer, and counts it; None = everything is read
 
-    def __init__(self, holding: Paged, rows: Tensor) -> None:
-        self.holding, self.pages, self.rows = holding, holding.pages, rows
+    def __init__(self, holding: Paged, rows: Tensor, numbers: Sequence[int]) -> None:
+        self.holding, self.pages, self.rows, self.numbers = holding, holding.pages, rows, numbers
         self.tokens_seen = holding.counters.tokens_seen[rows]
         self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
         self._plan()
 
     def _plan(self) -> None:
         policy, pages, lists = self.holding.policy, self.pages, self.lists.flatten()
-        self.view = self.holding.view(self.rows)
+        self.view = self.holding.view(self.rows, self.numbers)
         plan = self.holding.plans.decode(self.view)
         self.tier = plan.tier
+        pages.grow(self.numbers, 1)
         page, slot = moves.make_room(pages, lists, plan, own_all=policy.score.decode_update)
         if pages.formats[self.tier].slot.track:
             pages.put(self.tier, page, slot, pos=self.tokens_seen.repeat_interleave(pages.lists_per_row))
@@ -261,7 +291,7 @@ class PagedStep:
     @cached_property
     def width(self) -> list[list[int]]:
         """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
-        return self.pages.widths(self.lists)
+        return self.pages.widths(self.lists, self.numbers)
 
     def strip(self, k: Tensor) -> Tensor:
         """The step's keys [S, H, D] as this holding takes them."""
@@ -316,8 +346,11 @@ class PagedStep:
 
     def _fuse(self) -> FusedStep | None:
         spec = self.holding.policy.score
-        tiers = [self.pages.tier(tier, self.lists) for tier in range(len(self.pages.formats))]
-        if not self.holding.rope.turn_all_layers(tiers, self.view):
+        tiers = [
+            self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
+            for tier in range(len(self.pages.formats))
+        ]
+        if not self.holding.rope.turn_all_layers(tiers, self.view, waits=not self.pages.on_device):
             return None
         update: ScoreUpdate | None = None
         if spec.decode_update:

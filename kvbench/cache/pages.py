@@ -5,10 +5,12 @@ Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.late import Late
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend, TierPages
 from kvbench.kernels.format import PageFormat
@@ -49,11 +51,21 @@ class Pages:
         self.formats, self.shape, self.backend = formats, shape, backend
         size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
         max_pages = -(-max_slots // min(tokens)) + len(tokens)
-        limit = budget_bytes // size if budget_bytes is not None else None
+        limit, most = budget_bytes // size if budget_bytes is not None else None, math.prod(shape) * max_pages
         if limit is None and (free := memory.free_bytes(device)) is not None:
-            limit = max(1, min(math.prod(shape) * max_pages, int(memory_share * free) // size))
-        self.pool = pool(size, FIRST_PAGES if limit is None else limit, device, growable=limit is None)
-        self.table = PageTable(self.pool, tokens, *shape, max_pages=max_pages)
+            limit = max(1, min(most, int(memory_share * free) // size))
+        self.on_device = backend.keeps_tables  # and the host knows only what it was told
+        self.late = Late(self.on_device or device.type != "cpu")
+        self._longest: dict[int, list[int]] = {}  # most slots of a list of a row, by tier; what the host knows
+        self.pool: PagePool
+        self.table: PageTable
+        if self.on_device:
+            self.pool, self.table = backend.tables(
+                size, most if limit is None else limit, tokens, shape, max_pages, device
+            )
+        else:
+            self.pool = pool(size, FIRST_PAGES if limit is None else limit, device, growable=limit is None)
+            self.table = PageTable(self.pool, tokens, *shape, max_pages=max_pages)
 
     @property
     def lists_per_row(self) -> int:
@@ -95,8 +107,46 @@ class Pages:
             width = int(-(-held.max() // fmt.tokens_per_page)) if held.numel() else 0
         return TierPages(fmt, self.table.page_ids(lists, tier, width), held, held)
 
-    def widths(self, lists: Tensor) -> list[list[int]]:
-        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H]."""
+    def width(self, numbers: Sequence[int], tier: int) -> int | None:
+        """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
+        if not (self.on_device and numbers) or not all(number in self._longest for number in numbers):
+            return None
+        slots = max((self._longest[number][tier] for number in numbers), default=0)
+        return min(-(-slots // self.formats[tier].tokens_per_page), self.table.max_pages)
+
+    def grow(self, numbers: Sequence[int], slots: int) -> None:
+        """Notes that every list of rows may have so many slots more, in any tier."""
+        for number in numbers:
+            if number in self._longest:
+                self._longest[number] = [held + slots for held in self._longest[number]]
+
+    def copy_bounds(self, source: int, number: int) -> None:
+        """Notes that a row's lists hold what another one's do."""
+        if source in self._longest:
+            self._longest[number] = list(self._longest[source])
+
+    def forget(self, number: int) -> None:
+        """Notes that the host knows nothing of a row's lists any more."""
+        self._longest.pop(number, None)
+
+    def tell(self, rows: Tensor, numbers: Sequence[int]) -> None:
+        """Tells the host, later, what lists of rows hold and what is free."""
+        if not self.on_device:
+            return
+        held = self.table.num_slots[:, self.lists_of(rows)].view(len(self.formats), len(numbers), -1).amax(-1)
+
+        def learn(values: list[int]) -> None:
+            self._longest |= {number: values[index :: len(numbers)] for index, number in enumerate(numbers)}
+
+        self.late.post(held, learn)
+        self.table.tell(self.late.post)
+
+    def widths(self, lists: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of the rows that the host knows as
+        `numbers`."""
+        known = [self.width(numbers, tier) for tier in range(len(self.formats))]
+        if None not in known:
+            return [[width or 0 for width in known]] * lists.shape[1]
         pages = [self.table.num_pages(tier)[lists].amax((0, 2)) for tier in range(len(self.formats))]
         return torch.stack(pages, 1).tolist()
 
@@ -152,6 +202,11 @@ class Pages:
         fmt, pages = self.formats[tier], self.pool.pages
         return *self.backend.read_slots(pages, fmt, page, slot), *self.backend.read_tracked(pages, fmt, page, slot)
 
+    def demote(self, tier: int, other: int, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
+        """Re-quantises slots (page and slot, int64 [M] each) into another tier; a page below 0 is passed over."""
+        formats = self.formats
+        self.backend.demote(self.pool.pages, formats[tier], formats[other], *source, *target)
+
     def clear_scores(self, tier: TierPages) -> None:
         """Sets the scores in a tier's live pages to 0."""
         first_slot = torch.arange(tier.ids.shape[-1], device=tier.ids.device) * tier.fmt.tokens_per_page
@@ -161,6 +216,9 @@ class Pages:
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
         """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
         the emptied pages. The lists share no page with others (`PageTable.own_all`)."""
+        if self.on_device:
+            self.table.compact(lists, tier, keep, self.formats[tier])
+            return
         owner, source, target, count = self.table.plan_compaction(lists, tier, keep)
         old, new = (self.table.lookup(lists[owner], tier, slot) for slot in (source, target))
         self.backend.move_slots(self.pool.pages, self.formats[tier], *old, *new)

@@ -99,11 +99,16 @@ class Prompts:
 
     def _finish(self, row: int, num_tokens: int) -> None:
         """Counts a prompt whose last layer was written."""
-        self._holding.plans.look()
         counters = self._counters
-        counters.tokens_seen[row] = counters.prompt_tokens[row] = num_tokens
-        lists = self._holding.pages.lists_of(torch.tensor([row], device=self._shape.device))
+        counters.hold(row, num_tokens)
+        counters.prompt_tokens[row] = num_tokens
+        rows = torch.tensor([row], device=self._shape.device)
+        lists = self._holding.pages.lists_of(rows)
         counts = torch.stack(self._holding.slots_per_tier(lists)).sum(0)
         if counters.prompt_slots.numel():
             counters.prompt_slots[lists] = counts.to(torch.int32)
+        late = self._holding.pages.late
+        self._holding.tell(rows, [row])
+        late.send()
+        late.collect()  # a plan that broke a rule is learnt of before anything follows the prompt
         self._ledger.note_prompt(row, counts, num_tokens)

@@ -1,5 +1,7 @@
 """The residual buffers: a ring of 16-bit tokens per list, in front of tier 0."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -51,9 +53,16 @@ class ResidualBuffer:
         """Bytes of one list's rings, without counters."""
         return (self.k[0, 0, 0].numel() + self.v[0, 0, 0].numel()) * self.k.element_size()
 
-    def of_layer(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """The key and value rings [S, H, R, D] of one layer; views, not copies, when `rows` follow one another."""
-        numbers = rows.tolist()
+    @property
+    def most_leaving(self) -> tuple[int, int]:
+        """Most keys and values of a list that leave the rings in one step."""
+        size = self.spec.num_tokens
+        return size, 1 if self.spec.v_flush == "oldest" else size
+
+    def of_layer(self, rows: Tensor, layer: int, numbers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """The key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, which the host knows as
+        `numbers`, follow one another."""
+        numbers = rows.tolist() if numbers is None else list(numbers)
         if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             chosen = slice(numbers[0], numbers[0] + len(numbers))
             return self.k[chosen, layer], self.v[chosen, layer]

@@ -60,15 +60,15 @@ class Rope:
             (tier,) = tiers  # an index in the cache is defined for one tier
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
 
-    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
+    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None, *, waits: bool = True) -> bool:
         """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
-        angles, or where the angles depend on the layer."""
+        angles, where the angles depend on the layer, and where the host would have to ask a device (not `waits`)."""
         if self.mode == "absolute":
             return True
         if self.mode == "pre_rope" or view is None or len(tiers) != 1:
             return False
         held = tiers[0].num_k
-        if not bool((held == held[:, :1, :1]).all()):
+        if not waits or not bool((held == held[:, :1, :1]).all()):
             return False
         tiers[0].rotation = self._cache_angles(view, held[:, 0, 0], tiers[0])
         return True

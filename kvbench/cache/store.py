@@ -7,7 +7,7 @@ heads where every one keeps a set of its own), Hq query heads, D head dim, N pro
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.counters import Counters
+from kvbench.cache.late import to_device
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged, PagedStep
@@ -90,6 +91,8 @@ class CompressedStore:
         self._free_rows = list(range(rows))
         self._step: PagedStep | None = None
         self._layers: PagedStep | FusedStep | None = None
+        # The rows of the last step and their tensor: rows change seldom.
+        self._rows: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0, dtype=torch.int64, device=shape.device)
         self.watcher: PromptWatcher | None = None  # sees what `prefill_layer` gets and scores, for a prompt cache
 
     @property
@@ -124,10 +127,12 @@ class CompressedStore:
         """
         row = self._free_rows[0]
         self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
-        self.counters.tokens_seen[row] = self.counters.prompt_tokens[row] = 0
+        self.counters.hold(row, 0)
+        self.counters.prompt_tokens[row] = 0
         if self.policy.needs_instruction:
             self.counters.instruction_tokens[row] = instruction_tokens
         self.ledger.open(row)
+        self.holding.forget(row)
         return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
 
     def close_row(self, row: int) -> None:
@@ -137,7 +142,7 @@ class CompressedStore:
         """
         self._prompts.forget(row)  # first, since this needs no memory and gives some back
         self._step = self._layers = None
-        self.holding.plans.forget()
+        self.pages.late.drop()
         self.holding.clear(self._lists(row))
         self._free_rows.append(row)
 
@@ -162,8 +167,10 @@ class CompressedStore:
                 *([self.counters.instruction_tokens] if self.policy.needs_instruction else []),
             ):
                 counter[row] = counter[source]
+            self.counters.seen[row] = self.counters.seen[source]
             if self.counters.prompt_slots.numel():
                 self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
+            self.pages.copy_bounds(source, row)
             if self.fit.budget is not None:
                 self.fit.tokens[row] = self.fit.tokens[source]
             self.ledger.fork(source, row)
@@ -255,26 +262,34 @@ class CompressedStore:
         Returns:
             fp32 [Hq, n, D].
         """
+        self.pages.late.collect()
+        self.holding.forget(row)
         q, k, v = self._turned(q, k, v)
         out = self._turns.values.back(self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale))
         if layer + 1 == self.shape.num_layers:
-            self.counters.tokens_seen[row] += k.shape[1]
+            self.counters.hold(row, self.counters.seen[row] + k.shape[1])
             self.ledger.hold(row)
         return out
 
     # Decode steps.
 
-    def begin_step(self, rows: Tensor) -> None:
-        """Plans one decode step for all layers and heads of the rows (int64 [S]), applies it, and fixes where each
-        layer will write.
+    def begin_step(self, rows: Tensor | Sequence[int]) -> None:
+        """Plans one decode step for all layers and heads of the rows (int64 [S], or as the host knows them), applies
+        it, and fixes where each layer will write.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
                 taken place.
-            ValueError: The policy's plan breaks a rule; the same holds.
+            ValueError: The policy's plan breaks a rule; the same holds. On a device that the host does not wait for,
+                the step before broke one.
         """
         self._step = self._layers = None
-        self._step = self.holding.open(rows)
+        self.pages.late.drop()
+        self.pages.late.collect()
+        numbers = tuple(rows.tolist() if isinstance(rows, Tensor) else rows)
+        if numbers != self._rows[0]:
+            self._rows = numbers, to_device(numbers, self.shape.device)
+        self._step = self.holding.open(self._rows[1], numbers)
         self._layers = self._step.fused() or self._step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -294,17 +309,14 @@ class CompressedStore:
         return self._turns.values.back(out)
 
     def end_step(self) -> None:
-        """Counts the new token and the bytes held.
-
-        Raises:
-            ValueError: On a device that the host does not wait for, the step's plan broke a rule.
-        """
+        """Counts the new token and the bytes held."""
         step = self._step
         assert step is not None, "begin_step comes first"
         step.end()
-        self.counters.tokens_seen[step.rows] += 1
-        self.ledger.step(step.rows, step.reads.totals() if step.reads is not None else None)
-        self.holding.plans.look()
+        self.counters.step(step.rows, step.numbers)
+        self.ledger.step(step.rows, step.numbers, step.reads.totals() if step.reads is not None else None)
+        self.holding.tell(step.rows, step.numbers)
+        self.pages.late.send()
         self._step = self._layers = None
 
     def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """What a policy sees before a decode step: reductions over the tracked fields that lie in the pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
 from kvbench.cache.pages import Pages
+from kvbench.kernels.backend import TierPages
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
 
@@ -27,6 +28,7 @@ class PagesView(DecodeView):
         measure: Gives the slots of rows at so many tokens the scores that `slots` shows, fp32 [1 + len(also), S, L, H,
             n]; None = it shows those that are stored.
         fit: Says what the policy's budget in bytes buys.
+        numbers: The rows as the host knows them; empty = it does not, and asks for the length of lists.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class PagesView(DecodeView):
         check_find: Callable[[Tensor, DecodeView], None],
         measure: Callable[[Tensor, Tensor], Tensor] | None = None,
         fit: Fit | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
+        self._numbers = numbers
         self._pages, self._window, self._check_find = pages, spec.prefill_queries, check_find
         self._fit = fit
         self._rows, self._also, self._measure = rows, spec.statistic.also, measure
@@ -63,9 +67,13 @@ class PagesView(DecodeView):
     def num_slots(self, tier: int) -> Tensor:
         return self._pages.held(tier, self._lists).view(self.shape)
 
+    def _tier(self, tier: int) -> TierPages:
+        width = self._pages.width(self._numbers, tier) if self._numbers else None
+        return self._pages.tier(tier, self._lists, width)
+
     def slots(self, tier: int) -> SlotArrays:
         if tier not in self._arrays:
-            fmt, found = self._pages.formats[tier], self._pages.tier(tier, self._lists)
+            fmt, found = self._pages.formats[tier], self._tier(tier)
             slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
 
             def field(name: str, missing: float) -> Tensor:
@@ -145,7 +153,7 @@ class PagesView(DecodeView):
         first: int = 0,
     ) -> Extreme:
         """The same reductions by a backend that makes them where the fields lie."""
-        found, per_list = self._pages.tier(tier, self._lists), self.shape[1] * self.shape[2]
+        found, per_list = self._tier(tier), self.shape[1] * self.shape[2]
         floor = self.prompt_tokens - self._window if self._window != ALL_QUERIES else None
         floor, before, exact = (None if x is None else x.repeat_interleave(per_list) for x in (floor, before, exact))
         extreme = self._pages.backend.slot_extreme(

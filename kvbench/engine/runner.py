@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvbench.cache.late import to_device
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
@@ -159,7 +160,7 @@ class Runner:
         """
         if self.store.takes_chunks:
             session = hf.Session(self.store, "chunk", row)
-            seen = int(self.store.counters.tokens_seen[row])
+            seen = self.store.counters.seen[row]
             return self._forward(session, [list(tokens)], [seen], num_logits=1)[0, 0]
         for token in tokens:
             logits = self.step([row], [token])
@@ -182,10 +183,9 @@ class Runner:
     def try_step(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
         """As `step`, but rows whose logits are not finite do not stop the others: also gives their index in `rows` and
         the first layer whose attention output was not finite (-1: none was)."""
-        index = torch.tensor(list(rows), device=self.device)
-        self.store.begin_step(index)
+        self.store.begin_step(rows)
         session = hf.Session(self.store, "decode")
-        positions = self.store.counters.tokens_seen[index].tolist()
+        positions = [self.store.counters.seen[row] for row in rows]
         logits = self._forward(session, [[token] for token in tokens], positions, num_logits=1, check=False)[:, 0]
         self.store.end_step()
         finite = torch.isfinite(logits).all(1)
@@ -263,8 +263,8 @@ class Runner:
         self, session: hf.Session, tokens: list[list[int]], first: list[int], num_logits: int, check: bool = True
     ) -> Tensor:
         """Runs the model; `first` is each row's first position. Raises NotFinite when `check`."""
-        ids = torch.tensor(tokens, device=self.device)
-        positions = torch.tensor(first, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
+        ids = to_device(tokens, self.device)
+        positions = to_device(first, self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         logits = hf.forward(self.loaded.model, session, ids, positions, max(first), num_logits)
         if check and not bool(torch.isfinite(logits).all()):
             raise NotFinite(session.first_bad_layer(0))

@@ -7,7 +7,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
@@ -302,33 +301,35 @@ def test_a_wrong_step_is_refused_and_changes_nothing(plan: Callable, rule: str, 
     assert store.pages.table.num_slots[:, 8].tolist() == [8, 4]
 
 
-@pytest.mark.parametrize(("plan", "rule"), VALUES)
-def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, rule: str):
-    """The step is carried out as if its wrong lists appended; the other row keeps its bytes; its end names the rule."""
+@pytest.mark.parametrize(("plan", "rule", "learns"), [(*each, how) for each in VALUES for how in ("step", "report")])
+def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, rule: str, learns: str):
+    """The step is carried out as if its wrong lists appended; the other row keeps its bytes; the next step, or the
+    row's report, names the rule."""
     policy = Newcomer()
     store, told = store_of(policy), store_of(Newcomer())
-    store.holding.plans = CheckedPlans(policy, store.pages, late=True)
+    store.pages.late.is_late = True
     for each in (store, told):
         prefill(each)
         prefill(each, seed=1)
     policy.step = plan
-    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
-        step(store, [0, 1])
+    step(store, [0, 1])
     told.policy.step = lambda view: DecodePlan(tier=int(rule.startswith("slot 4 ")))
     step(told, [0, 1])
-    assert state(store)[:3] == state(told)[:3]
-    assert store._step is not None
+    assert state(store) == state(told)
+    policy.step = told.policy.step
+    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
+        store.ledger.report(0) if learns == "report" else step(store, [0, 1])
+    assert state(store) == state(told)
     store.close_row(1)
     store.close_row(0)
     assert store.pages.pool.num_used == 0
-    store.holding.plans.look()  # what was noted went with the rows
+    store.pages.late.collect()  # it is raised once
 
 
 def test_where_the_host_does_not_wait_a_wrong_prompt_is_named_when_it_was_read():
     """Not at the next step, which may never come."""
-    policy = Newcomer(prompt=tiers(with_one(2)))
-    store = store_of(policy)
-    store.holding.plans = CheckedPlans(policy, store.pages, late=True)
+    store = store_of(Newcomer(prompt=tiers(with_one(2))))
+    store.pages.late.is_late = True
     with pytest.raises(ValueError, match=r"tier_of must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method"):
         prefill(store)
 

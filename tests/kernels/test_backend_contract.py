@@ -18,7 +18,12 @@ except ImportError:  # triton is an extra
     Gpu = None
 
 CLASSES = [kind for kind in (Reference, Cpu, Gpu) if kind is not None]
-OPTIONAL = {"open_step": "fuses_layers", "slot_extreme": "searches_slots"}
+OPTIONAL = {
+    "open_step": "fuses_layers",
+    "slot_extreme": "searches_slots",
+    "tables": "keeps_tables",
+    "demote": "keeps_tables",
+}
 
 
 def operations():
@@ -34,7 +39,7 @@ def call(backend, name):
 
 
 def test_a_backend_that_lacks_an_operation_cannot_be_made():
-    """Every operation but the two optional ones must be there, or the class cannot be instantiated; the error names
+    """Every operation but the optional ones must be there, or the class cannot be instantiated; the error names
     what is missing."""
     required = set(operations()) - set(OPTIONAL)
     assert len(required) == 16 and Backend.__abstractmethods__ == required
@@ -60,7 +65,7 @@ def test_backends_take_what_the_contract_says(kind):
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_optional_operations_are_announced(kind):
-    """A backend's two flags say which of the optional operations it overrides; the others raise with its name."""
+    """A backend's flags say which of the optional operations it overrides; the others raise with its name."""
     for name, flag in OPTIONAL.items():
         own = getattr(kind, name) is not getattr(Backend, name)
         assert getattr(kind, flag) is own

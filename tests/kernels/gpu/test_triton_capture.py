@@ -203,4 +203,8 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
             "_attend_prompt",
             "_sum_columns",
             "_bound_pages",
+            "_write_both",
+            "_write_fields",
+            "_append_ring",
+            "_copy_pages",
         }

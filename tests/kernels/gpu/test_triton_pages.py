@@ -9,6 +9,7 @@ from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu import fields
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.reference import pages as torch_pages
 
@@ -74,7 +75,7 @@ def test_written_bytes_and_what_they_read_as_equal_the_reference(case: tuple):
     triton_pages.write_keys(got, fmt, skipped.to(DEVICE), slot.to(DEVICE), k.to(DEVICE))
     triton_pages.write_values(got, fmt, skipped.to(DEVICE), slot.to(DEVICE), v.to(DEVICE))
     assert torch.equal(got.cpu(), want)
-    read = triton_pages.read_slots(got, fmt, skipped.to(DEVICE), slot.to(DEVICE))
+    read = fields.read_slots(got, fmt, skipped.to(DEVICE), slot.to(DEVICE))
     for mine, theirs in zip(read, torch_pages.read_slots(want, fmt, page[keep], slot[keep]), strict=True):
         assert torch.equal(mine.cpu()[keep], theirs)
         assert not mine.cpu()[~keep].any()

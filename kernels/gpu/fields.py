@@ -1,0 +1,109 @@
+"""GPU backend: slots read, their tracked fields written, whole pages copied. Page ids below 0 are passed over."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels import checks
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.pages import TILE, _slot_values
+from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
+
+_BLOCK = 256
+
+
+@triton.jit
+def _write_fields(
+    pages, page, slot, score, pos, score_value, page_bytes, count, SCORE: tl.constexpr, SCORES: tl.constexpr,
+    POS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Score and position of a block of slots; SCORE and POS are their byte offsets in a page, -1 where not tracked."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    live = target >= 0
+    at = tl.load(slot + row, mask=live, other=0)
+    base = pages + target * page_bytes
+    if SCORE >= 0:
+        value = tl.zeros([BLOCK], tl.float32) + score_value
+        if SCORES:
+            value = tl.load(score + row, mask=live, other=0.0).to(tl.float32)
+        tl.store((base + SCORE).to(tl.pointer_type(tl.float32)) + at, value, mask=live)
+    if POS >= 0:
+        where = tl.load(pos + row, mask=live, other=0).to(tl.int32)
+        tl.store((base + POS).to(tl.pointer_type(tl.int32)) + at, where, mask=live)
+
+
+@triton.jit
+def _read_side(
+    pages, out, page, slot, count, page_bytes, BM: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
+    OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr,
+    CODE: tl.constexpr, ELEM: tl.constexpr,
+):  # fmt: skip
+    """Dequantises one side of BM slots."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    channel = tl.arange(0, DP)[None, :]
+    source = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    mask = (source >= 0)[:, None] & (channel < D)
+    values = _slot_values(
+        (pages + source * page_bytes)[:, None], at[:, None], channel, mask, KEYS, D, T, BITS, P, W, WP, OFF, SCALE,
+        ZERO, GROUPS, CHANNEL, CODE, ELEM,
+    )  # fmt: skip
+    values = tl.where(mask, values, 0.0)
+    tl.store(out + row[:, None] * D + channel, values, mask=(row < count)[:, None] & (channel < D))
+
+
+@triton.jit
+def _copy_pages(pages, source, target, page_bytes, BLOCK: tl.constexpr):
+    """Copies a block of bytes of one page to another."""
+    pid = tl.program_id(0)
+    to = tl.load(target + pid).to(tl.int64)
+    if to >= 0:
+        origin = tl.load(source + pid).to(tl.int64)
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(pages + origin * page_bytes + i, mask=i < page_bytes, other=0)
+        tl.store(pages + to * page_bytes + i, value, mask=i < page_bytes)
+
+
+def write_tracked(
+    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float | None, pos: Tensor | None
+) -> None:
+    """As `Backend.write_tracked`, in one launch; a page below 0 is passed over. Capture-safe."""
+    track = fmt.slot.track
+    if not track:
+        return
+    offsets = {name: fmt.regions[name][0] if name in track else -1 for name in ("score", "pos")}
+    scores = score.contiguous() if isinstance(score, Tensor) else page
+    launch(
+        _write_fields, (-(-page.numel() // _BLOCK),), pages, page.contiguous(), slot.contiguous(), scores,
+        page if pos is None else pos.contiguous(), 0.0 if score is None or isinstance(score, Tensor) else float(score),
+        pages.shape[1], page.numel(), SCORE=offsets["score"], SCORES=isinstance(score, Tensor), POS=offsets["pos"],
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copies whole pages, int64 [M] to int64 [M]; a target below 0 is passed over, and none is also a source."""
+    block = 1024
+    launch(
+        _copy_pages, (source.numel(), -(-pages.shape[1] // block)), pages, source.contiguous(), target.contiguous(),
+        pages.shape[1], BLOCK=block,
+    )  # fmt: skip
+
+
+def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Dequantises single slots: pages and slots [M] to keys and values fp32 [M, D]; 0 where the page is below 0."""
+    checks.slots(pages, fmt, page, slot)
+    count, head_dim = page.numel(), fmt.slot.head_dim
+    out = [torch.empty(count, head_dim, device=pages.device) for _ in range(2)]
+    padded = power_of_two(head_dim)
+    rows = min(64, max(1, TILE // padded))
+    for side, target in zip("kv", out, strict=True):
+        launch(
+            _read_side, (-(-count // rows),), pages, target, page.contiguous(), slot.contiguous(), count,
+            pages.shape[1], BM=rows, DP=padded, KEYS=side == "k", D=head_dim, T=fmt.tokens_per_page,
+            **side_constants(fmt, side, least=1),
+        )  # fmt: skip
+    return out[0], out[1]

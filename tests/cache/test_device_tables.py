@@ -1,0 +1,149 @@
+"""Stores whose pages and tables lie on a device against stores in main memory: the same tokens in the same bytes."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+
+from kvbench.bench.choices import make_method
+from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.store import CompressedStore, PoolExhausted
+from kvbench.kernels.dispatch import get_backend
+
+DIM, HEADS, GROUP = 32, 2, 2
+# Appends; overwrites, and adds to every score; demotes; flushes rings; evicts in bulk.
+METHODS = (
+    "full",
+    "h2o budget=12",
+    "diffkv window=8",
+    "kivi residual_tokens=8 group=8",
+    "kv_compress budget=16 block=8 continual=true",
+)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
+
+
+class Twins:
+    """One store per backend; both get the same tokens, and after each call they hold the same."""
+
+    def __init__(self, method: str, pages: int | None = None, page_bytes: int | str = "auto") -> None:
+        shape = ModelShape(
+            num_layers=1,
+            num_q_heads=HEADS * GROUP,
+            num_kv_heads=HEADS,
+            head_dim=DIM,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            inv_freq=torch.ones(DIM // 2),
+        )
+
+        def made(backend: str, budget_bytes: int | None) -> CompressedStore:
+            return CompressedStore(
+                make_method(method),
+                shape,
+                rows=3,
+                max_prompt_tokens=24,
+                max_new_tokens=16,
+                options=StoreOptions(budget_bytes=budget_bytes, page_bytes=page_bytes),
+                backend=get_backend(backend),
+            )
+
+        budget = None if pages is None else pages * made("torch", None).pages.pool.page_bytes
+        self.stores = [made(backend, budget) for backend in ("torch", "triton")]
+        self.make = torch.Generator().manual_seed(4)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Random vectors."""
+        return torch.randn(*shape, DIM, generator=self.make)
+
+    def read(self, length: int) -> int:
+        """Reads a prompt into a row of both."""
+        given = [self.random(n, length) for n in (HEADS * GROUP, HEADS, HEADS)]
+        rows = set()
+        for store in self.stores:
+            rows.add(row := store.open_row())
+            store.prefill_layer(row, 0, *given, 0.2)
+        (row,) = rows
+        return row
+
+    def step(self, rows: list[int]) -> None:
+        """One token for each of the rows."""
+        given = [self.random(len(rows), n) for n in (HEADS * GROUP, HEADS, HEADS)]
+        outs = []
+        for store in self.stores:
+            store.begin_step(rows)
+            outs.append(store.attend(0, *given, 0.2))
+            store.end_step()
+        torch.testing.assert_close(*outs, rtol=0, atol=2e-5)
+
+    def agree(self, rows: list[int]) -> None:
+        """Bytes of every row, of what they share, and of the pool; averages and peaks over steps."""
+        host, device = self.stores
+        for row in rows:
+            assert device.ledger.report(row) == host.ledger.report(row)
+        assert device.ledger.shared_bytes == host.ledger.shared_bytes
+        assert device.used_bytes == host.used_bytes
+        assert len(set(device.pages.pool.free_ids().tolist())) == device.pages.pool.num_free
+
+    def each(self, act) -> list:
+        """What a call gives on both."""
+        return [act(store) for store in self.stores]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_hold_the_same_whoever_keeps_the_tables(method: str):
+    """Prompts, steps, a fork that shares pages until they are written to, rows that end and come again."""
+    twins = Twins(method)
+    first = twins.read(21)
+    for _ in range(2):
+        twins.step([first])
+    copies = twins.each(lambda store: store.fork_row(first))
+    assert copies[0] == copies[1]
+    assert twins.stores[1].ledger.shared_bytes > 0
+    copy = copies[1]
+    for _ in range(3):
+        twins.step([copy, first])
+    twins.agree([first, copy])
+    twins.each(lambda store: store.close_row(first))
+    twins.step([copy])
+    again = twins.read(5)
+    twins.step([again, copy])
+    twins.agree([again, copy])
+    twins.each(lambda store: [store.close_row(row) for row in (again, copy)])
+    assert [store.pages.pool.num_used for store in twins.stores] == [0, 0]
+
+
+# Pages of 16 tokens each.
+@pytest.mark.parametrize(("method", "page_bytes"), [("full", 2048), ("kivi residual_tokens=8 group=8", 768)])
+def test_a_step_that_finds_no_page_is_refused_before_it_begins(method: str, page_bytes: int):
+    """With few pages left the host asks the device first; both stores end at the same token and go on once there is
+    room."""
+    twins = Twins(method, pages=9, page_bytes=page_bytes)
+    rows = [twins.read(18), twins.read(20)]
+    steps = 0
+    while steps < 40:
+        ended = twins.each(lambda store: _refused(store, rows))
+        assert ended[0] == ended[1]
+        if ended[0]:
+            break
+        twins.step(rows)
+        steps += 1
+    assert 0 < steps < 40
+    twins.agree(rows)
+    twins.each(lambda store: store.close_row(rows[0]))
+    twins.step(rows[1:])
+    twins.agree(rows[1:])
+
+
+def _refused(store: CompressedStore, rows: list[int]) -> bool:
+    """Whether a step cannot begin; one that could is begun anew by the caller."""
+    held = store.pages.table.num_slots.clone()
+    try:
+        store.begin_step(rows)
+    except PoolExhausted:
+        assert torch.equal(store.pages.table.num_slots, held)
+        return True
+    for tier, before in enumerate(held):
+        store.pages.table.truncate(torch.arange(len(before)), tier, before.long())
+    if store.pages.table.num_lists and (ring := getattr(store.holding, "ring", None)) is not None:
+        ring.num_tokens[store.pages.lists_of(torch.tensor(rows))] -= 1
+    return False
