@@ -153,9 +153,7 @@ def _store(
         None if shape.inv_freq is None else torch.zeros(0)
     )  # keys of one channel, which nobody looks at, turn by none
     policy = copy(policy)
-    policy.tiers = tuple(
-        replace(tier, turned="none") for tier in policy.tiers
-    )  # it has one channel
+    policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)  # it has one channel
     if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
         policy.score = replace(policy.score, statistic=_standing_for(policy.score.statistic))
     return CompressedStore(
