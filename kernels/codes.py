@@ -23,7 +23,6 @@ Scale = Literal["none", "fp16", "e4m3", "e8m0"]
 Fit = Literal["range", "largest", "norm"]
 SCALE_BYTES: dict[Scale, int] = {"none": 0, "fp16": 2, "e4m3": 1, "e8m0": 1}
 E4M3_LARGEST = 448.0
-CENTRE = 128  # of signed tables: level = CENTRE + or - magnitude, a byte
 BITS = (1, 2, 3, 4, 8)
 
 # Best levels for a normal distribution (Lloyd 1957, Max 1960), times so many units per standard deviation that all of
@@ -83,7 +82,7 @@ class Code:
         """The level of every code, a whole number below 256; value = (level - centre) * unit * scale + zero."""
         if not self.magnitudes:
             return tuple(range(2**self.bits))
-        return tuple(CENTRE + sign * size for sign in (1, -1) for size in self.magnitudes)
+        return tuple(self.centre + sign * size for sign in (1, -1) for size in self.magnitudes)
 
     @property
     def midpoints(self) -> tuple[float, ...]:
@@ -112,8 +111,8 @@ def code_of(name: str, bits: int) -> Code:
         return Code(name=name, bits=bits, centre=2 ** (bits - 1))
     if name == "lloyd":
         magnitudes, deviation = _LLOYD[bits]
-        return Code(name=name, bits=bits, fit="norm", magnitudes=magnitudes, deviation=deviation, centre=CENTRE)
+        return Code(name=name, bits=bits, fit="norm", magnitudes=magnitudes, deviation=deviation, centre=magnitudes[-1])
     if name in ("nvfp4", "mxfp4"):
         scale: Scale = "e4m3" if name == "nvfp4" else "e8m0"
-        return Code(name=name, bits=bits, scale=scale, magnitudes=_E2M1, unit=0.5, centre=CENTRE)
+        return Code(name=name, bits=bits, scale=scale, magnitudes=_E2M1, unit=0.5, centre=_E2M1[-1])
     return Code(name=name, bits=bits, scale="none" if name == "e4m3" else "fp16")

@@ -32,7 +32,7 @@ class Settings(Common):
     """What to measure.
 
     Args:
-        formats: Page formats: KaVb, KIVI2, KIVI4, FP8, or two joined by + with half of the tokens each.
+        formats: Page formats, names of `caches.slot_format`, or two joined by + with half of the tokens each.
         shapes: Query heads x KV heads x head dim of one layer.
         lengths: Tokens held per sequence.
         batches: Sequences.

@@ -12,11 +12,22 @@ from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.reference import attention as torch_attention
 
 KIVI_GROUP = 32  # tokens per key scale and channels per value scale, as KIVI's authors set them
-_PLAIN = re.compile(r"K(1|2|4|8|16)V(1|2|4|8|16)")
+_PLAIN = re.compile(r"K(1|2|3|4|8|16)V(1|2|3|4|8|16)")
+# Formats of serving engines, as policy/tiers.py has them: bits and codes of both sides, channels per scale (0: all).
+_NAMED: dict[str, tuple[int, int, str, str, int]] = {
+    "FP8TH": (8, 8, "e4m3_scaled", "e4m3_scaled", 0),
+    "INT8TH": (8, 8, "symmetric", "symmetric", 0),
+    "TQ4": (4, 4, "lloyd", "min_max", 0),
+    "TQ3": (3, 3, "lloyd", "min_max", 0),
+    "LLOYD4": (4, 4, "lloyd", "lloyd", 0),
+    "LLOYD3": (3, 3, "lloyd", "lloyd", 0),
+    "NVFP4": (4, 4, "nvfp4", "nvfp4", 16),
+    "MXFP4": (4, 4, "mxfp4", "mxfp4", 32),
+}
 
 
 def slot_format(name: str, head_dim: int, track: tuple[str, ...] = ()) -> SlotFormat:
-    """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`.
+    """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, or a key of `_NAMED`.
 
     Args:
         name: The format.
@@ -36,9 +47,22 @@ def slot_format(name: str, head_dim: int, track: tuple[str, ...] = ()) -> SlotFo
         )
     if name == "FP8":
         return SlotFormat(head_dim=head_dim, k_bits=8, v_bits=8, fp8=True, track=track)
+    if name in _NAMED:
+        k_bits, v_bits, keys, values, size = _NAMED[name]
+        groups = head_dim // size if size else 1
+        return SlotFormat(
+            head_dim=head_dim,
+            k_bits=k_bits,
+            v_bits=v_bits,
+            k_code=keys,
+            v_code=values,
+            k_groups=groups,
+            v_groups=groups,
+            track=track,
+        )
     raise ValueError(
-        f"formats={name} does not exist; choose KaVb with a and b among 1, 2, 4, 8, 16 (like K4V2), KIVI2, KIVI4, "
-        "FP8, or two of them joined by + (half of the tokens each)"
+        f"formats={name} does not exist; choose KaVb with a and b among 1, 2, 3, 4, 8, 16 (like K4V2), KIVI2, KIVI4, "
+        f"FP8, {', '.join(_NAMED)}, or two of them joined by + (half of the tokens each)"
     )
 
 

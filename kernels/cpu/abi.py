@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.backend import Reduce, Ring, TierPages
-from kvbench.kernels.codes import Code, code_of
+from kvbench.kernels.codes import Code, Fit, Scale
 from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, load_library
 from kvbench.kernels.format import PageFormat
 
@@ -30,21 +30,28 @@ REDUCE_KINDS: dict[Reduce | None, int] = {None: 0, "sum": 1, "mean": 2, "max": 3
 ELEMENT_KINDS = {torch.float16: 4, torch.bfloat16: 5, torch.float32: 6}
 _CODE_KINDS = {1: 0, 2: 1, 4: 2, 8: 3}
 _FP8_KIND = 7
-# What csrc/ has kernels for.
-KERNEL_CODES = frozenset(
-    {code_of("e4m3", 8)}
-    | {
-        code_of(name, bits)
-        for name in ("min_max", "symmetric")
-        for bits in _CODE_KINDS
-        if (name, bits) != ("symmetric", 1)
-    }
-)
+_BOOK_KINDS = {2: 8, 3: 9, 4: 10}
+_SCALES: dict[Scale, int] = {"none": 0, "fp16": 1, "e4m3": 2, "e8m0": 3}
+_FITS: dict[Fit, int] = {"largest": 1, "norm": 2}
+
+
+# These mirror the structs of the same names in csrc/plan.h, reduce.h and step.h.
+class CodeStruct(ctypes.Structure):
+    """How the numbers of one side are written."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "groups", "scale", "fit", "zero", "centre")),
+        ("unit", ctypes.c_double),
+        ("deviation", ctypes.c_double),
+        ("levels", ctypes.c_float * 16),
+        ("table", ctypes.c_uint8 * 16),
+    ]
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A C struct from `i a b p c ..`: i = int32, l = int64, p = pointer, f = float, each for the names after it."""
-    kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float}
+    """A C struct from `i a b p c ..`: i = int32, l = int64, p = pointer, f = float, c = `CodeStruct`, for the names
+    after it."""
+    kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "c": CodeStruct}
     table, kind = [], None
     for word in fields.split():
         if word in kinds:
@@ -54,10 +61,9 @@ def _struct(name: str, fields: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": table})
 
 
-# These mirror the structs of the same names in csrc/plan.h, reduce.h and step.h.
 TierStruct = _struct(
     "Tier",
-    "i slots_per_page num_columns k_kind v_kind k_channel_group k_groups v_groups symmetric "
+    "i slots_per_page num_columns k_channel_group unused c k v "
     "l k_codes v_codes k_scale k_zero v_scale v_zero score pos p ids num_k num_v scores cos sin",
 )
 RingStruct = _struct(
@@ -189,12 +195,24 @@ def check(status: int) -> None:
         raise AssertionError(_REFUSED[status])
 
 
-def _kind(fmt: PageFormat, code: Code | None) -> int:
+def _code_struct(fmt: PageFormat, code: Code | None, groups: int) -> CodeStruct:
     if code is None:
-        return ELEMENT_KINDS[fmt.slot.dtype]
-    if code.is_float:
-        return _FP8_KIND
-    return _CODE_KINDS.get(code.bits, 0)  # a code without kernels is never read, but its pages' scores are
+        return CodeStruct(kind=ELEMENT_KINDS[fmt.slot.dtype], groups=groups)
+    in_table = code.magnitudes or code.bits == 3
+    kind = _FP8_KIND if code.is_float else _BOOK_KINDS[code.bits] if in_table else _CODE_KINDS[code.bits]
+    struct = CodeStruct(
+        kind=kind,
+        groups=groups,
+        scale=_SCALES[code.scale],
+        fit=0 if code.is_uniform else _FITS[code.fit],
+        zero=int(code.zero),
+        centre=code.centre,
+        unit=code.unit,
+        deviation=code.deviation,
+    )
+    for i, level in enumerate(code.table if in_table else ()):
+        struct.levels[i] = struct.table[i] = level
+    return struct
 
 
 @cache
@@ -205,12 +223,9 @@ def format_struct(fmt: PageFormat) -> ctypes.Structure:
     tracked = {name: fmt.regions[name][0] if name in slot.track else -1 for name in ("score", "pos")}
     return TierStruct(
         slots_per_page=fmt.tokens_per_page,
-        k_kind=_kind(fmt, slot.keys),
-        v_kind=_kind(fmt, slot.values),
         k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
-        k_groups=slot.k_groups,
-        v_groups=slot.v_groups,
-        symmetric=int(slot.symmetric),
+        k=_code_struct(fmt, slot.keys, slot.k_groups),
+        v=_code_struct(fmt, slot.values, slot.v_groups),
         **offsets,
         **tracked,
     )
@@ -267,7 +282,6 @@ def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:
 __all__ = [
     "ELEMENT_KINDS",
     "ISA_FLAGS",
-    "KERNEL_CODES",
     "REDUCE_KINDS",
     "BuildError",
     "CallStruct",

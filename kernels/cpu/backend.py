@@ -14,7 +14,7 @@ from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu import step as cpu_step
-from kvbench.kernels.cpu.abi import KERNEL_CODES, chosen_isa, load
+from kvbench.kernels.cpu.abi import chosen_isa, load
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference.backend import Reference
 
@@ -31,7 +31,6 @@ class Cpu(Reference):
     is_reference = False
     fuses_layers = True
     searches_slots = True
-    codes = KERNEL_CODES
 
     def __init__(self) -> None:
         super().__init__()

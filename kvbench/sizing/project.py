@@ -152,8 +152,9 @@ def _store(
     angles = (
         None if shape.inv_freq is None else torch.zeros(0)
     )  # keys of one channel, which nobody looks at, turn by none
+    policy = copy(policy)
+    policy.tiers = tuple(replace(tier, turned="none") for tier in policy.tiers)  # it has one channel
     if policy.score.measures_prompts and not isinstance(policy.score.statistic, Probability | BelowUniform):
-        policy = copy(policy)
         policy.score = replace(policy.score, statistic=_standing_for(policy.score.statistic))
     return CompressedStore(
         policy,
@@ -161,7 +162,7 @@ def _store(
         rows=1,
         max_prompt_tokens=prompt_tokens,
         max_new_tokens=new_tokens,
-        options=options or StoreOptions(),
+        options=replace(options or StoreOptions(), rotation="none"),
         backend=Shadow(is_even),
         pool=ShadowPool,
     )

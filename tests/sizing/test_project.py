@@ -10,6 +10,7 @@ import torch
 from engine_helpers import answers, open_settings, random_tokens, request
 from omegaconf import OmegaConf
 
+from kvbench.cache.layout import StoreOptions
 from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.engine import hf
@@ -79,6 +80,14 @@ def test_several_scores_of_lists_that_compete_are_projected():
     assert len(method.score.statistic.also) == 1 and method.scope != "head"
     least, most = project(method, find_shape("smollm2-135m").store_shape, 300, 2)
     assert 0 < least.resident_bytes <= most.resident_bytes < most.fp16_bytes
+
+
+def test_rotated_channels_are_projected():
+    """A rotation, of the store or of a format, changes no byte (it once failed: one channel stands for all)."""
+    shape, int4 = find_shape("smollm2-135m").store_shape, method_of("int4")
+    plain, turned = (project(int4, shape, 300, 2, StoreOptions(rotation=kind))[1] for kind in ("none", "hadamard"))
+    assert plain == turned
+    assert project(method_of("turboquant_3bit"), shape, 300, 2)[1].resident_bytes < plain.resident_bytes
 
 
 @pytest.mark.parametrize("method", sorted(BY_DATA))

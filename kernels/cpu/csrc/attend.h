@@ -13,15 +13,15 @@ namespace kvb {
 // Pages lie anywhere: the next one's keys, and the scales of both sides, are asked for while this one is worked on.
 static Ahead keys_ahead(const Tier& tier, const TierPlan& p, const uint8_t* page) {
   if (!page) return {};
-  const long values = tier.symmetric ? tier.v_scale : tier.v_zero;
-  const long meta_end = coded(tier.v_kind) ? values + 2 * p.slots * tier.v_groups : tier.v_scale;
+  const long scales = scaled(tier.v) ? scale_bytes(tier.v) * p.slots * tier.v.groups : 0;
+  const long meta_end = tier.v.zero ? tier.v_zero + 2 * p.slots * tier.v.groups : tier.v_scale + scales;
   return {page + tier.k_codes, page + tier.v_codes, page + tier.k_scale, page + meta_end};
 }
 
 static Ahead values_ahead(const Tier& tier, const TierPlan& p, const uint8_t* page) {
   if (!page) return {};
   const uint8_t* codes = page + tier.v_codes;
-  return {codes, codes + p.slots * p.v_width * unit_bytes_of(tier.v_kind)};
+  return {codes, codes + p.slots * units_of(tier.v.kind, p.v_width) * unit_bytes_of(tier.v.kind)};
 }
 
 // One chunk of one list: its maximum, its sum of exponentials and its unnormalised output. Returns false on a page id out of range.
@@ -88,8 +88,8 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   const long part = (list * plan.chunks_per_list + p.first_chunk + chunk) * G;
   for (long g = 0; g < G; g++) plan.max[part + g] = largest(p_chunk + g * stride, n);
   const float* top = &plan.max[part];
-  const int VP = planes_of(tier.v_kind);
-  const long v_groups = coded(tier.v_kind) ? tier.v_groups : 1;
+  const int VP = planes_of(tier.v.kind);
+  const long v_groups = scaled(tier.v) ? tier.v.groups : 1;
   s.sum.assign(G * VP * p.v_padded, 0.0f);
   s.z_sum.assign(G * v_groups, 0.0f);
   s.lanes.assign(G * kLanes, 0.0f);

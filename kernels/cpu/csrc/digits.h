@@ -69,11 +69,21 @@ KVB_INLINE Vec from_digits(const Ints* sum, Vec back) {
   return mul(x, back);
 }
 
-template <int kKind, int kPlane> KVB_INLINE Ints code_bytes(Ints packed) {
-  constexpr int kBits = bits_of(kKind), kShift = kPlane * kBits;
+// The levels of one plane of codes, as bytes. Of 3 bits, `upper` holds the third one where `packed` has the first.
+template <int kKind, int kPlane> KVB_INLINE Ints code_bytes(Ints packed, Ints upper, Ints table) {
+  constexpr int kBits = kKind == kBook3 ? 2 : bits_of(kKind), kShift = kPlane * kBits;
   if (kShift) packed = _mm512_srli_epi16(packed, kShift);
-  return kBits == 8 ? packed : _mm512_and_si512(packed, _mm512_set1_epi8((1 << kBits) - 1));
+  if (kBits < 8) packed = _mm512_and_si512(packed, _mm512_set1_epi8((1 << kBits) - 1));
+  if constexpr (kKind == kBook3) {
+    upper = kPlane == 0 ? _mm512_slli_epi16(upper, 2) : _mm512_srli_epi16(upper, kPlane > 1 ? 2 * kPlane - 2 : 0);
+    packed = _mm512_or_si512(packed, _mm512_and_si512(upper, _mm512_set1_epi8(4)));
+  }
+  if constexpr (kKind >= kBook2) packed = _mm512_shuffle_epi8(table, packed);
+  return packed;
 }
+
+KVB_INLINE Ints load_table(const uint8_t* table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)); }
+KVB_INLINE Ints shift_one(Ints x, bool by) { return by ? _mm512_srli_epi16(x, 1) : x; }
 
 KVB_INLINE Ints broadcast_quad(const int8_t* p) {
   int32_t x;
@@ -86,6 +96,8 @@ KVB_INLINE Ints broadcast_quad(const int8_t* p) {
 // From dots to logits: scale * (by[t] * dot + zero[t] * sum).
 struct ToLogits {
   const uint8_t *by, *zero;  // fp16 [slot] of a page; no zero where it is -half * by
+  const float* wide;         // the scales as floats where they are bytes, or null
+  const uint8_t* table;      // [16] levels of codes
   const float* sum;          // [G]
   float scale, half;
   bool add;  // to what is there
@@ -139,10 +151,10 @@ KVB_INLINE Ints load_rows(const uint8_t* row, long stride, __mmask16 mask) {
 }
 
 template <int kKind, int G, int kTiles, int kPlane>
-KVB_INLINE void add_key_planes(const Ints* packed, const int8_t* q, long W, int w, Ints (&sum)[kTiles][G][kDigits]) {
+KVB_INLINE void add_key_planes(const Ints* packed, const Ints* upper, Ints table, const int8_t* q, long W, int w, Ints (&sum)[kTiles][G][kDigits]) {
   Ints codes[kTiles];
 #pragma GCC unroll 8
-  for (int u = 0; u < kTiles; u++) codes[u] = code_bytes<kKind, kPlane>(packed[u]);
+  for (int u = 0; u < kTiles; u++) codes[u] = code_bytes<kKind, kPlane>(packed[u], upper[u], table);
 #pragma GCC unroll 8
   for (int g = 0; g < G; g++)
 #pragma GCC unroll 8
@@ -151,14 +163,15 @@ KVB_INLINE void add_key_planes(const Ints* packed, const int8_t* q, long W, int 
 #pragma GCC unroll 8
       for (int u = 0; u < kTiles; u++) sum[u][g][j] = _mm512_dpbusd_epi32(sum[u][g][j], codes[u], digits);
     }
-  if constexpr (kPlane + 1 < planes_of(kKind)) add_key_planes<kKind, G, kTiles, kPlane + 1>(packed, q, W, w, sum);
+  if constexpr (kPlane + 1 < planes_of(kKind)) add_key_planes<kKind, G, kTiles, kPlane + 1>(packed, upper, table, q, W, w, sum);
 }
 
 // The logits of a register of slots, `at` slots from where `to` and `out` begin.
 template <int G>
 KVB_INLINE void store_logits(const Ints (&sum)[G][kDigits], const float* back, const ToLogits& to, long at, __mmask16 lanes, float* out,
                              long out_stride) {
-  const Vec scale = splat(to.scale), by = mul(scale, load_f16_lanes(lanes, to.by + 2 * at));
+  const Vec scale = splat(to.scale);
+  const Vec by = mul(scale, to.wide ? _mm512_maskz_loadu_ps(lanes, to.wide + at) : load_f16_lanes(lanes, to.by + 2 * at));
   const Vec zero = to.zero ? mul(scale, load_f16_lanes(lanes, to.zero + 2 * at)) : mul(by, splat(-to.half));
 #pragma GCC unroll 8
   for (int g = 0; g < G; g++) {
@@ -181,22 +194,37 @@ KVB_INLINE void digit_tile(const uint8_t* codes, long T, long W, const int8_t* q
 #pragma GCC unroll 8
       for (int j = 0; j < kDigits; j++) sum[u][g][j] = _mm512_setzero_si512();
   const uint8_t* row = codes + first * T;
+  const Ints table = load_table(to.table);
 #pragma GCC unroll 4
   for (int w = first; w < last; w += 4, row += 4 * T) {
-    Ints packed[kTiles];
+    Ints packed[kTiles], upper[kTiles] = {};
     if constexpr (kTiles == 2) load_key_quads(row, T, packed);
     else packed[0] = quads(load_rows(row, T, mask));
-    add_key_planes<kKind, G, kTiles, 0>(packed, q, W, w, sum);
+    if constexpr (kKind == kBook3) {
+      const bool second = w >= W / 2;
+      const uint8_t* above = codes + (W + w - (second ? W / 2 : 0)) * T;
+      if constexpr (kTiles == 2) load_key_quads(above, T, upper);
+      else upper[0] = quads(load_rows(above, T, mask));
+#pragma GCC unroll 2
+      for (int u = 0; u < kTiles; u++) upper[u] = shift_one(upper[u], second);
+    }
+    add_key_planes<kKind, G, kTiles, 0>(packed, upper, table, q, W, w, sum);
   }
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++) store_logits<G>(sum[u], back, to, u * kLanes, kTiles == 2 ? 0xffff : mask, out, out_stride);
+}
+
+template <int kKind, int kPlane> KVB_INLINE Ints narrow_plane(Ints packed, Ints upper, Ints table) {
+  if constexpr (kPlane < planes_of(kKind)) return code_bytes<kKind, kPlane>(packed, upper, table);
+  else return packed;
 }
 
 // As digit_tile for at most eight slots, in registers of half the width, which take half the time.
 template <int kKind, int G>
 KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* q, const float* back, ToLogits to, int first, int last,
                             __mmask16 mask, float* out, long out_stride) {
-  constexpr int kBits = bits_of(kKind), P = planes_of(kKind);
+  constexpr int P = planes_of(kKind);
+  const Ints table = load_table(to.table);
   __m256i sum[G][kDigits];
 #pragma GCC unroll 8
   for (int g = 0; g < G; g++)
@@ -205,13 +233,24 @@ KVB_INLINE void narrow_tile(const uint8_t* codes, long T, long W, const int8_t* 
   const uint8_t* row = codes + first * T;
 #pragma GCC unroll 2
   for (int w = first; w < last; w += 4, row += 4 * T) {
-    auto slots = [&](long r) __attribute__((always_inline)) { return _mm_maskz_loadu_epi8(mask, row + r * T); };
-    const __m128i a = _mm_unpacklo_epi8(slots(0), slots(1)), b = _mm_unpacklo_epi8(slots(2), slots(3));
-    const __m256i packed = _mm256_set_m128i(_mm_unpackhi_epi16(a, b), _mm_unpacklo_epi16(a, b));
+    auto load = [&](const uint8_t* from) __attribute__((always_inline)) {
+      auto slots = [&](long r) __attribute__((always_inline)) { return _mm_maskz_loadu_epi8(mask, from + r * T); };
+      const __m128i a = _mm_unpacklo_epi8(slots(0), slots(1)), b = _mm_unpacklo_epi8(slots(2), slots(3));
+      return _mm512_zextsi256_si512(_mm256_set_m128i(_mm_unpackhi_epi16(a, b), _mm_unpacklo_epi16(a, b)));
+    };
+    const Ints packed = load(row);
+    Ints upper = packed;
+    if constexpr (kKind == kBook3) {
+      const bool second = w >= W / 2;
+      upper = shift_one(load(codes + (W + w - (second ? W / 2 : 0)) * T), second);
+    }
+    const Ints planes[8] = {narrow_plane<kKind, 0>(packed, upper, table), narrow_plane<kKind, 1>(packed, upper, table),
+                            narrow_plane<kKind, 2>(packed, upper, table), narrow_plane<kKind, 3>(packed, upper, table),
+                            narrow_plane<kKind, 4>(packed, upper, table), narrow_plane<kKind, 5>(packed, upper, table),
+                            narrow_plane<kKind, 6>(packed, upper, table), narrow_plane<kKind, 7>(packed, upper, table)};
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-      const __m256i shifted = _mm256_srli_epi16(packed, p * kBits);
-      const __m256i bytes = kBits == 8 ? packed : _mm256_and_si256(shifted, _mm256_set1_epi8((1 << kBits) - 1));
+      const __m256i bytes = _mm512_castsi512_si256(planes[p]);
 #pragma GCC unroll 8
       for (int g = 0; g < G; g++)
 #pragma GCC unroll 8
@@ -238,7 +277,8 @@ void digit_logits(const uint8_t* codes, long T, long W, long begin, long end, co
     const long left = end - slot;
     next = slot + (left >= 2 * kLanes ? 2 * kLanes : kLanes);
     ToLogits here = to;
-    here.by += 2 * slot;
+    if (to.by) here.by += 2 * slot;
+    if (to.wide) here.wide += slot;
     if (to.zero) here.zero += 2 * slot;
     float* at = out + slot - begin;
     ahead.some(each);
@@ -250,126 +290,15 @@ void digit_logits(const uint8_t* codes, long T, long W, long begin, long end, co
 
 typedef void (*DigitLogits)(const uint8_t*, long, long, long, long, const int8_t*, const float*, ToLogits, int, int, float*, long, Ahead&);
 
-// Values --------------------------------------------------------------------------------------------------------------------------------
+#define KVB_CODES(NAME, ...)                                                                                     \
+  {NAME<kCode1, __VA_ARGS__>, NAME<kCode2, __VA_ARGS__>, NAME<kCode4, __VA_ARGS__>, NAME<kCode8, __VA_ARGS__>,     \
+   NAME<kBook2, __VA_ARGS__>, NAME<kBook3, __VA_ARGS__>, NAME<kBook4, __VA_ARGS__>}
 
-// Digits of four tokens' weights: 16 bytes, digit j at 4 * j.
-KVB_INLINE void store_weight_digits(int8_t* to, Vec weight) {
-  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(to, _mm512_shuffle_epi8(digits_of(weight, splat(1.0f)), _mm512_broadcast_i32x4(order)));
-}
+constexpr int kNumCodes = 7;
+constexpr int index_of(int kind) { return kind <= kCode8 ? kind : kind - kBook2 + kCode8 + 1; }  // in the tables below
 
-// What becomes of the exponentials of a head: their sum, their sum weighted by the zero points (both lane by lane, added to what is there),
-// and the digits of their products with scales, which have the factor of choose_scaling in them already.
-// kExp: x holds logits, and e^(x - top), 1 at most, takes their place; else x holds the exponentials.
-template <bool kExp>
-static void weigh(float* x, long n, float top, const float* by, const float* zero, float* sum, float* zeros, int8_t* digits) {
-  const Vec shift = splat(top);
-  Vec total = load(sum), weighted = load(zeros);
-  auto add_up = [&](Vec e, long t) __attribute__((always_inline)) {
-    if (kExp) total = add(total, e);
-    weighted = fma(e, load(zero + t), weighted);
-    store_weight_digits(digits + 4 * t, mul(e, load(by + t)));
-  };
-  long t = 0;
-#pragma GCC unroll 2
-  for (; t + kLanes <= n; t += kLanes) {
-    const Vec e = kExp ? exp_of(sub(load(x + t), shift)) : load(x + t);
-    if (kExp) store(x + t, e);
-    add_up(e, t);
-  }
-  if (t < n) {
-    const __mmask16 lanes = first_lanes(n - t);
-    Vec e = _mm512_maskz_loadu_ps(lanes, x + t);
-    if (kExp) e = _mm512_maskz_mov_ps(lanes, exp_of(sub(e, shift)));
-    if (kExp) _mm512_mask_storeu_ps(x + t, lanes, e);
-    add_up(e, t);
-  }
-  store(sum, total);
-  store(zeros, weighted);
-}
-
-// The values of slots [0, n) of consecutive pages, and the digits of their weights: [group][query head][4 * n, rounded up to a register].
-struct DigitValues {
-  const uint8_t *const *pages, *const *last_page;  // the last one that may be asked for ahead
-  long codes, W, T, n;                             // where a page's V region begins
-  const int8_t* digits;
-  const float* back;  // [group]
-  long group_stride, head_stride;
-  int group_channels;
-};
-
-template <int kKind, int G, int kFirst, int kLast, bool kGrouped>
-KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* sum) {
-  constexpr int P = planes_of(kKind), kPart = kLast - kFirst;
-  Ints acc[kPart][G][kDigits];
-  const int8_t* from[kPart];
-#pragma GCC unroll 8
-  for (int p = 0; p < kPart; p++) {
-    from[p] = v.digits + (kGrouped ? ((kFirst + p) * v.W + w) / v.group_channels * v.group_stride : 0);
-#pragma GCC unroll 8
-    for (int g = 0; g < G; g++)
-#pragma GCC unroll 8
-      for (int j = 0; j < kDigits; j++) acc[p][g][j] = _mm512_setzero_si512();
-  }
-  long at = 0;
-  const uint8_t* row;
-  auto quad = [&](long at) __attribute__((always_inline)) {
-    const Ints packed = quads(v.W == kLanes ? _mm512_loadu_si512(row) : load_rows(row, v.W, 0xffff));
-    row += 4 * v.W;
-    auto add_plane = [&](int p, Ints bytes) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-      for (int g = 0; g < G; g++)
-#pragma GCC unroll 8
-        for (int j = 0; j < kDigits; j++)
-          acc[p][g][j] = _mm512_dpbusd_epi32(acc[p][g][j], bytes, broadcast_quad(from[p] + g * v.head_stride + 4 * at + 4 * j));
-    };
-    add_plane(0, code_bytes<kKind, kFirst>(packed));
-    if constexpr (kPart > 1) add_plane(1, code_bytes<kKind, kFirst + 1>(packed));
-  };
-  for (const uint8_t* const* page = v.pages; at < v.n; page++) {
-    const long end = std::min(at + v.T, v.n);
-    Ahead ahead;
-    if (w == 0 && kFirst == 0 && page + kNextPages <= v.last_page) {
-      ahead.at = page[kNextPages] + v.codes;
-      ahead.end = ahead.at + v.W * v.T;
-    }
-    row = *page + v.codes + w;
-    for (; at + 8 <= end; at += 8) {
-      ahead.some((8 * v.W + 63) / 64);
-      quad(at);
-      quad(at + 4);
-    }
-    for (; at < end; at += 4) quad(at);
-    at = end;
-  }
-#pragma GCC unroll 8
-  for (int p = 0; p < kPart; p++) {
-    const Vec back = splat(v.back[kGrouped ? ((kFirst + p) * v.W + w) / v.group_channels : 0]);
-#pragma GCC unroll 8
-    for (int g = 0; g < G; g++) {
-      float* to = sum + (g * P + kFirst + p) * padded + w;
-      store(to, add(load(to), from_digits(acc[p][g], back)));
-    }
-  }
-  if constexpr (kLast < P) digit_values<kKind, G, kLast, (kLast + 2 < P ? kLast + 2 : P), kGrouped>(v, w, padded, sum);
-}
-
-// Adds n slots to the sums of G heads [G][P][padded], W a multiple of 16; slots are read four by four, and a page holds a multiple of eight.
-template <int kKind, int G, bool kGrouped> void all_digit_values(const DigitValues& v, long padded, float* sum) {
-  for (long w = 0; w < v.W; w += kLanes) digit_values<kKind, G, 0, (planes_of(kKind) > 1 ? 2 : 1), kGrouped>(v, w, padded, sum);
-}
-
-typedef void (*AllDigitValues)(const DigitValues&, long, float*);
-
-#define KVB_CODES(NAME, ...) {NAME<kCode1, __VA_ARGS__>, NAME<kCode2, __VA_ARGS__>, NAME<kCode4, __VA_ARGS__>, NAME<kCode8, __VA_ARGS__>}
-
-static const DigitLogits kDigitLogits[kMaxGroup][kCode8 + 1] = {KVB_CODES(digit_logits, 1), KVB_CODES(digit_logits, 2),
+static const DigitLogits kDigitLogits[kMaxGroup][kNumCodes] = {KVB_CODES(digit_logits, 1), KVB_CODES(digit_logits, 2),
                                                                 KVB_CODES(digit_logits, 3), KVB_CODES(digit_logits, 4)};
-static const AllDigitValues kAllDigitValues[2][kMaxGroup][kCode8 + 1] = {
-    {KVB_CODES(all_digit_values, 1, false), KVB_CODES(all_digit_values, 2, false), KVB_CODES(all_digit_values, 3, false),
-     KVB_CODES(all_digit_values, 4, false)},
-    {KVB_CODES(all_digit_values, 1, true), KVB_CODES(all_digit_values, 2, true), KVB_CODES(all_digit_values, 3, true),
-     KVB_CODES(all_digit_values, 4, true)}};
 
 #endif
 

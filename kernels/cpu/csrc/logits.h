@@ -32,14 +32,16 @@ static void arrange_queries(const float* q, long G, long D, int num_planes, long
 }
 
 // Whether the products with a page's keys, bytes [first, last) of each slot, are made of digits.
-static bool keys_by_digits(int kind, long first, long last) { return kHasDigits && kind <= kCode8 && first % 4 == 0 && last % 4 == 0; }
+static bool keys_by_digits(int kind, long width, long first, long last) {
+  return kHasDigits && is_code(kind) && first % 4 == 0 && last % 4 == 0 && (kind != kBook3 || width % 8 == 0);
+}
 
 // Dots of slots [begin, end) of one page's K region with all G queries, four at a time.
-static void all_dots(int kind, const uint8_t* codes, long T, long begin, long end, const float* q, long G, int first, int last, float* out,
-                     long stride) {
+static void all_dots(const Code& code, const uint8_t* codes, long T, long W, long begin, long end, const float* q, long G, int first, int last,
+                     float* out, long stride) {
   for (long g = 0; g < G; g += kMaxGroup)
-    kKeyDots[std::min<long>(kMaxGroup, G - g) - 1][kind](codes, T, begin, end, q + g * planes_of(kind) * kQueryStride, first, last,
-                                                         out + g * stride, stride);
+    kKeyDots[std::min<long>(kMaxGroup, G - g) - 1][code.kind](codes, T, W, begin, end, q + g * planes_of(code.kind) * kQueryStride, first, last,
+                                                              code.levels, out + g * stride, stride);
 }
 
 #if KVB_DIGITS
@@ -47,7 +49,7 @@ static void all_dots(int kind, const uint8_t* codes, long T, long begin, long en
 static void all_digit_logits(int kind, const uint8_t* codes, long T, long W, long begin, long end, const int8_t* digits, const float* back,
                              ToLogits to, long G, int first, int last, float* out, long stride, Ahead& ahead) {
   for (long g = 0; g < G; g += kMaxGroup, to.sum += kMaxGroup)
-    kDigitLogits[std::min<long>(kMaxGroup, G - g) - 1][kind](codes, T, W, begin, end, digits + g * kDigits * kQueryBytes, back + g, to, first,
+    kDigitLogits[std::min<long>(kMaxGroup, G - g) - 1][index_of(kind)](codes, T, W, begin, end, digits + g * kDigits * kQueryBytes, back + g, to, first,
                                                              last, out + g * stride, stride, ahead);
 }
 #endif
@@ -77,23 +79,27 @@ static void add_scaled(float weight, const float* x, long n, float* sum) {
 // Logits of the first n slots of a page whose keys are rotated first; cos and sin are [rotated / 2][T].
 static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, const float* cos,
                            const float* sin, const float* q, Scratch& s, float* out, long stride) {
-  const int kind = tier.k_kind, unit = unit_bytes_of(kind), half_code = coded(kind) ? 1 << (bits_of(kind) - 1) : 0;
-  const long G = call.group_size, D = call.head_dim, T = p.slots, half = call.rotated / 2, channels = D / tier.k_groups;
+  const int kind = tier.k.kind, unit = unit_bytes_of(kind);
+  const long G = call.group_size, D = call.head_dim, T = p.slots, half = call.rotated / 2, channels = D / tier.k.groups;
   s.dense.resize(D * T);
   for (long d = 0; d < D; d++) {
     float* x = &s.dense[d * T];
     for (long t = 0; t < n; t++) {
-      uint8_t row[4];
-      std::memcpy(row, page + tier.k_codes + (d % p.k_width * T + t) * unit, unit);
-      x[t] = coded(kind) ? float(row[0] >> (d / p.k_width * bits_of(kind)) & (2 * half_code - 1)) : scalar_element(kind, row, 1, 0);
+      const uint8_t* column = page + tier.k_codes + t * unit;
+      if (!is_code(kind)) {
+        x[t] = scalar_element(kind, column + d * T * unit, 1, 0);
+        continue;
+      }
+      const int code = code_at(kind, p.k_width, d, [&](long w) { return column[w * T]; });
+      x[t] = kind >= kBook2 ? tier.k.levels[code] : float(code);
     }
-    if (!coded(kind)) continue;
+    if (!scaled(tier.k)) continue;
     for (long t = 0; t < n; t++) {
-      const long at = 2 * (tier.k_channel_group ? t / tier.k_channel_group * D + d : d / channels * T + t);
-      uint16_t scale, zero = 0;
-      std::memcpy(&scale, page + tier.k_scale + at, 2);
-      if (!tier.symmetric) std::memcpy(&zero, page + tier.k_zero + at, 2);
-      x[t] = tier.symmetric ? (x[t] - float(half_code)) * scalar_f16(scale) : x[t] * scalar_f16(scale) + scalar_f16(zero);
+      const long at = tier.k_channel_group ? t / tier.k_channel_group * D + d : d / channels * T + t;
+      const float scale = scale_of(tier.k, page + tier.k_scale + scale_bytes(tier.k) * at);
+      uint16_t zero = 0;
+      if (tier.k.zero) std::memcpy(&zero, page + tier.k_zero + 2 * at, 2);
+      x[t] = tier.k.zero ? x[t] * scale + scalar_f16(zero) : (x[t] - float(tier.k.centre)) * scale;
     }
   }
   for (long d = 0; d < half; d++) {
@@ -114,16 +120,16 @@ static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p
 
 // Which bytes of a slot hold the channels of group r; all of them where a group spans several planes.
 static std::pair<long, long> key_bytes_of_group(const Tier& tier, const TierPlan& p, long D, long r) {
-  if (tier.k_groups == 1) return {0, p.k_width};
-  const long channels = D / tier.k_groups, first = r * channels % p.k_width;
+  if (tier.k.groups == 1) return {0, p.k_width};
+  const long channels = D / tier.k.groups, first = r * channels % p.k_width;
   return p.k_width % channels ? std::make_pair(0L, p.k_width) : std::make_pair(first, first + channels);
 }
 
 // Queries of one list as page_logits wants them.
 static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& p, const float* q, Scratch& s) {
-  const long G = call.group_size, D = call.head_dim, groups = coded(tier.k_kind) && !tier.k_channel_group ? tier.k_groups : 1;
+  const long G = call.group_size, D = call.head_dim, groups = scaled(tier.k) && !tier.k_channel_group ? tier.k.groups : 1;
   const long channels = D / groups;
-  const int P = planes_of(tier.k_kind);
+  const int P = planes_of(tier.k.kind);
   s.q.resize(groups * G * P * kQueryStride);
   s.q_sum.resize(groups * G);
   s.q_digits.resize(groups * G * kDigits * kQueryBytes);
@@ -134,7 +140,7 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
     if (tier.k_channel_group) continue;  // digits made anew for every group of tokens would cost more than they save
     const auto [first, last] = key_bytes_of_group(tier, p, D, r);
 #if KVB_DIGITS
-    if (keys_by_digits(tier.k_kind, first, last))
+    if (keys_by_digits(tier.k.kind, p.k_width, first, last))
       query_digits(to, G, P, p.k_width, &s.q_sum[r * G], &s.q_digits[r * G * kDigits * kQueryBytes], &s.q_back[r * G]);
 #endif
   }
@@ -143,24 +149,24 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
 // Logits of the first n slots of a page: out[g * stride + t]. Meanwhile the bytes of `ahead` are asked for.
 static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, Ahead ahead, Scratch& s,
                         float* out, long stride) {
-  const int kind = tier.k_kind, P = planes_of(kind);
+  const int kind = tier.k.kind, P = planes_of(kind);
   const long G = call.group_size, D = call.head_dim, T = p.slots, unit = unit_bytes_of(kind);
   const uint8_t* codes = page + tier.k_codes;
-  const long region = p.k_width * T * unit, after = call.page_bytes - tier.k_codes - region;
+  const long W = p.k_width, region = units_of(kind, W) * T * unit, after = call.page_bytes - tier.k_codes - region;
   if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
     s.keys.assign(region + kLanes * unit, 0);
     std::memcpy(s.keys.data(), codes, region);
     codes = s.keys.data();
   }
   const Vec scale = splat(call.scale);
-  if (!coded(kind)) {
+  if (!scaled(tier.k)) {
     ahead.rest();
-    all_dots(kind, codes, T, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
+    all_dots(tier.k, codes, T, W, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
     for (long g = 0; g < G; g++)
       for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
     return;
   }
-  const float half = float(1 << (bits_of(kind) - 1));
+  const float half = float(tier.k.centre);
   if (tier.k_channel_group) {
     const long group = tier.k_channel_group;
     s.k_meta.resize(2 * D);
@@ -169,7 +175,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
       const long end = std::min(begin + group, n), index = begin / group;
       float *by = s.k_meta.data(), *zero = by + D;
       widen<kF16>(page + tier.k_scale + index * D * 2, D, by);
-      if (!tier.symmetric) widen<kF16>(page + tier.k_zero + index * D * 2, D, zero);
+      if (tier.k.zero) widen<kF16>(page + tier.k_zero + index * D * 2, D, zero);
       else for (long d = 0; d < D; d++) zero[d] = -half * by[d];
       for (long g = 0; g < G; g++) {
         float constant = 0.0f;
@@ -191,32 +197,34 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
         s.q_sum[g] = constant;
       }
       ahead.rest();
-      all_dots(kind, codes, T, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
+      all_dots(tier.k, codes, T, W, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
       for (long g = 0; g < G; g++)
         for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * call.scale;
     }
     return;
   }
-  const long groups = tier.k_groups, padded = (T + kLanes - 1) / kLanes * kLanes;
+  const long groups = tier.k.groups, padded = (T + kLanes - 1) / kLanes * kLanes;
   s.k_meta.resize(2 * padded);
   if (groups > 1) s.dots.resize(G * padded);
   for (long r = 0; r < groups; r++) {
     const auto [first, last] = key_bytes_of_group(tier, p, D, r);
 #if KVB_DIGITS
-    if (keys_by_digits(kind, first, last)) {
-      const uint8_t *by16 = page + tier.k_scale + r * T * 2, *zero16 = tier.symmetric ? nullptr : page + tier.k_zero + r * T * 2;
+    if (keys_by_digits(kind, W, first, last)) {
+      const bool wide = tier.k.scale != kF16Scale;
+      const uint8_t *by16 = wide ? nullptr : page + tier.k_scale + r * T * 2, *zero16 = tier.k.zero ? page + tier.k_zero + r * T * 2 : nullptr;
+      if (wide) widen_scales(tier.k, page + tier.k_scale + r * T, n, s.k_meta.data());
       all_digit_logits(kind, codes, T, p.k_width, 0, n, &s.q_digits[r * G * kDigits * kQueryBytes], &s.q_back[r * G],
-                       {by16, zero16, &s.q_sum[r * G], call.scale, half, r > 0}, G, first, last, out, stride, ahead);
+                       {by16, zero16, wide ? s.k_meta.data() : nullptr, tier.k.table, &s.q_sum[r * G], call.scale, half, r > 0}, G, first, last, out, stride, ahead);
       continue;
     }
 #endif
     float *by = s.k_meta.data(), *zero = by + padded, *dots = groups > 1 ? s.dots.data() : out;
-    widen<kF16>(page + tier.k_scale + r * T * 2, n, by);
-    if (!tier.symmetric) widen<kF16>(page + tier.k_zero + r * T * 2, n, zero);
+    widen_scales(tier.k, page + tier.k_scale + r * T * scale_bytes(tier.k), n, by);
+    if (tier.k.zero) widen<kF16>(page + tier.k_zero + r * T * 2, n, zero);
     else for (long t = 0; t < n; t++) zero[t] = -half * by[t];
     ahead.rest();
     const long dots_stride = groups > 1 ? padded : stride;
-    all_dots(kind, codes, T, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
+    all_dots(tier.k, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
     for (long g = 0; g < G; g++) {
       const Vec total = splat(s.q_sum[r * G + g]);
       long t = 0;

@@ -12,8 +12,20 @@ namespace kvb {
 constexpr float kLowest = -1e30f;
 constexpr long kChunkSlots = 2048;  // less, and the work that each chunk begins with shows; more, and few lists leave threads idle
 
+enum Scale { kNoScale, kF16Scale, kE4m3Scale, kE8m0Scale };
+enum Fit { kUniform, kLargest, kNorm };
+
+// How the numbers of one side are written: kernels/codes.py.
+struct Code {
+  int32_t kind, groups, scale, fit, zero, centre;
+  double unit, deviation;
+  float levels[16];   // of every code, where they lie in a table
+  uint8_t table[16];  // the same
+};
+
 struct Tier {
-  int32_t slots_per_page, num_columns, k_kind, v_kind, k_channel_group, k_groups, v_groups, symmetric;
+  int32_t slots_per_page, num_columns, k_channel_group, unused;
+  Code k, v;
   int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero, score, pos;  // byte offsets in a page, -1 where not tracked
   const int64_t *ids, *num_k, *num_v;                                      // [list, columns], [list], [list]
   float* scores;                                                           // [list, columns * slots], or null
@@ -69,7 +81,31 @@ struct Plan {
   Buffer acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]
 };
 
-static bool coded(int kind) { return kind <= kCode8; }
+static bool scaled(const Code& code) { return code.scale != kNoScale; }
+static long scale_bytes(const Code& code) { return code.scale == kF16Scale ? 2 : 1; }
+
+// What 8-bit scales stand for.
+struct Powers {
+  float value[256];
+  Powers() {
+    for (int byte = 0; byte < 256; byte++) value[byte] = byte == 255 ? scalar_of_bits(0x7fc00000u) : std::ldexp(1.0f, byte - 127);
+  }
+};
+static const Powers kE8m0Values;
+
+static float scale_of(const Code& code, const uint8_t* p) {
+  uint16_t half;
+  if (code.scale != kF16Scale) return (code.scale == kE4m3Scale ? kFp8Values.value[*p] : kE8m0Values.value[*p]) * float(code.unit);
+  std::memcpy(&half, p, 2);
+  return scalar_f16(half);
+}
+
+// n scales that lie side by side.
+static void widen_scales(const Code& code, const uint8_t* p, long n, float* out) {
+  if (code.scale == kF16Scale) return widen<kF16>(p, n, out);
+  const float *values = code.scale == kE4m3Scale ? kFp8Values.value : kE8m0Values.value, unit = float(code.unit);
+  for (long i = 0; i < n; i++) out[i] = values[p[i]] * unit;
+}
 
 static long row_of(const Call& call, long list) { return list / call.num_heads * call.seq_stride + list % call.num_heads; }
 
@@ -96,12 +132,12 @@ static void make_plan(const Call& call, Plan& plan) {
     plan.chunks_per_list += p.num_chunks;
     p.score_begin = plan.score_slots;
     plan.score_slots += p.num_chunks * p.chunk_slots;
-    p.k_width = plan.D / planes_of(tier.k_kind);
-    p.v_width = plan.D / planes_of(tier.v_kind);
+    p.k_width = plan.D / planes_of(tier.k.kind);
+    p.v_width = plan.D / planes_of(tier.v.kind);
     p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
     p.v_direct = true;
-    if (coded(tier.v_kind) && tier.v_groups > 1) {
-      const long channels = plan.D / tier.v_groups;
+    if (scaled(tier.v) && tier.v.groups > 1) {
+      const long channels = plan.D / tier.v.groups;
       for (long plane = 0; plane < plan.D; plane += p.v_width)
         for (long w = 0; w < p.v_width; w += kLanes) {
           const long last = plane + std::min(w + kLanes, p.v_width) - 1;

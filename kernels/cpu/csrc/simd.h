@@ -124,7 +124,20 @@ KVB_INLINE Vec load_bf16(const uint8_t* p) {
   const Ints wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-KVB_INLINE Vec load_fp8(const uint8_t* p) { return _mm512_i32gather_ps(load_u8(p), kFp8Values.value, 4); }
+// An e4m3 float has the bits of an fp16 whose exponent is 8 lower.
+KVB_INLINE Vec load_fp8(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+  const __m256i half = _mm256_or_si256(_mm256_slli_epi16(_mm256_xor_si256(wide, size), 8), _mm256_slli_epi16(size, 7));
+  const Vec x = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+  return _mm512_mask_mov_ps(x, _mm256_cmpeq_epi16_mask(size, _mm256_set1_epi16(0x7f)), _mm512_set1_ps(NAN));
+}
+// Bits of codes, and the levels that they stand for.
+template <int kShift, int kMask> KVB_INLINE Ints code_bits(Ints x) { return _mm512_and_si512(_mm512_srli_epi32(x, kShift), _mm512_set1_epi32(kMask)); }
+KVB_INLINE Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+KVB_INLINE Ints shift_then_256(Ints x, int shift) { return _mm512_slli_epi32(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), 8); }
+typedef Vec Book;
+KVB_INLINE Book load_book(const float* levels) { return load(levels); }
+KVB_INLINE Vec look_up(const Book& book, Ints codes) { return _mm512_permutexvar_ps(codes, book); }
 KVB_INLINE Vec round_of(Vec x) { return _mm512_roundscale_ps(x, 8); }
 KVB_INLINE Vec times_power_of_two(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 
@@ -166,7 +179,24 @@ KVB_INLINE Vec load_f16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si1
 KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-KVB_INLINE Vec load_fp8(const uint8_t* p) { return _mm256_i32gather_ps(kFp8Values.value, load_u8(p), 4); }
+KVB_INLINE Vec load_fp8(const uint8_t* p) {
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), size = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
+  const __m128i half = _mm_or_si128(_mm_slli_epi16(_mm_xor_si128(wide, size), 8), _mm_slli_epi16(size, 7));
+  const Vec x = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+  const Ints none = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f)));
+  return _mm256_blendv_ps(x, _mm256_set1_ps(NAN), _mm256_castsi256_ps(none));
+}
+template <int kShift, int kMask> KVB_INLINE Ints code_bits(Ints x) { return _mm256_and_si256(_mm256_srli_epi32(x, kShift), _mm256_set1_epi32(kMask)); }
+KVB_INLINE Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+KVB_INLINE Ints shift_then_256(Ints x, int shift) { return _mm256_slli_epi32(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), 8); }
+struct Book {
+  Vec low, high;
+};
+KVB_INLINE Book load_book(const float* levels) { return {load(levels), load(levels + 8)}; }
+KVB_INLINE Vec look_up(const Book& book, Ints codes) {
+  const Vec low = _mm256_permutevar8x32_ps(book.low, codes), high = _mm256_permutevar8x32_ps(book.high, codes);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+}
 KVB_INLINE Vec round_of(Vec x) { return _mm256_round_ps(x, 8); }
 KVB_INLINE Vec times_power_of_two(Vec x, Vec n) {
   const Ints exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
@@ -243,6 +273,16 @@ KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return load_halves(p, [](uint16_t half) { return scalar_bf16(half); });
 }
 KVB_INLINE Vec load_fp8(const uint8_t* p) { return Vec{kFp8Values.value[p[0]], kFp8Values.value[p[1]], kFp8Values.value[p[2]], kFp8Values.value[p[3]]}; }
+template <int kShift, int kMask> KVB_INLINE Ints code_bits(Ints x) { return (x >> kShift) & kMask; }
+KVB_INLINE Ints either(Ints a, Ints b) { return a | b; }
+KVB_INLINE Ints shift_then_256(Ints x, int shift) { return x >> shift << 8; }
+struct Book {
+  const float* levels;
+};
+KVB_INLINE Book load_book(const float* levels) { return {levels}; }
+KVB_INLINE Vec look_up(const Book& book, Ints codes) {
+  return Vec{book.levels[codes[0]], book.levels[codes[1]], book.levels[codes[2]], book.levels[codes[3]]};
+}
 KVB_INLINE Vec round_of(Vec x) {
   const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits for a fraction
   return (x + shift) - shift;

@@ -1,6 +1,7 @@
 // Exponentials of logits, and the values of one page weighted by them: out = sum (p * s) * code + sum p * z.
 #pragma once
 
+#include "digit_values.h"
 #include "logits.h"
 
 namespace kvb {
@@ -50,20 +51,20 @@ static float largest(const float* x, long n) {
 // Adds the first n values of a page, weighted by p[g * stride + t].
 static void page_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* page, long n, const float* p, long stride,
                         Ahead ahead, Scratch& s) {
-  const int kind = tier.v_kind, P = planes_of(kind);
-  const long G = call.group_size, D = call.head_dim, T = plan.slots, groups = coded(kind) ? tier.v_groups : 1;
+  const int kind = tier.v.kind, P = planes_of(kind);
+  const long G = call.group_size, D = call.head_dim, T = plan.slots, groups = scaled(tier.v) ? tier.v.groups : 1;
   const long padded = (T + kLanes - 1) / kLanes * kLanes;
   const uint8_t* codes = page + tier.v_codes;
   Weights weights = {p, 0, stride, int(D / groups)};
-  if (coded(kind)) {
-    const float half = float(1 << (bits_of(kind) - 1));
+  if (scaled(tier.v)) {
+    const float half = float(tier.v.centre);
     s.v_meta.resize(2 * padded);
     s.weight.resize(groups * G * padded);
     weights = {s.weight.data(), G * padded, padded, int(D / groups)};
     for (long r = 0; r < groups; r++) {
       float *by = s.v_meta.data(), *zero = by + padded;
-      widen<kF16>(page + tier.v_scale + r * T * 2, n, by);
-      if (!tier.symmetric) widen<kF16>(page + tier.v_zero + r * T * 2, n, zero);
+      widen_scales(tier.v, page + tier.v_scale + r * T * scale_bytes(tier.v), n, by);
+      if (tier.v.zero) widen<kF16>(page + tier.v_zero + r * T * 2, n, zero);
       for (long g = 0; g < G; g++) {
         float* w = s.weight.data() + (r * G + g) * padded;
         const float* source = p + g * stride;
@@ -73,11 +74,11 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
         for (; t + kLanes <= n; t += kLanes) {
           const Vec x = load(source + t), scaled = mul(x, load(by + t));
           store(w + t, scaled);
-          sum = tier.symmetric ? fma(splat(-half), scaled, sum) : fma(x, load(zero + t), sum);
+          sum = tier.v.zero ? fma(x, load(zero + t), sum) : fma(splat(-half), scaled, sum);
         }
         for (; t < n; t++) {
           w[t] = source[t] * by[t];
-          rest += tier.symmetric ? -half * w[t] : source[t] * zero[t];
+          rest += tier.v.zero ? source[t] * zero[t] : -half * w[t];
         }
         s.z_sum[g * groups + r] += sum_of(sum) + rest;
       }
@@ -89,13 +90,14 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
       const long count = std::min<long>(kMaxGroup, G - g);
       Weights part = weights;
       part.at += g * weights.head_stride;
-      kAddValues[groups > 1][count - 1][kind](codes, plan.v_width, T, n, part, plan.v_padded, s.sum.data() + g * P * plan.v_padded);
+      kAddValues[groups > 1][count - 1][kind](codes, plan.v_width, T, n, part, plan.v_padded, tier.v.levels, s.sum.data() + g * P * plan.v_padded);
     }
     return;
   }
   for (long t = 0; t < n; t++)  // groups narrower than a register: rare, and worth no code of its own
     for (long d = 0; d < D; d++) {
-      const float code = scalar_element(kind, codes + t * plan.v_width, plan.v_width, d);
+      float code = scalar_element(kind, codes + t * units_of(kind, plan.v_width), plan.v_width, d);
+      if (kind >= kBook2) code = tier.v.levels[int(code)];
       const long at = d / weights.group_channels * weights.group_stride + t;
       for (long g = 0; g < G; g++) s.loose[g * D + d] += weights.at[at + g * weights.head_stride] * code;
     }
@@ -105,7 +107,7 @@ constexpr long kValueSlots = 512;  // slots whose codes stay in the first cache 
 
 // Whether values are weighted by digits: whole registers, none of which spans two groups of channels.
 static bool values_by_digits(const Tier& tier, const TierPlan& p) {
-  return kHasDigits && coded(tier.v_kind) && p.v_direct && p.v_width % kLanes == 0;
+  return kHasDigits && is_code(tier.v.kind) && p.v_direct && p.v_width % kLanes == 0;
 }
 
 #if KVB_DIGITS
@@ -113,24 +115,29 @@ static bool values_by_digits(const Tier& tier, const TierPlan& p) {
 // takes the sums of exponentials, s.sum and s.z_sum the values. Returns false, with nothing done, where a scale is not finite.
 static bool weighted_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* const* pages, long n, float* x,
                             long stride, const float* top, float* sums, Scratch& s) {
-  const long G = call.group_size, T = plan.slots, R = tier.v_groups, padded = plan.chunk_slots + kLanes;
-  const float half = float(1 << (bits_of(tier.v_kind) - 1));
+  const long G = call.group_size, T = plan.slots, R = tier.v.groups, padded = plan.chunk_slots + kLanes;
+  const float half = float(tier.v.centre);
   s.v_meta.resize(2 * R * padded);
   float *by = s.v_meta.data(), *zero = by + R * padded;
   s.v_largest.resize(R);
   __mmask16 finite = 0xffff;
   for (long r = 0; r < R; r++) {
     Vec most = splat(0.0f);
-    for (long at = 0; at < n; at += T)
-      for (long t = 0, held = std::min(T, n - at); t < held; t += kLanes) {  // what is written past a page, the next one overwrites
+    for (long at = 0; at < n; at += T) {
+      const long held = std::min(T, n - at);
+      const bool wide = tier.v.scale != kF16Scale;
+      if (wide) widen_scales(tier.v, pages[at / T] + tier.v_scale + r * T, held, by + r * padded + at);
+      for (long t = 0; t < held; t += kLanes) {  // what is written past a page, the next one overwrites
         const __mmask16 lanes = first_lanes(held - t);
         const uint8_t *scale16 = pages[at / T] + tier.v_scale + 2 * (r * T + t), *zero16 = pages[at / T] + tier.v_zero + 2 * (r * T + t);
-        const Vec scale = load_f16_lanes(lanes, scale16), size = _mm512_abs_ps(scale);
+        const Vec scale = wide ? _mm512_maskz_loadu_ps(lanes, by + r * padded + at + t) : load_f16_lanes(lanes, scale16);
+        const Vec size = _mm512_abs_ps(scale);
         store(by + r * padded + at + t, scale);
-        store(zero + r * padded + at + t, tier.symmetric ? mul(splat(-half), scale) : load_f16_lanes(lanes, zero16));
+        store(zero + r * padded + at + t, tier.v.zero ? load_f16_lanes(lanes, zero16) : mul(splat(-half), scale));
         most = _mm512_max_ps(size, most);
         finite &= _mm512_cmp_ps_mask(size, splat(kHuge), _CMP_LT_OQ);
       }
+    }
     s.v_largest[r] = _mm512_reduce_max_ps(most);
   }
   if (finite != 0xffff) return false;
@@ -152,10 +159,10 @@ static bool weighted_values(const Call& call, const Tier& tier, const TierPlan& 
   const long block = T * std::max<long>(1, kValueSlots / T);
   for (long at = 0; at < n; at += block)
     for (long g = 0; g < G; g += kMaxGroup) {
-      const DigitValues values = {pages + at / T, last_page, tier.v_codes, plan.v_width, T, std::min(block, n - at),
+      const DigitValues values = {pages + at / T, last_page, tier.v_codes, plan.v_width, units_of(tier.v.kind, plan.v_width), T, std::min(block, n - at), tier.v.table,
                                   &s.w_digits[g * each + 4 * at], s.w_back.data(), G * each, each, int(call.head_dim / R)};
-      kAllDigitValues[R > 1][std::min<long>(kMaxGroup, G - g) - 1][tier.v_kind](values, plan.v_padded,
-                                                                                &s.sum[g * planes_of(tier.v_kind) * plan.v_padded]);
+      kAllDigitValues[R > 1][std::min<long>(kMaxGroup, G - g) - 1][index_of(tier.v.kind)](values, plan.v_padded,
+                                                                                &s.sum[g * planes_of(tier.v.kind) * plan.v_padded]);
     }
   return true;
 }

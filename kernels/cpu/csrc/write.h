@@ -54,16 +54,65 @@ static void encode_group(const float* x, long n, int bits, bool symmetric, bool 
   }
 }
 
-static void pack(const uint8_t* codes, int kind, long D, uint8_t* out) {
-  const int bits = bits_of(kind), planes = planes_of(kind);
+// The lower `bits` of codes shifted right, in `planes` planes.
+static void pack_planes(const uint8_t* codes, int shift, int bits, long D, uint8_t* out) {
+  const int planes = 8 / bits;
   const long width = D / planes;
-  if (planes == 1) {
-    std::memcpy(out, codes, D);
-    return;
-  }
-  for (long w = 0; w < width; w++) out[w] = codes[w];
+  const uint8_t mask = uint8_t((1 << bits) - 1);
+  for (long w = 0; w < width; w++) out[w] = codes[w] >> shift & mask;
   for (int p = 1; p < planes; p++)
-    for (long w = 0; w < width; w++) out[w] |= uint8_t(codes[p * width + w] << (p * bits));
+    for (long w = 0; w < width; w++) out[w] |= uint8_t((codes[p * width + w] >> shift & mask) << (p * bits));
+}
+
+static void pack(const uint8_t* codes, int kind, long D, uint8_t* out) {
+  if (kind != kBook3) return pack_planes(codes, 0, bits_of(kind), D, out);
+  pack_planes(codes, 0, 2, D, out);
+  pack_planes(codes, 2, 1, D, out + D / 4);
+}
+
+// Codes of n channels that are the nearest magnitudes of a table, the sign in their top bit, and the sum of the magnitudes' squares.
+static double encode_magnitudes(const float* x, long n, const Code& code, float factor, bool divides, uint8_t* codes) {
+  const int sign = bits_of(code.kind) - 1, count = 1 << sign;
+  float size[16], border[16];
+  for (int i = 0; i < count; i++) size[i] = code.levels[i] - float(code.centre);
+  for (int i = 0; i + 1 < count; i++) border[i] = (size[i] + size[i + 1]) / 2;
+  double squares = 0;
+  for (long i = 0; i < n; i++) {
+    const float u = std::fabs(divides ? x[i] / factor : x[i] * factor);
+    int index = 0;
+    for (int j = 0; j + 1 < count; j++) index += j % 2 ? u >= border[j] : u > border[j];  // on a border, the even code
+    squares += double(size[index]) * size[index];
+    codes[i] = uint8_t(index | std::signbit(x[i]) << sign);
+  }
+  return squares;
+}
+
+// Codes of n channels with one scale that is made of their largest magnitude, or of their norm; the bytes of the scale in `scale16`.
+static void encode_scaled(const float* x, long n, const Code& code, uint8_t* codes, uint16_t* scale16) {
+  bool dead;
+  if (code.fit == kNorm) {
+    double square = 0;  // in fp64, so that its rounding to fp32 does not depend on the order
+    for (long i = 0; i < n; i++) square += double(x[i]) * x[i];
+    dead = !(square > 0 && square < INFINITY);
+    const float factor = float(code.deviation * std::sqrt(double(n) / (dead ? 1.0 : square)));
+    const double coded = encode_magnitudes(x, n, code, factor, false, codes);
+    *scale16 = to_f16(float(dead ? square : std::sqrt(square / coded)));
+  } else {
+    float most = 0.0f;
+    bool nan = false;
+    for (long i = 0; i < n; i++) most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most, nan |= x[i] != x[i];
+    if (nan) most = scalar_of_bits(0x7fc00000u);
+    if (code.scale == kF16Scale) *scale16 = to_f16(most / 448.0f);
+    else if (code.scale == kE4m3Scale) *scale16 = to_fp8(most / float(double(code.levels[(1 << (bits_of(code.kind) - 1)) - 1] - code.centre) * code.unit));
+    else *scale16 = most < INFINITY ? uint16_t(std::min(254, std::max(2, int(bits_of_scalar(most) >> 23) - 2))) : 255;
+    dead = false;
+  }
+  const float by = scale_of(code, (const uint8_t*)scale16);
+  dead |= !(by > 0 && by < INFINITY);
+  if (dead) std::memset(codes, 0, n);
+  else if (code.kind == kFp8)
+    for (long i = 0; i < n; i++) codes[i] = to_fp8(x[i] / by);
+  else if (code.fit != kNorm) encode_magnitudes(x, n, code, by, true, codes);
 }
 
 // Elements of a side that is not coded.
@@ -87,82 +136,90 @@ struct Encoder {
   uint16_t scale[kMaxChannels], zero[kMaxChannels];
 
   // Codes or elements of one vector into `bytes`, metadata into `scale` and `zero`.
-  void encode(const Tier& tier, int kind, int groups, const float* x, long D) {
-    if (!coded(kind)) {
-      encode_elements(x, D, kind, bytes);
+  void encode(const Code& code, bool metadata_first, const float* x, long D) {
+    if (!scaled(code)) {
+      encode_elements(x, D, code.kind, bytes);
       return;
     }
-    const long n = D / groups;
-    for (int r = 0; r < groups; r++)
-      encode_group(x + r * n, n, bits_of(kind), tier.symmetric, tier.k_channel_group > 0, codes + r * n, scale + r, zero + r);
-    pack(codes, kind, D, bytes);
+    const long n = D / code.groups;
+    for (int r = 0; r < code.groups; r++)
+      if (code.fit == kUniform) encode_group(x + r * n, n, bits_of(code.kind), !code.zero, metadata_first, codes + r * n, scale + r, zero + r);
+      else encode_scaled(x + r * n, n, code, codes + r * n, scale + r);
+    if (code.kind == kFp8) std::memcpy(bytes, codes, D);
+    else pack(codes, code.kind, D, bytes);
   }
 };
 
-static void put_metadata(const Tier& tier, uint8_t* page, int64_t scale_at, int64_t zero_at, int groups, long slot, const Encoder& e) {
-  for (int r = 0; r < groups; r++) {
-    const long at = 2 * (r * (long)tier.slots_per_page + slot);
-    std::memcpy(page + scale_at + at, e.scale + r, 2);
-    if (!tier.symmetric) std::memcpy(page + zero_at + at, e.zero + r, 2);
+static void put_metadata(const Tier& tier, const Code& code, uint8_t* page, int64_t scale_at, int64_t zero_at, long slot, const Encoder& e) {
+  if (!scaled(code)) return;
+  const long unit = scale_bytes(code);
+  for (int r = 0; r < code.groups; r++) {
+    const long at = r * (long)tier.slots_per_page + slot;
+    std::memcpy(page + scale_at + unit * at, e.scale + r, unit);
+    if (code.zero) std::memcpy(page + zero_at + 2 * at, e.zero + r, 2);
   }
 }
 
 static void write_key(const Tier& tier, uint8_t* page, long slot, const float* x, long D, Encoder& e) {
-  e.encode(tier, tier.k_kind, tier.k_groups, x, D);
-  const long width = D / planes_of(tier.k_kind), unit = unit_bytes_of(tier.k_kind), T = tier.slots_per_page;
+  e.encode(tier.k, tier.k_channel_group > 0, x, D);
+  const long width = units_of(tier.k.kind, D / planes_of(tier.k.kind)), unit = unit_bytes_of(tier.k.kind), T = tier.slots_per_page;
   uint8_t* to = page + tier.k_codes + slot * unit;
   if (unit == 1)
     for (long w = 0; w < width; w++) to[w * T] = e.bytes[w];
   else
     for (long w = 0; w < width; w++) std::memcpy(to + w * T * unit, e.bytes + w * unit, unit);
-  if (coded(tier.k_kind)) put_metadata(tier, page, tier.k_scale, tier.k_zero, tier.k_groups, slot, e);
+  put_metadata(tier, tier.k, page, tier.k_scale, tier.k_zero, slot, e);
 }
 
 static void write_value(const Tier& tier, uint8_t* page, long slot, const float* x, long D, Encoder& e) {
-  e.encode(tier, tier.v_kind, tier.v_groups, x, D);
-  const long row = D / planes_of(tier.v_kind) * unit_bytes_of(tier.v_kind);
+  e.encode(tier.v, tier.k_channel_group > 0, x, D);
+  const long row = units_of(tier.v.kind, D / planes_of(tier.v.kind)) * unit_bytes_of(tier.v.kind);
   std::memcpy(page + tier.v_codes + slot * row, e.bytes, row);
-  if (coded(tier.v_kind)) put_metadata(tier, page, tier.v_scale, tier.v_zero, tier.v_groups, slot, e);
+  put_metadata(tier, tier.v, page, tier.v_scale, tier.v_zero, slot, e);
 }
 
 // A group of consecutive tokens with one key scale per channel; rows[t] is a token's key.
 static void write_key_group(const Tier& tier, uint8_t* page, long slot, const float* const* rows, long D, Encoder& e) {
-  const long group = tier.k_channel_group, T = tier.slots_per_page, width = D / planes_of(tier.k_kind);
+  const long group = tier.k_channel_group, T = tier.slots_per_page, width = units_of(tier.k.kind, D / planes_of(tier.k.kind));
   std::vector<float> column(group);
   std::vector<uint8_t> codes(group * D), one(group);
   for (long d = 0; d < D; d++) {
     for (long t = 0; t < group; t++) column[t] = rows[t][d];
-    encode_group(column.data(), group, bits_of(tier.k_kind), tier.symmetric, true, one.data(), e.scale + d, e.zero + d);
+    encode_group(column.data(), group, bits_of(tier.k.kind), !tier.k.zero, true, one.data(), e.scale + d, e.zero + d);
     for (long t = 0; t < group; t++) codes[t * D + d] = one[t];
   }
   for (long t = 0; t < group; t++) {
-    pack(codes.data() + t * D, tier.k_kind, D, e.bytes);
+    pack(codes.data() + t * D, tier.k.kind, D, e.bytes);
     for (long w = 0; w < width; w++) page[tier.k_codes + w * T + slot + t] = e.bytes[w];
   }
   const long at = slot / group * D * 2;
   std::memcpy(page + tier.k_scale + at, e.scale, 2 * D);
-  if (!tier.symmetric) std::memcpy(page + tier.k_zero + at, e.zero, 2 * D);
+  if (tier.k.zero) std::memcpy(page + tier.k_zero + at, e.zero, 2 * D);
 }
 
 // One side of one slot as floats, with the two roundings of the reference (multiply, then add).
 static void read_side(const Tier& tier, const uint8_t* page, long slot, bool key, long D, float* out) {
-  const int kind = key ? tier.k_kind : tier.v_kind, unit = unit_bytes_of(kind);
-  const long T = tier.slots_per_page, width = D / planes_of(kind), half = coded(kind) ? 1 << (bits_of(kind) - 1) : 0;
+  const Code& code = key ? tier.k : tier.v;
+  const int kind = code.kind, unit = unit_bytes_of(kind);
+  const long T = tier.slots_per_page, width = D / planes_of(kind), units = units_of(kind, width);
   uint8_t row[kMaxChannels * 4];
   if (key)
-    for (long w = 0; w < width; w++) std::memcpy(row + w * unit, page + tier.k_codes + (w * T + slot) * unit, unit);
-  else std::memcpy(row, page + tier.v_codes + slot * width * unit, width * unit);
-  for (long d = 0; d < D; d++) out[d] = scalar_element(kind, row, int(width), int(d));
-  if (!coded(kind)) return;
+    for (long w = 0; w < units; w++) std::memcpy(row + w * unit, page + tier.k_codes + (w * T + slot) * unit, unit);
+  else std::memcpy(row, page + tier.v_codes + slot * units * unit, units * unit);
+  for (long d = 0; d < D; d++) {
+    out[d] = scalar_element(kind, row, int(width), int(d));
+    if (kind >= kBook2) out[d] = code.levels[int(out[d])];
+  }
+  if (!scaled(code)) return;
   const bool channel = key && tier.k_channel_group;
-  const long groups = key ? tier.k_groups : tier.v_groups, channels = D / groups;
+  const long channels = D / code.groups;
   const uint8_t *scales = page + (key ? tier.k_scale : tier.v_scale), *zeros = page + (key ? tier.k_zero : tier.v_zero);
   for (long d = 0; d < D; d++) {
-    const long at = 2 * (channel ? slot / tier.k_channel_group * D + d : d / channels * T + slot);
-    uint16_t scale, zero = 0;
-    std::memcpy(&scale, scales + at, 2);
-    if (!tier.symmetric) std::memcpy(&zero, zeros + at, 2);
-    out[d] = tier.symmetric ? (out[d] - float(half)) * scalar_f16(scale) : out[d] * scalar_f16(scale) + scalar_f16(zero);
+    const long at = channel ? slot / tier.k_channel_group * D + d : d / channels * T + slot;
+    const float scale = scale_of(code, scales + scale_bytes(code) * at);
+    uint16_t zero = 0;
+    if (code.zero) std::memcpy(&zero, zeros + 2 * at, 2);
+    out[d] = code.zero ? out[d] * scale + scalar_f16(zero) : (out[d] - float(code.centre)) * scale;
   }
 }
 
@@ -172,19 +229,18 @@ static void copy_strided(const uint8_t* from, uint8_t* to, long rows, long strid
 }
 
 static void move_slot(const Tier& tier, const uint8_t* from, long source, uint8_t* to, long target, long D) {
-  const long T = tier.slots_per_page, k_unit = unit_bytes_of(tier.k_kind), v_row = D / planes_of(tier.v_kind) * unit_bytes_of(tier.v_kind);
-  copy_strided(from + tier.k_codes + source * k_unit, to + tier.k_codes + target * k_unit, D / planes_of(tier.k_kind), T * k_unit, k_unit);
+  const int k_kind = tier.k.kind, v_kind = tier.v.kind;
+  const long T = tier.slots_per_page, k_unit = unit_bytes_of(k_kind), k_units = units_of(k_kind, D / planes_of(k_kind));
+  const long v_row = units_of(v_kind, D / planes_of(v_kind)) * unit_bytes_of(v_kind);
+  copy_strided(from + tier.k_codes + source * k_unit, to + tier.k_codes + target * k_unit, k_units, T * k_unit, k_unit);
   std::memcpy(to + tier.v_codes + target * v_row, from + tier.v_codes + source * v_row, v_row);
-  struct Meta {
-    bool there;
-    int64_t at;
-    long rows;
+  auto copy_metadata = [&](const Code& code, int64_t scales, int64_t zeros) {
+    const long unit = scale_bytes(code);
+    if (scaled(code)) copy_strided(from + scales + unit * source, to + scales + unit * target, code.groups, unit * T, unit);
+    if (code.zero) copy_strided(from + zeros + 2 * source, to + zeros + 2 * target, code.groups, 2 * T, 2);
   };
-  const bool zeros = !tier.symmetric;
-  const Meta meta[] = {{coded(tier.k_kind), tier.k_scale, tier.k_groups}, {coded(tier.k_kind) && zeros, tier.k_zero, tier.k_groups},
-                       {coded(tier.v_kind), tier.v_scale, tier.v_groups}, {coded(tier.v_kind) && zeros, tier.v_zero, tier.v_groups}};
-  for (const Meta& m : meta)
-    if (m.there) copy_strided(from + m.at + 2 * source, to + m.at + 2 * target, m.rows, 2 * T, 2);
+  copy_metadata(tier.k, tier.k_scale, tier.k_zero);
+  copy_metadata(tier.v, tier.v_scale, tier.v_zero);
   for (int64_t at : {tier.score, tier.pos})
     if (at >= 0) std::memcpy(to + at + 4 * target, from + at + 4 * source, 4);
 }

@@ -89,6 +89,15 @@ def test_every_coded_format_equals_the_reference(variant: str, head_dim: int):
         ("4,8", "fp16", {"fp8": True}),
         ("8,16", "bf16", {}),
         ("16,2", "fp16", {}),
+        ("3,3", "fp16", {}),
+        ("3,3", "fp16", {"symmetric": True, "k_groups": 2, "v_groups": 2}),
+        ("3,3", "fp16", {"k_channel_group": 16}),
+        ("8,8", "fp16", {"k_code": "e4m3_scaled", "v_code": "e4m3_scaled"}),
+        ("4,4", "fp16", {"k_code": "lloyd"}),
+        ("3,3", "fp16", {"k_code": "lloyd", "v_code": "lloyd"}),
+        ("2,2", "fp16", {"k_code": "lloyd", "v_code": "lloyd", "v_groups": 2}),
+        ("4,4", "fp16", {"k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4}),
+        ("4,4", "fp16", {"k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 2, "v_groups": 2}),
     ],
 )
 def test_elements_and_mixed_sides_equal_the_reference(bits: str, kind: str, extra: dict, head_dim: int):

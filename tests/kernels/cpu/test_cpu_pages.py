@@ -32,6 +32,14 @@ FORMATS = {
     "symmetric": {"k_bits": 8, "v_bits": 4, "symmetric": True, "v_groups": 2},
     "channel": {"k_bits": 2, "v_bits": 2, "k_channel_group": 32, "v_groups": 2},
     "channel-symmetric": {"k_bits": 4, "v_bits": 2, "k_channel_group": 8, "symmetric": True},
+    "channel3": {"k_bits": 3, "v_bits": 3, "k_channel_group": 16, "v_groups": 2},
+    "k3v3": {"k_bits": 3, "v_bits": 3, "track": ("score",), "symmetric": True},
+    "fp8-scaled": {"k_bits": 8, "v_bits": 8, "k_code": "e4m3_scaled", "v_code": "e4m3_scaled", "v_groups": 2},
+    "lloyd": {"k_bits": 4, "v_bits": 3, "k_code": "lloyd", "v_code": "lloyd"},
+    "lloyd2": {"k_bits": 3, "v_bits": 2, "k_code": "lloyd", "v_code": "lloyd", "k_groups": 2},
+    "turboquant": {"k_bits": 3, "v_bits": 3, "k_code": "lloyd", "track": ("pos",)},
+    "fp4": {"k_bits": 4, "v_bits": 4, "k_code": "nvfp4", "v_code": "mxfp4"},
+    "fp4-blocks": {"k_bits": 4, "v_bits": 4, "k_code": "mxfp4", "v_code": "nvfp4", "k_groups": 2, "v_groups": 4},
 }
 
 
@@ -108,7 +116,9 @@ def test_many_slots_are_written_alike_by_several_threads():
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fp8", "k8v4", "groups", "symmetric"])
+@pytest.mark.parametrize(
+    "name", ["fp16", "bf16", "fp8", "k8v4", "groups", "symmetric", "fp8-scaled", "turboquant", "fp4-blocks"]
+)
 def test_a_nan_stays_where_it_is(name: str, isa: str):
     """A vector with a NaN reads back as NaN (coded: all of it; elements: that channel), its neighbours as they were."""
     fmt = page_format(name, 64)
