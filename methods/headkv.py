@@ -15,9 +15,9 @@ class HeadKV(WindowRanked):
         budget: Mean over heads of what stays of the prompt, window included: ratio, tokens per head, or bytes.
         allocation: `table`: heads in proportion to `table`, above a floor of `alpha`.
         alpha: Share of a head's budget that does not depend on the table, in [0, 1]: 1 - 1 / beta of the paper, which
-            takes a share of 1 / beta from each head into a common pool.
+            takes a share of 1 / beta from each head into a common pool. With `ada` as in `ada_snapkv`.
         table: Weights, >= 0, one per layer and KV head: a path, or a list of lists. They belong to one model; the
-            YAML's are the embedded model's, measured by `kvbench gates`.
+            YAML's are the embedded model's, measured by `kvbench gates`. Other allocations do without.
         window: Observation window; >= 1.
         pool: `max`, `avg` or `none`, over the prompt before the window.
         pool_kernel: Odd width of the pool.
@@ -37,3 +37,8 @@ class HeadKV(WindowRanked):
     allocation: Allocation = "table"
     alpha: Annotated[float, Number(0, 1)] = 0.1667
     window: Annotated[int, Whole(1, unit="tokens")] = 8
+
+    def __post_init__(self) -> None:
+        if self.allocation != "table":
+            self.table = None  # the file's, for which another allocation has no use
+        super().__post_init__()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.policy.ranking import rank_descending, share_with_cap
 
-Allocation = Literal["uniform", "pyramid", "ada", "ada_pyramid", "global", "table", "preference"]
+Allocation = Literal["uniform", "pyramid", "ada", "ada_pyramid", "global", "preference", "table"]
 """Who competes for a budget: nobody, layers by their depth, the heads of a layer, all heads, or a table decides, or
 what the method finds its layers to be worth."""
 Table = tuple[tuple[float, ...], ...]
