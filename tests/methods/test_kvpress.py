@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from engine_helpers import answers, engine, random_tokens, request
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.methods.kvpress import KVPress, scorer, value_of
@@ -128,3 +129,18 @@ def test_settings_are_read_as_python_has_them():
     """Numbers, truth values and names."""
     assert [value_of(text) for text in ("3", "0.5", "True", "false", "mean")] == [3, 0.5, True, False, "mean"]
     assert scorer("ProjectedPress", ("factor=2",)).factor == 2
+
+
+def test_a_package_may_wrap_every_attention_function(tiny_model, monkeypatch):
+    """As kvpress does when it is imported, with the dropout by its place: answers are the same."""
+    loaded, asked = tiny_model("llama", "gqa3", 64), [request("0", random_tokens(40), max_new_tokens=5)]
+    plain, calls = ALL_ATTENTION_FUNCTIONS["kvbench"], []
+
+    def wrapper(module, query, key, value, attention_mask, dropout, **kwargs):
+        calls.append(dropout)
+        return plain(module, query, key, value, attention_mask, dropout, **kwargs)
+
+    want = answers(loaded, KVPress(), asked)["0", 0]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kvbench", wrapper)
+    found = answers(loaded, KVPress(), asked)["0", 0]
+    assert (found.token_ids, found.kept) == (want.token_ids, want.kept) and len(calls) == 2 * 5
