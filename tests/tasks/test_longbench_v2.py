@@ -101,7 +101,7 @@ def test_choices(load, model, chat, query_aware):
     assert request.gold == request.choices[1] and len(request.segments) == 2 and request.max_new_tokens == 1
     text = model.tokenizer.decode(list(request.prompt))
     assert text.endswith(
-        "<|assistant|>\nThe correct answer is" if chat == "auto" else '"\n\nThe correct answer is'[-24:]
+        "<|assistant|>\nThe correct answer is" if chat == "auto" else 'answer here)".\n\nThe correct answer is'
     )
     if query_aware:
         assert len(request.segments[1]) == 1
