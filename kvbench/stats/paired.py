@@ -193,7 +193,7 @@ class Paired:
             low, high = self._newcombe(z)
             return low if self.value > 0 else -high
 
-        if self.value == 0:
+        if end(0.0) <= 0:  # no difference, but perhaps for the rounding of subsets that cancel
             return 1.0
         largest = 12.0
         return 0.0 if end(largest) > 0 else float(2 * norm.sf(brentq(end, 0.0, largest)))
