@@ -94,7 +94,8 @@ def test_subsets_that_pull_in_opposite_ways_are_no_proof():
 
 def test_subsets_that_cancel_but_for_rounding_are_no_difference():
     """-2 of 60, -2 of 30 and +1 of 10 leave 1e-17 of a mean, of which no level of an interval can be asked."""
-    found = stats.paired({"a": answers(2, 0, 60), "b": answers(2, 0, 30), "c": answers(0, 1, 10)})
+    changes = {60: [(0.0, 1.0)] * 2, 30: [(0.0, 1.0)] * 2, 10: [(1.0, 0.0)]}
+    found = stats.paired({str(n): [*some, *[(1.0, 1.0)] * (n - len(some))] for n, some in changes.items()})
     assert 0 < abs(found.value) < 1e-15 and found.p == 1.0
     (low, high), _ = found.interval
     assert low < 0 < high
