@@ -93,9 +93,11 @@ def test_subsets_that_pull_in_opposite_ways_are_no_proof():
 
 
 def test_subsets_that_cancel_but_for_rounding_are_no_difference():
-    """-2 of 60, -2 of 30 and +1 of 10 leave 1e-17 of a mean, of which no level of an interval can be asked."""
-    changes = {60: [(0.0, 1.0)] * 2, 30: [(0.0, 1.0)] * 2, 10: [(1.0, 0.0)]}
-    found = stats.paired({str(n): [*some, *[(1.0, 1.0)] * (n - len(some))] for n, some in changes.items()})
+    """+2 of 60, +2 of 30 and -1 of 10 leave 1e-17 of a mean, of which no level of an interval can be asked."""
+    pairs = {}
+    for count, gained, lost in ((60, 6, 4), (30, 5, 3), (10, 0, 1)):
+        pairs[str(count)] = [(1.0, 0.0)] * gained + [(0.0, 1.0)] * lost + [(1.0, 1.0)] * (count - gained - lost)
+    found = stats.paired(pairs)
     assert 0 < abs(found.value) < 1e-15 and found.p == 1.0
     (low, high), _ = found.interval
     assert low < 0 < high
