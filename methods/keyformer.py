@@ -63,7 +63,7 @@ class Keyformer(HeavyHitters):
         the same in all heads and in repeated runs. Slots are freed, where the original masks tokens and frees none.
     """
 
-    budget: BudgetText = 0.6
+    budget: BudgetText | None = 0.6
     recent_share: Annotated[float, Number(0, 1)] = 0.3
     tau_init: Annotated[float, Number(0, 1000, above=True)] = 1.0
     tau_delta: Annotated[float, Number(0, 1000)] = 0.01

@@ -66,7 +66,7 @@ class KVzip(Ranked):
     """
 
     sinks: Annotated[int, Whole(0, unit="tokens")] = 4
-    part: Annotated[int, Whole(1)] = 2048
+    part: Annotated[int, Whole(1, 2**24)] = 2048
     allocation: Allocation = "global"
     alpha: Annotated[float, Number(0, 1)] = 0.0
 

@@ -120,6 +120,8 @@ class Gpu(Reference):
         update: ScoreUpdate | None = None,
         skip_near: int = 0,
     ) -> FusedStep | None:
+        if self._lacks(*(tier.fmt for tier in tiers)):
+            return None
         checks.step(
             pages,
             tiers,

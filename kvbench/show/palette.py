@@ -29,7 +29,12 @@ METHODS = (
     *("snapkv", "kivi", "h2o", "diffkv", "streaming_llm", "quest"),
     *("pyramidkv", "minikv", "ada_snapkv", "int4", "tova", "random"),
     *("kv_compress", "kvquant_style", "scissorhands", "diffkv_artifact", "duo_attention", "knorm"),
-    *("ada_pyramidkv", "fp8", "leankv", "int8", "h2o_factory"),
+    *("ada_pyramidkv", "fp8", "leankv", "int8", "h2o_factory", "keydiff"),
+    *("expected_attention", "chunkkv", "critical", "kvzip", "r_kv", "vatp"),
+    *("lagkv", "cake", "headkv", "turboquant_4bit", "triattention", "keyformer"),
+    *("simlayerkv", "dms", "fastgen", "pyramid_infer", "q_hitter", "zipcache"),
+    *("random_trace", "kvpress", "nvfp4", "fp8_per_token_head", "turboquant_3bit", "int8_per_token_head"),
+    *("turboquant_k8v4",),
 )
 FULL_STYLE = (BLACK, "*")
 

@@ -174,6 +174,7 @@ def _standing_for(statistic: Statistic) -> Statistic:
     @dataclass(frozen=True)
     class Alike(Statistic):
         also = statistic.also
+        needs = statistic.needs & {"replays"}  # a second pass takes nothing that stays
 
         def of_prompt(self, seen: LayerTensors) -> Tensor:
             return torch.zeros(1 + len(self.also), *seen.pos.shape).squeeze(0)

@@ -102,7 +102,7 @@ def test_flags_and_the_working_set_are_read_as_they_are_written():
     ("word", "message"),
     [
         ("graph=maybe", "graph=maybe is neither true nor false"),
-        ("formats=[K3V2]", "formats=K3V2 does not exist"),
+        ("formats=[K5V2]", "formats=K5V2 does not exist"),
         ("shapes=[9x2x64]", "2 KV heads do not divide 9"),
         ("shapes=[big]", "query heads x KV heads x head dim"),
         ("rounds=0", "rounds=0 must be a whole number of at least 1"),

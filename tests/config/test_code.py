@@ -47,7 +47,12 @@ def test_every_import_of_a_task_or_the_harness_is_installed_or_optional():
     """Every library of the code has a version, but for the GPU's where there is none, and trackers that nobody asked
     for."""
     files = [path for folder in ("kvbench", "kernels", "methods") for path in (ROOT / folder).rglob("*.py")]
-    assert {name for name, version in code.libraries(files).items() if not version} <= {"triton", "mlflow", "wandb"}
+    assert {name for name, version in code.libraries(files).items() if not version} <= {
+        "triton",
+        "mlflow",
+        "wandb",
+        "kvpress",
+    }
     harness = code.versions(code.imports(provenance.code_files("cpu").values()))
     assert set(harness) == {"gguf", "tokenizers", "torch", "transformers"}
 

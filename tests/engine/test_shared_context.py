@@ -69,9 +69,9 @@ def test_a_context_costs_once(loaded):
     asked, seen, read = questions()[:8], [], []
     own = Runner.read
 
-    def reading(self, prompt, **more):
+    def reading(self, prompt, *more):
         read.append(len(prompt))
-        return own(self, prompt, **more)
+        return own(self, prompt, *more)
 
     def look(running, step):
         rows = torch.tensor(running.runner.open_rows)

@@ -123,8 +123,12 @@ def test_a_protected_prompt_is_held_to_its_budget():
     """All of the prompt, and of 50 answer tokens a tenth, the window, and what may come in before the next eviction."""
     kept = {"prompt_slots": 400, "prompt_tokens": 100, "tokens_seen": 150, "lists": 4}
     asked = Budget.parse(0.1)
-    assert prompt_complaint(kept | {"slots_per_tier": [4 * 106]}, asked, 3, 1) is None
-    assert "106.25 tokens per head" in prompt_complaint(kept | {"slots_per_tier": [4 * 106 + 1]}, asked, 3, 1)
-    assert prompt_complaint(kept | {"slots_per_tier": [4 * 109]}, asked, 8, 1) is None
-    assert "but protect=prompt keeps all" in prompt_complaint(kept | {"prompt_slots": 399}, asked, 3, 1)
+
+    def complaint(window: int, **more: object) -> str | None:
+        return prompt_complaint({"kept": kept | more}, asked, window, 1)
+
+    assert complaint(3, slots_per_tier=[4 * 106]) is None
+    assert "106.25 tokens per head" in complaint(3, slots_per_tier=[4 * 106 + 1])
+    assert complaint(8, slots_per_tier=[4 * 109]) is None
+    assert "but protect=prompt keeps all" in complaint(3, prompt_slots=399)
     assert prompt_complaint({}, asked, 3, 1) is None

@@ -4,11 +4,12 @@ import hashlib
 import json
 import lzma
 import struct
+from dataclasses import replace
 from typing import get_type_hints
 
 import pytest
 
-from kvbench.engine.requests import Outcome, Request
+from kvbench.engine.requests import Outcome, Request, Turn
 from kvbench.results.journal import Journal
 from kvbench.results.sample import SampleRecord, journal_record, key_of, read_lines, read_samples, write_line
 
@@ -18,12 +19,15 @@ OUTCOME = Outcome(sample_id="a/0", repeat=1, text="x", token_ids=[7], finish="eo
 
 
 def test_a_record_has_every_documented_key():
-    """The keys and their order are those of the class; `choices` is there only where the task asked about some."""
+    """The keys and their order are those of the class; `choices` is there only where the task asked about some, and
+    `turns` in conversations."""
     plain = journal_record(REQUEST, OUTCOME, {"exact": 1.0}, {"seed": 0})
     asked = Request(sample_id="a/0", subset="a", segments=((1, 2, 3),), choices=((4,), (5,)))
     documented = [name for name in get_type_hints(SampleRecord) if name != "seal"]  # which is on the line only
-    assert list(journal_record(asked, OUTCOME, {}, {})) == documented
-    assert list(plain) == [name for name in documented if name != "choices"]
+    talk = replace(asked, turns=(Turn(tokens=(4,), answers=("x",)),))
+    assert set(journal_record(talk, replace(OUTCOME, turns=[{"text": "y"}]), {}, {})) == set(documented)
+    assert list(journal_record(asked, OUTCOME, {}, {})) == [name for name in documented if name != "turns"]
+    assert list(plain) == [name for name in documented if name not in ("choices", "turns")]
     assert plain["truncated"] and plain["scores"] == {"exact": 1.0} and key_of(plain) == ("a/0", 1)
 
 

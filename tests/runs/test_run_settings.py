@@ -139,6 +139,8 @@ def test_rows_are_never_more_than_the_requests_need(monkeypatch):
         num_samples=2,
         gold=(),
         choices=(),
+        turns=(),
+        conversation_tokens=8,
         max_new_tokens=3,
         **more,
     )

@@ -26,7 +26,7 @@ from kvbench.sizing.stored import policy_of, projected, tier_shares
 
 HEADS, NEW_TOKENS = 2, 16
 # What is kept depends on the data, be it in all or in each head: slack then is not the same to the byte.
-BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv", "cake", "dms", "simlayerkv", "fastgen"}
+BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv", "cake", "dms", "simlayerkv", "fastgen", "kvzip"}
 METHODS = sorted(set(files.options("method")) - {"leankv"})  # another name of diffkv
 LONG = "KVBENCH_FULL_TESTS"  # set by `make test-bytes`
 
@@ -62,7 +62,8 @@ def check(method, model, lengths):
         assert found.fp16_bytes == outcome.ledger["fp16_bytes"]
         if method in BY_DATA:
             # Heads that all keep as much have last pages that are all as full: half a page each is what is not known.
-            half_pages = outcome.ledger["page_bytes"] * outcome.kept["lists"] / 2 if method == "cake" else 0
+            is_alike = method in ("cake", "kvzip")
+            half_pages = outcome.ledger["page_bytes"] * outcome.kept["lists"] / 2 if is_alike else 0
             assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0.01, abs=half_pages), length
         else:
             assert found.items == measured, length

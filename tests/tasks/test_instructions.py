@@ -126,7 +126,7 @@ def test_conversations(model):
             "meta": request.meta,
             "repeat": 0,
             "text": golds[3] if number else "what?",
-            "turns": [{"text": golds[0]}, {"text": ""}, {"text": golds[2]}],
+            "turns": [{"text": text, "finish": "eos"} for text in (golds[0], "", golds[2])],
             "scores": dict.fromkeys(task.metrics, 0.0),
             "finish": "eos",
         }
