@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,10 +10,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
+from kvbench.calibrate.gates import write_table
 from kvbench.engine.engine import Engine
 from kvbench.errors import check_whole
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, Policy, ScoreSpec, Statistic
-from kvbench.results.writing import write_file
 from kvbench.runs.parts import default_parts
 from kvbench.show.progress import Progress
 
@@ -43,8 +42,7 @@ def main(cfg: DictConfig) -> int:
     task = parts.load_task(cfg.task, model, limit=own.prompts, seed=cfg.seed, protocol=cfg.protocol)
     with Progress(f"centres of {model.name} on {task.name}", len(task.requests), 0) as progress:
         table = measure(model, task.requests, progress.advance)
-    text = "".join("\t".join(f"{number:.4f}" for number in row) + "\n" for row in table.tolist())
-    write_file(Path(own.out), text.encode("ascii"))
+    write_table(own.out, table)
     layers, numbers = table.shape
     print(f"{own.out}: {layers} layers x {numbers} numbers from {len(task.requests)} prompts", file=sys.stderr)
     print(f"use it: kvbench method=triattention method.centres={own.out}")
@@ -99,7 +97,7 @@ def measure(
     assert isinstance(collects, _Collects)
     try:
         engine = Engine(model, policy, store=StoreOptions(), batch_size=1, seed=0, fidelity_max_tokens=0)
-        prompts = [[token for segment in request.segments for token in segment] for request in requests]
+        prompts = [list(request.prompt) for request in requests]
         engine.runner.reserve(rows=1, prompt_tokens=max(map(len, prompts)), new_tokens=1)
         for prompt in prompts:
             row, _ = engine.runner.read(prompt)

@@ -44,8 +44,7 @@ def main(cfg: DictConfig) -> int:
         raise ValueError(f"task={task.name} has no gold answers to measure with; task=longctx has")
     with Progress(f"gates of {model.name} on {task.name}", len(requests), 0) as progress:
         gates = measure(model.model, requests, own.sinks, own.recent, progress.advance)
-    text = "".join("\t".join(f"{gate:.4f}" for gate in row) + "\n" for row in gates.tolist())
-    write_file(Path(own.out), text.encode("ascii"))
+    write_table(own.out, gates)
     far = gates.flatten().sort(descending=True).values
     print(
         f"{own.out}: {gates.shape[0]} layers x {gates.shape[1]} KV heads from {len(requests)} prompts; "
@@ -54,6 +53,17 @@ def main(cfg: DictConfig) -> int:
     )
     print(f"use it: kvbench method=duo_attention method.table={own.out}")
     return 0
+
+
+def write_table(path: str, table: Tensor) -> None:
+    """Writes numbers as `kvbench.policy.read_table` reads them: a line per layer, parted by tabs.
+
+    Args:
+        path: The file.
+        table: [layers, numbers].
+    """
+    text = "".join("\t".join(f"{number:.4f}" for number in row) + "\n" for row in table.tolist())
+    write_file(Path(path), text.encode("ascii"))
 
 
 @torch.no_grad()
@@ -86,7 +96,7 @@ def measure(
     total = torch.zeros(config.num_hidden_layers, num_kv_heads)
     try:
         for request in requests:
-            prompt = [token for segment in request.segments for token in segment]
+            prompt = request.prompt
             tokens = torch.tensor([[*prompt, *request.gold[:-1]]], device=model.device)
             out = model(input_ids=tokens, output_attentions=True, logits_to_keep=1, use_cache=False)
             rows = torch.arange(len(prompt) - 1, tokens.shape[1], device=model.device)

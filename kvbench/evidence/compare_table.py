@@ -77,10 +77,10 @@ def _table(rows: Sequence[ComparedRun], columns: dict[str, list[str]], title: st
 def _tables(title: str, rows: Sequence[ComparedRun], console: Console) -> Iterable[Table]:
     """One table, or where that is too wide for the console one up to the verdict and one of what it stands on."""
     columns = _columns(rows)
-    whole = _table(rows, columns)
+    whole = _table(rows, columns, title)
     needed = console.measure(whole, options=console.options.update(max_width=WIDEST)).minimum
     if needed <= console.width:
-        return [_table(rows, columns, title)]
+        return [whole]
     names = list(columns)
     cut = names.index("verdict") + 1
     first, second = ({name: columns[name] for name in part} for part in (names[:cut], names[cut:]))

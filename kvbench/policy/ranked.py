@@ -217,8 +217,7 @@ class Ranked(Policy):
     def _whole_chunks(self, chosen: Tensor, may_be_none: bool) -> Tensor:
         """Chosen tokens, bool [V, H, n], without those of chunks of which not all are; a list that would be empty keeps
         its part of a chunk."""
-        chunk = torch.arange(chosen.shape[-1], device=chosen.device) // self.chunk
-        size = torch.bincount(chunk)
+        chunk, size = self._chunks(chosen)
         count = size.new_zeros(*chosen.shape[:-1], len(size)).index_add_(-1, chunk, chosen.long())
         whole = chosen & (count == size)[..., chunk]
         return whole if may_be_none else torch.where(whole.any(-1, keepdim=True), whole, chosen)
@@ -282,10 +281,14 @@ class Ranked(Policy):
         """Every token's mean over its chunk, fp32 [V, H, n]; equal chunks keep their order."""
         if self.chunk == 1:
             return score
-        chunk = torch.arange(score.shape[-1], device=score.device) // self.chunk
-        count = torch.bincount(chunk)
+        chunk, count = self._chunks(score)
         total = score.new_zeros(*score.shape[:-1], len(count)).index_add_(-1, chunk, score)
         return (total / count)[..., chunk]
+
+    def _chunks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens [.., n] the chunk of each, int64 [n], and the tokens of each chunk."""
+        chunk = torch.arange(tokens.shape[-1], device=tokens.device) // self.chunk
+        return chunk, torch.bincount(chunk)
 
     def _two_stages(self, view: PrefillView, score: Tensor, free: slice, own: Tensor) -> Tensor:
         """CriticalKV's choice among tokens with scores [V, H, n], bool; scores below 0 count from the smallest."""

@@ -4,7 +4,8 @@ The model answers in words, and the letter is taken from "The correct answer is 
 `task.form=choices` the four letters are scored behind these words, which small models can do, too. Scores are reported
 by difficulty, length and domain.
 
-Source: Bai et al., "LongBench v2", 2024 (arXiv 2412.15204); prompts/0shot.txt and pred.py of THUDM/LongBench.
+Source: Bai et al., "LongBench v2", 2024 (arXiv 2412.15204); prompts/0shot.txt of THUDM/LongBench. Its pred.py was not
+    at hand: the rule for the letter and the 128 tokens of an answer were not compared with it.
 Differs: answers are greedy where the protocol does not sample (the authors sample at a temperature of 0.1); an answer
     without a letter scores 0 (their `compensated` gives it 0.25). With `protocol.query_aware=false` the prompt is
     divided behind the text.
@@ -138,7 +139,7 @@ def question_of(question: str, choices: Sequence[str]) -> str:
 def letter_of(answer: str) -> str | None:
     """The letter that an answer gives; asterisks do not count, and a letter in brackets goes before one without.
 
-    Source: LongBench v2 pred.py, extract_answer.
+    Source: extract_answer of LongBench v2's pred.py, written from memory and not compared with the file.
     """
     found = list(_ANSWER.finditer(answer.replace("*", "")))
     return next((match[1] for match in found if match[1]), next((match[2] for match in found), None))
