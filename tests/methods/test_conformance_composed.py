@@ -168,3 +168,15 @@ def test_an_instruction_that_is_not_there_cannot_be_protected(tiny_model):
     with pytest.raises(ValueError, match="prompts of this task begin without one"):
         run = [request("0", random_tokens(60), instruction_tokens=3), request("1", random_tokens(60))]
         answers(tiny_model("llama", "gqa3", 64), policy, run)
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova"])
+def test_bytes_beside_a_protected_prompt_are_kept_to(tiny_model, name):
+    """Where one token goes at every step, too: prompt and answer together hold at most the bytes that were asked for,
+    and the answer alone gives way."""
+    policy = policy_of.__wrapped__(name, budget="75KiB", protect="prompt")
+    asked = request("0", random_tokens(60), max_new_tokens=40)
+    outcome = answers(tiny_model("llama", "gqa3", 64), policy, [asked])["0", 0]
+    kept, lists = outcome.kept, LAYERS * HEADS
+    assert outcome.ledger["resident_bytes"] <= 75 << 10 and policy.check_outcome(vars(outcome)) is None
+    assert kept["prompt_slots"] == 60 * lists and 60 * lists < sum(kept["slots_per_tier"]) < kept["tokens_seen"] * lists
