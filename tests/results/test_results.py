@@ -158,3 +158,25 @@ def test_no_method_counts_a_file_that_it_does_not_import():
     ada = importlib.import_module("kvbench.methods.ada_snapkv").AdaSnapKV
     assert set(provenance.method_files(full)) == {"kvbench.methods.full"}
     assert "kvbench.methods.full" not in provenance.method_files(ada)
+
+
+def test_method_files_leave_another_environments_libraries_out(tmp_path, monkeypatch):
+    """Where one environment is laid over another, the libraries of the other one are libraries too, and none is run."""
+    ran = "import pathlib; pathlib.Path(__file__).with_name('ran').touch(); raise SystemExit('run')"
+    for name, text in {
+        "below/lib/python3/site-packages/own_library/__init__.py": ran,
+        "below/lib/python3/site-packages/own_library/part.py": "x = 1",
+        "below/lib/python3/dist-packages/own_packaged.py": "y = 2",
+        "mine/own_broken/__init__.py": "raise RuntimeError('no GPU')",
+        "mine/own_broken/part.py": "z = 3",
+        "mine/own_layered.py": "class Own:\n    def late(self):\n        import own_library.part, own_packaged\n"
+        "        from own_broken.part import z\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for folder in ("below/lib/python3/site-packages", "below/lib/python3/dist-packages", "mine"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    own = importlib.import_module("own_layered").Own
+    # A package of one's own whose import fails counts itself; what lies behind it cannot be found.
+    assert set(provenance.method_files(own)) == {"own_layered", "own_broken"}
+    assert not list(tmp_path.rglob("ran"))

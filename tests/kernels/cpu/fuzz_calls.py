@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.backend import TierPages
+from kvbench.kernels.codes import BITS, NAMES
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.reference import pages as torch_pages
 
@@ -29,10 +30,10 @@ class Wrong:
 
 
 def random_slot(dice: random.Random, head_dim: int, track: tuple[str, ...], *, plain: bool = False) -> SlotFormat:
-    """A random slot format; `plain` has no keys that share scales over tokens."""
+    """A random slot format of any code there is; `plain` has no keys that share scales over tokens."""
     while True:
         dtype = dice.choice((torch.float16, torch.bfloat16, torch.float32))
-        bits = [dice.choice((1, 2, 4, 8, dtype.itemsize * 8)) for _ in "kv"]
+        bits = [dice.choice((*BITS, dtype.itemsize * 8)) for _ in "kv"]
         try:
             slot = SlotFormat(
                 head_dim,
@@ -40,8 +41,10 @@ def random_slot(dice: random.Random, head_dim: int, track: tuple[str, ...], *, p
                 k_channel_group=0 if plain else dice.choice((0, 0, 8, 16, 32)),
                 k_groups=dice.choice((1, 1, 2, 4)),
                 v_groups=dice.choice((1, 1, 2, 4, 8)),
-                symmetric=1 not in bits and dice.random() < 0.3,
+                symmetric=dice.random() < 0.3,
                 fp8=dice.random() < 0.2,
+                k_code=dice.choice(("", *NAMES)),
+                v_code=dice.choice(("", *NAMES)),
                 dtype=dtype,
                 track=track,
             )

@@ -1,9 +1,13 @@
 """A short run of the fuzzer, without sanitizers; `make fuzz` runs more cases, with them."""
 
+import random
+
 import pytest
+from fuzz_calls import random_slot
 from kernel_fuzz import run
 
 from kvbench.kernels.cpu import abi as cpu_abi
+from kvbench.kernels.codes import BITS, NAMES, code_of
 from kvbench.kernels.cpu.build import BuildError
 
 try:
@@ -20,3 +24,20 @@ def test_random_calls_are_right_or_refused():
     assert tally.findings == []
     assert len({name for name, _ in tally.calls}) == 8  # operations
     assert 20 < sum(n for (_, kind), n in tally.calls.items() if kind == "in contract") < 60
+
+
+def test_every_code_is_drawn():
+    """A code that is declared is a code that the fuzzer tries, without being named there."""
+    dice, drawn = random.Random(0), set()
+    for _ in range(500):
+        slot = random_slot(dice, 64, ())
+        drawn |= {side for side in (slot.keys, slot.values) if side is not None}
+    declared = set()
+    for name in NAMES:
+        for bits in BITS:
+            try:
+                declared.add(code_of(name, bits))
+            except ValueError:
+                continue
+    assert drawn == declared
+    assert len(declared) > 15
