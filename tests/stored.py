@@ -37,12 +37,17 @@ def sample(
     seconds=0.1,
     meta=None,
     gold=None,
+    turns=(),
 ):
-    """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element."""
+    """One journal record; `ratio` is resident bytes over fp16 bytes, `bits` those of a stored element, `turns` are the
+    texts of a conversation's earlier answers."""
     fp16 = 100_000.0 + 1000 * (number % 7)
     resident, payload = ratio * fp16, sum(tiers) / 100 * bits / 16 * fp16
     ok = status == "ok"
     asked = {} if gold is None else {"gold": list(gold), "prompt": {"sha256": "0" * 64, "tail": "What is it?"}}
+    if turns:
+        at = {"token_ids": [3], "finish": "eos", "resident_bytes": 10, "fp16_bytes": 20, "tokens_seen": 50}
+        asked["turns"] = [{"text": said, "gold": [f"gold of {said}"], "num_turn_tokens": 7, **at} for said in turns]
     return {
         "sample_id": f"{subset}/{number}",
         "subset": subset,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import SampleRecord, read_samples
+from kvbench.results.sample import SampleRecord, answers_of, read_samples
 from kvbench.show.text import visible
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def sample_row(record: RunRecord, folder: Path, sample: SampleRecord) -> dict[st
     return {
         **_name(record, folder),
         **{key: sample[key] for key in ("sample_id", "subset", "repeat", "status", "finish", "text")},
+        "answers": answers_of(sample),
         "score": sample["scores"].get(record.primary),
         **{f"scores.{name}": value for name, value in sample["scores"].items()},
         **{name: fidelity.get(measure.key) for name, measure in FIDELITY.items()},

@@ -1,11 +1,12 @@
 """The answers that a run lost or gained beside another run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.evidence.pairing import Pairs
 from kvbench.evidence.runs import StoredRun
 from kvbench.results.measures import Measure
-from kvbench.results.sample import SampleRecord
+from kvbench.results.sample import SampleRecord, answers_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Change:
     mine: float
     theirs: float
     text: str
-    """Answer of the run; the first one whose score differs, when there are several."""
+    """Answer of the run, every turn of a conversation; the first one whose score differs, when there are several."""
     other_text: str
     """Answer of the other run."""
     expected: str
@@ -51,8 +52,8 @@ def changes(
                     subset=sample[0],
                     mine=mine,
                     theirs=theirs,
-                    text=answers[0].get("text", "") if answers else "",
-                    other_text=answers[1].get("text", "") if answers else "",
+                    text=_said(answers_of(answers[0])) if answers else "",
+                    other_text=_said(answers_of(answers[1])) if answers else "",
                     expected=_expected(answers[0]) if answers else "",
                     lost=sign * (mine - theirs) < 0,
                 )
@@ -76,7 +77,14 @@ def _value(record: SampleRecord, what: Measure) -> float | None:
         return None
 
 
+def _said(texts: Sequence[str]) -> str:
+    """Several texts as one, each with its number."""
+    return texts[0] if len(texts) == 1 else "\n".join(f"[{place}] {text}" for place, text in enumerate(texts, 1))
+
+
 def _expected(record: SampleRecord) -> str:
+    if turns := record.get("turns"):
+        return _said(["; ".join(right) for right in (*(turn["gold"] for turn in turns), record.get("gold", []))])
     if record.get("gold"):
         return "; ".join(record["gold"])
     meta = record.get("meta") or {}  # journals of before have the answer there, where the task kept it

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbench.api.load import settings_of
 from kvbench.export.stored import Stored, file_name, gold_of
-from kvbench.results.sample import SampleRecord
+from kvbench.results.sample import SampleRecord, answers_of
 from kvbench.results.summary import values_by_sample
 from kvbench.results.writing import plain, write_file
 from kvbench.stats.strata import standard_error, weighed
@@ -127,7 +127,7 @@ def sample_of(run: Stored, place: int, sample: SampleRecord) -> dict[str, Any]:
     gold, prompt = gold_of(sample), sample.get("prompt")
     doc = {"sample_id": sample["sample_id"], **sample["meta"]}
     choices = [[choice["loglikelihood"], choice["greedy"]] for choice in sample.get("choices", [])]
-    answer: list[Any] = choices or [sample["text"]]
+    answer: list[Any] = choices or answers_of(sample)
     scores: Mapping[str, float | None] = sample["scores"]
     index = sample["meta"].get("index")
     return {

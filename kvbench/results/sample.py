@@ -294,6 +294,11 @@ def _check(record: Any) -> None:
             raise Misfit(f"ledger.{name} is negative")
 
 
+def answers_of(record: SampleRecord) -> list[str]:
+    """The answers to a sample in the order in which they were given: several of a conversation, else one."""
+    return [*(turn["text"] for turn in record.get("turns", ())), record["text"]]
+
+
 def key_of(record: SampleRecord) -> Key:
     """The identity of a record inside its run: which sample, which of its answers."""
     return record["sample_id"], record["repeat"]

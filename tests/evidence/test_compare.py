@@ -176,6 +176,20 @@ def test_numbers_of_a_comparison(tmp_path):
     assert float(table[1]["low"]) == worse.interval[0] and table[1]["verdict"] == "worse"
 
 
+def test_changed_conversations_are_shown_whole(tmp_path):
+    """A conversation's score is the mean over its answers, so every answer and every right one is shown, in order."""
+    scores = yes_no(0.7, {"a": 20})
+    store(tmp_path, "full", scores, turns=("Rome", "1492"), gold=lambda n: ("last",))
+    store(tmp_path, "worse", flips(scores, lost=3, gained=0), turns=("Paris", "1492"), gold=lambda n: ("last",))
+    cfg = settings(tmp_path)
+    (group,) = load_groups(cfg)
+    (row,), _ = comparison.compare_group(group, cfg)
+    change = row.changes[0]
+    assert change.other_text == "[1] Rome\n[2] 1492\n[3] answer 1.0"
+    assert change.text == "[1] Paris\n[2] 1492\n[3] answer 0.0"
+    assert change.expected.splitlines()[1:] == ["[2] gold of 1492", "[3] last"]
+
+
 def test_other_metrics_and_other_references(tmp_path):
     """nll is better when lower; a run can be compared with any other, by method, by hash, and never by a name that
     fits two."""

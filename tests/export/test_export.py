@@ -98,6 +98,19 @@ def test_parquet_has_a_row_for_each_run_and_each_answer(results):
     assert samples[samples.status == "oom"].score.isna().all()
 
 
+def test_conversations_leave_whole(tmp_path):
+    """Every answer of a conversation is exported, in lm-eval's samples and in parquet."""
+    import pandas as pd
+
+    root = tmp_path / "results"
+    store(root, "full", {"a": [1.0, 0.0]}, turns=("first", "second"))
+    (path,) = export(root, "lm_eval").rglob("samples_*.jsonl")
+    lines = [json.loads(line)["resps"] for line in path.read_text().splitlines()]
+    assert lines == [[["first"], ["second"], [f"answer {score}"]] for score in (1.0, 0.0)]
+    samples = pd.read_parquet(export(root, "parquet") / "samples.parquet")
+    assert [list(row) for row in samples.answers] == [["first", "second", f"answer {score}"] for score in (1.0, 0.0)]
+
+
 def test_columns_of_several_types_become_text(tmp_path):
     """What one task calls a number and another a text is kept, as text."""
     import pandas as pd

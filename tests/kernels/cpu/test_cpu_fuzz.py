@@ -6,8 +6,8 @@ import pytest
 from fuzz_calls import random_slot
 from kernel_fuzz import run
 
-from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.codes import BITS, NAMES, code_of
+from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu.build import BuildError
 
 try:
