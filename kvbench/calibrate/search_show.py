@@ -102,7 +102,7 @@ def show(
     if judged.panel is not None:
         what = judged.panel.what
         table = terminal.plain_table(f"Held out: {judged.panel.num_samples} samples, difference to full")
-        table.add_column("settings", overflow="fold")
+        terminal.add_names(table, "settings", [point.label for point in judged.panel.points])
         for heading in ("by", "% of FP16", f"{what.short}, {what.unit}"):
             table.add_column(heading, justify="right", no_wrap=True)
         for point in sorted(judged.panel.points, key=lambda one: one.costs[RESIDENT.name].value):

@@ -188,7 +188,7 @@ def words(ranking: Ranking) -> list[str]:
 def _show(ranking: Ranking) -> None:
     console = terminal.console(120)
     table = terminal.plain_table(ranking.title)
-    table.add_column("run", overflow="fold")
+    terminal.add_names(table, "run", ranking.labels)
     for what in ranking.measures:
         for heading in (f"{what.title}, {what.unit}", "rank"):
             table.add_column(heading, justify="right", no_wrap=True)

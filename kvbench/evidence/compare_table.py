@@ -66,7 +66,7 @@ def _columns(rows: Sequence[ComparedRun]) -> dict[str, list[str]]:
 
 def _table(rows: Sequence[ComparedRun], columns: dict[str, list[str]], title: str | None = None) -> Table:
     table = terminal.plain_table(title)
-    table.add_column("run", justify="left", overflow="fold", min_width=min(16, max(len(row.label) for row in rows)))
+    terminal.add_names(table, "run", [row.label for row in rows])
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row, *cells in zip(rows, *columns.values(), strict=True):

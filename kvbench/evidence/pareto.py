@@ -87,12 +87,14 @@ def add_published(group: Group, panel: Panel) -> None:
 def render(panel: Panel, axis: str, console: Console) -> None:
     """Print the points of one panel, the cheapest first."""
     table = terminal.plain_table(f"{panel.title}: {COSTS[axis].title}")
-    table.add_column("run", overflow="fold")
+    shown = sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value)
+    terminal.add_names(table, "run", [point.label for point in shown])
     what = f"difference, {panel.what.unit}" if panel.reference else f"{panel.what.title}, {panel.what.unit}"
     for heading in (COSTS[axis].unit, panel.what.title, what, "standing"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        # Where the terminal is narrow, an interval goes below its number.
+        table.add_column(heading, justify="right", no_wrap=heading == "standing")
     places = standing(panel, axis)
-    for point in sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value):
+    for point in shown:
         cost, scale = point.costs[axis], COSTS[axis].scale
         held = f"{cost.value * scale:.3g}"
         if axis not in NO_EVIDENCE:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import groupby
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -148,16 +149,19 @@ def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
 
 
 def _show(found: Sequence[Published], limit: int, console: Console) -> None:
-    table = terminal.plain_table()
-    for heading in ("paper", "where", "model", "method", "variant", "task", "metric"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("value", "memory %"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in found[:limit]:
-        memory = "-" if row.memory_pct is None else f"{row.memory_pct:g} ({row.memory_kind})"
-        cells = (row.paper, row.locator, row.model, row.method, row.variant, row.task, row.metric)
-        table.add_row(*map(Text, cells), f"{row.value:g} {row.unit}", memory)
-    console.print(table)
+    for (paper, locator, model), together in groupby(found[:limit], lambda row: (row.paper, row.locator, row.model)):
+        rows_of = list(together)
+        table = terminal.plain_table(f"{paper}, {locator}: {model}")
+        for heading in ("method", "variant", "task", "metric"):
+            terminal.add_names(table, heading, [getattr(row, heading) for row in rows_of])
+        for heading in ("value", "memory %"):
+            table.add_column(heading, justify="right")
+        for row in rows_of:
+            memory = "-" if row.memory_pct is None else f"{row.memory_pct:g} ({row.memory_kind})"
+            cells = (row.method, row.variant, row.task, row.metric)
+            table.add_row(*map(Text, cells), f"{row.value:g} {row.unit}", memory)
+        console.print(table)
+        console.print()
     if len(found) > limit:
         console.print(Text(f"{len(found) - limit} more rows; limit=null shows all", style="dim"))
     console.print(Text(NOTE, style="dim"))

@@ -61,6 +61,17 @@ def plain_table(title: str | None = None, *, title_style: str | None = "bold") -
     return Table(title=title, title_justify="left", title_style=title_style, box=None, padding=(0, 1), pad_edge=False)
 
 
+def add_names(table: Table, heading: str, names: Iterable[str]) -> None:
+    """Add a column of names, which gives way to other columns last: a name in pieces of some letters is none.
+
+    Args:
+        table: Gets the column.
+        heading: Of the column.
+        names: What will stand in it.
+    """
+    table.add_column(heading, overflow="fold", min_width=min(16, max(map(len, names), default=0)))
+
+
 def print_paths(paths: Sequence[Path], target: Console) -> None:
     """Name the files that were written, each on one line that a terminal can take as a path."""
     for path in paths:

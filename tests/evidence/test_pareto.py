@@ -1,6 +1,7 @@
 """The frontier: which points count, which beat which beyond chance, and pictures that are the same twice."""
 
 import csv
+import io
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier_layout import Drawing, spread, ticks
 from kvbench.evidence.frontier_marks import STYLE, short_label
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.pareto import panels_of
+from kvbench.evidence.pareto import panels_of, render
+from kvbench.show import terminal
 from kvbench.show.palette import METHODS, method_style
 
 SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
@@ -367,3 +369,17 @@ def test_vector_pictures_are_the_same_twice(sweep, tmp_path, capsys):
     assert first == second and first.startswith(b"%PDF") and b"/Subtype /Image" not in first
     assert main(["pareto", f"results_dir={sweep}", "layout=two"]) == 2
     assert "layout=two does not exist. Known: one, panels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [64, 80, 120])
+def test_names_stay_whole_in_a_narrow_terminal(tmp_path, width):
+    """Intervals go below their numbers before a name is broken; nothing is cut and no line is longer."""
+    few = {"a": [1.0], "b": [0.0]}  # so few that each cell says that there is no interval
+    store(tmp_path, "full", few)
+    store(tmp_path, "keydiff", few, settings={"budget": 0.25})
+    text = io.StringIO()
+    render(panel_of(tmp_path), "resident", terminal.console(width, file=text))
+    table = text.getvalue().split("!")[0].splitlines()
+    assert max(map(len, table)) <= width and "…" not in text.getvalue()
+    assert any(line.startswith("keydiff ") for line in table)
+    assert any("[no" in line for line in table)
