@@ -3,7 +3,7 @@
 lm-eval 0.4.13 reads no entry points: its models are a table in its package, and whatever registered itself when it was
 imported before the command line ran. This imports kvbench's model and then runs that command line, nothing else.
 
-Differs: lm-eval's index of 14,000 YAMLs, which takes minutes, is replaced by the folders of the tasks that are asked
+Differs: `--model` is kvbench where none is given; lm-eval's index of 14,000 YAMLs, which takes minutes, is replaced by the folders of the tasks that are asked
     for, unless a name is a pattern; kvbench's own tasks (`kvbench_...`) are found without `--include_path`.
 """
 
@@ -30,15 +30,17 @@ def main(arguments: Sequence[str]) -> int:
             installed.
     """
     import lm_eval.__main__
+    import lm_eval.models  # lm-eval reads the table of its own models only where no other one is registered
 
     import kvbench.lm  # noqa: F401  (registers the model)
     from kvbench.tasks.harness.find import missing_package
 
+    arguments = with_defaults(arguments)
     names = task_names(arguments)
     if names and _model_of(arguments) == "kvbench":
         check_whole_texts(names, arguments)
     before = sys.argv
-    sys.argv = ["lm_eval", *with_device(arguments)]
+    sys.argv = ["lm_eval", *arguments]
     try:
         with _small_index(names):
             lm_eval.__main__.cli_evaluate()
@@ -103,11 +105,16 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
         raise ValueError(f"--tasks {whole[0]}: {error}") from error
 
 
-def with_device(arguments: Sequence[str]) -> list[str]:
-    """The arguments for kvbench's model with `--device auto` when they name none: lm-eval would take the first GPU."""
-    is_ours = _model_of(arguments) == "kvbench"
-    extra = ["--device", "auto"] if is_ours and _value(arguments, "--device") is None else []
-    return [*arguments, *extra]
+def with_defaults(arguments: Sequence[str]) -> list[str]:
+    """The arguments with kvbench's model where tasks have none, and with `--device auto` for it where none is named:
+    lm-eval itself would take its own model `hf`, and the first GPU."""
+    whole = list(arguments)
+    has_model = _model_of(whole) is not None or _value(whole, "-C", "--config") is not None
+    if not has_model and _value(whole, "-t", "--tasks") is not None:
+        whole += ["--model", "kvbench"]
+    if _model_of(whole) == "kvbench" and _value(whole, "--device") is None:
+        whole += ["--device", "auto"]
+    return whole
 
 
 def task_names(arguments: Sequence[str]) -> list[str]:

@@ -42,13 +42,26 @@ def test_lm_evals_command_line_knows_kvbench(folder, tmp_path, capsys) -> None:
     assert "no task, group or tag of that name" in capsys.readouterr().err
 
 
-def test_device_is_chosen_as_kvbench_does() -> None:
-    """lm-eval's default is the first GPU, also where there is none; other models keep it."""
-    from kvbench.cli.lm_eval import with_device
+def test_device_and_model_are_chosen_as_kvbench_does() -> None:
+    """lm-eval's default is the first GPU, also where there is none, and its own model; other models keep both."""
+    from kvbench.cli.lm_eval import with_defaults
 
-    assert with_device(["--model", "kvbench"])[2:] == ["--device", "auto"]
-    assert with_device(["--model=kvbench", "--device", "cpu"])[1:] == ["--device", "cpu"]
-    assert with_device(["--model", "hf"]) == ["--model", "hf"]
+    assert with_defaults(["--model", "kvbench"])[2:] == ["--device", "auto"]
+    assert with_defaults(["--model=kvbench", "--device", "cpu"])[1:] == ["--device", "cpu"]
+    assert with_defaults(["--tasks", "x"])[2:] == ["--model", "kvbench", "--device", "auto"]
+    for words in (["--model", "hf", "--tasks", "x"], ["run", "--config", "mine.yaml", "--tasks", "x"], ["ls", "tasks"]):
+        assert with_defaults(words) == words
+
+
+def test_lm_evals_own_models_are_there_too(folder, capsys) -> None:
+    """A comparison with lm-eval's own model needs no other command."""
+    from kvbench.cli.main import main
+
+    assert (
+        main(["lm_eval", "--model", "dummy", "--tasks", "demo_pick", "--limit", "2", "--include_path", str(folder)])
+        == 0
+    )
+    assert "demo_pick" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
