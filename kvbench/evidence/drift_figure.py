@@ -31,6 +31,10 @@ def _percent(value: float) -> float:
     return 100 * value
 
 
+def _perplexity(nll: float) -> float:
+    return math.exp(min(nll, 700.0))  # the end of an interval of few answers may be no float any more
+
+
 def render(drawing: Drawing, kind: str) -> bytes:
     """Draw the curves of a group.
 
@@ -48,7 +52,7 @@ def render(drawing: Drawing, kind: str) -> bytes:
     panels: tuple[tuple[str, str, Callable[[float], float]], ...] = (
         (KL, "KL to the full cache, nats per token", _kl),
         (SAME, "same first choice, %", _percent),
-        (NLL, "perplexity", math.exp),
+        (NLL, "perplexity", _perplexity),
     )
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, PANEL_IN * len(panels) + 0.9), dpi=200, layout="constrained")
@@ -57,12 +61,13 @@ def render(drawing: Drawing, kind: str) -> bytes:
         for axes, (column, title, shown) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
             if column == KL:
                 _band(axes, drawing)
+            elif column == NLL and _spans_decades(drawing):
+                _decades(axes)
+            room = _room(drawing, column, shown, axes.get_yscale() == "log")
             for curve, line in _lines(drawing):
-                _curve(axes, curve, column, shown, line)
+                _curve(axes, curve, column, shown, line, room)
             axes.set_ylabel(title, fontsize=7)
             axes.grid(color="#EEEEEE", linewidth=0.6)
-            if column == NLL and _spans_decades(drawing):
-                _decades(axes)
         axes.set_xlabel(drawing.axis)
         axes.set_xlim(left=min(one.first for curve in drawing.curves for one in curve.bins))
         handles, labels = axes.get_legend_handles_labels()
@@ -81,8 +86,10 @@ def _lines(drawing: Drawing) -> list[tuple[Curve, str]]:
     return found
 
 
-def _curve(axes: "Axes", curve: Curve, column: str, shown: Callable[[float], float], line: str) -> None:
-    """One run: its line, its interval as a shade, and a marker where it leaves the noise band."""
+def _curve(
+    axes: "Axes", curve: Curve, column: str, shown: Callable[[float], float], line: str, room: tuple[float, float]
+) -> None:
+    """One run: its line, its interval as a shade as far as there is room, and a marker where it leaves the noise."""
     colour, marker = method_style(curve.method)
     bins = [one for one in curve.bins if one.values[column].value is not None]
     middles = [one.middle for one in bins]
@@ -93,7 +100,10 @@ def _curve(axes: "Axes", curve: Curve, column: str, shown: Callable[[float], flo
     ends = [(one.middle, *(one.values[column].ends or gap)) for one in bins]
     if curve.method != FULL:
         x, low, high = zip(*((at, shown(low), shown(high)) for at, low, high in ends), strict=True)
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
+        cut = [[min(max(one, room[0]), room[1]) if one == one else one for one in side] for side in (low, high)]
+        axes.fill_between(x, *cut, color=colour, alpha=0.15, linewidth=0, zorder=2)
+        if any(one < room[0] for one in low) or any(one > room[1] for one in high):
+            axes.set_title("intervals are cut", fontsize=7, loc="left")
     if column == KL and curve.leaves is not None:
         place = next(place for place, one in enumerate(bins) if one.first == curve.leaves)
         axes.plot(
@@ -125,5 +135,20 @@ def _decades(axes: "Axes") -> None:
 
 
 def _spans_decades(drawing: Drawing) -> bool:
-    values = [one.values[NLL].value or 0.0 for curve in drawing.curves for one in curve.bins]
+    values = _values(drawing, NLL)
     return max(values) - min(values) > math.log(10)
+
+
+def _values(drawing: Drawing, column: str) -> list[float]:
+    """What the lines of a panel go through."""
+    found = (one.values[column].value for curve in drawing.curves for one in curve.bins)
+    return [value for value in found if value is not None]
+
+
+def _room(drawing: Drawing, column: str, shown: Callable[[float], float], log: bool) -> tuple[float, float]:
+    """The least and the largest number that a panel shows: intervals of few answers can reach over hundreds of decades,
+    and would press the curves flat."""
+    values = [shown(value) for value in _values(drawing, column)]
+    least, most = min(values), max(values)
+    across = most - least or most
+    return (least / 10, most * 10) if log else (least - across, most + across)

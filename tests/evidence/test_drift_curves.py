@@ -129,6 +129,23 @@ def test_command_writes_pictures_and_csv(runs, capsys) -> None:
     assert b"mathdefault" not in drift_figure.render(drawing(runs), "svg")
 
 
+def test_wide_intervals_do_not_press_the_curves_flat(tmp_path, monkeypatch) -> None:
+    """One answer of nine that is lost gives intervals over hundreds of decades; the curves keep most of the picture."""
+    put(tmp_path, "full", noise, ratio=1.0, tiers=(100,))
+    put(tmp_path, "tova", lambda s, t: 40.0 if s == 3 and t >= 96 else 0.1 + 0.01 * s)
+    found, kept = drawing(tmp_path), []
+    ends = [one.values["nll"].ends for curve in found.curves for one in curve.bins]
+    assert max(high for low, high in filter(None, ends)) > 10
+    monkeypatch.setattr(drift_figure, "picture_bytes", lambda figure, kind: kept.append(figure) or b"")
+    drift_figure.render(found, "png")
+    kl, _, perplexity = kept[0].axes
+    for axes, factor in ((kl, 1e2), (perplexity, 1e2)):
+        tallest = max(max(line.get_ydata()) for line in axes.lines)
+        assert tallest < axes.get_ylim()[1] <= factor * tallest
+        assert axes.get_title(loc="left") == "intervals are cut"
+    assert drift_figure._perplexity(1e4) > 1e300  # no float is that large
+
+
 def test_command_says_what_is_wrong(runs, tmp_path) -> None:
     """Nothing to draw, a kind of picture that does not exist, a width of no tokens."""
     for words, message in (
