@@ -12,8 +12,8 @@ from torch import Tensor
 
 PLAIN, PACKED = "plain", "packed"
 LINEAR = (PLAIN, PACKED)
-# Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4 rows
-# in fp32 and with a prompt's in bf16, and no faster with 1; those for 4 to 64 rows are alike.
+# Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
+# rows in fp32 and with a prompt's in bf16, and no faster with 1; those for 4 to 64 rows are alike.
 ROWS = 16
 _X86 = {"x86_64", "amd64", "i386", "i686"}
 
