@@ -164,7 +164,7 @@ def make_parts(
 
     def load_model(cfg):
         chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu"} | dict(cfg)
-        return SimpleNamespace(chat_template=False, max_tokens=512, **chosen)
+        return SimpleNamespace(chat_template=False, max_tokens=512, **{"linear": "plain", "remark": ""} | chosen)
 
     def load_task(cfg, model, *, limit, seed, protocol):
         return FakeTask(make_requests(min(count, limit or count), repeats), **(task or {}))

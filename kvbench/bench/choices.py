@@ -55,6 +55,17 @@ def make_model(text: str, device: str) -> LoadedModel:
     return load_model(read_choice("model", text, f"device={device}"))
 
 
+def describe_model(model: LoadedModel) -> dict[str, str]:
+    """What a document says of the model."""
+    return {
+        "name": model.name,
+        "fingerprint": model.fingerprint,
+        "dtype": str(model.dtype),
+        "linear": model.linear,
+        "remark": model.remark,
+    }
+
+
 def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]:
     """Prose for every row, a passage of its own each: real text, because on noise attention has no peaks.
 

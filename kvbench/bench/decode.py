@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,11 +19,13 @@ from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, check_whole
 from kvbench.kernels.dispatch import get_backend
+from kvbench.models import packed
 from kvbench.models.load import LoadedModel
 
 OWN = "transformers"
 STATIC = "transformers static, graph"  # on a GPU: what people who want speed run
-BASELINES = (OWN, STATIC, FULL)
+PACKED = ", packed"  # behind the name of a row whose model has its own matrices packed
+BASELINES = (OWN, OWN + PACKED, STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
 # amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
@@ -74,18 +77,24 @@ class Settings(WholeModel):
         prefill_rounds: Rounds of whole prompts; 0 = none.
         quantised: transformers' quantised caches where their packages are there.
         peak: Peak memory of a prompt, each in a process of its own.
+        packed: Each row once more with the model's own matrices packed (`model.linear=packed`), transformers' too.
     """
 
     batches: list[int] = field(default_factory=lambda: [1, 4])
     prefill_rounds: int = 3
     quantised: bool = True
     peak: bool = True
+    packed: bool = False
 
     def check(self) -> None:
         """Raises ValueError for a value out of range, with the rule."""
         super().check()
         check_list("batches", self.batches, 1)
         check_whole("prefill_rounds", self.prefill_rounds, 0)
+        if self.packed and choices.read_choice("model", self.model).get("linear") == packed.PACKED:
+            raise ValueError(
+                f"model={self.model} with packed=true would time packed rows twice; leave linear= out of model="
+            )
 
 
 def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
@@ -106,15 +115,19 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         cells.insert(0, {"phase": "prompt", "batch": 1, **base})
     bench = report.begin("decode", settings, device, backend, cells)
     peaks = measure_peaks(settings, device, bench.notes, progress) if settings.peak else {}
-    model = choices.make_model(settings.model, device)
+    models = make_models(settings, device, bench.notes)
     for cell in bench.todo(progress):
         bench.stage("reading prompts")
         timer = choose_timer(settings.clock, device, cell["threads"])
         rounds = settings.rounds
         if cell["phase"] == "prompt":
-            variants, rounds = prompt_variants(settings, model), settings.prefill_rounds
+            variants, rounds = prompt_variants(settings, models), settings.prefill_rounds
         else:
-            variants = decode_variants(settings, model, cell["batch"])
+            variants = [
+                variant
+                for mark, model in models.items()
+                for variant in decode_variants(settings, model, cell["batch"], mark)
+            ]
         found = measure_cell(
             cell,
             variants,
@@ -131,8 +144,21 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         bench.add(found)
         del variants
     document = bench.document()
-    document["model"] = {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
+    document["model"] = choices.describe_model(models[""])
     return document
+
+
+def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:
+    """The model by what its rows have behind their names: nothing, and `PACKED` where that is wanted and can be had."""
+    models = {"": choices.make_model(settings.model, device)}
+    notes += filter(None, [models[""].remark])
+    if settings.packed:
+        model = choices.make_model(f"{settings.model} linear={packed.PACKED}", device)
+        if model.remark:
+            notes.append(f"no packed rows: {model.remark}")
+        else:
+            models[PACKED] = model
+    return models
 
 
 def own_kinds(settings: Settings) -> dict[str, str]:
@@ -167,8 +193,8 @@ def tolerance(table: dict, model: LoadedModel) -> float:
     return table.get(model.dtype, LOW_PRECISION_TOLERANCE)
 
 
-def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[Variant]:
-    """Every cache filled with the same prompts, ready for the same tokens."""
+def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: str = "") -> list[Variant]:
+    """Every cache filled with the same prompts, ready for the same tokens; `mark` comes behind every name."""
     room = 2 * (settings.rounds + 2) * settings.steps + 2  # the baseline is timed twice in each round
     text = choices.sample_tokens(model, batch, settings.context + room)
     prompts = [tokens[: settings.context] for tokens in text]
@@ -176,7 +202,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[
     variants = []
     for name, own in _own_decoders(settings, model).items():
         own.prefill(prompts)
-        variants.append(_variant(name, own, settings, answers))
+        variants.append(_variant(name + mark, own, settings, answers))
     if model.device.type == "cuda":
         variants.append(static_variant(settings, model, prompts, answers, settings.context + room))
     for method in settings.methods:
@@ -187,7 +213,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int) -> list[
         decoder.focus()
         for prompt in prompts:
             decoder.prefill(prompt)
-        variant = _variant(method, decoder, settings, answers)
+        variant = _variant(method + mark, decoder, settings, answers)
         variant.check = partial(decoder.reference_error, answers[0][0])
         variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)
         variants.append(variant)
@@ -219,20 +245,26 @@ def _variant(name: str, decoder: OwnDecoder | StoreDecoder, settings: Settings, 
     return Variant(name=name, call=call, before_round=decoder.focus, extra=extra)
 
 
-def prompt_variants(settings: Settings, model: LoadedModel) -> list[Variant]:
-    """One prompt, read into an empty cache in each timing."""
-    text = choices.sample_tokens(model, 1, settings.context + 1)[0]
-    prompt, own = text[: settings.context], _own_decoders(settings, model)
-    own[OWN].prefill([prompt])
-    exact = _own_answer(own[OWN]).clone()
-    variants = [_own_prompt(name, decoder, prompt, exact) for name, decoder in own.items()]
-    for method in settings.methods:
-        decoder = StoreDecoder(
-            model, choices.make_method(method), rows=1, context=settings.context, new_tokens=1, kernels=settings.kernels
-        )
-        variants.append(_store_prompt(method, decoder, prompt, exact))
-    for variant in variants:
-        variant.tolerance = tolerance(FULL_TOLERANCE, model)
+def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> list[Variant]:
+    """One prompt, read into an empty cache in each timing; the first model's own answer is what all are held to."""
+    exact: Tensor | None = None
+    variants = []
+    for mark, model in models.items():
+        text = choices.sample_tokens(model, 1, settings.context + 1)[0]
+        prompt, own = text[: settings.context], _own_decoders(settings, model)
+        if exact is None:
+            own[OWN].prefill([prompt])
+            exact = _own_answer(own[OWN]).clone()
+        made = [_own_prompt(name + mark, decoder, prompt, exact) for name, decoder in own.items()]
+        for method in settings.methods:
+            policy = choices.make_method(method)
+            decoder = StoreDecoder(
+                model, policy, rows=1, context=settings.context, new_tokens=1, kernels=settings.kernels
+            )
+            made.append(_store_prompt(method + mark, decoder, prompt, exact))
+        for variant in made:
+            variant.tolerance = tolerance(FULL_TOLERANCE, model)
+        variants += made
     return variants
 
 
@@ -270,25 +302,25 @@ def measure_peaks(
 ) -> dict[str, int]:
     """Bytes that reading one prompt adds at its worst moment, its cache included; each in a fresh process."""
     found = {}
-    names = [*own_kinds(settings), *settings.methods]
-    for name in names:
-        progress(0, 1, f"peak memory of a prompt, {name}")
+    kinds, marks = own_kinds(settings), ["", PACKED] if settings.packed else [""]
+    for name, mark in [(name, mark) for mark in marks for name in [*kinds, *settings.methods]]:
+        progress(0, 1, f"peak memory of a prompt, {name}{mark}")
         order = {
-            "model": settings.model,
+            "model": settings.model + (f" linear={packed.PACKED}" if mark else ""),
             "device": device,
             "context": settings.context,
             "name": name,
-            "kind": own_kinds(settings).get(name),
+            "kind": kinds.get(name),
             "kernels": settings.kernels,
             "threads": settings.num_threads,
         }
         command = [sys.executable, "-m", "kvbench.bench.peak", json.dumps(order)]
         done = subprocess.run(command, capture_output=True, text=True)
         try:
-            found[name] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+            found[name + mark] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
         except (ValueError, IndexError, KeyError):
             reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
-            notes.append(f"peak memory of {name} not measured: {reason[0][:200]}")
+            notes.append(f"peak memory of {name}{mark} not measured: {reason[0][:200]}")
     return found
 
 

@@ -70,6 +70,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
     }
     bench = report.begin("throughput", settings, device, backend, [cell])
     model = choices.make_model(settings.model, device)
+    bench.notes += filter(None, [model.remark])
     text = choices.sample_tokens(model, DISTINCT_PROMPTS, settings.context + settings.new_tokens)
     for _ in bench.todo(progress):
         bench.stage(f"filling {settings.kv_mb} MB for {OWN}")
@@ -89,7 +90,7 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
         add_rates(found["variants"])
         bench.add(found)
     document = bench.document()
-    document["model"] = {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
+    document["model"] = choices.describe_model(model)
     return document
 
 

@@ -1,5 +1,6 @@
 """From a policy's tiers and a model's shape to page formats."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -61,7 +62,7 @@ class ModelShape:
     dtype: torch.dtype
     device: torch.device
     inv_freq: Tensor | None = None
-    output_projections: tuple[Tensor, ...] | None = None
+    output_projections: Sequence[Tensor] | None = None
 
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens: the denominator of every ratio."""

@@ -1,8 +1,8 @@
 """What a model gives its attention modules, noted while a prompt is read, for statistics that look at it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,32 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The modules that project into attention and out of it, by layer."""
     found = [module for module in model.modules() if hasattr(module, "o_proj") and hasattr(module, "layer_idx")]
     return sorted(found, key=lambda module: int(getattr(module, "layer_idx")))  # noqa: B009 - mypy takes it for a tensor
+
+
+class OutputProjections(Sequence[Tensor]):
+    """The weights [E, Hq * D] behind attention by layer, each looked up when it is asked for: of packed layers that
+    makes a plain copy, which lives as long as it is used.
+
+    Args:
+        modules: The linear layers behind attention.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._modules = modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @overload
+    def __getitem__(self, layer: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, layer: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, layer: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(layer, slice):
+            return OutputProjections(self._modules[layer])
+        weight = self._modules[layer].weight
+        assert isinstance(weight, Tensor), "a linear layer has one"
+        return weight.detach()
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.store import CompressedStore
-from kvbench.engine.calls import attention_modules, calls_noted, first_tokens
+from kvbench.engine.calls import OutputProjections, attention_modules, calls_noted, first_tokens
 from kvbench.engine.uncompressed import Uncompressed
+from kvbench.models.packed import PackedLinear
 from kvbench.policy import AttentionCall
 
 NAME = "kvbench"
@@ -238,12 +239,12 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     )
 
 
-def _output_projections(model: PreTrainedModel) -> tuple[Tensor, ...] | None:
-    """The weights [E, Hq * D] behind attention, layer by layer; None where not every layer has one."""
-    weights = [getattr(module.o_proj, "weight", None) for module in attention_modules(model)]
-    if len(weights) != model.config.get_text_config().num_hidden_layers:
-        return None
-    return tuple(weight.detach() for weight in weights if isinstance(weight, Tensor)) or None
+def _output_projections(model: PreTrainedModel) -> OutputProjections | None:
+    """The weights behind attention, layer by layer; None where not every layer has one."""
+    outs = [module.o_proj for module in attention_modules(model)]
+    whole = len(outs) == model.config.get_text_config().num_hidden_layers
+    known = all(isinstance(out, PackedLinear) or isinstance(getattr(out, "weight", None), Tensor) for out in outs)
+    return OutputProjections(outs) if whole and known else None
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:

@@ -244,7 +244,7 @@ class Runner:
                 self._probe(session, tokens[: session.num_prompt_tokens], closing)
             return found
 
-        return self.prompts.read(session, (self.loaded.fingerprint, num_logits, *tokens), forward, closing)
+        return self.prompts.read(session, (self.loaded.decides, num_logits, *tokens), forward, closing)
 
     def _probe(self, session: hf.Session, prompt: list[int], closing: tuple[int, ...]) -> None:
         """Makes the passes that the policy's probe asks for, and then compresses the prompt."""

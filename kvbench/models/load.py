@@ -10,14 +10,14 @@ import torch
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, check_whole, unknown_name
-from kvbench.models import cache, embedded, files, gguf, random_weights
+from kvbench.models import cache, embedded, files, gguf, packed, random_weights
 from kvbench.models.checkpoint import SAFELY, check_complete, is_fault, read_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens"}
+_COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens", "linear"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,9 @@ class LoadedModel:
         dtype: Dtype of the weights.
         device: Where the weights live.
         chat_template: True when the tokenizer can render a chat.
+        linear: How its own matrices lie in memory, `plain` or `packed`; it decides in which order their sums are
+            formed.
+        remark: A sentence on what was asked of it and could not be had; empty when all was.
     """
 
     model: "PreTrainedModel"
@@ -44,6 +47,13 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     chat_template: bool
+    linear: str = packed.PLAIN
+    remark: str = ""
+
+    @property
+    def decides(self) -> tuple[str, str, str, str]:
+        """What of it decides the numbers of a forward pass, to the last bit."""
+        return self.fingerprint, str(self.dtype), str(self.device), self.linear
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -77,8 +87,16 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
             raise unknown_name(f"key model.{key} for model.kind", kind, _COMMON_KEYS | keys)
     device = _device(settings.get("device", "auto"))
     dtype = _dtype(settings.get("dtype", "auto"), device)
+    linear = settings.get("linear", packed.PLAIN)
+    if linear not in packed.LINEAR:
+        raise unknown_name("model.linear", linear, packed.LINEAR)
     model, tokenizer, name, fingerprint = loader(settings, dtype, device)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # its decorator hides `self`
+    remark = packed.why_not(dtype, device) if linear == packed.PACKED else ""
+    if remark:
+        linear, remark = packed.PLAIN, f"model.linear={linear} was not done, because {remark}"
+    elif linear == packed.PACKED:
+        packed.pack(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -88,6 +106,8 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         dtype=dtype,
         device=device,
         chat_template=bool(tokenizer.chat_template),
+        linear=linear,
+        remark=remark,
     )
 
 

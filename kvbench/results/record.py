@@ -182,6 +182,9 @@ class RunRecord:
     """Name of the model."""
     method: str = ""
     """Name of the method: its file in conf/method/."""
+    model_remark: str = ""
+    """What was asked of the model and could not be had, such as matrices packed for another processor; empty when all
+    was."""
     prompt_only: bool = False
     """The method keeps whatever follows the prompt whole."""
     experiment: str = ""

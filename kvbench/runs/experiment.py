@@ -186,6 +186,7 @@ def _ingredients(
             "device": str(model.device).split(":")[0],
             "chat_template": model.chat_template,
             "max_tokens": model.max_tokens,
+            "linear": model.linear,
         },
         "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": cfg.limit},
         "method": _method_settings(cfg.method, policy),

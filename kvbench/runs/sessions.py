@@ -67,7 +67,7 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     """Write into a record what runs where, from now on."""
     record.experiment = origin.experiment or record.experiment
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
-    record.prompt_only = experiment.policy.prompt_only
+    record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
     record.hash, record.identity = experiment.hash, experiment.identity
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.cfg.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()

@@ -124,6 +124,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         if record.backend_fallbacks:
             done = ", ".join(record.backend_fallbacks)
             notes.append(f"Speed is no claim for {record.method}: backend {record.backend} did {done} in plain torch.")
+    notes += [f"{remark}." for remark in dict.fromkeys(record.model_remark for record in records) if remark]
     whole = next((RESIDENT.of_run(record) for record in records if record.method == FULL), None)
     for record in records:
         ratio = RESIDENT.of_run(record)

@@ -1,13 +1,17 @@
 """The whole-model benches on a tiny random model: what is run, what is refused, and the arithmetic of rates."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from kvbench.bench import choices, decode, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
 from kvbench.engine import hf
 from kvbench.kernels.bench import report
 from kvbench.kernels.reference.backend import Reference
+from kvbench.models import packed
 
 MODEL = "random preset=tiny num_layers=2 dtype=float32"
 COMMON = {"model": MODEL, "context": 96, "rounds": 2, "steps": 1, "threads": [1], "kernels": "torch", "device": "cpu"}
@@ -40,6 +44,43 @@ def test_decode_measures_prompts_and_every_batch():
     assert 2 * elements <= rows["full"]["cache_bytes"] < 2.6 * elements
     assert rows["snapkv budget=0.5 window=8"]["cache_bytes"] < rows["full"]["cache_bytes"]
     assert show.render(document)
+
+
+@pytest.mark.skipif(bool(packed.why_not(torch.float32, torch.device("cpu"))), reason="matrices cannot be packed here")
+def test_packed_rows_stand_beside_plain_ones():
+    """Every row comes twice in the same rounds, transformers' own too, each by a model of its own kind, and speed is
+    told relative to both of transformers'."""
+    settings = decode.Settings(
+        **COMMON, methods=["full"], batches=[1], prefill_rounds=1, peak=False, quantised=False, packed=True
+    )
+    settings.check()
+    document = decode.run(settings)
+    names = ["transformers", "full", "transformers, packed", "full, packed"]
+    for cell in document["cells"]:
+        assert not cell["refused"], cell["refused"]
+        rows = {row["name"]: row for row in cell["variants"]}
+        assert list(rows) == names and cell["twice"]["name"] == "transformers"
+        assert list(rows["full, packed"]["ratios"]) == ["transformers", "transformers, packed", "full"]
+    models = decode.make_models(settings, "cpu", [])
+    kinds = {mark: type(model.model.model.layers[0].mlp.up_proj) for mark, model in models.items()}
+    assert kinds == {"": torch.nn.Linear, decode.PACKED: packed.PackedLinear}
+    variants = decode.decode_variants(settings, models[decode.PACKED], 1, decode.PACKED)
+    assert [each.before_round.__self__.__class__ for each in variants] == [OwnDecoder, StoreDecoder]
+    assert variants[0].before_round.__self__.loaded is models[decode.PACKED]
+    text = io.StringIO()
+    Console(width=200, file=text).print(show.render(document))
+    assert "x transformers (float32)" in text.getvalue() and "x transformers, packed (float32)" in text.getvalue()
+
+
+def test_packed_rows_that_cannot_be_had_are_a_note(monkeypatch):
+    """The other rows are measured, and the reason is told."""
+    monkeypatch.setattr(packed, "why_not", lambda dtype, device: "of the weather")
+    settings, notes = decode.Settings(**COMMON, packed=True), []
+    assert list(decode.make_models(settings, "cpu", notes)) == [""]
+    assert notes == ["no packed rows: model.linear=packed was not done, because of the weather"]
+    asked = decode.Settings(**COMMON | {"model": f"{MODEL} linear=packed"})
+    assert decode.make_models(asked, "cpu", notes)[""].linear == "plain"
+    assert notes[1] == "model.linear=packed was not done, because of the weather"
 
 
 def test_thread_count_is_given_back():
@@ -159,7 +200,7 @@ def test_throughput_fills_the_memory_and_no_more():
 def test_timed_prompts_are_read_every_time(model):
     """No prompt that is timed is replayed from what was kept of an earlier reading."""
     settings = decode.Settings(**COMMON, methods=["full"], quantised=False)
-    full = decode.prompt_variants(settings, model)[-1]
+    full = decode.prompt_variants(settings, {"": model})[-1]
     decoder = full.before_round.__self__
     for _ in range(3):
         full.call(0)
@@ -196,6 +237,7 @@ def test_one_sequence_that_does_not_fit_is_said(model):
         (decode.Settings, {"methods": ["snapkv budge=1"]}, "method.budge"),
         (decode.Settings, {"model": "smol"}, "model=smol does not exist"),
         (decode.Settings, {"batches": [0]}, "batches=0"),
+        (decode.Settings, {"model": f"{MODEL} linear=packed", "packed": True}, "would time packed rows twice"),
     ],
 )
 def test_settings_out_of_range_are_refused(kind, changes, message):

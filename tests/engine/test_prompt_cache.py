@@ -1,6 +1,6 @@
 """Prompts that are read once and replayed for other settings: nothing but the time may differ."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -90,6 +90,17 @@ def test_reused_prompts_give_the_same_records(loaded, forwards):
     assert prompts.num_read == 22 and prompts.num_reused == 4 * len(SWEEP) - 22
     for policy, reused in zip(SWEEP, swept, strict=True):
         assert reused == outcomes(loaded, policy), type(policy).__name__
+
+
+def test_a_prompt_serves_no_model_that_computes_otherwise(loaded, tiny_model, forwards):
+    """The same weights in another dtype, or in another order of sums, give other numbers: their prompts are read."""
+    prompts, policy, requests = PromptCache(2**30), Full(), prompts_of_two_kinds()[2:]
+    half = replace(tiny_model("llama", "gqa3", 64, "bfloat16"), fingerprint=loaded.fingerprint)
+    alike = replace(loaded, linear="packed")
+    for number, model in enumerate((loaded, half, alike), start=1):
+        assert outcomes(model, policy, prompts, requests) == outcomes(model, policy, None, requests)
+        assert prompts.num_read == number and prompts.num_reused == 0
+    assert outcomes(loaded, policy, prompts, requests) and prompts.num_reused == 1
 
 
 def test_kept_queries_serve_every_statistic(loaded, forwards):

@@ -29,6 +29,7 @@ CHANGES = {
     "model__fingerprint": "weights-2",
     "model__dtype": "bfloat16",
     "model__device": "cuda",
+    "model__linear": "packed",
 }
 
 

@@ -49,6 +49,15 @@ def test_table_says_what_ran_without_a_kernel(tmp_path):
     assert "no claim for other" not in said
 
 
+def test_table_says_once_what_could_not_be_had_of_the_model(tmp_path):
+    """Runs of one model share the sentence."""
+    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    one = dataclasses.replace(finished.record, model_remark="model.linear=packed was not done, because of the weather")
+    console = Console(width=120, record=True, file=io.StringIO())
+    table.show([one, dataclasses.replace(one, method="other")], console=console)
+    assert " ".join(console.export_text().split()).count("packed was not done, because of the weather.") == 1
+
+
 def test_table_names_a_method_that_saves_nothing(tmp_path):
     """A method that holds as much as the full cache is pointed out, one that holds less is not."""
     for ratio, expected in ((1.0, True), (0.5, False)):
