@@ -12,7 +12,9 @@ from kvbench.kernels.codes import Code, Fit, Scale
 from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, load_library
 from kvbench.kernels.format import PageFormat
 
-SOURCES = ("paged.cpp", *sorted(header.name for header in SOURCE_DIR.glob("*.h")))
+# What is compiled, side by side, and what that includes.
+UNITS = tuple(sorted(file.name for file in SOURCE_DIR.glob("*.cpp") if file.name != "isa.cpp"))
+SOURCES = (*UNITS, *sorted(header.name for header in SOURCE_DIR.glob("*.h")))
 ISA_VARIABLE = "KVBENCH_CPU_ISA"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -95,7 +95,8 @@ def build_library(
 
     Args:
         name: What the file is called, before its hash.
-        sources: File names in `source_dir`; the first one is compiled, the others are what it includes.
+        sources: File names in `source_dir`; those that end in .cpp are compiled, side by side, the others are what they
+            include.
         source_dir: Where they are.
         flags: Compiler flags beside `FLAGS`.
         again: True compiles although an equal build is cached.
@@ -116,15 +117,38 @@ def build_library(
             return cached
         compiler = find_compiler()
         _make_folder(record.parent)
-        _remove_left_overs(record.parent)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=record.parent) as scratch:
-            built = Path(scratch) / "library.so"
-            _compile(compiler, source_dir / sources[0], built, flags)
-            return _store(built, record, compiler)
+        with _alone(record.parent):
+            cached = None if again else _cached(record)  # another process may have built it meanwhile
+            if cached is not None:
+                return cached
+            _remove_left_overs(record.parent)
+            with tempfile.TemporaryDirectory(prefix=".build-", dir=record.parent) as scratch:
+                built = Path(scratch) / "library.so"
+                units = [source_dir / source for source in sources if source.endswith(".cpp")]
+                _compile(compiler, units, built, flags)
+                return _store(built, record, compiler)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         raise BuildError(
             f"the compiled kernels cannot be stored: {error}; set KVBENCH_CACHE to a folder that can be written"
         ) from error
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process builds into a folder; where its disk or system has no locks, nobody waits.
+
+    Without it, every process of a sweep that begins with an empty cache would compile the same sources at once. The
+    lock ends with its process, however that ends, and the compilers that the process started do not have it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _cached(record: Path) -> Path | None:
@@ -188,34 +212,74 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _compile(compiler: str, source: Path, target: Path, flags: tuple[str, ...]) -> None:
+def _compile(compiler: str, sources: list[Path], target: Path, flags: tuple[str, ...]) -> None:
     """Compiles with OpenMP, or without where the compiler has none (one thread then)."""
     output = ""
+    objects = [target.with_name(f"{source.stem}.o") for source in sources]
+    names = ", ".join(source.name for source in sources)
     for extra in (["-fopenmp"], []):
-        status, said = _run([compiler, *FLAGS, *flags, *extra, str(source), "-o", str(target)], COMPILE_LIMIT_S)
-        if status == 0 and target.is_file():
-            return
-        output = output or said
+        start = [compiler, *FLAGS, *flags, *extra]
+        for step in (
+            [[*start, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects, strict=True)],
+            [[*start, *map(str, objects), "-o", str(target)]],
+        ):
+            ended = _run_together(step, COMPILE_LIMIT_S)
+            output = output or "".join(said for status, said in ended if status)
+            if any(status for status, _ in ended):
+                break
+        else:
+            if target.is_file():
+                return
     raise BuildError(
-        f"{compiler} cannot compile {source.name}: {output.strip()[-800:] or 'no message'}; set CXX to another "
+        f"{compiler} cannot compile {names}: {output.strip()[-800:] or 'no message'}; set CXX to another "
         "compiler, or choose backend=torch"
     )
 
 
 def _version(compiler: str) -> str:
     """The compiler's path and the first line that it prints of its version, for people who look at the cache."""
-    _, said = _run([compiler, "--version"], VERSION_LIMIT_S)
+    ((_, said),) = _run_together([[compiler, "--version"]], VERSION_LIMIT_S)
     return " ".join([compiler, *said.splitlines()[:1]])
 
 
-def _run(command: list[str], limit_s: float) -> tuple[int, str]:
-    """The exit status of a command and what it said.
+def _run_together(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
+    """The exit status of each command and what it said; all run side by side.
 
     Raises:
-        BuildError: It cannot be started, or took longer than it may; then it was ended with all that it had started.
+        BuildError: One cannot be started, or they took longer than they may; then all were ended, with what they had
+            started.
+    """
+    deadline_s = time.monotonic() + limit_s
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            running.append(_start(command))
+        ended = []
+        for process in running:
+            said, _ = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+            ended.append((process.returncode, said))
+    except BaseException as error:  # an interrupted compiler leaves nothing that goes on working either
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise BuildError(
+            f"{commands[0][0]} did not finish within {limit_s:g} s; set CXX to another compiler, or choose "
+            "backend=torch"
+        ) from error
+    return ended
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    """A command that has a session of its own.
+
+    Raises:
+        BuildError: It cannot be started.
     """
     try:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -226,16 +290,3 @@ def _run(command: list[str], limit_s: float) -> tuple[int, str]:
         )
     except OSError as error:
         raise BuildError(f"{command[0]} cannot be started: {error}; set CXX to another compiler") from error
-    with process:
-        try:
-            said, _ = process.communicate(timeout=limit_s)
-        except BaseException as error:  # an interrupted compiler leaves nothing that goes on working either
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            raise BuildError(
-                f"{command[0]} did not finish within {limit_s:g} s; set CXX to another compiler, or choose "
-                "backend=torch"
-            ) from error
-    return process.returncode, said

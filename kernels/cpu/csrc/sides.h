@@ -1,4 +1,5 @@
-// The two inner loops of attention over a page: keys against queries, and weights against values, for every kind of element.
+// The two inner loops of attention over a page: keys against queries (key_dots.cpp), and weights against values (add_values.cpp), for every
+// kind of element; and what they are made of.
 //
 // Legend: D channels; T slots per page; P planes of a coded byte; W = D / P bytes (or elements) of one slot; G query heads that are
 // worked on at once, 1 to 4, so that each element is read and widened once for all of them.
@@ -106,73 +107,19 @@ template <int kKind> inline void widen(const uint8_t* p, long n, float* out) {
   for (; i < n; i++) out[i] = scalar_element(kKind, p, int(n), int(i));
 }
 
-// Keys ----------------------------------------------------------------------------------------------------------------------------------
+// Tables --------------------------------------------------------------------------------------------------------------------------------
 
-// kTiles registers of slots from `slot` on against G queries; bytes (or elements) [first, last) of each slot.
-template <int kKind, int G, int kTiles>
-KVB_INLINE void dot_tile(const uint8_t* codes, long T, long W, long slot, const float* q, int first, int last, const Book& book, float* out,
-                         long out_stride) {
-  constexpr int P = planes_of(kKind), kUnit = unit_bytes_of(kKind);
-  Vec sum[kTiles][G];
-#pragma GCC unroll 8
-  for (int u = 0; u < kTiles; u++)
-#pragma GCC unroll 8
-    for (int g = 0; g < G; g++) sum[u][g] = splat(0.0f);
-  const uint8_t* row = codes + (first * T + slot) * kUnit;
-  const long behind = W / 2;
-  for (int w = first; w < last; w++, row += T * kUnit) {
-#pragma GCC unroll 2
-    for (int half = 0; half < (P > 4 ? 2 : 1); half++) {
-      constexpr int kPart = P > 4 ? 4 : P;
-      Vec value[kTiles][kPart];
-#pragma GCC unroll 8
-      for (int u = 0; u < kTiles; u++) {
-        auto keep = [&](int p, Vec x) { value[u][p] = x; };
-        auto upper = [&] { return shift_then_256(load_u8(codes + (W + w % behind) * T + slot + u * kLanes), w >= behind); };
-        if (half == 0) for_planes<kKind, 0, kPart>(row + u * kLanes * kUnit, upper, book, keep);
-        else for_planes<kKind, P - kPart, P>(row + u * kLanes * kUnit, upper, book, keep);
-      }
-#pragma GCC unroll 8
-      for (int p = 0; p < kPart; p++)
-#pragma GCC unroll 8
-        for (int g = 0; g < G; g++) {
-          const Vec factor = splat(q[(g * P + half * kPart + p) * kQueryStride + w]);
-#pragma GCC unroll 8
-          for (int u = 0; u < kTiles; u++) sum[u][g] = fma(value[u][p], factor, sum[u][g]);
-        }
-    }
-  }
-#pragma GCC unroll 8
-  for (int u = 0; u < kTiles; u++)
-#pragma GCC unroll 8
-    for (int g = 0; g < G; g++) store(out + g * out_stride + u * kLanes, sum[u][g]);
-}
+// A loop is compiled for every kind of element and every number of query heads, which takes a while: the two tables of them are files of
+// their own, which a build compiles side by side.
+#define KVB_KINDS(NAME, ...)                                                                                          \
+  {NAME<kCode1, __VA_ARGS__>, NAME<kCode2, __VA_ARGS__>, NAME<kCode4, __VA_ARGS__>, NAME<kCode8, __VA_ARGS__>,          \
+   NAME<kF16, __VA_ARGS__>,   NAME<kBF16, __VA_ARGS__>,  NAME<kF32, __VA_ARGS__>,   NAME<kFp8, __VA_ARGS__>,          \
+   NAME<kBook2, __VA_ARGS__>, NAME<kBook3, __VA_ARGS__>, NAME<kBook4, __VA_ARGS__>}
 
 // Raw dots of G queries [G][P][kQueryStride] with slots [begin, end) of a page's K region. Where T < kLanes, up to kLanes - T
 // elements after the region are read, and come to nothing.
 // out[g * out_stride + slot - begin].
-template <int kKind, int G>
-void key_dots(const uint8_t* codes, long T, long W, long begin, long end, const float* q, int first, int last, const float* levels, float* out,
-              long out_stride) {
-  const Book book = load_book(levels);
-  constexpr int kTiles = kRegisters >= 32 ? (G >= 4 || planes_of(kKind) > 2 ? 2 : 4) : (G >= 4 ? 1 : 2);
-  long slot = begin;
-  for (; end - slot >= kLanes * kTiles; slot += kLanes * kTiles)
-    dot_tile<kKind, G, kTiles>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
-  for (; end - slot >= kLanes; slot += kLanes)
-    dot_tile<kKind, G, 1>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
-  if (slot < end) {  // the rest: a whole register that begins early enough to stay inside the page
-    const long early = slot + kLanes <= T ? slot : T > kLanes ? T - kLanes : 0;
-    float spare[G * kLanes];
-    dot_tile<kKind, G, 1>(codes, T, W, early, q, first, last, book, spare, kLanes);
-    for (int g = 0; g < G; g++)
-      for (long t = slot; t < end; t++) out[g * out_stride + t - begin] = spare[g * kLanes + t - early];
-  }
-}
-
 typedef void (*KeyDots)(const uint8_t*, long, long, long, long, const float*, int, int, const float*, float*, long);
-
-// Values --------------------------------------------------------------------------------------------------------------------------------
 
 // Weights of a page's slots: [group][query head][slot].
 struct Weights {
@@ -181,87 +128,10 @@ struct Weights {
   int group_channels;
 };
 
-// Adds n weighted slots to kTiles registers of bytes from `w` on, planes [kFirst, kLast), G heads. `padded` is W rounded up to whole
-// registers, sum is [G][P][padded]. In the last register of a row the lanes past W gather what follows it; nobody reads them.
-template <int kKind, int G, int kTiles, int kFirst, int kLast, bool kGrouped>
-KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
-  constexpr int P = planes_of(kKind), kPart = kLast - kFirst, kUnit = unit_bytes_of(kKind);
-  const long S = units_of(kKind, W);  // from slot to slot
-  Vec acc[kTiles][kPart][G];
-  const float* from[kGrouped ? kPart : 1];
-  for (int p = 0; p < (kGrouped ? kPart : 1); p++)
-    from[p] = weights.at + (kGrouped ? ((kFirst + p) * W + w) / weights.group_channels * weights.group_stride : 0);
-#pragma GCC unroll 8
-  for (int u = 0; u < kTiles; u++)
-#pragma GCC unroll 8
-    for (int p = 0; p < kPart; p++)
-#pragma GCC unroll 8
-      for (int g = 0; g < G; g++) acc[u][p][g] = load(sum + (g * P + kFirst + p) * padded + w + u * kLanes);
-  auto step = [&](const uint8_t* row, long t) __attribute__((always_inline)) {  // row: the bytes from w on
-    Vec factor[kGrouped ? kPart : 1][G];
-#pragma GCC unroll 8
-    for (int p = 0; p < (kGrouped ? kPart : 1); p++)
-#pragma GCC unroll 8
-      for (int g = 0; g < G; g++) factor[p][g] = splat(from[p][g * weights.head_stride + t]);
-#pragma GCC unroll 8
-    for (int u = 0; u < kTiles; u++)
-      for_planes<kKind, kFirst, kLast>(
-          row + u * kLanes * kUnit, [&] { return load_upper(codes + t * S, W, w + u * kLanes); }, book,
-          [&](int p, Vec x) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-            for (int g = 0; g < G; g++) acc[u][p][g] = fma(x, factor[kGrouped ? p : 0][g], acc[u][p][g]);
-          });
-  };
-  long inside = n;  // slots whose register stays within the V region
-  if (w + kTiles * kLanes > W) inside = (T * S - w - kLanes) / S + 1;
-  inside = inside < 0 || T * S < w + kLanes ? 0 : inside < n ? inside : n;
-  const uint8_t* row = codes + w * kUnit;
-  for (long t = 0; t < inside; t++, row += S * kUnit) step(row, t);
-  for (long t = inside; t < n; t++, row += S * kUnit) {
-    uint8_t copy[kLanes * 4] = {0};
-    std::memcpy(copy, row, (W - w) * kUnit);
-    step(copy, t);
-  }
-#pragma GCC unroll 8
-  for (int u = 0; u < kTiles; u++)
-#pragma GCC unroll 8
-    for (int p = 0; p < kPart; p++)
-#pragma GCC unroll 8
-      for (int g = 0; g < G; g++) store(sum + (g * P + kFirst + p) * padded + w + u * kLanes, acc[u][p][g]);
-}
-
-template <int kKind, int G, int kTiles, int kFirst, bool kGrouped>
-KVB_INLINE void value_planes(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
-  constexpr int P = planes_of(kKind), kLimit = kRegisters >= 32 ? 4 : 2, kLast = kFirst + kLimit < P ? kFirst + kLimit : P;
-  value_tile<kKind, G, kTiles, kFirst, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
-  if constexpr (kLast < P) value_planes<kKind, G, kTiles, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
-}
-
-template <int kKind, int G, bool kGrouped>
-void add_values(const uint8_t* codes, long W, long T, long n, Weights weights, long padded, const float* levels, float* sum) {
-  const Book book = load_book(levels);
-  // Several registers of a row at once share the broadcast weights, and give the adders something to do while one waits. A group
-  // of channels must not change between them.
-  constexpr int kWide = kGrouped || kRegisters < 32 ? 1 : planes_of(kKind) == 1 ? 4 : planes_of(kKind) == 2 ? 2 : 1;
-  long w = 0;
-  for (; w + kWide * kLanes <= W; w += kWide * kLanes)
-    value_planes<kKind, G, kWide, 0, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
-  for (; w < W; w += kLanes) value_planes<kKind, G, 1, 0, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
-}
-
+// Adds n weighted slots to the sums of G heads [G][P][padded]; `padded` is W rounded up to whole registers.
 typedef void (*AddValues)(const uint8_t*, long, long, long, Weights, long, const float*, float*);
 
-// Tables --------------------------------------------------------------------------------------------------------------------------------
-
-#define KVB_KINDS(NAME, ...)                                                                                          \
-  {NAME<kCode1, __VA_ARGS__>, NAME<kCode2, __VA_ARGS__>, NAME<kCode4, __VA_ARGS__>, NAME<kCode8, __VA_ARGS__>,          \
-   NAME<kF16, __VA_ARGS__>,   NAME<kBF16, __VA_ARGS__>,  NAME<kF32, __VA_ARGS__>,   NAME<kFp8, __VA_ARGS__>,          \
-   NAME<kBook2, __VA_ARGS__>, NAME<kBook3, __VA_ARGS__>, NAME<kBook4, __VA_ARGS__>}
-
-static const KeyDots kKeyDots[kMaxGroup][kNumKinds] = {
-    KVB_KINDS(key_dots, 1), KVB_KINDS(key_dots, 2), KVB_KINDS(key_dots, 3), KVB_KINDS(key_dots, 4)};
-static const AddValues kAddValues[2][kMaxGroup][kNumKinds] = {
-    {KVB_KINDS(add_values, 1, false), KVB_KINDS(add_values, 2, false), KVB_KINDS(add_values, 3, false), KVB_KINDS(add_values, 4, false)},
-    {KVB_KINDS(add_values, 1, true), KVB_KINDS(add_values, 2, true), KVB_KINDS(add_values, 3, true), KVB_KINDS(add_values, 4, true)}};
+extern const KeyDots kKeyDots[kMaxGroup][kNumKinds];
+extern const AddValues kAddValues[2][kMaxGroup][kNumKinds];  // the second ones for several groups of channels
 
 }  // namespace kvb

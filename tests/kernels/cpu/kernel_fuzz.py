@@ -115,7 +115,8 @@ def sanitized(isa: str) -> Path:
         SCRATCH.mkdir(parents=True, exist_ok=True)
         flags = [flag for flag in build.FLAGS if not flag.startswith("-O")] + ["-O1", "-g1", "-fopenmp"]
         flags += [*cpu_abi.ISA_FLAGS[isa], *SANITIZERS, "-fno-omit-frame-pointer"]
-        command = [build.find_compiler(), *flags, str(build.SOURCE_DIR / "paged.cpp"), "-o", str(target) + ".new"]
+        units = [str(build.SOURCE_DIR / unit) for unit in cpu_abi.UNITS]
+        command = [build.find_compiler(), *flags, *units, "-o", str(target) + ".new"]
         subprocess.run(command, check=True)
         os.replace(str(target) + ".new", target)
     return target

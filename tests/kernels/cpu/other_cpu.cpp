@@ -16,8 +16,14 @@ static void attend_to(const char* name, int k_kind, int v_kind, int channel_grou
   auto side_bytes = [&](int kind) { return D / kvb::planes_of(kind) * kvb::unit_bytes_of(kind) * T; };
   auto round_up = [](long n) { return (n + 15) / 16 * 16; };
   kvb::Tier tier = {};
-  tier.slots_per_page = T, tier.num_columns = columns, tier.k_kind = k_kind, tier.v_kind = v_kind;
-  tier.k_channel_group = channel_group, tier.k_groups = tier.v_groups = groups, tier.symmetric = symmetric;
+  tier.slots_per_page = T, tier.num_columns = columns, tier.k_channel_group = channel_group;
+  auto side = [&](int kind, bool coded) {
+    kvb::Code code = {};
+    code.kind = kind, code.groups = groups;
+    if (coded) code.scale = kvb::kF16Scale, code.zero = !symmetric, code.centre = 1 << (kvb::bits_of(kind) - 1);
+    return code;
+  };
+  tier.k = side(k_kind, k_coded), tier.v = side(v_kind, v_coded);
   const long k_scales = round_up(!k_coded ? 0 : 2 * (channel_group ? T / channel_group * D : groups * T));
   const long v_scales = round_up(v_coded ? 2 * groups * T : 0);
   long at = 0;

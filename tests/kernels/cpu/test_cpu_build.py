@@ -1,6 +1,8 @@
 """Compiled kernels in the cache: built once, checked before they are loaded, and done without where they cannot be."""
 
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -165,6 +168,50 @@ def test_a_source_that_does_not_compile_says_why(small_source: Path, cache: Path
     with pytest.raises(BuildError, match=r"(?s)cannot compile tiny\.cpp: .*error.*or choose backend=torch"):
         build_library("tiny", TINY, small_source)
     assert not list(cache.iterdir())
+
+
+@needs_compiler
+def test_sources_of_several_files_are_compiled_side_by_side(small_source: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every .cpp file is a compiler's work of its own, begun before any other ends, and one library holds them all."""
+    (small_source / "tiny.cpp").write_text('#include "other.h"\nextern "C" int answer() { return 2 * half(); }\n')
+    (small_source / "other.cpp").write_text('#include "other.h"\nint half() { return 21; }\n')
+    (small_source / "other.h").write_text("int half();\n")
+    ends, start = [], build._start
+    running: list[subprocess.Popen] = []
+
+    def noted(command: list[str]) -> subprocess.Popen:
+        ends.append((Path(command[-1]).name, sum(process.poll() is None for process in running)))
+        running.append(start(command))
+        return running[-1]
+
+    monkeypatch.setattr(build, "_start", noted)
+    path = build_library("tiny", ("tiny.cpp", "other.h", "other.cpp"), small_source)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert ends == [("tiny.o", 0), ("other.o", 1), ("library.so", 0), ("--version", 0)]
+
+
+def test_processes_that_need_the_same_library_build_it_once(
+    small_source: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever comes while another one builds waits for it and takes what it built; the lock leaves no file behind."""
+    script = f'case "$*" in *--version*) exit 0;; esac\necho . >> {tmp_path}/calls\n/bin/sleep 0.3\n'
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, script + 'for last; do :; done\necho ok > "$last"')))
+    with ThreadPoolExecutor(3) as pool:
+        paths = set(pool.map(lambda _: build_library("tiny", TINY, small_source), range(3)))
+    assert len(paths) == 1 and (tmp_path / "calls").read_text() == ".\n" * 2  # compiled, and linked
+    assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".so"]
+
+
+def test_a_disk_without_locks_builds_all_the_same(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Some network disks refuse to lock a folder: nobody waits then."""
+    script = 'case "$*" in *--version*) exit 0;; esac\nfor last; do :; done\necho ok > "$last"'
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, script)))
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert build_library("tiny", TINY, small_source).read_text() == "ok\n"
 
 
 def test_a_compiler_without_openmp_still_builds(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.kernels.cpu.abi import ISA_FLAGS
-from kvbench.kernels.cpu.build import FLAGS, find_compiler
+from kvbench.kernels.cpu.abi import ISA_FLAGS, UNITS
+from kvbench.kernels.cpu.build import FLAGS, SOURCE_DIR, find_compiler
 
-SOURCE = Path(__file__).with_name("other_cpu.cpp")
+# The program includes paged.cpp, whose functions it calls.
+SOURCES = [Path(__file__).with_name("other_cpu.cpp"), *(SOURCE_DIR / unit for unit in UNITS if unit != "paged.cpp")]
 ARM_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 
@@ -18,7 +19,7 @@ def run(compiler: str, flags: tuple[str, ...], runner: list[str], folder: Path) 
     """Per format: the hash of all page bytes; output, log-sum-exp and scores."""
     binary = folder / f"{Path(compiler).name}.out"
     kept = [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
-    subprocess.run([compiler, *kept, *flags, str(SOURCE), "-o", str(binary)], check=True)
+    subprocess.run([compiler, *kept, *flags, *map(str, SOURCES), "-o", str(binary)], check=True)
     lines = subprocess.run([*runner, str(binary)], check=True, capture_output=True, text=True).stdout.splitlines()
     words = [line.split() for line in lines]
     return {" ".join(w[:2]): (w[3], [float(x) for x in w[4:]]) for w in words}

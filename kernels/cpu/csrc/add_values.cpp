@@ -1,0 +1,80 @@
+// Values of a page, weighted, for every kind of element. Legend as in sides.h.
+#include "sides.h"
+
+namespace kvb {
+
+// Adds n weighted slots to kTiles registers of bytes from `w` on, planes [kFirst, kLast), G heads. `padded` is W rounded up to whole
+// registers, sum is [G][P][padded]. In the last register of a row the lanes past W gather what follows it; nobody reads them.
+template <int kKind, int G, int kTiles, int kFirst, int kLast, bool kGrouped>
+KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
+  constexpr int P = planes_of(kKind), kPart = kLast - kFirst, kUnit = unit_bytes_of(kKind);
+  const long S = units_of(kKind, W);  // from slot to slot
+  Vec acc[kTiles][kPart][G];
+  const float* from[kGrouped ? kPart : 1];
+  for (int p = 0; p < (kGrouped ? kPart : 1); p++)
+    from[p] = weights.at + (kGrouped ? ((kFirst + p) * W + w) / weights.group_channels * weights.group_stride : 0);
+#pragma GCC unroll 8
+  for (int u = 0; u < kTiles; u++)
+#pragma GCC unroll 8
+    for (int p = 0; p < kPart; p++)
+#pragma GCC unroll 8
+      for (int g = 0; g < G; g++) acc[u][p][g] = load(sum + (g * P + kFirst + p) * padded + w + u * kLanes);
+  auto step = [&](const uint8_t* row, long t) __attribute__((always_inline)) {  // row: the bytes from w on
+    Vec factor[kGrouped ? kPart : 1][G];
+#pragma GCC unroll 8
+    for (int p = 0; p < (kGrouped ? kPart : 1); p++)
+#pragma GCC unroll 8
+      for (int g = 0; g < G; g++) factor[p][g] = splat(from[p][g * weights.head_stride + t]);
+#pragma GCC unroll 8
+    for (int u = 0; u < kTiles; u++)
+      for_planes<kKind, kFirst, kLast>(
+          row + u * kLanes * kUnit, [&] { return load_upper(codes + t * S, W, w + u * kLanes); }, book,
+          [&](int p, Vec x) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int g = 0; g < G; g++) acc[u][p][g] = fma(x, factor[kGrouped ? p : 0][g], acc[u][p][g]);
+          });
+  };
+  long inside = n;  // slots whose register stays within the V region
+  if (w + kTiles * kLanes > W) inside = (T * S - w - kLanes) / S + 1;
+  inside = inside < 0 || T * S < w + kLanes ? 0 : inside < n ? inside : n;
+  uint8_t copy[kLanes * kUnit];
+  const uint8_t* row = codes + w * kUnit;
+  for (long t = 0, until = inside;; until = t + 1) {  // one loop for both, as it is compiled for every kind and every number of heads
+    for (; t < until; t++, row += S * kUnit) step(row, t);
+    if (kTiles > 1 || t == n) break;
+    std::memset(copy, 0, sizeof copy);
+    std::memcpy(copy, codes + (t * S + w) * kUnit, (W - w) * kUnit);
+    row = copy;
+  }
+#pragma GCC unroll 8
+  for (int u = 0; u < kTiles; u++)
+#pragma GCC unroll 8
+    for (int p = 0; p < kPart; p++)
+#pragma GCC unroll 8
+      for (int g = 0; g < G; g++) store(sum + (g * P + kFirst + p) * padded + w + u * kLanes, acc[u][p][g]);
+}
+
+template <int kKind, int G, int kTiles, int kFirst, bool kGrouped>
+KVB_INLINE void value_planes(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
+  constexpr int P = planes_of(kKind), kLimit = kRegisters >= 32 ? 4 : 2, kLast = kFirst + kLimit < P ? kFirst + kLimit : P;
+  value_tile<kKind, G, kTiles, kFirst, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
+  if constexpr (kLast < P) value_planes<kKind, G, kTiles, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
+}
+
+template <int kKind, int G, bool kGrouped>
+void add_values(const uint8_t* codes, long W, long T, long n, Weights weights, long padded, const float* levels, float* sum) {
+  const Book book = load_book(levels);
+  // Several registers of a row at once share the broadcast weights, and give the adders something to do while one waits. A group
+  // of channels must not change between them.
+  constexpr int kWide = kGrouped || kRegisters < 32 ? 1 : planes_of(kKind) == 1 ? 4 : planes_of(kKind) == 2 ? 2 : 1;
+  long w = 0;
+  for (; w + kWide * kLanes <= W; w += kWide * kLanes)
+    value_planes<kKind, G, kWide, 0, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
+  for (; w < W; w += kLanes) value_planes<kKind, G, 1, 0, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
+}
+
+const AddValues kAddValues[2][kMaxGroup][kNumKinds] = {
+    {KVB_KINDS(add_values, 1, false), KVB_KINDS(add_values, 2, false), KVB_KINDS(add_values, 3, false), KVB_KINDS(add_values, 4, false)},
+    {KVB_KINDS(add_values, 1, true), KVB_KINDS(add_values, 2, true), KVB_KINDS(add_values, 3, true), KVB_KINDS(add_values, 4, true)}};
+
+}  // namespace kvb

@@ -1,0 +1,89 @@
+// Values of consecutive pages, weighted by digits, for every kind of code. Legend as in digits.h.
+#include "digit_values.h"
+
+#if KVB_DIGITS
+namespace kvb {
+
+// Without what a shift brought into the lanes of a mask, in each of the four rows.
+KVB_INLINE Ints upper_lanes(Ints x, __mmask16 mask) {
+  return _mm512_maskz_mov_epi8(~(0x0001000100010001ull * mask), x);
+}
+
+template <int kKind, int G, int kFirst, int kLast, bool kGrouped>
+KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* sum) {
+  constexpr int P = planes_of(kKind), kPart = kLast - kFirst;
+  Ints acc[kPart][G][kDigits];
+  const int8_t* from[kPart];
+#pragma GCC unroll 8
+  for (int p = 0; p < kPart; p++) {
+    from[p] = v.digits + (kGrouped ? ((kFirst + p) * v.W + w) / v.group_channels * v.group_stride : 0);
+#pragma GCC unroll 8
+    for (int g = 0; g < G; g++)
+#pragma GCC unroll 8
+      for (int j = 0; j < kDigits; j++) acc[p][g][j] = _mm512_setzero_si512();
+  }
+  long at = 0;
+  const uint8_t* row;
+  const Ints table = load_table(v.table);
+  const long behind = v.W / 2, direct = std::min<long>(std::max<long>(behind - w, 0), kLanes);  // lanes whose third bits are not shifted
+  auto quad = [&](long at) __attribute__((always_inline)) {
+    const Ints packed = quads(v.S == kLanes ? _mm512_loadu_si512(row) : load_rows(row, v.S, 0xffff));
+    Ints upper = packed;
+    if constexpr (kKind == kBook3) {
+      const uint8_t* above = row + v.W;  // of this register's first byte
+      const __mmask16 mask = first_lanes(direct);
+      upper = direct == kLanes ? load_rows(above, v.S, 0xffff) : shift_one(load_rows(above - behind, v.S, __mmask16(~mask)), true);
+      if (direct > 0 && direct < kLanes) upper = _mm512_or_si512(upper_lanes(upper, mask), load_rows(above, v.S, mask));
+      upper = quads(upper);
+    }
+    row += 4 * v.S;
+    auto add_plane = [&](int p, Ints bytes) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int g = 0; g < G; g++)
+#pragma GCC unroll 8
+        for (int j = 0; j < kDigits; j++)
+          acc[p][g][j] = _mm512_dpbusd_epi32(acc[p][g][j], bytes, broadcast_quad(from[p] + g * v.head_stride + 4 * at + 4 * j));
+    };
+    add_plane(0, code_bytes<kKind, kFirst>(packed, upper, table));
+    if constexpr (kPart > 1) add_plane(1, code_bytes<kKind, kFirst + 1>(packed, upper, table));
+  };
+  for (const uint8_t* const* page = v.pages; at < v.n; page++) {
+    const long end = std::min(at + v.T, v.n);
+    Ahead ahead;
+    if (w == 0 && kFirst == 0 && page + kNextPages <= v.last_page) {
+      ahead.at = page[kNextPages] + v.codes;
+      ahead.end = ahead.at + v.S * v.T;
+    }
+    row = *page + v.codes + w;
+#pragma GCC unroll 2
+    for (; at < end; at += 4) {
+      ahead.some((4 * v.S + 63) / 64);
+      quad(at);
+    }
+    at = end;
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < kPart; p++) {
+    const Vec back = splat(v.back[kGrouped ? ((kFirst + p) * v.W + w) / v.group_channels : 0]);
+#pragma GCC unroll 8
+    for (int g = 0; g < G; g++) {
+      float* to = sum + (g * P + kFirst + p) * padded + w;
+      store(to, add(load(to), from_digits(acc[p][g], back)));
+    }
+  }
+  if constexpr (kLast < P) digit_values<kKind, G, kLast, (kLast + 2 < P ? kLast + 2 : P), kGrouped>(v, w, padded, sum);
+}
+
+// See AllDigitValues.
+template <int kKind, int G, bool kGrouped> void all_digit_values(const DigitValues& v, long padded, float* sum) {
+  for (long w = 0; w < v.W; w += kLanes) digit_values<kKind, G, 0, (planes_of(kKind) > 1 ? 2 : 1), kGrouped>(v, w, padded, sum);
+}
+
+const AllDigitValues kAllDigitValues[2][kMaxGroup][kNumCodes] = {
+    {KVB_CODES(all_digit_values, 1, false), KVB_CODES(all_digit_values, 2, false), KVB_CODES(all_digit_values, 3, false),
+     KVB_CODES(all_digit_values, 4, false)},
+    {KVB_CODES(all_digit_values, 1, true), KVB_CODES(all_digit_values, 2, true), KVB_CODES(all_digit_values, 3, true),
+     KVB_CODES(all_digit_values, 4, true)}};
+
+}  // namespace kvb
+#endif
