@@ -21,6 +21,41 @@ ExtremeOf = Literal["mean", "score", "pos"]
 StepTarget = tuple[int, Tensor, Tensor]  # tier, page and slot (int64 [S, L, H]) that a step's new token is written to
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The angles that stored keys are rotated by when they are read: a position times the rotary frequencies.
+
+    Args:
+        frequencies: fp32 [D / 2].
+        ages: int64 [S, n] places of the slots in the cache, from the oldest on, which put the newest token of every
+            list at its true position; None = slot i lies at position i.
+    """
+
+    frequencies: Tensor
+    ages: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTable:
+    """One tier of all lists, as a step reads it from the tables that a backend keeps itself.
+
+    Args:
+        fmt: The tier's page format.
+        entries: int32 [lists, max_pages] page ids.
+        is_reversed: A list's pages begin at the right end of its entries.
+        num_slots: int32 [lists] slots held.
+        width: Pages of a list of the step at most.
+        turn: How stored keys are rotated, or None.
+    """
+
+    fmt: PageFormat
+    entries: Tensor
+    is_reversed: bool
+    num_slots: Tensor
+    width: int
+    turn: Turn | None = None
+
+
 @dataclass
 class TierPages:
     """One tier of one layer, for the sequences of a step.
@@ -80,7 +115,13 @@ class StepRing:
 
 
 class FusedStep(ABC):
-    """A decode step that `Backend.open_step` prepared: each layer is one call."""
+    """A decode step that `Backend.open_step` or `open_tables` prepared: each layer is one call.
+
+    Attributes:
+        strips: It takes the rotary position off keys itself before it writes them.
+    """
+
+    strips: bool = False
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -396,6 +437,44 @@ class Backend(ABC):
             NotImplementedError: The backend has no such operation.
         """
         raise NotImplementedError(f"backend={self.name} does not fuse layers; use its single operations")
+
+    def open_tables(
+        self,
+        pages: Tensor,
+        tiers: list[TierTable],
+        shape: tuple[int, int],
+        rows: Tensor,
+        *,
+        num_q_heads: int,
+        seen: Tensor,
+        target: StepTarget | None,
+        held: tuple[Tensor, Tensor] | None = None,
+        ring: StepRing | None = None,
+        power: int = 1,
+        group: Reduce | None = None,
+        update: ScoreUpdate | None = None,
+        skip_near: int = 0,
+        turn: tuple[Tensor, Tensor] | None = None,
+    ) -> FusedStep | None:
+        """Prepares one decode step for all layers from the backend's own tables; only where `keeps_tables`.
+
+        Args:
+            pages: The pool.
+            tiers: Of all lists, the new token counted.
+            shape: (layers, heads).
+            rows: int64 [S] rows of the step's sequences.
+            held: Keys and values in pages, int64 [S, L, H] each, behind a ring; None = the tables' counts.
+            turn: Cosine and sine, fp32 [S, D / 2], of the angles that keys are turned by before they are written;
+                None = they are written as they come.
+            num_q_heads, seen, target, ring, power, group, update, skip_near: As for `open_step`; contiguous.
+
+        Returns:
+            The prepared step, or None where the backend does not cover it. Its last layer comes last.
+
+        Raises:
+            NotImplementedError: The backend has no tables of its own.
+        """
+        raise NotImplementedError(f"backend={self.name} keeps no tables; use open_step")
 
     def tables(
         self,

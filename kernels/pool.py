@@ -131,6 +131,19 @@ class PagePool:
         after[pages] = left.clamp(min=0).to(torch.int32)
         return pages[left < 0], after if bool(after.any()) else None
 
+    # What the host knows of pages that are kept on a device (`kernels.gpu.table`).
+
+    taken = 0
+
+    @property
+    def surely_free(self) -> int:
+        """Pages that are free whatever the device has not told yet."""
+        return self.num_free
+
+    def takes(self, most: int) -> bool:
+        """Whether so many pages are free for sure; notes them as taken where they are."""
+        return self.surely_free >= most
+
     def free_ids(self) -> Tensor:
         """The free pages in the order they will be handed out; int64 [num_free]. For checks."""
         return torch.cat([self.free_list[part] for part in self._parts(self.start, self.num_free)]).long()

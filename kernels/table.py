@@ -5,12 +5,16 @@ from the left of the list's table row, tier 1 from the right; a third tier has a
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
+
+if TYPE_CHECKING:
+    from kvbench.kernels.backend import TierTable, Turn
 
 
 class PageTable:
@@ -217,7 +221,54 @@ class PageTable:
         """
         raise NotImplementedError("tables in main memory plan a compaction and leave the moves to a backend")
 
-    def tell(self, post: Callable[[Tensor, Callable[[list[int]], None]], None]) -> None:
+    # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
+
+    def tier(self, tier: int, fmt: PageFormat, width: int, turn: "Turn | None") -> "TierTable":
+        """A tier of all lists as a step reads it, `width` pages per list at most."""
+        raise NotImplementedError("tables in main memory name the pages of a step")
+
+    def count_rows(self, rows: Tensor) -> Tensor:
+        """What rows (int64 [S]) hold, int64 [1 + tiers, S]: their pages, and by tier the slots of the longest list."""
+        raise NotImplementedError("tables in main memory are counted by torch")
+
+    def find_extreme(
+        self, rows: Tensor, tier: int, fmt: PageFormat, *, by: str, over_layer: bool, **conditions: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Value, slot and position, [S, L, H] each, of the smallest value in every list of rows (int64 [S])."""
+        raise NotImplementedError("in main memory a backend searches slots, or their fields are gathered")
+
+    def take(
+        self,
+        lists: Tensor,
+        tier: int,
+        slot: Tensor | None,
+        goes_to: Tensor | None,
+        goes_at: Tensor | None,
+        *,
+        acts: bool,
+        own_all: bool,
+        done: list[tuple[Tensor, int, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Holds a step's plan to the lists that it is about, and takes the slots that it needs.
+
+        Args:
+            lists: int64 [M].
+            tier: Where new tokens go.
+            slot, goes_to, goes_at: The plan, whole numbers [M] or of a shape with M entries; None as in `DecodePlan`.
+            acts: Slots may be overwritten.
+            own_all: Take everything that the lists hold out of shared pages, not only what is written to.
+            done: Takes (lists, tier, slots before) of everything that was reserved.
+
+        Returns:
+            Page and slot in it, int64 [tiers, M]: in `tier` of what comes in, in the others of what goes there, page -1
+            for nothing; and int32 [3], 1 where a slot, a tier, or a slot in it broke the rules, or None.
+
+        Raises:
+            PoolExhausted: Too few pages; what was reserved is in `done`.
+        """
+        raise NotImplementedError("tables in main memory reserve what a plan asks for")
+
+    def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
         """Posts what the host has to know of the pool, where tables are on a device."""
 
     def used_page_ids(self) -> Tensor:

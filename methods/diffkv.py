@@ -108,16 +108,18 @@ class DiffKV(Policy):
         """Algorithm 1; the incoming token takes the high slot that becomes free, or a new one."""
         leaving = view.tokens_seen - self.window
         candidate = view.find(HIGH, leaving)
-        high, low = (view.argmin(tier, by="mean", before=leaving + 1) for tier in (HIGH, LOW))
+        before = leaving + 1
+        high, low = (view.argmin(tier, by="mean", before=before) for tier in (HIGH, LOW))
         # The candidate: pruned, demoted (perhaps over a low victim), or it stays and a high victim is looked for.
         prune = candidate.found & (candidate.value < at_low)
         demote = candidate.found & ~prune & (candidate.value < at_high)
-        stays = candidate.found & ~prune & ~demote & high.found
+        goes = prune | demote
+        stays = candidate.found & ~goes & high.found
         prune_high = stays & (high.value < at_low)
         demote_high = stays & ~prune_high & (high.value < at_high)
         victim = torch.where(prune_high | demote_high, high.slot, APPEND)
         return DecodePlan(
-            slot=torch.where(prune | demote, candidate.slot, victim),
+            slot=torch.where(goes, candidate.slot, victim),
             demote_to=torch.where(demote | demote_high, LOW, EVICT),
             demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, APPEND),
         )

@@ -31,7 +31,17 @@ READS = {
 }
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 HERE = __file__
-IDLE = ("_attend", "_merge", "_reduce_scores", "_add_scores", "_write_side", "_write_key_groups", "_sum_columns")
+IDLE = (
+    "_attend",
+    "_finish",
+    "_add_scores",
+    "_append_ring",
+    "_demote_both",
+    "_write_both",
+    "_write_side",
+    "_write_key_groups",
+    "_sum_columns",
+)
 
 
 _arrived: list[torch.Tensor] = []  # what the host was sent

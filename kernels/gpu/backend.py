@@ -1,8 +1,9 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The functions are in `bounds`, `decode`, `fields`, `pages`, `prefill` and `step` beside this file. Prompt attention is
-torch's own fused kernel. For the rest the reference stands in, much slower, and `fallbacks` names it: widening the
-bounds of pages, and prompts in several segments. Which slot lies where is kept on the device, too (`table`, `manager`).
+The functions are in `bounds`, `decode`, `fields`, `moves`, `pages`, `prefill` and `step` beside this file. Prompt
+attention is torch's own fused kernel. For the rest the reference stands in, much slower, and `fallbacks` names it:
+widening the bounds of pages, and prompts in several segments. Which slot lies where is kept on the device, too (`table`
+with `manager`, `lookup` and `placing`).
 
 Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
 `write_tracked`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages`
@@ -19,15 +20,17 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields as gpu_fields
+from kvbench.kernels.gpu import moves as gpu_moves
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
-from kvbench.kernels.gpu import step as gpu_step
 from kvbench.kernels.gpu.bounds import page_bounds
+from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.gpu.step import DeviceStep, StepScores, check_step
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
@@ -83,7 +86,7 @@ class Gpu(Reference):
     def move_slots(
         self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
     ) -> None:
-        triton_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+        gpu_moves.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
 
     def paged_decode(
         self,
@@ -134,17 +137,50 @@ class Gpu(Reference):
             update=update,
             skip_near=skip_near,
         )
-        return gpu_step.open_step(
-            pages,
-            tiers,
-            seen=seen,
-            target=target,
-            ring=ring,
-            power=power,
-            group=group,
-            update=update,
-            skip_near=skip_near,
+        num_seq, num_layers, heads, _ = tiers[0].ids.shape
+        lists = Lists(
+            num_seq=num_seq, heads=heads, per_row=num_layers * heads, rows=None if ring is None else ring.rows
         )
+        onto = None
+        if target is not None:
+            onto = tiers[target[0]].fmt, target[1].contiguous(), target[2].contiguous()
+        how = StepScores(power=power, group=group, update=update, skip_near=skip_near)
+        return DeviceStep(pages, [ListTier.of(tier) for tier in tiers], lists, num_layers, seen, onto, ring, how)
+
+    def open_tables(
+        self,
+        pages: Tensor,
+        tiers: list[TierTable],
+        shape: tuple[int, int],
+        rows: Tensor,
+        *,
+        num_q_heads: int,
+        seen: Tensor,
+        target: StepTarget | None,
+        held: tuple[Tensor, Tensor] | None = None,
+        ring: StepRing | None = None,
+        power: int = 1,
+        group: Reduce | None = None,
+        update: ScoreUpdate | None = None,
+        skip_near: int = 0,
+        turn: tuple[Tensor, Tensor] | None = None,
+    ) -> FusedStep | None:
+        if self._lacks(*(tier.fmt for tier in tiers)):
+            return None
+        check_step(pages, tiers, shape, rows, num_q_heads=num_q_heads, seen=seen, target=target, held=held, ring=ring)
+        num_layers, heads = shape
+        lists = Lists(
+            num_seq=len(rows),
+            heads=heads,
+            per_row=num_layers * heads,
+            rows=rows,
+            in_table=True,
+            counts_in_table=held is None,
+        )
+        found = [ListTier.in_table(tier, held) for tier in tiers]
+        onto = None if target is None else (tiers[target[0]].fmt, target[1], target[2])
+        how = StepScores(power=power, group=group, update=update, skip_near=skip_near)
+        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, how, turn)
 
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
@@ -179,8 +215,8 @@ class Gpu(Reference):
         dst_page: Tensor,
         dst_slot: Tensor,
     ) -> None:
-        """Re-quantises slots into another format without a dense copy; see `gpu.pages.demote`."""
-        triton_pages.demote(pages, source, target, src_page, src_slot, dst_page, dst_slot)
+        """Re-quantises slots into another format without a dense copy; see `gpu.moves.demote`."""
+        gpu_moves.demote(pages, source, target, src_page, src_slot, dst_page, dst_slot)
 
     def attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """A prompt's attention with the log-sum-exp of every query's logits; see `gpu.prefill.attention_with_lse`."""

@@ -20,14 +20,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvbench.kernels.backend import Reduce, Ring, StepRing, TierPages
+from kvbench.kernels.backend import Reduce, Ring, StepRing, TierPages, Turn
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields
 from kvbench.kernels.gpu import manager as triton_manager
+from kvbench.kernels.gpu import moves as triton_moves
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
-from kvbench.kernels.gpu import step as triton_step
+from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.parts import Kernel, recording
 
@@ -168,44 +169,70 @@ def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Cal
         triton_pages.write_values(pages, fmt, page, slot, x)
         fields.read_slots(pages, fmt, page, slot)
         if lower is not None:
-            triton_pages.demote(pages, fmt, lower, page, slot, page, slot)
-            triton_pages.move_slots(pages, lower, page, slot, page, slot)
+            triton_moves.demote(pages, fmt, lower, page, slot, page, slot)
+            triton_moves.move_slots(pages, lower, page, slot, page, slot)
 
     return run
 
 
-def _step(dtype: torch.dtype, fmt: PageFormat, *, ring: bool = False) -> None:
-    """One layer of a prepared decode step, with its tracked fields or its residual buffers."""
+def _step(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, turned: bool = False) -> None:
+    """One layer of a prepared decode step, with its tracked fields or its residual buffers; `turned` rotates keys."""
     held, page = torch.full((1, 1, _HEADS), 9), torch.zeros(1, 1, _HEADS, dtype=torch.int64)
-    tier = TierPages(fmt, torch.zeros(1, 1, _HEADS, 2, dtype=torch.int64), held, held)
-    pages, seen = torch.zeros(8, _PAGE_BYTES, dtype=torch.uint8), torch.full((1,), 9)
+    sizes, lists = tuple(fmt.tokens_per_page for fmt in formats), torch.arange(_HEADS)
+    _, table = Gpu().tables(_PAGE_BYTES, 8, sizes, (1, 1, _HEADS), 4, "cpu")
+    pages, seen = table.held.pages, torch.full((1,), 9)
     buffer, rows = torch.zeros(1, 1, _HEADS, 32, _DIM, dtype=dtype), torch.zeros(1, dtype=torch.int64)
-    opened = triton_step.open_step(
-        pages,
-        [tier],
-        seen=seen,
-        target=None if ring else (0, page, page),
-        ring=StepRing(
-            k=buffer, v=buffer, rows=rows, num_tokens=held, before=(held, held), after=(held, held), flush_first=True
+    frequencies = torch.zeros(_DIM // 2)
+    turn = Turn(frequencies, torch.zeros(1, 2 * sizes[0], dtype=torch.int64)) if turned else None
+    for at_once in (True, False):
+        tracked = None if ring or turned else "add" if at_once else "replace"
+        opened = Gpu().open_tables(
+            pages,
+            [table.tier(tier, fmt, 2, turn) for tier, fmt in enumerate(formats)],
+            (1, _HEADS),
+            rows,
+            num_q_heads=_HEADS * _GROUP,
+            seen=seen,
+            target=None if ring else (0, page, page),
+            held=(held, held) if ring else None,
+            ring=StepRing(
+                k=buffer,
+                v=buffer,
+                rows=rows,
+                num_tokens=held,
+                before=(held, held),
+                after=(held, held),
+                flush_first=at_once,
+            )
+            if ring
+            else None,
+            group="sum",
+            update=tracked,
+            skip_near=0 if at_once else 2,
+            turn=(frequencies[None], frequencies[None]) if turned else None,
         )
-        if ring
-        else None,
-        power=1,
-        group="sum",
-        update=None if ring else "replace",
-        skip_near=0 if ring else 2,
-    )
-    q, k = (torch.zeros(1, heads, _DIM, dtype=dtype) for heads in (_HEADS * _GROUP, _HEADS))
-    opened.attend(0, q, k, k, 0.1)
-    if fmt.slot.track:
-        fields.write_tracked(pages, fmt, page.flatten(), page.flatten(), seen.float(), page.flatten())
+        assert opened is not None
+        q, k = (torch.zeros(1, heads, _DIM, dtype=dtype) for heads in (_HEADS * _GROUP, _HEADS))
+        opened.attend(0, q, k, k, 0.1)
+    if ring or turned:
+        return
+    for tier, fmt in enumerate(formats):
+        for by, over_layer in (("mean", False), ("score", True)):
+            table.find_extreme(rows, tier, fmt, by=by, over_layer=over_layer, seen=seen, before=seen, first=seen)
+        table.find_extreme(rows, tier, fmt, by="mean", over_layer=False, seen=seen, floor=seen, exact=seen)
+    to = None if len(formats) == 1 else page
+    table.take(lists, 0, page, to, to, acts=True, own_all=False, done=[])
+    table.take(lists, 0, None, None, None, acts=False, own_all=False, done=[])
+    table.count_rows(rows)
+    fields.write_tracked(pages, formats[0], page.flatten(), page.flatten(), seen.float(), page.flatten())
     fields.copy_pages(pages, page.flatten(), page.flatten())
 
 
 def _one_of_each() -> None:
     """One kernel of every kind."""
-    _step(torch.bfloat16, _format(8, 4))
+    _step(torch.bfloat16, _format(8, 4), _format(4, 2))
     _step(torch.bfloat16, _format(2, 2, k_channel_group=32), ring=True)
+    _step(torch.bfloat16, _format(16, 16), turned=True)
     fmt = _format(4, 2)
     _decode(torch.bfloat16, _format(8, 4), group="max")()
     channel = _format(2, 2, k_channel_group=32)
@@ -213,11 +240,14 @@ def _one_of_each() -> None:
     pages = torch.zeros(2, _PAGE_BYTES, dtype=torch.uint8)
     triton_pages.write_keys(pages, channel, page, page, x)
     triton_pages.write_values(pages, fmt, page, page, x)
-    triton_pages.move_slots(pages, fmt, page, page, page, page)
-    lists, size = torch.arange(1024), fmt.tokens_per_page
-    held = triton_manager.DevicePages(_PAGE_BYTES, 16, (size,), 1024, 4, "cpu")
-    held.reserve(lists, 0, lists)
-    held.compact(lists, 0, torch.ones(1024, 64, dtype=torch.bool), fmt)
+    triton_moves.move_slots(pages, fmt, page, page, page, page)
+    triton_moves.demote(pages, _format(8, 4), fmt, page, page, page, page)
+    size = fmt.tokens_per_page
+    for count in (1024, 2 * triton_manager.AT_ONCE):
+        lists = torch.arange(count)
+        held = triton_manager.DevicePages(_PAGE_BYTES, 16, (size,), count, 4, "cpu")
+        held.reserve(lists, 0, lists)
+        held.compact(lists, 0, torch.ones(count, 64, dtype=torch.bool), fmt)
     q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
     triton_prefill.column_scores(q, k, 0.1, queries=-1)
     slot = SlotFormat(_DIM, 16, 16)
@@ -228,13 +258,14 @@ def _one_of_each() -> None:
 
 
 def _manage() -> None:
-    """Taking, returning and compacting pages of 1,024 lists."""
+    """Taking, returning and compacting pages of many lists."""
     fmt = _format(4, 2)
-    lists, size = torch.arange(1024), fmt.tokens_per_page
-    pages = triton_manager.DevicePages(_PAGE_BYTES, 16, (size, size), 1024, 4, "cpu")
-    pages.reserve(lists, 0, lists)
-    pages.truncate(lists, 1, lists)
-    pages.compact(lists, 1, torch.ones(1024, 64, dtype=torch.bool), fmt)
+    for count in (1024, 2 * triton_manager.AT_ONCE):
+        lists, size = torch.arange(count), fmt.tokens_per_page
+        pages = triton_manager.DevicePages(_PAGE_BYTES, 16, (size, size), count, 4, "cpu")
+        pages.reserve(lists, 0, lists)
+        pages.truncate(lists, 1, lists)
+        pages.compact(lists, 1, torch.ones(count, 64, dtype=torch.bool), fmt)
 
 
 def _prompt() -> None:

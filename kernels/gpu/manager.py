@@ -2,11 +2,11 @@
 
 The store uses this through `table` beside this file, which adds what the host knows without asking.
 
-The pool's free list and the page tables of all layers, heads and requests change in three launches, whatever their
-number: block sums of what every list needs, the assignment from an exclusive prefix sum over them, and the counters.
-Nothing is read back: a request that cannot be met changes nothing and leaves a code in `status`, which the host may
-look at when it likes. All functions but `check`, `stats` and `free_ids` are capture-safe (`compact` once it was called
-for its format).
+The pool's free list and the page tables of all layers, heads and requests change in one launch where they are few, and
+in three whatever their number: block sums of what every list needs, the assignment from an exclusive prefix sum over
+them, and the counters. Nothing is read back: a request that cannot be met changes nothing and leaves a code in
+`status`, which the host may look at when it likes. All functions but `check`, `stats` and `free_ids` are capture-safe
+(`compact` once it was called for its format).
 """
 
 import torch
@@ -16,114 +16,16 @@ from torch import Tensor
 
 from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.pages import SLOT_REGIONS, byte_map
+from kvbench.kernels.gpu.exchange import _assign, _change_at_once, _commit, _sum_needs
+from kvbench.kernels.gpu.lookup import lookup
+from kvbench.kernels.gpu.moves import SLOT_REGIONS, byte_map
 from kvbench.kernels.gpu.parts import launch, power_of_two
 from kvbench.kernels.pool import PoolExhausted
 
 _BLOCK = 256  # lists per program
 _MAX_BLOCKS = 8192
+AT_ONCE = 4096  # lists for which one program takes as long as three launches
 EXHAUSTED, ROW_FULL, GROWN = 1, 2, 3  # codes in `status`
-
-_START, _END, _FREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _pages(slots, T: tl.constexpr):
-    return (slots + T - 1) // T
-
-
-@triton.jit
-def _sum_needs(
-    lists, count, num_slots, sums, faults, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr,
-    T: tl.constexpr, T_OTHER: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sums the pages that a block of lists takes or returns, and notes whether one of the lists must not."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = row < num
-    which = tl.load(lists + row, mask=mask, other=0).to(tl.int64)
-    before = tl.load(num_slots + TIER * num_lists + which, mask=mask, other=0)
-    asked = tl.load(count + row, mask=mask, other=0).to(tl.int32)
-    if RELEASE:
-        need = tl.where(mask, _pages(before, T) - _pages(asked, T), 0)
-        fault = mask & (asked > before)
-    else:
-        need = tl.where(mask, _pages(before + asked, T) - _pages(before, T), 0)
-        used = _pages(before + asked, T)
-        if OTHER >= 0:
-            used += _pages(tl.load(num_slots + OTHER * num_lists + which, mask=mask, other=0), T_OTHER)
-        fault = mask & (used > max_pages)
-    tl.store(sums + tl.program_id(0), tl.sum(need, 0))
-    tl.store(faults + tl.program_id(0), tl.max(fault.to(tl.int32), 0))
-
-
-@triton.jit
-def _assign(
-    lists, count, num_slots, table, free_list, state, sums, faults, first, num, num_lists, max_pages, num_pages, blocks,
-    TIER: tl.constexpr, T: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """Moves page ids between the free list and the table rows of a block of lists, unless the whole call is refused."""
-    pid = tl.program_id(0)
-    row = pid * BLOCK + tl.arange(0, BLOCK)
-    mask = row < num
-    which = tl.load(lists + row, mask=mask, other=0).to(tl.int64)
-    before = tl.load(num_slots + TIER * num_lists + which, mask=mask, other=0)
-    asked = tl.load(count + row, mask=mask, other=0).to(tl.int32)
-    b = tl.arange(0, BP)
-    needs = tl.load(sums + b, mask=b < blocks, other=0)
-    base = tl.sum(tl.where(b < pid, needs, 0).to(tl.int64), 0)
-    total = tl.sum(needs.to(tl.int64), 0)
-    fault = tl.max(tl.load(faults + b, mask=b < blocks, other=0), 0)
-    if RELEASE:
-        after, low = asked, _pages(asked, T)
-        need = _pages(before, T) - low
-        begin, refused = tl.load(state + _END), fault > 0
-    else:
-        after, low = before + asked, _pages(before, T)
-        need = _pages(after, T) - low
-        begin, refused = tl.load(state + _START), (fault > 0) | (total > tl.load(state + _FREE))
-    if refused:
-        if not RELEASE:
-            tl.store(first + row, tl.zeros([BLOCK], tl.int64) - 1, mask=mask)
-    else:
-        need = tl.where(mask, need, 0)
-        offset = begin + base + tl.cumsum(need, 0) - need
-        for j in range(tl.max(need, 0)):
-            column = low + j
-            if TIER == 1:
-                column = max_pages - 1 - column
-            entry = table + which * max_pages + column
-            place = free_list + (offset + j) % num_pages
-            if RELEASE:
-                tl.store(place, tl.load(entry, mask=j < need, other=0), mask=j < need)
-            else:
-                tl.store(entry, tl.load(place, mask=j < need, other=0), mask=j < need)
-        tl.store(num_slots + TIER * num_lists + which, after, mask=mask)
-        if not RELEASE:
-            tl.store(first + row, before.to(tl.int64), mask=mask)
-
-
-@triton.jit
-def _commit(state, status, sums, faults, blocks, RELEASE: tl.constexpr, BP: tl.constexpr):
-    """Moves the counters on, or notes why the call was refused; the first refusal stays until it is cleared."""
-    b = tl.arange(0, BP)
-    total = tl.sum(tl.load(sums + b, mask=b < blocks, other=0).to(tl.int64), 0)
-    fault = tl.max(tl.load(faults + b, mask=b < blocks, other=0), 0)
-    free = tl.load(state + _FREE)
-    noted = tl.load(status)
-    if RELEASE:
-        if fault > 0:
-            tl.store(status, tl.where(noted == 0, 3, noted))
-        else:
-            tl.store(state + _END, tl.load(state + _END) + total)
-            tl.store(state + _FREE, free + total)
-    else:
-        if fault > 0:
-            tl.store(status, tl.where(noted == 0, 2, noted))
-        elif total > free:
-            tl.store(status, tl.where(noted == 0, 1, noted))
-        else:
-            tl.store(state + _START, tl.load(state + _START) + total)
-            tl.store(state + _FREE, free - total)
 
 
 @triton.jit
@@ -243,18 +145,19 @@ class DevicePages:
         held = (self.pages, self.free_list, self.state, self.status, self.entries, self.third, self.num_slots)
         return sum(x.nbytes for x in (*held, self._sums))
 
-    def reserve(self, lists: Tensor, tier: int, count: Tensor) -> Tensor:
+    def reserve(self, lists: Tensor, tier: int, count: Tensor, out: Tensor | None = None) -> Tensor:
         """Appends `count[m]` slots to list `lists[m]`, taking pages as needed; all of them, or none.
 
         Args:
             lists: int64 [M], distinct.
             tier: Tier index.
             count: int64 or int32 [M], >= 0.
+            out: int64 [M] that takes the result, or None.
 
         Returns:
             First new slot of each list, int64 [M]; all -1 when refused: pages or a table row were too few.
         """
-        first = torch.empty(len(lists), dtype=torch.int64, device=lists.device)
+        first = torch.empty(len(lists), dtype=torch.int64, device=lists.device) if out is None else out
         self._change(lists, tier, count, first, release=False)
         return first
 
@@ -267,9 +170,7 @@ class DevicePages:
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Page id and slot within the page, int64, for slot numbers of the given lists; -1 for slot numbers below 0."""
-        index = slot.clamp(min=0) // self.tokens_per_page[tier]
-        page = self._table(tier)[lists, self._column(tier, index)].long()
-        return torch.where(slot < 0, -1, page), slot.clamp(min=0) % self.tokens_per_page[tier]
+        return lookup(self._table(tier), self.tokens_per_page[tier], tier == 1, lists, slot)
 
     def page_ids(self, lists: Tensor, tier: int, width: int) -> Tensor:
         """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are
@@ -359,23 +260,33 @@ class DevicePages:
         return self.free_list[where].long()
 
     def _change(self, lists: Tensor, tier: int, count: Tensor, first: Tensor, *, release: bool) -> None:
-        """The three launches of taking or returning pages."""
+        """The launches of taking or returning pages."""
         num, blocks = len(lists), -(-len(lists) // _BLOCK)
         lists, count = lists.contiguous(), count.contiguous()
         other = 1 - tier if tier < 2 and len(self.tokens_per_page) > 1 else -1
         slots, padded = self.tokens_per_page[tier], power_of_two(blocks)
+        size = {"TIER": tier, "T": slots, "RELEASE": release}
+        beside = {"OTHER": other, "T_OTHER": self.tokens_per_page[max(other, 0)]}
+        if not num:
+            return
+        if num <= AT_ONCE:
+            launch(
+                _change_at_once, (1,), lists, count, self.num_slots, self._table(tier), self.free_list, self.state,
+                self.status, first, num, self.num_lists, self.max_pages, self.num_pages, **size, **beside,
+                BLOCK=min(1024, power_of_two(num)),
+            )  # fmt: skip
+            return
         sums, faults = self._sums
         launch(
             _sum_needs, (blocks,), lists, count, self.num_slots, sums, faults, num, self.num_lists, self.max_pages,
-            TIER=tier, OTHER=other, T=slots, T_OTHER=self.tokens_per_page[max(other, 0)], RELEASE=release, BLOCK=_BLOCK,
+            **size, **beside, BLOCK=_BLOCK,
         )  # fmt: skip
         launch(
             _assign, (blocks,), lists, count, self.num_slots, self._table(tier), self.free_list, self.state, sums,
-            faults, first, num, self.num_lists, self.max_pages, self.num_pages, blocks, TIER=tier, T=slots,
-            RELEASE=release, BLOCK=_BLOCK, BP=padded,
+            faults, first, num, self.num_lists, self.max_pages, self.num_pages, blocks, **size, BLOCK=_BLOCK,
+            BP=padded,
         )  # fmt: skip
-        if num:
-            launch(_commit, (1,), self.state, self.status, sums, faults, blocks, RELEASE=release, BP=padded)
+        launch(_commit, (1,), self.state, self.status, sums, faults, blocks, RELEASE=release, BP=padded)
 
     def _table(self, tier: int) -> Tensor:
         return self.third if tier == 2 else self.entries

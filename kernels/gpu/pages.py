@@ -1,19 +1,14 @@
-"""GPU backend: writing, demoting and moving slots in pages.
+"""GPU backend: writing slots in pages.
 
 Page ids below 0 are passed over, so that a plan over all lists needs no compaction into the lists that it concerns.
-Every function here is capture-safe once it was called for a format: the first `move_slots` and `demote` of a format
-copy a small table to the device.
+Every function here is capture-safe.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.codes import SCALE_BYTES
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.coding import (
     codes_of,
@@ -38,7 +33,6 @@ from kvbench.kernels.gpu.parts import (
     side_layout,
 )
 
-SLOT_REGIONS = ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero", "score", "pos")
 TILE = 2048  # entries of a program's tile
 
 
@@ -81,9 +75,9 @@ def _slot_values(
 
 @triton.jit
 def _write_side(
-    x, pages, source_page, source_slot, page, slot, count, page_bytes,
+    x, pages, source_page, source_slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset,
     BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
-    FROM: tl.constexpr,
+    FROM: tl.constexpr, HALF: tl.constexpr,
     BITS: tl.constexpr, P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr,
     ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
     S_T: tl.constexpr, S_BITS: tl.constexpr, S_P: tl.constexpr, S_W: tl.constexpr, S_WP: tl.constexpr,
@@ -91,11 +85,13 @@ def _write_side(
     S_CODE: tl.constexpr, S_ELEM: tl.constexpr,
 ):  # fmt: skip
     """Encodes one side of BM slots whose scales are their own: from dense vectors (FROM = 0), from slots of another
-    format (1), or from the rows of x that `source_page` names (2)."""
+    format (1), or from the rows of x that `source_page` names (2). With `per_row` lists of a sequence, of which `heads`
+    are written here, from `offset` on. Dense vectors are rotated first where HALF is not 0."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    place_of = (row // heads) * per_row + offset + row % heads
+    target = tl.load(page + place_of, mask=row < count, other=-1).to(tl.int64)
     live = target >= 0
-    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    at = tl.load(slot + place_of, mask=row < count, other=0).to(tl.int32)
     base = (pages + target * page_bytes)[:, None, None]
     plane, w = tl.arange(0, P), tl.arange(0, WP)
     channel = (plane[:, None] * W + w[None, :])[None, :, :]
@@ -112,6 +108,14 @@ def _write_side(
         if FROM == 2:
             where = tl.load(source_page + row, mask=row < count, other=0).to(tl.int64)
         values = tl.load(x + where[:, None, None] * D + channel, mask=real, other=0.0).to(tl.float32)
+        if HALF > 0:
+            turned = real & (channel < 2 * HALF)
+            partner = tl.where(channel < HALF, channel + HALF, channel - HALF)
+            other = tl.load(x + where[:, None, None] * D + partner, mask=turned, other=0.0).to(tl.float32)
+            angle = (row // heads)[:, None, None] * HALF + channel % HALF
+            by_cos = values * tl.load(cos + angle, mask=turned, other=1.0)
+            by_sin = other * tl.load(sin + angle, mask=turned, other=0.0)
+            values = tl.where(channel < HALF, by_cos - by_sin, by_cos + by_sin)
     if KEYS:
         step, stride = T, 1
     else:
@@ -190,32 +194,6 @@ def _write_key_groups(
     store_codes(put, codes, plane, T, (i < tokens)[:, None] & (w < W)[None, :], W, BITS)
 
 
-@triton.jit
-def _move_bytes(
-    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
-    BM: tl.constexpr, BB: tl.constexpr,
-):  # fmt: skip
-    """Copies bytes of BM slots; byte j of slot i lies at map[j, 0] + i * map[j, 1] in its page."""
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    j = tl.program_id(1) * BB + tl.arange(0, BB)
-    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
-    origin = tl.load(source_page + row, mask=row < count, other=-1).to(tl.int64)
-    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
-    there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
-    wanted = j < num_bytes
-    mask = ((target >= 0) & (origin >= 0))[:, None] & wanted[None, :]
-    source = (
-        tl.load(source_map + 2 * j, mask=wanted, other=0)[None, :]
-        + there[:, None] * tl.load(source_map + 2 * j + 1, mask=wanted, other=0)[None, :]
-    )
-    place = (
-        tl.load(target_map + 2 * j, mask=wanted, other=0)[None, :]
-        + at[:, None] * tl.load(target_map + 2 * j + 1, mask=wanted, other=0)[None, :]
-    )
-    moved = tl.load(pages + origin[:, None] * page_bytes + source, mask=mask, other=0)
-    tl.store(pages + target[:, None] * page_bytes + place, moved, mask=mask)
-
-
 def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
     """Encodes keys [M, D] and writes them to their slots; the bytes are the reference's, to the last one.
 
@@ -261,108 +239,15 @@ def slots_per_program(fmt: PageFormat, side: str) -> int:
 
 
 def _write(
-    side: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor | None,
-    source: tuple[PageFormat, Tensor, Tensor] | None = None, place: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Launches `_write_side` from dense vectors, from (format, pages, slots), or from the rows named by `place`."""
-    rows = slots_per_program(fmt, side)
-    page, slot, count = page.contiguous(), slot.contiguous(), page.numel()
-    origin, from_page, from_slot = source if source is not None else (fmt, page if place is None else place, slot)
+    side: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, place: Tensor | None = None
+) -> None:
+    """Launches `_write_side` from dense vectors, or from the rows named by `place`."""
+    rows, count = slots_per_program(fmt, side), page.numel()
+    page, slot = page.contiguous(), slot.contiguous()
     launch(
-        _write_side, (-(-count // rows),), pages if x is None else x.contiguous(), pages,
-        from_page.contiguous(), from_slot.contiguous(), page, slot, count, pages.shape[1], BM=rows,
-        KEYS=side == "k", D=fmt.slot.head_dim, T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys,
-        FROM=1 if source is not None else 2 if place is not None else 0, S_T=origin.tokens_per_page,
-        **side_constants(fmt, side, least=1), **side_constants(origin, side, "S_", least=1),
+        _write_side, (-(-count // rows),), x.contiguous(), pages, page if place is None else place.contiguous(), slot,
+        page, slot, pages, pages, count, pages.shape[1], count, 0, 0, BM=rows, KEYS=side == "k", D=fmt.slot.head_dim,
+        T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys, FROM=0 if place is None else 2, HALF=0,
+        S_T=fmt.tokens_per_page, **side_constants(fmt, side, least=1), **side_constants(fmt, side, "S_", least=1),
         enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
     )  # fmt: skip
-
-
-def demote(
-    pages: Tensor, source: PageFormat, target: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor,
-    dst_slot: Tensor,
-) -> None:  # fmt: skip
-    """Re-quantises slots into another format, score and position included, without a dense copy in between.
-
-    Args:
-        source: Format of the slots read; target: of those written.
-        src_page, src_slot, dst_page, dst_slot: [M]; entries with a target page below 0 are passed over. No target slot
-            is also a source.
-
-    Raises:
-        ValueError: The target's keys share scales over tokens, or the formats track different fields.
-
-    Source: DiffKV (tokens go down a tier as they are quantised, not from the original vectors).
-    """
-    if target.slot.channel_keys:
-        raise ValueError(
-            f"slots cannot be demoted into per-channel keys (group {target.slot.k_channel_group}) one by one; give the "
-            "lower tier k_axis=token"
-        )
-    if source.slot.track != target.slot.track:
-        raise ValueError(
-            f"the tiers track {source.slot.track} and {target.slot.track}; demotion needs the same fields in both"
-        )
-    checks.slots(pages, source, src_page, src_slot)
-    checks.slots(pages, target, dst_page, dst_slot)
-    for side in "kv":
-        _write(side, pages, target, dst_page, dst_slot, None, (source, src_page, src_slot))
-    if source.slot.track:
-        maps = [byte_map(fmt, ("score", "pos"), pages.device) for fmt in (source, target)]
-        _move(pages, src_page, src_slot, dst_page, dst_slot, *maps)
-
-
-def move_slots(
-    pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
-) -> None:
-    """Copies the bytes of slots as they are; sources and targets must not overlap.
-
-    Raises:
-        ValueError: See `checks.movable`.
-    """
-    checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
-    table = byte_map(fmt, SLOT_REGIONS, pages.device)
-    _move(pages, src_page, src_slot, dst_page, dst_slot, table, table)
-
-
-def _move(
-    pages: Tensor, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor, source: Tensor,
-    target: Tensor,
-) -> None:  # fmt: skip
-    """Launches `_move_bytes`."""
-    count, width = dst_page.numel(), min(64, power_of_two(len(source)))
-    rows = TILE // 2 // width
-    launch(
-        _move_bytes, (-(-count // rows), -(-len(source) // width)), pages, src_page.contiguous(),
-        src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), source, target, count, len(source),
-        pages.shape[1], BM=rows, BB=width,
-    )  # fmt: skip
-
-
-@cache
-def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
-    """Where the bytes of a slot lie: int32 [bytes, 2], byte j of slot i at first[j] + i * step[j] within its page.
-
-    Args:
-        fmt: A format whose slots stand alone (no per-channel keys).
-        names: Which of `SLOT_REGIONS`.
-        device: Where the table is wanted.
-    """
-    slot, table = fmt.slot, []
-    for name in names:
-        offset, length = fmt.regions[name]
-        if not length:
-            continue
-        per_slot = length // fmt.tokens_per_page
-        if name in ("v_codes", "score", "pos"):  # slot after slot
-            table += [(offset + j, per_slot) for j in range(per_slot)]
-            continue
-        unit = 2  # of zeros and most scales
-        if name == "k_codes":
-            unit = slot.dtype.itemsize if slot.k_bits >= 16 else 1
-        elif name.endswith("scale"):
-            code = slot.keys if name == "k_scale" else slot.values
-            unit = SCALE_BYTES[code.scale] if code is not None else unit
-        row = fmt.tokens_per_page * unit  # all slots' first element, then all slots' second, ..
-        table += [(offset + j // unit * row + j % unit, unit) for j in range(per_slot)]
-    return torch.tensor(table, dtype=torch.int32, device=device)

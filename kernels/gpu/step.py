@@ -1,26 +1,32 @@
-"""GPU backend: a decode step in which a layer is a few launches, with everything else prepared once per step.
+"""GPU backend: a decode step in which a layer is three launches, with everything else prepared once per step.
 
-What a step looks up is looked up for all layers at once and laid out layer by layer, so that a layer's part is a view:
-no torch kernel runs between two launches, and the host asks for nothing.
+Kernels find pages and counts through the tables of all layers: no torch kernel runs between two launches, and the host
+asks for nothing. A layer writes its token, attends, and merges what its parts found; where there are residual buffers,
+what leaves them after attention is quantised for all layers at once, behind the last one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels import checks
+from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierTable
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.decode import paged_decode
+from kvbench.kernels.gpu.attend import table_page
+from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
 
+_BLOCK = 256
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["offset"])
 def _write_both(
-    k, v, pages, page, slot, count, page_bytes, BK: tl.constexpr, BV: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+    k, v, pages, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK: tl.constexpr, BV: tl.constexpr,
+    D: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
     K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
     K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
     K_ELEM: tl.constexpr,
@@ -31,41 +37,31 @@ def _write_both(
     """Encodes the new key (programs of the first column) or the new value of some lists into their slots."""
     if tl.program_id(1) == 0:
         _write_side(
-            k, pages, page, slot, page, slot, count, page_bytes, BK, True, D, T, False, 0, K_BITS, K_P, K_W, K_WP,
-            K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM, T, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
-            K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
+            k, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK, True, D, T,
+            False, 0, HALF, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
+            T, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
         )  # fmt: skip
     else:
         _write_side(
-            v, pages, page, slot, page, slot, count, page_bytes, BV, False, D, T, False, 0, V_BITS, V_P, V_W, V_WP,
-            V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM, T, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE,
-            V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM,
+            v, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BV, False, D, T,
+            False, 0, 0, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM,
+            T, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM,
         )  # fmt: skip
 
 
-def write_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, v: Tensor) -> None:
-    """Encodes keys and values [M, D] into their slots in one launch; the bytes are those of `write_keys` and
-    `write_values`. Keys have scales of their own; a page below 0 is passed over."""
-    sides = [slots_per_program(fmt, side) for side in "kv"]
-    launch(
-        _write_both, (max(-(-len(page) // rows) for rows in sides), 2), k.contiguous(), v.contiguous(), pages, page,
-        slot, len(page), pages.shape[1], BK=sides[0], BV=sides[1], D=fmt.slot.head_dim, T=fmt.tokens_per_page,
-        **side_constants(fmt, "k", "K_", least=1), **side_constants(fmt, "v", "V_", least=1), enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["offset"])
 def _append_ring(
-    k, v, ring_k, ring_v, num_tokens, rows, count, heads, k_row, v_row, RK: tl.constexpr, RV: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    k, v, ring_k, ring_v, num_tokens, rows, count, heads, per_row, offset, k_row, v_row, RK: tl.constexpr,
+    RV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Puts the new key and value of BM lists into their buffers."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)[None, :]
     mask = (row < count)[:, None] & (d < D)
-    token = tl.load(num_tokens + row, mask=row < count, other=1) - 1
-    seq = tl.load(rows + row // heads, mask=row < count, other=0).to(tl.int64)
     head = row % heads
+    flat = (row // heads) * per_row + offset + head
+    token = tl.load(num_tokens + flat, mask=row < count, other=1).to(tl.int32) - 1
+    seq = tl.load(rows + row // heads, mask=row < count, other=0).to(tl.int64)
     for_k = seq * k_row + (head * RK + token % RK) * D
     for_v = seq * v_row + (head * RV + token % RV) * D
     key = tl.load(k + row[:, None] * D + d, mask=mask, other=0.0)
@@ -74,118 +70,167 @@ def _append_ring(
     tl.store(ring_v + for_v[:, None] + d, value.to(ring_v.dtype.element_ty), mask=mask)
 
 
-def _by_layer(x: Tensor) -> Tensor:
-    """[S, L, ...] as [L, S, ...], so that a layer's part is one array."""
-    return x.transpose(0, 1).contiguous()
+@triton.jit
+def _find_leaving(
+    before, after, rows, table, page, slot, place, count, num_seq, layers, heads, most, length, entries,
+    T: tl.constexpr, TABLED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Page (-1: it stays), slot and place in the whole buffer of the `most` oldest tokens of every list's buffer, layer
+    after layer."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    each = i // most
+    head, seq, layer = each % heads, each // heads % num_seq, each // heads // num_seq
+    flat = (seq * layers + layer) * heads + head
+    mine = (tl.load(rows + seq, mask=mask, other=0).to(tl.int64) * layers + layer) * heads + head
+    which = flat
+    if TABLED:
+        which = mine
+    token = tl.load(before + flat, mask=mask, other=0).to(tl.int64) + i % most
+    leaves = mask & (token < tl.load(after + flat, mask=mask, other=0))
+    found = table_page(table, which, entries, token // T, leaves, False)
+    tl.store(page + i, tl.where(leaves, found, -1), mask=mask)
+    tl.store(slot + i, token % T, mask=mask)
+    tl.store(place + i, mine * length + token % length, mask=mask)
 
 
-@dataclass(kw_only=True)
-class _Scores:
+@dataclass(frozen=True, kw_only=True)
+class StepScores:
     """What a step does to tracked scores; arguments as of `Backend.open_step`."""
 
-    power: int
-    group: Reduce | None
-    update: ScoreUpdate | None
-    skip_near: int
+    power: int = 1
+    group: Reduce | None = None
+    update: ScoreUpdate | None = None
+    skip_near: int = 0
+
+
+def check_step(
+    pages: Tensor,
+    tiers: list[TierTable],
+    shape: tuple[int, int],
+    rows: Tensor,
+    *,
+    num_q_heads: int,
+    seen: Tensor,
+    target: StepTarget | None,
+    held: tuple[Tensor, Tensor] | None,
+    ring: StepRing | None,
+) -> None:
+    """Refuses what does not belong together; of `Backend.open_tables`."""
+    lists, device = (len(rows), *shape), pages.device
+    if num_q_heads % shape[1]:
+        raise AssertionError(f"{num_q_heads} query heads are no multiple of {shape[1]} KV heads")
+    if (target is None) == (ring is None) or (held is None) != (ring is None):
+        raise AssertionError("a step writes its token to a page, or to a residual buffer and says what pages hold")
+    for tier in tiers:
+        checks.pool(pages, tier.fmt)
+        if tier.width > tier.entries.shape[1]:
+            raise AssertionError(f"a list of {tier.width} pages has no room in {tier.entries.shape[1]} table entries")
+    numbers = [("rows", rows, rows.shape), ("seen", seen, rows.shape)]
+    numbers += [
+        (f"the target's {name}", x, lists) for name, x in zip(("page", "slot"), (target or ())[1:], strict=False)
+    ]
+    numbers += [("held", x, lists) for x in held or ()]
+    if ring is not None:
+        numbers += [("a count of the ring", x, lists) for x in (ring.num_tokens, *ring.before, *ring.after)]
+    for name, x, wanted in numbers:
+        checks.index(name, x, tuple(wanted), device)
+        if not x.is_contiguous():
+            raise AssertionError(f"{name} is not contiguous, but kernels read it as one plain array")
 
 
 class DeviceStep(FusedStep):
-    """A prepared decode step; arguments as of `Backend.open_step`.
+    """A prepared decode step.
 
     Args:
         pages: The pool.
-        tiers: Of all layers, ids [S, L, H, m].
+        tiers: Of all layers.
+        lists: Of the first layer.
+        num_layers: Layers.
         seen: int64 [S].
-        target: Where the new token goes, or None behind a ring.
+        target: Format, page and slot (int64 [S, L, H]) of the new tokens, or None behind a ring.
         ring: Residual buffers, or None.
         scores: What happens to tracked scores.
+        turn: Cosine and sine, fp32 [S, D / 2], of the angles that keys are turned by before they are written; None =
+            they are written as they come.
     """
 
     def __init__(
-        self, pages: Tensor, tiers: list[TierPages], seen: Tensor, target: StepTarget | None, ring: StepRing | None,
-        scores: _Scores,
+        self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,
+        target: tuple[PageFormat, Tensor, Tensor] | None, ring: StepRing | None, scores: StepScores,
+        turn: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self._pages, self._seen, self._scores, self._ring = pages, seen, scores, ring
-        self._rotations = [tier.rotation for tier in tiers]
-        self._tiers = [
-            (tier.fmt, _by_layer(tier.ids), num_k := _by_layer(tier.num_k),
-             num_k if tier.num_v is tier.num_k else _by_layer(tier.num_v))
-            for tier in tiers
-        ]  # fmt: skip
-        self._fmt = tiers[target[0] if target is not None else 0].fmt
-        if target is not None:
-            self._page, self._slot = (_by_layer(x).flatten(1) for x in target[1:])
+        self._pages, self._tiers, self._lists, self._layers = pages, tiers, lists, num_layers
+        self._seen, self._target, self._scores, self._ring, self._turn = seen, target, scores, ring, turn
+        self.strips = turn is not None
         if ring is not None:
-            self._num_tokens = _by_layer(ring.num_tokens)
-            self._flushes = [self._flush_of(ring, tiers[0].ids, side) for side in (0, 1)]
+            self._num_tokens = ring.num_tokens.contiguous()
+            self._leaving = [self._find_leaving(ring, side) for side in (0, 1)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-        if self._ring is None:
-            write_slots(self._pages, self._fmt, self._page[layer], self._slot[layer], k, v)
-            return self._attended(layer, q, None, scale)
-        ring = self._ring
-        rings = ring.k[:, layer], ring.v[:, layer]
-        lists, head_dim, heads = k.shape[0], k.shape[1], ring.k.shape[2]
+        lists, ring = replace(self._lists, offset=layer * self._lists.heads), self._ring
+        if ring is None:
+            self._write(lists, k.contiguous(), v.contiguous())
+            return self._attended(lists, q, None, scale)
+        held = Ring(ring.k[:, layer], ring.v[:, layer], self._num_tokens)
+        self._append(lists, held, ring.rows, k.contiguous(), v.contiguous())
+        if ring.flush_first:
+            self._flush(layer, layer + 1)
+        out = self._attended(lists, q, held, scale)
+        if not ring.flush_first and layer == self._layers - 1:
+            self._flush(0, self._layers)
+        return out
+
+    def _attended(self, lists: Lists, q: Tensor, ring: Ring | None, scale: float) -> Tensor:
+        how = self._scores
+        out, _, _ = attend_lists(
+            q, self._pages, self._tiers, lists, ring, scale, power=how.power, group=how.group if how.update else None,
+            update=how.update, seen=self._seen, skip_near=how.skip_near,
+        )  # fmt: skip
+        return out
+
+    def _write(self, lists: Lists, k: Tensor, v: Tensor) -> None:
+        """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and
+        `write_values`."""
+        assert self._target is not None
+        fmt, page, slot = self._target
+        programs, count = [slots_per_program(fmt, side) for side in "kv"], k.shape[0] * k.shape[1]
+        cos, sin = (page, page) if self._turn is None else self._turn
         launch(
-            _append_ring, (-(-lists // 16),), k.contiguous(), v.contiguous(), *rings, self._num_tokens[layer],
-            ring.rows, lists, heads, ring.k.stride(0), ring.v.stride(0), RK=ring.k.shape[3], RV=ring.v.shape[3],
+            _write_both, (max(-(-count // rows) for rows in programs), 2), k, v, self._pages, page, slot, cos, sin,
+            count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, BK=programs[0], BV=programs[1],
+            D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if self._turn is None else cos.shape[1],
+            **side_constants(fmt, "k", "K_", least=1), **side_constants(fmt, "v", "V_", least=1),
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _append(self, lists: Lists, ring: Ring, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Puts the new keys and values [S, H, D] of a layer into their buffers."""
+        count, head_dim = k.shape[0] * k.shape[1], k.shape[2]
+        launch(
+            _append_ring, (-(-count // 16),), k, v, ring.k, ring.v, ring.num_tokens, rows, count, lists.heads,
+            lists.per_row, lists.offset, ring.k.stride(0), ring.v.stride(0), RK=ring.k.shape[2], RV=ring.v.shape[2],
             D=head_dim, DP=power_of_two(head_dim), BM=16,
         )  # fmt: skip
-        if ring.flush_first:
-            self._flush(layer)
-        out = self._attended(layer, q, Ring(*rings, self._num_tokens[layer]), scale)
-        if not ring.flush_first:
-            self._flush(layer)
-        return out
 
-    def _attended(self, layer: int, q: Tensor, ring: Ring | None, scale: float) -> Tensor:
-        tiers = [
-            TierPages(fmt, ids[layer], num_k[layer], num_v[layer], rotation)
-            for (fmt, ids, num_k, num_v), rotation in zip(self._tiers, self._rotations, strict=True)
-        ]
-        how = self._scores
-        out, _, _ = paged_decode(
-            q, self._pages, tiers, ring, scale, power=how.power, group=how.group if how.update else None,
-            accumulate=how.update is not None, replace=how.update == "replace", seen=self._seen,
-            skip_near=how.skip_near, ring_rows=None if self._ring is None else self._ring.rows,
-        )  # fmt: skip
-        return out
-
-    def _flush_of(self, ring: StepRing, ids: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _find_leaving(self, ring: StepRing, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """Page, slot and place in the whole buffer of what leaves one side, int64 [L, M]; page -1 of what stays."""
-        old, new, buffer, size = ring.before[side], ring.after[side], (ring.k, ring.v)[side], self._fmt.tokens_per_page
-        most = ring.most_leaving[side] if ring.most_leaving is not None else buffer.shape[3]
-        token = old[..., None] + torch.arange(most, device=old.device)
-        column = (token // size).clamp(max=max(0, ids.shape[-1] - 1))
-        page = torch.where(token < new[..., None], ids.gather(-1, column), -1)
-        layers, heads, length = buffer.shape[1:4]
-        each = torch.arange(layers * heads, device=old.device).view(layers, heads)
-        lists = ring.rows[:, None, None] * (layers * heads) + each
-        place = lists[..., None] * length + token % length
-        return tuple(_by_layer(x).flatten(1) for x in (page, token % size, place))  # type: ignore[return-value]
+        buffer, (tier,), lists = (ring.k, ring.v)[side], self._tiers, self._lists
+        length = buffer.shape[3]
+        most = ring.most_leaving[side] if ring.most_leaving is not None else length
+        count = self._layers * lists.num_seq * lists.heads * most
+        found = [torch.empty(self._layers, count // self._layers, dtype=torch.int64, device=buffer.device)
+                 for _ in range(3)]  # fmt: skip
+        launch(
+            _find_leaving, (-(-count // _BLOCK),), ring.before[side].contiguous(), ring.after[side].contiguous(),
+            ring.rows, tier.table, *found, count, lists.num_seq, self._layers, lists.heads, most, length, tier.entries,
+            T=tier.fmt.tokens_per_page, TABLED=lists.in_table, BLOCK=_BLOCK,
+        )  # fmt: skip
+        return found[0], found[1], found[2]
 
-    def _flush(self, layer: int) -> None:
-        """Quantises what leaves the buffers of a layer."""
+    def _flush(self, first: int, end: int) -> None:
+        """Quantises what leaves the buffers of some layers."""
         assert self._ring is not None
-        (page, slot, place), (v_page, v_slot, v_place) = self._flushes
-        keys, values = (x.view(-1, x.shape[-1]) for x in (self._ring.k, self._ring.v))
-        write_part("k", self._pages, self._fmt, page[layer], slot[layer], keys, place[layer])
-        write_part("v", self._pages, self._fmt, v_page[layer], v_slot[layer], values, v_place[layer])
-
-
-def open_step(
-    pages: Tensor,
-    tiers: list[TierPages],
-    *,
-    seen: Tensor,
-    target: StepTarget | None,
-    ring: StepRing | None,
-    power: int,
-    group: Reduce | None,
-    update: ScoreUpdate | None,
-    skip_near: int,
-) -> DeviceStep:
-    """Prepares one decode step for all layers; arguments as `Backend.open_step`."""
-    how = _Scores(power=power, group=group, update=update, skip_near=skip_near)
-    return DeviceStep(pages, tiers, seen, target, ring, how)
+        for name, buffer, found in zip("kv", (self._ring.k, self._ring.v), self._leaving, strict=True):
+            page, slot, place = (x[first:end].flatten() for x in found)
+            write_part(name, self._pages, self._tiers[0].fmt, page, slot, buffer.view(-1, buffer.shape[-1]), place)

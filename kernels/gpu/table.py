@@ -5,13 +5,17 @@ call which cannot fail is not waited for; and pages with several holders.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import ExtremeOf, TierTable, Turn
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.fields import copy_pages
+from kvbench.kernels.gpu.lookup import count_rows, find_extreme
 from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.gpu.placing import place, settle
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable
 
@@ -38,6 +42,10 @@ class DevicePool(PagePool):
         return self.held.free_ids()
 
     # What the host knows.
+
+    @property
+    def surely_free(self) -> int:
+        return self._surely_free
 
     def takes(self, most: int) -> bool:
         """Whether so many pages are free for sure; notes them as taken where they are."""
@@ -106,11 +114,82 @@ class DeviceTable(PageTable):
         """As `PageTable.lookup`; -1 for slot numbers below 0, which every kernel passes over."""
         return self.held.lookup(lists, tier, slot)
 
-    def reserve(self, lists: Tensor, tier: int, count: Tensor, *, at_most: int | None = None) -> Tensor:
-        """As `PageTable.reserve`. Where so many pages are free for sure, nothing is waited for, and a table row that
-        is full is learnt of later."""
+    def tier(self, tier: int, fmt: PageFormat, width: int, turn: Turn | None) -> TierTable:
+        """A tier of all lists as a step reads it."""
+        return TierTable(
+            fmt=fmt,
+            entries=self._table(tier),
+            is_reversed=tier == 1,
+            num_slots=self.num_slots[tier],
+            width=width,
+            turn=turn,
+        )
+
+    def count_rows(self, rows: Tensor) -> Tensor:
+        """What rows (int64 [S]) hold, int64 [1 + tiers, S]: their pages, and by tier the slots of the longest list."""
+        return count_rows(self.num_slots, rows, self.shape[1] * self.shape[2], self.tokens_per_page)
+
+    def find_extreme(
+        self, rows: Tensor, tier: int, fmt: PageFormat, *, by: ExtremeOf, over_layer: bool, **conditions: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The slot of every list of rows (int64 [S]) with the smallest value; see `lookup.find_extreme`."""
+        return find_extreme(
+            self.held.pages,
+            fmt,
+            self._table(tier),
+            tier == 1,
+            self.num_slots[tier],
+            rows,
+            (len(rows), *self.shape[1:]),
+            by=by,
+            over_layer=over_layer,
+            **conditions,
+        )
+
+    def take(
+        self,
+        lists: Tensor,
+        tier: int,
+        slot: Tensor | None,
+        goes_to: Tensor | None,
+        goes_at: Tensor | None,
+        *,
+        acts: bool,
+        own_all: bool,
+        done: list[tuple[Tensor, int, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        plan = None if slot is None else settle(lists, self.num_slots, tier, slot, goes_to, goes_at, acts=acts)
+        wanted = torch.ones_like(lists).expand(1, -1) if plan is None else plan.wanted
+        first = torch.empty(self.num_tiers, len(lists), dtype=torch.int64, device=lists.device)
+        others = [
+            other for other in range(self.num_tiers) if other != tier and goes_to is not None and plan is not None
+        ]
+        # A list takes one slot, in whichever tier: for the incoming token, or for the one that it displaces.
+        beside = 0 if self.pool.surely_free >= len(lists) else None
+        for which in (tier, *others):
+            need = wanted[which if plan is not None else 0]
+            self.reserve(lists, which, need, at_most=len(lists) if which == tier else beside, out=first[which])
+            done.append((lists, which, first[which]))
+        if self.pool.others is not None:
+            if own_all:
+                self.own_all(lists)
+            else:
+                targets = (
+                    [first[tier]] if plan is None else [plan.target(each, first[each]) for each in (tier, *others)]
+                )
+                self.own([(which, lists, target) for which, target in zip((tier, *others), targets, strict=True)])
+        if plan is not None:
+            return *place(plan, first, self.entries, self.third, self.tokens_per_page), plan.broken
+        page, inside = self.lookup(lists, tier, first[tier])
+        return page.expand(self.num_tiers, -1), inside.expand(self.num_tiers, -1), None
+
+    def reserve(
+        self, lists: Tensor, tier: int, count: Tensor, *, at_most: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """As `PageTable.reserve`, into `out` where it is given. Where so many pages are free for sure, nothing is
+        waited for, and a table row that is full is learnt of later."""
         knows = at_most is not None and self.pool.takes(at_most)
-        before = self.held.reserve(lists, tier, count)
+        before = self.held.reserve(lists, tier, count, out)
         if not knows:
             self.pool.look()
         return before
@@ -133,10 +212,13 @@ class DeviceTable(PageTable):
         """Drops the slots that `keep` (bool [M, n]) does not name; see `DevicePages.compact`."""
         self.held.compact(lists, tier, keep, fmt)
 
-    def tell(self, post: Callable[[Tensor, Callable[[list[int]], None]], None]) -> None:
-        taken = self.pool.taken
-        post(self.held.state, lambda state: self.pool.learn(state[2], taken))
-        post(self.held.status, self.pool.look_at)
+    def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
+        def bind() -> Callable[[list[int]], None]:
+            taken = self.pool.taken
+            return lambda state: self.pool.learn(state[2], taken)
+
+        post(self.held.state, bind)
+        post(self.held.status, lambda: self.pool.look_at)
 
     # Pages with several holders.
 

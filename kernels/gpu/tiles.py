@@ -110,8 +110,28 @@ def _keys(
 
 
 @triton.jit
+def key_angles(
+    angles, frequencies, seen, seq, held, token, live, angle_row, HALF: tl.constexpr, HP: tl.constexpr,
+    TURN: tl.constexpr,
+):  # fmt: skip
+    """The angles of the given slots' keys, fp32 [HP, BT]: as they are given (TURN = 1), by their ages, seen from the
+    newest of the list's `held` tokens (2), or by their own numbers (3)."""
+    h = tl.arange(0, HP)
+    turned = h < HALF
+    if TURN == 1:
+        place = angles + seq * angle_row + token[None, :] * HALF + h[:, None]
+        return tl.load(place, mask=turned[:, None] & live[None, :], other=0.0)
+    else:
+        position = token.to(tl.int64)
+        if TURN == 2:
+            age = tl.load(angles + seq * angle_row + token, mask=live, other=0)
+            position = age + tl.load(seen + seq) - (held - 1)
+        return position.to(tl.float32)[None, :] * tl.load(frequencies + h, mask=turned, other=0.0)[:, None]
+
+
+@triton.jit
 def rotated_logits(
-    q, at, angles, base, t, live, token, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+    q, at, angle, base, t, live, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, OFF: tl.constexpr,
     SCALE: tl.constexpr, ZERO: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr,
     ELEM: tl.constexpr,
@@ -123,7 +143,6 @@ def rotated_logits(
     """
     g, h = tl.arange(0, GP), tl.arange(0, HP)
     turned, asked = h < HALF, (g < G)[:, None] & (h < HALF)[None, :]
-    angle = tl.load(angles + token[None, :] * HALF + h[:, None], mask=turned[:, None] & live[None, :], other=0.0)
     cos, sin = tl.cos(angle), tl.sin(angle)
     first = _keys(base, h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, CODE, ELEM)
     second = _keys(base, HALF + h, turned, t, live, D, T, BITS, W, OFF, SCALE, ZERO, GROUPS, CHANNEL, CODE, ELEM)

@@ -48,6 +48,10 @@ class Buffered(Paged):
         lists = self.pages.lists_per_row
         return 3 * self.ring.num_k.element_size() * lists, self.ring.list_bytes * lists
 
+    @property
+    def most_new_pages(self) -> int:
+        return -(-max(self.ring.most_leaving) // self.pages.formats[0].tokens_per_page)
+
     def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
         return self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
 
@@ -126,10 +130,8 @@ class BufferedStep(PagedStep):
         self._before = ring.num_k[lists].long(), ring.num_v[lists].long()
         self._after = ring.after_append(lists)
         table, grown = self.pages.table, torch.maximum(*self._after) - self.pages.held(0, lists)
-        most = max(ring.most_leaving)
-        self.pages.grow(self.numbers, most)
-        pages_each = -(-most // self.pages.formats[0].tokens_per_page)
-        held = table.reserve(lists, 0, grown.clamp(min=0), at_most=len(lists) * pages_each)
+        self.pages.grow(self.numbers, max(ring.most_leaving))
+        held = table.reserve(lists, 0, grown.clamp(min=0), at_most=len(lists) * self.holding.most_new_pages)
         if self.pages.pool.others is not None:
             try:
                 if self.pages.on_device:
@@ -226,8 +228,7 @@ class BufferedStep(PagedStep):
         before, after = (
             (keys.view(self.lists.shape), values.view(self.lists.shape)) for keys, values in (self._before, self._after)
         )
-        tier = self.pages.tier(0, self.lists, self.pages.width(self.numbers, 0))
-        tier.num_k, tier.num_v = after if self.flush_first else before
+        held = after if self.flush_first else before
         ring = StepRing(
             k=rings.k,
             v=rings.v,
@@ -238,4 +239,10 @@ class BufferedStep(PagedStep):
             flush_first=self.flush_first,
             most_leaving=rings.most_leaving,
         )
+        if self.pages.on_device:
+            return self._open_tables(
+                self.pages.step_tiers(self.numbers, self.lists, lambda _: None), held=held, ring=ring
+            )
+        tier = self.pages.tier(0, self.lists, self.pages.width(self.numbers, 0))
+        tier.num_k, tier.num_v = held
         return self._open_layers([tier], ring=ring)

@@ -147,22 +147,25 @@ class CheckedPlans:
         """Holds the slots of a step to its lists; the plan to carry out."""
         call = "plan_decode"
         slot = self._whole(plan.slot, "slot", view.shape, call, when)
-        held = view.num_slots(plan.tier)
+        for name in ("demote_to", "demote_slot"):
+            if (value := getattr(plan, name)) is not None:
+                self._whole(value, name, view.shape, call, when)
         rules: list[tuple[Tensor, Moment]] = []
+        if self._pages.on_device:  # values are looked at where the plan is carried out (`judge_step`)
+            return plan
+        held = view.num_slots(plan.tier)
         if self._policy.acts_in_decode:
             wrong = (slot < APPEND) | (slot >= held)
             rules.append((wrong, lambda: f"{_where(wrong, slot, held)}; a slot is APPEND (-1) or lies within its list"))
         else:
             wrong = slot != APPEND
-            rules.append((wrong, lambda: "a slot is overwritten, which a method with acts_in_decode=False must not do"))
+            rules.append((wrong, lambda: _OVERWRITTEN))
         if plan.demote_to is not None:
-            demote_to = self._whole(plan.demote_to, "demote_to", view.shape, call, when)
-            beyond = (demote_to < EVICT) | (demote_to >= self._num_tiers)
-            rules.append((beyond, lambda: f"demote_to must hold {self._tiers_in_words}"))
+            demote_to = plan.demote_to
+            beyond = (demote_to < EVICT) | (demote_to >= self._num_tiers) | (demote_to == plan.tier)
+            rules.append((beyond, lambda: f"demote_to must hold {self._targets_in_words}"))
             if plan.demote_slot is not None:
-                rules.append(self._demoted(plan, slot, demote_to, view, when))
-        elif plan.demote_slot is not None:
-            self._whole(plan.demote_slot, "demote_slot", view.shape, call, when)
+                rules.append(self._demoted(plan, slot, demote_to, view))
         for broken, rule in rules:
             self._judge(broken, lambda rule=rule: self._error(call, when, rule()))  # type: ignore[misc]
         if not self._pages.late.is_late:
@@ -170,11 +173,10 @@ class CheckedPlans:
         broken = torch.stack([broken for broken, _ in rules]).any(0)
         return replace(plan, slot=torch.where(broken, APPEND, slot))  # a new slot harms nobody
 
-    def _demoted(
-        self, plan: DecodePlan, slot: Tensor, demote_to: Tensor, view: DecodeView, when: Moment
-    ) -> tuple[Tensor, Moment]:
+    def _demoted(self, plan: DecodePlan, slot: Tensor, demote_to: Tensor, view: DecodeView) -> tuple[Tensor, Moment]:
         """Where a demoted token takes a slot that does not exist in its new tier."""
-        target = self._whole(plan.demote_slot, "demote_slot", view.shape, "plan_decode", when)
+        target = plan.demote_slot
+        assert target is not None
         held = torch.stack([view.num_slots(tier) for tier in range(self._num_tiers)])
         held = held.gather(0, demote_to.long().clamp(0, self._num_tiers - 1)[None])[0]
         moves = (slot != APPEND) & (demote_to != EVICT)
@@ -205,6 +207,10 @@ class CheckedPlans:
             raise self._error(call, when, f"{name} is {_dtype(value)}, but it must hold integers")
         return value
 
+    @property
+    def _targets_in_words(self) -> str:
+        return f"{self._tiers_in_words}, and no token goes to the tier that it leaves"
+
     # Errors.
 
     @property
@@ -230,7 +236,25 @@ class CheckedPlans:
             if any(values):
                 raise error()
 
-        late.post(flag, receive)
+        late.post(flag, lambda: receive)
+
+    def judge_step(self, view: DecodeView) -> Callable[[Tensor], None]:
+        """What takes the rules that a step's plan broke, as `PageTable.take` finds them on a device."""
+        rules = (
+            "a slot is APPEND (-1) or lies within its list, and one that was named does not"
+            if self._policy.acts_in_decode
+            else _OVERWRITTEN,
+            f"demote_to must hold {self._targets_in_words}",
+            "demote_slot is APPEND (-1) or lies within its list, and one that was named does not",
+        )
+        when = _step(view)
+
+        def receive(broken: list[int]) -> None:
+            for is_broken, rule in zip(broken, rules, strict=True):
+                if is_broken:
+                    raise self._error("plan_decode", when, rule)
+
+        return lambda broken: self._pages.late.post(broken, lambda: receive)
 
     def _later(self, call: str, when: Moment, rule: str) -> Callable[[], ValueError]:
         return lambda: self._error(call, when, rule)
@@ -239,6 +263,7 @@ class CheckedPlans:
         return ValueError(f"{type(self._policy).__name__}.{call}, {when()}: {rule}")
 
 
+_OVERWRITTEN = "a slot is overwritten, which a method with acts_in_decode=False must not do"
 WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
 
 

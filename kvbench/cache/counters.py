@@ -29,9 +29,12 @@ class Counters:
         """Notes that a row has seen so many tokens."""
         self.tokens_seen[row] = self.seen[row] = tokens
 
-    def step(self, rows: Tensor, numbers: Sequence[int]) -> None:
-        """Notes that rows have each seen one more."""
-        self.tokens_seen[rows] += 1
+    def step(self, rows: Tensor) -> None:
+        """Notes that rows (distinct) have each seen one more; `step_on_host` is the host's part."""
+        self.tokens_seen.index_add_(0, rows, torch.ones_like(rows))
+
+    def step_on_host(self, numbers: Sequence[int]) -> None:
+        """The same for the host."""
         for number in numbers:
             self.seen[number] += 1
 

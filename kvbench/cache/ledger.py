@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
+from kvbench.cache.late import Receiver
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Paged
 from kvbench.policy import Policy
@@ -186,24 +187,38 @@ class Ledger:
         meter = self.meters[row]
         meter.sum_bytes, meter.sum_ratio, meter.steps = kept
 
-    def step(self, rows: Tensor, numbers: Sequence[int], reads: list[list[float]] | None) -> None:
+    def step(self, rows: Tensor, numbers: Sequence[int], reads: Tensor | None) -> None:
         """Notes a decode step of rows, which the host knows as `numbers`; `reads` as `StepReads.totals` gives it."""
-        stepped = [(self.meters[row], self._counters.seen[row]) for row in numbers]
 
-        def receive(num_pages: list[int]) -> None:
-            page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
-            for (meter, tokens), count in zip(stepped, num_pages, strict=True):
-                resident = count * page_bytes + fixed
-                meter.peak_bytes = max(meter.peak_bytes, resident)
-                meter.sum_bytes += resident
-                meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
-                meter.steps += 1
+        def bind() -> Receiver:
+            stepped = [(self.meters[row], self._counters.seen[row]) for row in numbers]
 
-        self._pages.late.post(self._pages.num_pages(rows), receive)
+            def receive(num_pages: list[int]) -> None:
+                page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
+                for (meter, tokens), count in zip(stepped, num_pages, strict=True):
+                    resident = count * page_bytes + fixed
+                    meter.peak_bytes = max(meter.peak_bytes, resident)
+                    meter.sum_bytes += resident
+                    meter.sum_ratio += resident / self._shape.fp16_bytes(tokens)
+                    meter.steps += 1
+
+            return receive
+
+        self._pages.late.post(self._pages.num_pages(rows), bind)
         if reads is not None:
-            for row, (read, readable) in zip(numbers, reads, strict=True):
-                self.meters[row].read_bytes += read
-                self.meters[row].readable_bytes += readable
+            self._pages.late.post(reads.view(torch.int64), lambda: self._reads_into(numbers))
+
+    def _reads_into(self, numbers: Sequence[int]) -> Receiver:
+        """Takes the bits of what a step's rows read and could have read (`StepReads.totals`)."""
+        meters = [self.meters[row] for row in numbers]
+
+        def receive(bits: list[int]) -> None:
+            totals = torch.tensor(bits).view(torch.float64).view(-1, 2).tolist()
+            for meter, (read, readable) in zip(meters, totals, strict=True):
+                meter.read_bytes += read
+                meter.readable_bytes += readable
+
+        return receive
 
     def report(self, row: int) -> tuple[dict, dict]:
         """The ledger and the kept-token summary of a finished row, as they go into the journal.

@@ -1,6 +1,6 @@
 """Carries out a step's plan on the pages: room for the incoming tokens, demotions, bulk evictions."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +28,15 @@ class _Displaced:
     target: Tensor
 
 
-def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -> tuple[Tensor, Tensor]:
+def make_room(
+    pages: Pages,
+    lists: Tensor,
+    plan: DecodePlan,
+    *,
+    own_all: bool,
+    acts: bool = True,
+    judge: Callable[[Tensor], None] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Reserves the slots of a step, takes those it writes to out of shared pages, and moves the tokens it demotes.
 
     Args:
@@ -36,6 +44,8 @@ def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -
         lists: int64 [M] all lists of the step.
         plan: What the policy decided for them.
         own_all: The step writes to every page, since scores are added to all slots.
+        acts: The policy may overwrite slots.
+        judge: Takes the rules that the plan broke on a device, as `PageTable.take` gives them.
 
     Returns:
         Page and slot in it for each list's incoming token, int64 [M].
@@ -45,7 +55,7 @@ def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -
         ValueError: A page table is full; nothing was changed.
     """
     if pages.on_device:
-        return _make_room_by_masks(pages, lists, plan, own_all)
+        return _make_room_by_masks(pages, lists, plan, own_all, acts, judge)
     slot = _flat(plan.slot, APPEND, lists)
     demote_to = _flat(plan.demote_to, EVICT, lists)
     demote_slot = _flat(plan.demote_slot, APPEND, lists)
@@ -61,40 +71,21 @@ def make_room(pages: Pages, lists: Tensor, plan: DecodePlan, *, own_all: bool) -
     return pages.table.lookup(lists, plan.tier, slot)
 
 
-def _make_room_by_masks(pages: Pages, lists: Tensor, plan: DecodePlan, own_all: bool) -> tuple[Tensor, Tensor]:
-    """The same without a size that depends on content: who takes no part has slot -1, which is passed over."""
-    table = pages.table
-
-    def take(tier: int, wanted: Tensor, at_most: int = 0) -> Tensor:
-        before = table.reserve(lists, tier, wanted, at_most=at_most)
-        done.append((lists, tier, before))
-        return before
-
+def _make_room_by_masks(
+    pages: Pages, lists: Tensor, plan: DecodePlan, own_all: bool, acts: bool, judge: Callable[[Tensor], None] | None
+) -> tuple[Tensor, Tensor]:
+    """The same without a size that depends on content: who takes no part has page -1, which is passed over."""
     with _undone(pages) as done:
-        if plan.slot is None:
-            slot = take(plan.tier, torch.ones_like(lists), len(lists))
-        else:
-            given = plan.slot.reshape(-1).long()
-            fresh = given == APPEND
-            # A list takes one slot, in whichever tier: for the incoming token, or for the one that it displaces.
-            slot = torch.where(fresh, take(plan.tier, fresh.long(), len(lists)), given)
-        moves = []
-        if plan.slot is not None and plan.demote_to is not None:
-            demote_to = plan.demote_to.reshape(-1).long().masked_fill(fresh, EVICT)
-            asked = _flat(plan.demote_slot, APPEND, lists)
-            for other in range(len(pages.formats)):
-                goes = demote_to == other
-                new = goes & (asked == APPEND)
-                target = torch.where(new, take(other, new.long()), asked)
-                moves.append((other, goes, torch.where(goes, target, -1)))
-        if own_all:
-            table.own_all(lists)
-        else:
-            table.own([(plan.tier, lists, slot), *((other, lists, target) for other, _, target in moves)])
-    for other, goes, target in moves:
-        source = table.lookup(lists, plan.tier, torch.where(goes, slot, -1))
-        pages.demote(plan.tier, other, source, table.lookup(lists, other, target))
-    return table.lookup(lists, plan.tier, slot)
+        page, slot, broken = pages.table.take(
+            lists, plan.tier, plan.slot, plan.demote_to, plan.demote_slot, acts=acts, own_all=own_all, done=done
+        )
+    if broken is not None and judge is not None:
+        judge(broken)
+    if plan.slot is not None and plan.demote_to is not None:
+        for other in range(len(pages.formats)):
+            if other != plan.tier:
+                pages.demote(plan.tier, other, (page[plan.tier], slot[plan.tier]), (page[other], slot[other]))
+    return page[plan.tier], slot[plan.tier]
 
 
 def evict(pages: Pages, lists: Tensor, plan: CompactPlan) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kvbench.cache import moves
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
-from kvbench.cache.late import to_device
+from kvbench.cache.late import Receiver, to_device
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.reads import StepReads
@@ -19,7 +19,7 @@ from kvbench.cache.rope import Rope
 from kvbench.cache.rotation import Turns
 from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
-from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
 from kvbench.policy import Policy
 
 
@@ -104,6 +104,11 @@ class Paged:
         return 0, 0 if self.scores.queries is None else self.scores.queries.row_bytes
 
     # What is held.
+
+    @property
+    def most_new_pages(self) -> int:
+        """Pages that a list takes in a step at most."""
+        return 1
 
     def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that pages hold, int64 in the shape of `lists`."""
@@ -234,16 +239,30 @@ class Paged:
         if not (self.policy.compact_every and self.pages.on_device):
             return
 
-        def learn(due: list[int]) -> None:
-            self._due |= zip(numbers, due, strict=True)
+        def bind() -> Receiver:
+            return partial(self.learn_due, tuple(numbers))
 
-        self.pages.late.post(self.plans.due(self.view(rows, numbers)), learn)
+        self.pages.late.post(self.plans.due(self.view(rows, numbers)), bind)
+
+    def learn_due(self, numbers: Sequence[int], due: Sequence[int]) -> None:
+        """Takes in whether the bulk eviction of rows is due."""
+        self._due |= zip(numbers, due, strict=True)
+
+    def is_eviction_due(self, numbers: Sequence[int]) -> bool:
+        """Whether a bulk eviction of rows is due before the next step, or the host was not told that it is not."""
+        return self.policy.compact_every > 0 and any(self._due.get(number) != 0 for number in numbers)
 
     def _compact(self, rows: Tensor, numbers: Sequence[int]) -> None:
         """Bulk eviction for the rows whose turn it is."""
         if not self.policy.compact_every:
             return
-        told = [self._due.pop(number, None) for number in numbers]
+        told = [self._due.get(number) for number in numbers]
+
+        def forget() -> None:
+            for number in numbers:
+                self._due.pop(number, None)
+
+        self.pages.late.also(forget)
         if None in told:
             told = self.plans.due(self.view(rows)).tolist()
         whose = [number for number, is_due in zip(numbers, told, strict=True) if is_due]
@@ -271,22 +290,29 @@ class PagedStep:
 
     def __init__(self, holding: Paged, rows: Tensor, numbers: Sequence[int]) -> None:
         self.holding, self.pages, self.rows, self.numbers = holding, holding.pages, rows, numbers
-        self.tokens_seen = holding.counters.tokens_seen[rows]
+        self.view = holding.view(rows, numbers)
+        self.tokens_seen = self.view.tokens_seen
         self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
         self._plan()
 
     def _plan(self) -> None:
         policy, pages, lists = self.holding.policy, self.pages, self.lists.flatten()
-        self.view = self.holding.view(self.rows, self.numbers)
         plan = self.holding.plans.decode(self.view)
         self.tier = plan.tier
         pages.grow(self.numbers, 1)
-        page, slot = moves.make_room(pages, lists, plan, own_all=policy.score.decode_update)
+        page, slot = moves.make_room(
+            pages,
+            lists,
+            plan,
+            own_all=policy.score.decode_update,
+            acts=policy.acts_in_decode,
+            judge=self.holding.plans.judge_step(self.view),
+        )
         if pages.formats[self.tier].slot.track:
             pages.put(self.tier, page, slot, pos=self.tokens_seen.repeat_interleave(pages.lists_per_row))
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
         if policy.reading is not None:
-            self.reads = StepReads.begin(policy.reading, self.view)
+            self.reads = StepReads.begin(policy.reading, self.view, pages.width(self.numbers, 0))
 
     @cached_property
     def width(self) -> list[list[int]]:
@@ -339,23 +365,31 @@ class PagedStep:
         step."""
         if not self.pages.backend.fuses_layers or not self.holding.scores.fuses:
             return None
-        # No such operation rotates keys between buffer and page, nor chooses the pages that it reads.
-        if self.holding.rope.mode == "pre_rope" or self.reads is not None:
+        # No such operation rotates keys between buffer and page, chooses the pages that it reads, or keeps bounds.
+        if self.reads is not None or self.pages.formats[0].bounds:
+            return None
+        if self.holding.rope.mode == "pre_rope" and not (self.pages.on_device and self.holding.policy.residual is None):
             return None
         return self._fuse()
 
     def _fuse(self) -> FusedStep | None:
         spec = self.holding.policy.score
+        update: ScoreUpdate | None = None
+        if spec.decode_update:
+            update = "replace" if spec.decode_replace else "add"
+        target = self.tier, self.page, self.slot
+        if self.pages.on_device:
+            rope = self.holding.rope
+            tables = self.pages.step_tiers(self.numbers, self.lists, partial(rope.turn_of, self.view))
+            turn = rope.stripping(self.tokens_seen)
+            return self._open_tables(tables, target=target, update=update, turn=turn)
         tiers = [
             self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
             for tier in range(len(self.pages.formats))
         ]
-        if not self.holding.rope.turn_all_layers(tiers, self.view, waits=not self.pages.on_device):
+        if not self.holding.rope.turn_all_layers(tiers, self.view):
             return None
-        update: ScoreUpdate | None = None
-        if spec.decode_update:
-            update = "replace" if spec.decode_replace else "add"
-        return self._open_layers(tiers, target=(self.tier, self.page, self.slot), update=update)
+        return self._open_layers(tiers, target=target, update=update)
 
     def _open_layers(
         self,
@@ -378,4 +412,33 @@ class PagedStep:
             group=spec.group_reduce,
             update=update,
             skip_near=spec.skip_near,
+        )
+
+    def _open_tables(
+        self,
+        tiers: list[TierTable],
+        *,
+        held: tuple[Tensor, Tensor] | None = None,
+        ring: StepRing | None = None,
+        target: StepTarget | None = None,
+        update: ScoreUpdate | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
+    ) -> FusedStep | None:
+        """Asks a backend that keeps its own tables for the step."""
+        spec = self.holding.policy.score
+        return self.pages.backend.open_tables(
+            self.pages.pool.pages,
+            tiers,
+            self.pages.shape[1:],
+            self.rows,
+            num_q_heads=self.holding.shape.num_q_heads,
+            seen=self.tokens_seen,
+            held=held,
+            ring=ring,
+            target=target,
+            power=spec.power,
+            group=spec.group_reduce,
+            update=update,
+            skip_near=spec.skip_near,
+            turn=turn,
         )

@@ -5,14 +5,15 @@ Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.late import Late
+from kvbench.cache.late import Late, Receiver
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend, TierPages
+from kvbench.kernels.backend import Backend, TierPages, TierTable, Turn
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
@@ -56,7 +57,10 @@ class Pages:
             limit = max(1, min(most, int(memory_share * free) // size))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
         self.late = Late(self.on_device or device.type != "cpu")
+        nobody = torch.zeros(0, dtype=torch.int64, device=device)
+        self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
         self._longest: dict[int, list[int]] = {}  # most slots of a list of a row, by tier; what the host knows
+        self._grown: Counter[int] = Counter()  # slots that lists of a row may have got, in all
         self.pool: PagePool
         self.table: PageTable
         if self.on_device:
@@ -81,7 +85,10 @@ class Pages:
 
     def lists_of(self, rows: Tensor) -> Tensor:
         """List numbers int64 [M] of rows int64 [S], row-major, then layer, then head."""
-        return (rows[:, None] * self.lists_per_row + torch.arange(self.lists_per_row, device=rows.device)).flatten()
+        if rows is not self._numbered[0]:
+            each = torch.arange(self.lists_per_row, device=rows.device)
+            self._numbered = rows, (rows[:, None] * self.lists_per_row + each).flatten()
+        return self._numbered[1]
 
     def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
         """List numbers int64 [S, H] of one layer."""
@@ -109,6 +116,8 @@ class Pages:
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
         """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
+        if self.late.tape is not None:  # a captured step is run again for lists of any length
+            return self.table.max_pages
         if not (self.on_device and numbers) or not all(number in self._longest for number in numbers):
             return None
         slots = max((self._longest[number][tier] for number in numbers), default=0)
@@ -116,9 +125,14 @@ class Pages:
 
     def grow(self, numbers: Sequence[int], slots: int) -> None:
         """Notes that every list of rows may have so many slots more, in any tier."""
-        for number in numbers:
-            if number in self._longest:
-                self._longest[number] = [held + slots for held in self._longest[number]]
+
+        def grow() -> None:
+            for number in numbers:
+                self._grown[number] += slots
+                if number in self._longest:
+                    self._longest[number] = [held + slots for held in self._longest[number]]
+
+        self.late.also(grow)
 
     def copy_bounds(self, source: int, number: int) -> None:
         """Notes that a row's lists hold what another one's do."""
@@ -129,16 +143,27 @@ class Pages:
         """Notes that the host knows nothing of a row's lists any more."""
         self._longest.pop(number, None)
 
+    def forget_lists(self) -> None:
+        """Lets `lists_of` find the lists of the next rows anew, even of a tensor that it knows."""
+        self._numbered = self._nobody
+
     def tell(self, rows: Tensor, numbers: Sequence[int]) -> None:
         """Tells the host, later, what lists of rows hold and what is free."""
         if not self.on_device:
             return
-        held = self.table.num_slots[:, self.lists_of(rows)].view(len(self.formats), len(numbers), -1).amax(-1)
+        held = self.table.count_rows(rows)[1:]
 
-        def learn(values: list[int]) -> None:
-            self._longest |= {number: values[index :: len(numbers)] for index, number in enumerate(numbers)}
+        def bind() -> Receiver:
+            named = {number: self._grown[number] for number in numbers}
 
-        self.late.post(held, learn)
+            def learn(values: list[int]) -> None:
+                for index, (number, grown) in enumerate(named.items()):
+                    since = self._grown[number] - grown  # by steps that began meanwhile
+                    self._longest[number] = [held + since for held in values[index :: len(named)]]
+
+            return learn
+
+        self.late.post(held, bind)
         self.table.tell(self.late.post)
 
     def widths(self, lists: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
@@ -152,11 +177,31 @@ class Pages:
 
     def num_pages(self, rows: Tensor) -> Tensor:
         """Pages of rows over all lists and tiers, int64 [S]."""
+        if self.on_device:
+            return self.table.count_rows(rows)[0]
         lists = self.lists_of(rows)
         pages = torch.zeros(len(rows), dtype=torch.int64, device=lists.device)
         for tier, fmt in enumerate(self.formats):
             pages += (-(-self.held(tier, lists) // fmt.tokens_per_page)).view(len(rows), -1).sum(1)
         return pages
+
+    def step_tiers(
+        self, numbers: Sequence[int], lists: Tensor, turn_of: Callable[[int], Turn | None]
+    ) -> list[TierTable]:
+        """The tiers of all lists as a step of rows reads them; only on a device.
+
+        Args:
+            numbers: The rows as the host knows them.
+            lists: int64 [S, L, H].
+            turn_of: How keys of so many slots per list at most are turned.
+        """
+        found = []
+        for tier, fmt in enumerate(self.formats):
+            width = self.width(numbers, tier)
+            if width is None:
+                width = int(-(-self.held(tier, lists).max() // fmt.tokens_per_page))
+            found.append(self.table.tier(tier, fmt, width, turn_of(width * fmt.tokens_per_page)))
+        return found
 
     def field(self, tier: int, name: str) -> Tensor:
         """A region of every page as a typed view; `name` as in `PageFormat.regions`."""

@@ -17,7 +17,7 @@ class StepReads:
     Args:
         spec: What to read.
         count: int64 [S] pages per list that a layer reads.
-        width: The largest of them.
+        width: As large as the largest of them, or larger.
         read_bytes: fp64 [S] read so far in this step: slots, and the bounds of all pages where pages were chosen.
         held_bytes: fp64 [S] of all slots in the layers so far.
     """
@@ -29,11 +29,12 @@ class StepReads:
     held_bytes: Tensor
 
     @staticmethod
-    def begin(spec: ReadSpec, view: DecodeView) -> "StepReads":
-        """How much the rows of a step may read."""
+    def begin(spec: ReadSpec, view: DecodeView, most: int | None = None) -> "StepReads":
+        """How much the rows of a step may read, of lists of `most` pages where the host is not to ask for the largest
+        count."""
         count = (view.budget_tokens(spec.budget) // spec.page_tokens).clamp(min=spec.min_pages)
         nothing = torch.zeros(len(count), dtype=torch.float64, device=count.device)
-        return StepReads(spec, count, int(count.max()), nothing, nothing.clone())
+        return StepReads(spec, count, int(count.max()) if most is None else max(1, most), nothing, nothing.clone())
 
     def choose(self, pages: Pages, layer: int, q: Tensor, tier: TierPages) -> TierPages:
         """What a layer reads for the queries [S, Hq, D] of the step."""
@@ -48,6 +49,6 @@ class StepReads:
         self.held_bytes += tier.num_k.sum(1) * fmt.slot.slot_bytes
         return chosen
 
-    def totals(self) -> list[list[float]]:
-        """Per row, the bytes that the step read and those that it would have read of everything."""
-        return torch.stack([self.read_bytes, self.held_bytes], 1).tolist()
+    def totals(self) -> Tensor:
+        """Per row, the bytes that the step read and those that it would have read of everything, fp64 [S, 2]."""
+        return torch.stack([self.read_bytes, self.held_bytes], 1)

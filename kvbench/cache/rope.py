@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
-from kvbench.kernels.backend import TierPages
+from kvbench.kernels.backend import TierPages, Turn
 from kvbench.kernels.reference.attention import rotate
 from kvbench.policy import DecodeView, Policy
 
@@ -60,15 +60,31 @@ class Rope:
             (tier,) = tiers  # an index in the cache is defined for one tier
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
 
-    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None, *, waits: bool = True) -> bool:
+    def turn_of(self, view: DecodeView, width: int) -> Turn | None:
+        """How kernels that find slots through tables turn their keys: `width` slots per list at most."""
+        if self.mode == "absolute":
+            return None
+        if self.mode == "pre_rope":
+            return Turn(self._inv_freq)
+        return Turn(self._inv_freq, self._policy.cache_positions(view, width).contiguous())
+
+    def stripping(self, position: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine, fp32 [S, D_rot / 2], of what `strip` turns keys at positions (int64 [S]) by; None where it
+        leaves them."""
+        if self.mode == "absolute":
+            return None
+        angle = -position[:, None].float() * self._inv_freq
+        return angle.cos(), angle.sin()
+
+    def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
         """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
-        angles, where the angles depend on the layer, and where the host would have to ask a device (not `waits`)."""
+        angles, or where the angles depend on the layer."""
         if self.mode == "absolute":
             return True
         if self.mode == "pre_rope" or view is None or len(tiers) != 1:
             return False
         held = tiers[0].num_k
-        if not waits or not bool((held == held[:, :1, :1]).all()):
+        if not bool((held == held[:, :1, :1]).all()):
             return False
         tiers[0].rotation = self._cache_angles(view, held[:, 0, 0], tiers[0])
         return True

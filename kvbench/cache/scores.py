@@ -77,6 +77,8 @@ class Scores:
             fp32 [1 + len(also), S, L, H, n], n the slots of the longest list's pages; 0 past a list's end.
         """
         pages, statistic = self._pages, self.spec.statistic
+        if pages.on_device:  # the host goes from row to row and waits for each: the record of a run says so
+            pages.backend.fallbacks.add("of_slots")
         lists = pages.lists_of(rows).view(len(rows), *pages.shape[1:])
         width = pages.tier(0, lists).ids.shape[-1]
         slots = width * pages.formats[0].tokens_per_page

@@ -8,7 +8,8 @@ heads where every one keeps a set of its own), Hq query heads, D head dim, N pro
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
 __all__ = ["CompressedStore", "PoolExhausted"]
 
 PromptWatcher = Callable[[Tensor | None, float, Tensor, Tensor, Tensor | None, Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of steps that are captured and replayed for other rows, too.
+
+    Args:
+        numbers: The rows as the host knows them; whoever replays a step changes them in place.
+        tensor: int64 [S] the same on the device.
+    """
+
+    numbers: list[int]
+    tensor: Tensor
 
 
 class CompressedStore:
@@ -273,9 +287,9 @@ class CompressedStore:
 
     # Decode steps.
 
-    def begin_step(self, rows: Tensor | Sequence[int]) -> None:
+    def begin_step(self, rows: Tensor | Sequence[int] | StepRows) -> None:
         """Plans one decode step for all layers and heads of the rows (int64 [S], or as the host knows them), applies
-        it, and fixes where each layer will write.
+        it, and fixes where each layer will write. With `StepRows` the caller collects what the device tells the host.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
@@ -285,6 +299,10 @@ class CompressedStore:
         """
         self._step = self._layers = None
         self.pages.late.drop()
+        if isinstance(rows, StepRows):
+            self._step = self.holding.open(rows.tensor, rows.numbers)
+            self._layers = self._step.fused() or self._step
+            return
         self.pages.late.collect()
         numbers = tuple(rows.tolist() if isinstance(rows, Tensor) else rows)
         if numbers != self._rows[0]:
@@ -305,7 +323,10 @@ class CompressedStore:
         if (queries := self.holding.scores.queries) is not None:
             queries.hold_step(self._step.rows, layer, q, scale, self._step.tokens_seen)
         q, k, v = self._turned(q, k, v)
-        out = self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
+        k, v = self._copied(k, 1), self._copied(v, 1)
+        if not (isinstance(self._layers, FusedStep) and self._layers.strips):
+            k = self._step.strip(k)
+        out = self._layers.attend(layer, q, k, v, scale)
         return self._turns.values.back(out)
 
     def end_step(self) -> None:
@@ -313,11 +334,31 @@ class CompressedStore:
         step = self._step
         assert step is not None, "begin_step comes first"
         step.end()
-        self.counters.step(step.rows, step.numbers)
+        self.counters.step(step.rows)
+        self.pages.late.also(partial(self.counters.step_on_host, step.numbers))
         self.ledger.step(step.rows, step.numbers, step.reads.totals() if step.reads is not None else None)
         self.holding.tell(step.rows, step.numbers)
         self.pages.late.send()
         self._step = self._layers = None
+
+    # Steps that are captured.
+
+    def next_step_is_plain(self, numbers: Sequence[int]) -> bool:
+        """Whether the next step of rows shares no pages and evicts nothing in bulk."""
+        return self.pages.on_device and self.pages.pool.others is None and not self.holding.is_eviction_due(numbers)
+
+    @property
+    def pages_taken(self) -> int:
+        """Pages that steps which were not waited for have taken at most, so far."""
+        return self.pages.pool.taken
+
+    def takes_pages(self, most: int) -> bool:
+        """Whether so many pages are free for sure; notes them as taken where they are."""
+        return self.pages.pool.takes(most)
+
+    def has_pages_for(self, rows: int) -> bool:
+        """Whether a page for every list of so many rows is free for sure, several where a ring may leave at once."""
+        return self.pages.pool.surely_free >= rows * self.pages.lists_per_row * self.holding.most_new_pages
 
     def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._turns.keys.turn(q), self._turns.keys.turn(k), self._turns.values.turn(v)

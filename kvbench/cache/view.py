@@ -1,7 +1,7 @@
 """What a policy sees before a decode step: reductions over the tracked fields that lie in the pages."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -117,6 +117,8 @@ class PagesView(DecodeView):
     ) -> Extreme:
         per_row = isinstance(first, Tensor)
         self._require(tier, "pos" if by == "pos" or before is not None or per_row or first else "score")
+        if self._pages.on_device:
+            return self._search_tables(tier, by, before=before, first=first, over_layer=over_layer)
         if not over_layer and not isinstance(first, Tensor) and self._pages.backend.searches_slots:
             return self._search(tier, by, before=before, first=first)
         arrays = self.slots(tier)
@@ -136,12 +138,26 @@ class PagesView(DecodeView):
     def find(self, tier: int, position: Tensor) -> Extreme:
         self._require(tier, "pos")
         self._check_find(position, self)
+        if self._pages.on_device:
+            return self._search_tables(tier, "mean", exact=position)
         if self._pages.backend.searches_slots:
             return self._search(tier, "mean", exact=position)
         arrays = self.slots(tier)
         match = arrays.valid & (arrays.pos == position[:, None, None, None])
         value = self.mean_score(tier).masked_fill(~match, float("inf"))
         return self._pick(arrays, value, match)
+
+    def _search_tables(
+        self, tier: int, by: Literal["mean", "score", "pos"], *, over_layer: bool = False, **conditions: Any
+    ) -> Extreme:
+        """The same reductions by tables on a device, in one launch over all lists."""
+        if self._window != ALL_QUERIES and by == "mean":
+            conditions["floor"] = self.prompt_tokens - self._window
+        fmt = self._pages.formats[tier]
+        value, slot, pos = self._pages.table.find_extreme(
+            self._rows, tier, fmt, by=by, seen=self.tokens_seen, over_layer=over_layer, **conditions
+        )
+        return Extreme(value=value, slot=slot, pos=pos)
 
     def _search(
         self,

@@ -4,6 +4,7 @@ The cache holds every plan to the rules below, in every run; a plan that breaks 
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class Extreme:
     slot: Tensor
     pos: Tensor
 
-    @property
+    @cached_property
     def found(self) -> Tensor:
         """bool [S, L, H]: an eligible slot existed."""
         return self.slot >= 0

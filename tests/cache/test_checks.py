@@ -269,6 +269,10 @@ VALUES = [
     ),
     (lambda view: DecodePlan(slot=whole(0), demote_to=whole(-2)), r"demote_to must hold EVICT \(-1\) or tier 0 to 1"),
     (
+        lambda view: DecodePlan(slot=whole(0), demote_to=whole(0)),
+        "demote_to .*no token goes to the tier that it leaves",
+    ),
+    (
         lambda view: DecodePlan(slot=whole(0), demote_to=whole(1), demote_slot=whole(4)),
         r"demote_slot 4 was named of a list \(layer 1, head 0\) that holds 4; it is APPEND \(-1\) or lies within",
     ),
@@ -324,6 +328,31 @@ def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, 
     store.close_row(0)
     assert store.pages.pool.num_used == 0
     store.pages.late.collect()  # it is raised once
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        (VALUES[0][0], "a slot is APPEND .* lies within its list, and one that was named does not"),
+        (VALUES[4][0], "demote_to must hold EVICT"),
+        (VALUES[6 + 1][0], "demote_slot is APPEND .* lies within its list, and one that was named does not"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_tables_on_a_device_make_a_wrong_slot_a_new_one_and_say_so(plan: Callable, rule: str):
+    """The list appends, and the next step names the rule; the number of the slot is not told."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    policy = Newcomer()
+    store = store_of(policy, "triton")
+    rows = [prefill(store), prefill(store, seed=1)]
+    before = store.pages.table.num_slots.clone()
+    policy.step = plan
+    step(store, rows)
+    grown = (store.pages.table.num_slots - before)[:, : 2 * LAYERS * HEADS]
+    assert grown.tolist() == [[1] * (2 * LAYERS * HEADS), [0] * (2 * LAYERS * HEADS)]
+    policy.step = lambda view: DecodePlan()
+    with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}"):
+        step(store, rows)
 
 
 def test_where_the_host_does_not_wait_a_wrong_prompt_is_named_when_it_was_read():

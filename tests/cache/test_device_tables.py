@@ -11,10 +11,12 @@ from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels.dispatch import get_backend
 
 DIM, HEADS, GROUP = 32, 2, 2
-# Appends; overwrites, and adds to every score; demotes; flushes rings; evicts in bulk.
+# Appends; overwrites, and adds to every score, or replaces them; turns keys; demotes; flushes rings; evicts in bulk.
 METHODS = (
     "full",
     "h2o budget=12",
+    "tova budget=12",
+    "streaming_llm sinks=2 budget=12",
     "diffkv window=8",
     "kivi residual_tokens=8 group=8",
     "kv_compress budget=16 block=8 continual=true",

@@ -22,6 +22,7 @@ OPTIONAL = {
     "open_step": "fuses_layers",
     "slot_extreme": "searches_slots",
     "tables": "keeps_tables",
+    "open_tables": "keeps_tables",
     "demote": "keeps_tables",
 }
 

@@ -10,6 +10,7 @@ from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import fields
+from kvbench.kernels.gpu import moves as triton_moves
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.reference import pages as torch_pages
 
@@ -136,7 +137,7 @@ def test_demotion_writes_the_bytes_of_reading_and_writing_again(source: str, tar
     torch_pages.write_tracked(
         want, lower, onto[keep], at[keep], *torch_pages.read_tracked(want, origin, page[keep], slot[keep])
     )
-    triton_pages.demote(got, origin, lower, *(x.to(DEVICE) for x in (page, slot, onto, at)))
+    triton_moves.demote(got, origin, lower, *(x.to(DEVICE) for x in (page, slot, onto, at)))
     assert torch.equal(got.cpu(), want)
 
 
@@ -146,9 +147,9 @@ def test_demotion_that_cannot_be_is_refused():
     none = [torch.zeros(0, dtype=torch.int64)] * 4
     plain, channel = tier_format("8,4", 64), tier_format("2,2", 64, k_channel_group=32)
     with pytest.raises(ValueError, match=r"per-channel keys \(group 32\) one by one; give the lower tier k_axis=token"):
-        triton_pages.demote(pages, plain, channel, *none)
+        triton_moves.demote(pages, plain, channel, *none)
     with pytest.raises(ValueError, match="the same fields in both"):
-        triton_pages.demote(pages, plain, tier_format("4,2", 64, track=("pos",)), *none)
+        triton_moves.demote(pages, plain, tier_format("4,2", 64, track=("pos",)), *none)
 
 
 @pytest.mark.parametrize("case", [c for c in FORMATS.values() if "k_channel_group" not in c[3]])
@@ -163,7 +164,7 @@ def test_moved_slots_are_copied_byte_for_byte(case: tuple):
     torch_pages.move_slots(want, fmt, *moves)
     moves[2] = torch.cat([moves[2], torch.tensor([-1])])
     padded = [torch.cat([x, torch.tensor([0])]) if len(x) == 3 else x for x in moves]
-    triton_pages.move_slots(got, fmt, *(x.to(DEVICE) for x in padded))
+    triton_moves.move_slots(got, fmt, *(x.to(DEVICE) for x in padded))
     assert torch.equal(got.cpu(), want)
 
 
@@ -172,7 +173,7 @@ def test_slots_that_share_scales_or_bounds_do_not_move_alone():
     fmt = tier_format("2,2", 64, k_channel_group=32)
     none = [torch.zeros(0, dtype=torch.int64)] * 4
     with pytest.raises(ValueError, match="cannot move one by one; evict before quantising"):
-        triton_pages.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), fmt, *none)
+        triton_moves.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), fmt, *none)
     bounded = PageFormat(tier_format("16,16", 64).slot, PAGE_BYTES, bounds=True)
     with pytest.raises(ValueError, match="bounds of their keys cannot move"):
-        triton_pages.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), bounded, *none)
+        triton_moves.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), bounded, *none)

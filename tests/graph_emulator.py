@@ -68,7 +68,7 @@ def record(step: Callable[[], object]) -> Callable[[], None]:
     with parts.recording(recorder.launch), recorder:
         step()
 
-    @torch.no_grad()
+    @torch.inference_mode()  # in which what a step made in it may be written to
     def replay() -> None:
         for again in recorder.tape:
             again()

@@ -1,0 +1,321 @@
+"""GPU backend: the kernels of decode attention over pages; `decode` beside this file launches them.
+
+A list (one sequence, one KV head) is cut into parts of whole pages; `_attend` reduces each part to its maximum, its sum
+of exponentials and its unnormalised output, for up to two tiers in one launch. `_finish` merges the parts exactly.
+Scores need the final maximum and sum, so the exponentials are kept, each with the running maximum of its block, and
+`_finish` turns them into probabilities, too. Exponentials are of base 2: logits carry a factor log2(e).
+
+Where a list lies: in arrays that describe a step, sequence after sequence, with `per_row` lists each, of which `offset`
+are of the layers before; in page tables (TABLED) likewise, by the row of the sequence.
+"""
+
+import triton
+import triton.language as tl
+
+from kvbench.kernels.gpu.parts import LOWEST
+from kvbench.kernels.gpu.tiles import (
+    add_ring_values,
+    add_values,
+    key_angles,
+    key_logits,
+    query_planes,
+    ring_logits,
+    rotated_logits,
+    sum_channels,
+    zero_planes,
+)
+
+
+@triton.jit
+def row_number(rows, pid, heads, NAMED: tl.constexpr):
+    """The row of the sequence that program `pid` is about: the one that `rows` names, or the sequence's own number."""
+    if NAMED:
+        return tl.load(rows + pid // heads).to(tl.int64)
+    else:
+        return pid // heads
+
+
+@triton.jit
+def table_page(table, which, entries, index, live, REVERSED: tl.constexpr):
+    """The id of page `index` of a list, 0 where not live; tier 1 fills its list's entries from the right."""
+    if REVERSED:
+        return tl.load(table + which * entries + (entries - 1 - index), mask=live, other=0).to(tl.int64)
+    else:
+        return tl.load(table + which * entries + index, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
+def _attend_tier(
+    q, pages, table, num_k, num_v, angles, frequencies, seen, weights, tops, ring_tokens, ring_k, ring_v, part_top,
+    part_sum, part_out, pid, row, which, flat, part, parts, place, num_parts, scale2, page_bytes, columns, entries,
+    pages_per_part, heads, rk_row, rk_head, rv_row, rv_head, angle_row,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
+    SCORES: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
+    TURN: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr,
+    K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
+    K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
+    K_ELEM: tl.constexpr,
+    V_BITS: tl.constexpr, V_P: tl.constexpr, V_W: tl.constexpr, V_WP: tl.constexpr, V_OFF: tl.constexpr,
+    V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_CODE: tl.constexpr,
+    V_ELEM: tl.constexpr,
+):  # fmt: skip
+    """One part of one list in one tier (and its residual buffer): maximum, sum, unnormalised output, exponentials.
+
+    HELD: counts are those of the table; else they are the step's own. The pages that a list really has are shared out
+    evenly among its parts, unless `pages_per_part` says how many each takes.
+    """
+    BLOCKS: tl.constexpr = (T + BT - 1) // BT  # blocks of slots per page
+    counted = flat
+    if HELD:
+        counted = which
+    held_k, held_v = tl.load(num_k + counted).to(tl.int32), tl.load(num_v + counted).to(tl.int32)
+    total = held_k
+    if RK > 0:
+        total = tl.load(ring_tokens + flat).to(tl.int32)
+    g = tl.arange(0, GP)
+    query = query_planes(q, pid * G * D, G, GP, D, K_P, K_W, K_WP)
+    q_sum = sum_channels(query, K_P)
+    top = tl.full([GP], LOWEST, tl.float32)
+    norm = tl.zeros([GP], tl.float32)
+    acc = zero_planes(V_P, GP, V_WP)
+    num_pages = (total + T - 1) // T
+    share = pages_per_part
+    if share == 0:
+        share = (num_pages + parts - 1) // parts
+    first = tl.minimum(part * share, num_pages)
+    last = tl.minimum(first + share, num_pages)
+    for block in range(first * BLOCKS, last * BLOCKS):
+        index = block // BLOCKS
+        start = (block % BLOCKS) * BT
+        t = start + tl.arange(0, BT)
+        token = index * T + t
+        inside = t < T
+        live_k = inside & (token < held_k)
+        base = pages + table_page(table, which, entries, index, index < columns, REVERSED) * page_bytes
+        if TURN > 0:
+            angle = key_angles(
+                angles, frequencies, seen, pid // heads, held_k, token, live_k, angle_row, HALF, HP, TURN
+            )
+            logit = rotated_logits(
+                q, pid * G * D, angle, base, t, live_k, G, GP, D, T, HALF, HP, REST, K_BITS, K_W, K_OFF, K_SCALE,
+                K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
+            )  # fmt: skip
+        else:
+            logit = key_logits(
+                query, q_sum, base, start, held_k - index * T, D, T, BT, OP, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE,
+                K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
+            )  # fmt: skip
+        live = live_k
+        if RK > 0:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+            if (index + 1) * T > held_k:
+                in_ring = inside & (token >= held_k) & (token < total) & (token >= total - RK)
+                at = row * rk_row + pid % heads * rk_head
+                dots = ring_logits(query, ring_k, at, token, in_ring, GP, BT, OP, RK, D, K_P, K_W, K_WP)
+                logit = tl.where(live_k[None, :], logit, dots)
+                live = live_k | in_ring
+        logit = tl.where(live[None, :], logit * scale2, LOWEST)
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        p = tl.where(live[None, :], tl.exp2(logit - new_top[:, None]), 0.0)
+        shrink = tl.exp2(top - new_top)
+        norm = norm * shrink + tl.sum(p, 1)
+        live_v = inside & (token < held_v) & (token < total)
+        acc = add_values(
+            acc, shrink, tl.where(live_v[None, :], p, 0.0), base, t, live_v, D, T, BT, OP, V_BITS, V_P, V_W, V_WP,
+            V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CODE, V_ELEM,
+        )  # fmt: skip
+        if RV > 0:  # noqa: SIM102
+            if (index + 1) * T > held_v:
+                in_ring = inside & (token >= held_v) & (token < total) & (token >= total - RV)
+                at = row * rv_row + pid % heads * rv_head
+                acc = add_ring_values(acc, p, ring_v, at, token, in_ring, OP, RV, D, V_P, V_W, V_WP)
+        top = new_top
+        if SCORES:
+            at = (pid * G + g) * (columns * T)
+            here = (g < G)[:, None] & live_k[None, :]
+            tl.store(weights + at[:, None] + token[None, :], p.to(weights.dtype.element_ty), mask=here)
+            if index < columns:
+                tl.store(tops + (pid * G + g) * (columns * BLOCKS) + block, top, mask=g < G)
+    at = (pid * num_parts + place) * G + g
+    tl.store(part_top + at, top, mask=g < G)
+    tl.store(part_sum + at, norm, mask=g < G)
+    w = tl.arange(0, V_WP)
+    if first < last:
+        for plane in tl.static_range(V_P):
+            where = part_out + at[:, None] * D + (plane * V_W + w)[None, :]
+            tl.store(where, acc[plane], mask=(g < G)[:, None] & (w < V_W)[None, :])
+
+
+@triton.jit(do_not_specialize=["offset", "first_part"])
+def _attend(
+    q, pages, rows, seen, frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out,
+    a_table, a_num_k, a_num_v, a_angles, a_weights, a_tops, a_parts, a_columns, a_entries, a_pages, a_angle_row,
+    b_table, b_num_k, b_num_v, b_angles, b_weights, b_tops, b_parts, b_columns, b_entries, b_pages, b_angle_row,
+    scale2, page_bytes, num_parts, first_part, heads, per_row, offset, rk_row, rk_head, rv_row, rv_head,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, OP: tl.constexpr, SCORES: tl.constexpr, RK: tl.constexpr,
+    RV: tl.constexpr, NAMED: tl.constexpr, TABLED: tl.constexpr, HELD: tl.constexpr, HALF: tl.constexpr,
+    HP: tl.constexpr, REST: tl.constexpr, TWO: tl.constexpr,
+    A_T: tl.constexpr, A_BT: tl.constexpr, A_REVERSED: tl.constexpr, A_TURN: tl.constexpr,
+    AK_BITS: tl.constexpr, AK_P: tl.constexpr, AK_W: tl.constexpr, AK_WP: tl.constexpr, AK_OFF: tl.constexpr,
+    AK_SCALE: tl.constexpr, AK_ZERO: tl.constexpr, AK_GROUPS: tl.constexpr, AK_CHANNEL: tl.constexpr,
+    AK_CODE: tl.constexpr, AK_ELEM: tl.constexpr,
+    AV_BITS: tl.constexpr, AV_P: tl.constexpr, AV_W: tl.constexpr, AV_WP: tl.constexpr, AV_OFF: tl.constexpr,
+    AV_SCALE: tl.constexpr, AV_ZERO: tl.constexpr, AV_GROUPS: tl.constexpr, AV_CHANNEL: tl.constexpr,
+    AV_CODE: tl.constexpr, AV_ELEM: tl.constexpr,
+    B_T: tl.constexpr, B_BT: tl.constexpr, B_REVERSED: tl.constexpr, B_TURN: tl.constexpr,
+    BK_BITS: tl.constexpr, BK_P: tl.constexpr, BK_W: tl.constexpr, BK_WP: tl.constexpr, BK_OFF: tl.constexpr,
+    BK_SCALE: tl.constexpr, BK_ZERO: tl.constexpr, BK_GROUPS: tl.constexpr, BK_CHANNEL: tl.constexpr,
+    BK_CODE: tl.constexpr, BK_ELEM: tl.constexpr,
+    BV_BITS: tl.constexpr, BV_P: tl.constexpr, BV_W: tl.constexpr, BV_WP: tl.constexpr, BV_OFF: tl.constexpr,
+    BV_SCALE: tl.constexpr, BV_ZERO: tl.constexpr, BV_GROUPS: tl.constexpr, BV_CHANNEL: tl.constexpr,
+    BV_CODE: tl.constexpr, BV_ELEM: tl.constexpr,
+):  # fmt: skip
+    """One part of one list of a layer: the first `a_parts` are of one tier, the others of a second one (TWO)."""
+    pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = row_number(rows, pid, heads, NAMED)
+    flat = (pid // heads) * per_row + offset + pid % heads
+    which = flat
+    if TABLED:
+        which = row * per_row + offset + pid % heads
+    if part < a_parts:
+        _attend_tier(
+            q, pages, a_table, a_num_k, a_num_v, a_angles, frequencies, seen, a_weights, a_tops, ring_tokens, ring_k,
+            ring_v, part_top, part_sum, part_out, pid, row, which, flat, part, a_parts, first_part + part, num_parts,
+            scale2, page_bytes, a_columns, a_entries, a_pages, heads, rk_row, rk_head, rv_row, rv_head, a_angle_row,
+            G, GP, D, A_T, A_BT, OP, SCORES, RK, RV, HELD, A_REVERSED, A_TURN, HALF, HP, REST,
+            AK_BITS, AK_P, AK_W, AK_WP, AK_OFF, AK_SCALE, AK_ZERO, AK_GROUPS, AK_CHANNEL, AK_CODE, AK_ELEM,
+            AV_BITS, AV_P, AV_W, AV_WP, AV_OFF, AV_SCALE, AV_ZERO, AV_GROUPS, AV_CHANNEL, AV_CODE, AV_ELEM,
+        )  # fmt: skip
+    elif TWO:
+        _attend_tier(
+            q, pages, b_table, b_num_k, b_num_v, b_angles, frequencies, seen, b_weights, b_tops, ring_tokens, ring_k,
+            ring_v, part_top, part_sum, part_out, pid, row, which, flat, part - a_parts, b_parts, first_part + part,
+            num_parts, scale2, page_bytes, b_columns, b_entries, b_pages, heads, rk_row, rk_head, rv_row, rv_head,
+            b_angle_row, G, GP, D, B_T, B_BT, OP, SCORES, 0, 0, HELD, B_REVERSED, B_TURN, HALF, HP, REST,
+            BK_BITS, BK_P, BK_W, BK_WP, BK_OFF, BK_SCALE, BK_ZERO, BK_GROUPS, BK_CHANNEL, BK_CODE, BK_ELEM,
+            BV_BITS, BV_P, BV_W, BV_WP, BV_OFF, BV_SCALE, BV_ZERO, BV_GROUPS, BV_CHANNEL, BV_CODE, BV_ELEM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_head(part_top, part_sum, part_out, out, lse, row, g, num_parts, G: tl.constexpr, D: tl.constexpr,
+                DP: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+    """Merges the parts of one list for one query head."""
+    d = tl.arange(0, DP)
+    top = tl.full([], LOWEST, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([DP], tl.float32)
+    for begin in range(0, num_parts, BP):
+        part = begin + tl.arange(0, BP)
+        at = (row * num_parts + part) * G + g
+        its_top = tl.load(part_top + at, mask=part < num_parts, other=LOWEST)
+        its_sum = tl.load(part_sum + at, mask=part < num_parts, other=0.0)
+        filled = its_sum != 0.0  # an empty part never wrote its output
+        new_top = tl.maximum(top, tl.max(its_top, 0))
+        factor = tl.where(filled, tl.exp2(its_top - new_top), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(its_sum * factor, 0)
+        tile = tl.load(part_out + at[:, None] * D + d[None, :], mask=filled[:, None] & (d < D)[None, :], other=0.0)
+        acc = acc * shrink + tl.sum(tile * factor[:, None], 0)
+        top = new_top
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    tl.store(out + (row * G + g) * D + d, tl.where(empty, float("nan"), acc / divisor), mask=d < D)
+    tl.store(lse + row * G + g, tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * 0.6931471805599453))
+
+
+@triton.jit
+def _reduce_block(
+    weights, tops, part_top, part_sum, num_k, scores, pages, table, seen, pid, which, flat, block, num_parts,
+    page_bytes, columns, entries, heads, G: tl.constexpr, GP: tl.constexpr, BP: tl.constexpr, T: tl.constexpr,
+    BT: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, TRACK: tl.constexpr, REPLACE: tl.constexpr,
+    NEAR: tl.constexpr, POS: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Probabilities of one block of slots, raised, reduced over the query heads; stored, or added to what pages track.
+
+    TRACK is the byte offset of the tracked scores, or -1 to write `scores`; POS that of the positions, where slots
+    nearer to the query than NEAR get nothing.
+    """
+    BLOCKS: tl.constexpr = (T + BT - 1) // BT
+    counted = flat
+    if HELD:
+        counted = which
+    held = tl.load(num_k + counted).to(tl.int32)
+    index = block // BLOCKS
+    start = (block % BLOCKS) * BT
+    was_read = index * T + start < held  # a block past the end was never written
+    if was_read | (TRACK < 0):
+        g = tl.arange(0, GP)
+        top = tl.full([GP], LOWEST, tl.float32)
+        total = tl.zeros([GP], tl.float32)
+        for begin in range(0, num_parts, BP):
+            part = begin + tl.arange(0, BP)
+            asked = (g < G)[:, None] & (part < num_parts)[None, :]
+            at = (pid * num_parts + part)[None, :] * G + g[:, None]
+            its_top = tl.load(part_top + at, mask=asked, other=LOWEST)
+            its_sum = tl.load(part_sum + at, mask=asked, other=0.0)
+            new_top = tl.maximum(top, tl.max(its_top, 1))
+            total = total * tl.exp2(top - new_top) + tl.sum(its_sum * tl.exp2(its_top - new_top[:, None]), 1)
+            top = new_top
+        t = start + tl.arange(0, BT)
+        token = index * T + t
+        live = (t < T) & (token < held)
+        heads_read = tl.where(was_read, G, 0)
+        row = pid * G + g
+        here = (g < G)[:, None] & live[None, :]
+        p = tl.load(weights + row[:, None] * (columns * T) + token[None, :], mask=here, other=0.0).to(tl.float32)
+        block_top = tl.load(tops + row * (columns * BLOCKS) + block, mask=g < heads_read, other=LOWEST)
+        p = p * (tl.exp2(block_top - top) / tl.where(total == 0.0, 1.0, total))[:, None]
+        if POWER == 2:
+            p = p * p
+        if RULE == 2:
+            score = tl.max(p, 0)
+        else:
+            score = tl.sum(p, 0)
+            if RULE == 1:
+                score = score / G
+        if TRACK < 0:
+            tl.store(scores + pid * (columns * T) + token, score, mask=t < T)
+        else:
+            page = pages + table_page(table, which, entries, index, was_read, REVERSED) * page_bytes
+            field = (page + TRACK).to(tl.pointer_type(tl.float32)) + t
+            if NEAR > 0:
+                pos = tl.load((page + POS).to(tl.pointer_type(tl.int32)) + t, mask=live, other=0)
+                score = tl.where(tl.load(seen + pid // heads) - pos < NEAR, 0.0, score)
+            if not REPLACE:
+                score += tl.load(field, mask=live, other=0.0)
+            tl.store(field, score, mask=live)
+
+
+@triton.jit(do_not_specialize=["offset"])
+def _finish(
+    part_top, part_sum, part_out, out, lse, rows, seen, pages, page_bytes, num_parts, heads, per_row, offset,
+    a_weights, a_tops, a_num_k, a_scores, a_table, a_columns, a_entries, a_blocks,
+    b_weights, b_tops, b_num_k, b_scores, b_table, b_columns, b_entries,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr, MERGED: tl.constexpr,
+    SCORES: tl.constexpr, TWO: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, REPLACE: tl.constexpr,
+    NEAR: tl.constexpr, TABLED: tl.constexpr, HELD: tl.constexpr,
+    A_T: tl.constexpr, A_BT: tl.constexpr, A_TRACK: tl.constexpr, A_POS: tl.constexpr, A_REVERSED: tl.constexpr,
+    B_T: tl.constexpr, B_BT: tl.constexpr, B_TRACK: tl.constexpr, B_POS: tl.constexpr, B_REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of one of
+    its blocks of slots: those of one tier, then those of a second one (TWO)."""
+    pid, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if task < MERGED:
+        _merge_head(part_top, part_sum, part_out, out, lse, pid, task, num_parts, G, D, DP, BP)
+    elif SCORES:
+        flat = (pid // heads) * per_row + offset + pid % heads
+        which = flat
+        if TABLED:
+            which = row_number(rows, pid, heads, True) * per_row + offset + pid % heads
+        if task < MERGED + a_blocks:
+            _reduce_block(
+                a_weights, a_tops, part_top, part_sum, a_num_k, a_scores, pages, a_table, seen, pid, which, flat,
+                task - MERGED, num_parts, page_bytes, a_columns, a_entries, heads, G, GP, BP, A_T, A_BT, POWER, RULE,
+                A_TRACK, REPLACE, NEAR, A_POS, HELD, A_REVERSED,
+            )  # fmt: skip
+        elif TWO:
+            _reduce_block(
+                b_weights, b_tops, part_top, part_sum, b_num_k, b_scores, pages, b_table, seen, pid, which, flat,
+                task - MERGED - a_blocks, num_parts, page_bytes, b_columns, b_entries, heads, G, GP, BP, B_T, B_BT,
+                POWER, RULE, B_TRACK, REPLACE, NEAR, B_POS, HELD, B_REVERSED,
+            )  # fmt: skip

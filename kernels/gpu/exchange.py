@@ -1,0 +1,170 @@
+"""GPU backend: the kernels that move page ids between the free list and the page tables; `manager` launches them."""
+
+import triton
+import triton.language as tl
+
+_START, _END, _FREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _pages(slots, T: tl.constexpr):
+    return (slots + T - 1) // T
+
+
+@triton.jit
+def _needs_of(
+    lists, count, num_slots, row, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr, T: tl.constexpr,
+    T_OTHER: tl.constexpr, RELEASE: tl.constexpr,
+):  # fmt: skip
+    """Of a block of lists: their numbers, their slots before, the slots asked for, the pages that they take or return,
+    and which of them must not."""
+    mask = row < num
+    which = tl.load(lists + row, mask=mask, other=0).to(tl.int64)
+    before = tl.load(num_slots + TIER * num_lists + which, mask=mask, other=0)
+    asked = tl.load(count + row, mask=mask, other=0).to(tl.int32)
+    if RELEASE:
+        need = tl.where(mask, _pages(before, T) - _pages(asked, T), 0)
+        fault = mask & (asked > before)
+    else:
+        need = tl.where(mask, _pages(before + asked, T) - _pages(before, T), 0)
+        used = _pages(before + asked, T)
+        if OTHER >= 0:
+            used += _pages(tl.load(num_slots + OTHER * num_lists + which, mask=mask, other=0), T_OTHER)
+        fault = mask & (used > max_pages)
+    return which, before, asked, need, fault
+
+
+@triton.jit
+def _exchange(
+    table, free_list, num_slots, first, row, mask, which, before, asked, need, offset, num_lists, max_pages, num_pages,
+    TIER: tl.constexpr, T: tl.constexpr, RELEASE: tl.constexpr,
+):  # fmt: skip
+    """Moves the pages of a block of lists, from place `offset` of the free list on, and sets their counts."""
+    if RELEASE:
+        after, low = asked, _pages(asked, T)
+    else:
+        after, low = before + asked, _pages(before, T)
+    for j in range(tl.max(need, 0)):
+        column = low + j
+        if TIER == 1:
+            column = max_pages - 1 - column
+        entry = table + which * max_pages + column
+        place = free_list + (offset + j) % num_pages
+        if RELEASE:
+            tl.store(place, tl.load(entry, mask=j < need, other=0), mask=j < need)
+        else:
+            tl.store(entry, tl.load(place, mask=j < need, other=0), mask=j < need)
+    tl.store(num_slots + TIER * num_lists + which, after, mask=mask)
+    if not RELEASE:
+        tl.store(first + row, before.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _close(state, status, total, fault, RELEASE: tl.constexpr):
+    """Moves the counters on, or notes why the call was refused; the first refusal stays until it is cleared."""
+    free = tl.load(state + _FREE)
+    noted = tl.load(status)
+    if RELEASE:
+        if fault > 0:
+            tl.store(status, tl.where(noted == 0, 3, noted))
+        else:
+            tl.store(state + _END, tl.load(state + _END) + total)
+            tl.store(state + _FREE, free + total)
+    else:
+        if fault > 0:
+            tl.store(status, tl.where(noted == 0, 2, noted))
+        elif total > free:
+            tl.store(status, tl.where(noted == 0, 1, noted))
+        else:
+            tl.store(state + _START, tl.load(state + _START) + total)
+            tl.store(state + _FREE, free - total)
+
+
+@triton.jit
+def _sum_needs(
+    lists, count, num_slots, sums, faults, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr,
+    T: tl.constexpr, T_OTHER: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums the pages that a block of lists takes or returns, and notes whether one of the lists must not."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, _, _, need, fault = _needs_of(
+        lists, count, num_slots, row, num, num_lists, max_pages, TIER, OTHER, T, T_OTHER, RELEASE
+    )
+    tl.store(sums + tl.program_id(0), tl.sum(need, 0))
+    tl.store(faults + tl.program_id(0), tl.max(fault.to(tl.int32), 0))
+
+
+@triton.jit
+def _assign(
+    lists, count, num_slots, table, free_list, state, sums, faults, first, num, num_lists, max_pages, num_pages, blocks,
+    TIER: tl.constexpr, T: tl.constexpr, RELEASE: tl.constexpr, BLOCK: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Moves page ids between the free list and the table rows of a block of lists, unless the whole call is refused."""
+    pid = tl.program_id(0)
+    row = pid * BLOCK + tl.arange(0, BLOCK)
+    which, before, asked, need, _ = _needs_of(
+        lists, count, num_slots, row, num, num_lists, max_pages, TIER, -1, T, T, RELEASE
+    )
+    b = tl.arange(0, BP)
+    needs = tl.load(sums + b, mask=b < blocks, other=0)
+    base = tl.sum(tl.where(b < pid, needs, 0).to(tl.int64), 0)
+    total = tl.sum(needs.to(tl.int64), 0)
+    fault = tl.max(tl.load(faults + b, mask=b < blocks, other=0), 0)
+    if RELEASE:
+        begin, refused = tl.load(state + _END), fault > 0
+    else:
+        begin, refused = tl.load(state + _START), (fault > 0) | (total > tl.load(state + _FREE))
+    if refused:
+        if not RELEASE:
+            tl.store(first + row, tl.zeros([BLOCK], tl.int64) - 1, mask=row < num)
+    else:
+        _exchange(
+            table, free_list, num_slots, first, row, row < num, which, before, asked, need,
+            begin + base + tl.cumsum(need, 0) - need, num_lists, max_pages, num_pages, TIER, T, RELEASE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _commit(state, status, sums, faults, blocks, RELEASE: tl.constexpr, BP: tl.constexpr):
+    """The counters, once all blocks are through."""
+    b = tl.arange(0, BP)
+    total = tl.sum(tl.load(sums + b, mask=b < blocks, other=0).to(tl.int64), 0)
+    _close(state, status, total, tl.max(tl.load(faults + b, mask=b < blocks, other=0), 0), RELEASE)
+
+
+@triton.jit
+def _change_at_once(
+    lists, count, num_slots, table, free_list, state, status, first, num, num_lists, max_pages, num_pages,
+    TIER: tl.constexpr, T: tl.constexpr, RELEASE: tl.constexpr, OTHER: tl.constexpr, T_OTHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All of it by one program that walks over the lists twice."""
+    total = tl.full([], 0, tl.int64)
+    fault = tl.full([], 0, tl.int32)
+    for begin in range(0, num, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        _, _, _, need, wrong = _needs_of(
+            lists, count, num_slots, row, num, num_lists, max_pages, TIER, OTHER, T, T_OTHER, RELEASE
+        )
+        total += tl.sum(need.to(tl.int64), 0)
+        fault = tl.maximum(fault, tl.max(wrong.to(tl.int32), 0))
+    if RELEASE:
+        offset, refused = tl.load(state + _END), fault > 0
+    else:
+        offset, refused = tl.load(state + _START), (fault > 0) | (total > tl.load(state + _FREE))
+    tl.debug_barrier()  # every warp has read the counters before one of them changes
+    for begin in range(0, num, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        if refused:
+            if not RELEASE:
+                tl.store(first + row, tl.zeros([BLOCK], tl.int64) - 1, mask=row < num)
+        else:
+            which, before, asked, need, _ = _needs_of(
+                lists, count, num_slots, row, num, num_lists, max_pages, TIER, -1, T, T, RELEASE
+            )
+            _exchange(
+                table, free_list, num_slots, first, row, row < num, which, before, asked, need,
+                offset + tl.cumsum(need, 0) - need, num_lists, max_pages, num_pages, TIER, T, RELEASE,
+            )  # fmt: skip
+            offset += tl.sum(need.to(tl.int64), 0)
+    _close(state, status, total, fault, RELEASE)

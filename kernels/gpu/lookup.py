@@ -1,0 +1,206 @@
+"""GPU backend: what the page tables say, and the smallest tracked number of every list, found where the numbers lie.
+
+One launch each, whatever the number of lists; nothing is read back.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.backend import ExtremeOf
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.attend import table_page
+from kvbench.kernels.gpu.parts import launch, power_of_two
+
+_BLOCK = 256
+_BY: dict[ExtremeOf, int] = {"mean": 0, "score": 1, "pos": 2}
+
+
+@triton.jit
+def _lookup(lists, slot, table, page, inside, count, entries, T: tl.constexpr, REVERSED: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Page and slot within the page of one slot of each list; -1 for slot numbers below 0."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    at = tl.load(slot + i, mask=mask, other=-1).to(tl.int64)
+    there = at >= 0
+    at = tl.maximum(at, 0)
+    which = tl.load(lists + i, mask=mask, other=0).to(tl.int64)
+    found = table_page(table, which, entries, at // T, there & (at // T < entries), REVERSED)
+    tl.store(page + i, tl.where(there, found, -1), mask=mask)
+    tl.store(inside + i, at % T, mask=mask)
+
+
+@triton.jit
+def _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, tier: tl.constexpr, T: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Pages that the lists of a row hold in one tier; notes the slots of the longest."""
+    pages = tl.zeros([BLOCK], tl.int64)
+    most = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, per_row, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        held = tl.load(num_slots + tier * num_lists + row + i, mask=i < per_row, other=0)
+        pages += (held + T - 1) // T
+        most = tl.maximum(most, held)
+    tl.store(out + (1 + tier) * num_seq + seq, tl.max(most, 0).to(tl.int64))
+    return tl.sum(pages, 0)
+
+
+@triton.jit
+def _count_rows(rows, num_slots, out, num_seq, per_row, num_lists, T0: tl.constexpr, T1: tl.constexpr,
+                T2: tl.constexpr, TIERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Pages of all lists of a row, and by tier the slots of its longest list."""
+    seq = tl.program_id(0)
+    row = tl.load(rows + seq).to(tl.int64) * per_row
+    pages = _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, 0, T0, BLOCK)
+    if TIERS > 1:
+        pages += _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, 1, T1, BLOCK)
+    if TIERS > 2:
+        pages += _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, 2, T2, BLOCK)
+    tl.store(out + seq, pages)
+
+
+@triton.jit
+def _tracked(
+    pages, table, which, slot, live, now, floor, page_bytes, entries, T: tl.constexpr, BY: tl.constexpr,
+    SCORE: tl.constexpr, POS: tl.constexpr, FLOOR: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Value and position of slots of a list; see `_find_extreme`."""
+    base = pages + table_page(table, which, entries, slot // T, live, REVERSED) * page_bytes
+    pos = tl.zeros_like(slot)
+    if POS >= 0:
+        pos = tl.load((base + POS).to(tl.pointer_type(tl.int32)) + slot % T, mask=live, other=0)
+    if BY == 2:
+        value = pos.to(tl.float32)
+    else:
+        value = tl.load((base + SCORE).to(tl.pointer_type(tl.float32)) + slot % T, mask=live, other=0.0)
+        if BY == 0:
+            origin = pos.to(tl.int64)
+            if FLOOR:
+                origin = tl.maximum(origin, floor)
+            value = tl.div_rn(value, tl.maximum(now - origin, 1).to(tl.float32))
+    return value, pos
+
+
+@triton.jit
+def _find_extreme(
+    pages, table, rows, num_slots, seen, floor, before, exact, lowest, value, slot_of, pos_of, page_bytes, per_row,
+    entries, first, T: tl.constexpr, BY: tl.constexpr, SCORE: tl.constexpr, POS: tl.constexpr, FLOOR: tl.constexpr,
+    BEFORE: tl.constexpr, EXACT: tl.constexpr, LOWEST: tl.constexpr, HEADS: tl.constexpr, REVERSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The slot of one list with the smallest value; of equals that with the lowest position, then the lowest slot.
+
+    Values are positions (BY = 2), scores (1), or scores by the queries since `floor` or their token (0); the mean over
+    HEADS lists of a layer where that is more than 1. `floor`, `before`, `exact` and `lowest` are numbers per sequence.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    seq = pid // per_row
+    which = tl.load(rows + seq).to(tl.int64) * per_row + pid % per_row
+    held = tl.load(num_slots + which)
+    now = tl.load(seen + seq).to(tl.int64)
+    since = now
+    if FLOOR:
+        since = tl.load(floor + seq).to(tl.int64)
+    best = tl.full([], float("inf"), tl.float32)
+    best_pos = tl.full([], 1 << 62, tl.int64)
+    best_slot = tl.full([], -1, tl.int64)
+    for begin in range(0, held, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        live = slot < held
+        its, pos = _tracked(
+            pages, table, which, slot, live, now, since, page_bytes, entries, T, BY, SCORE, POS, FLOOR, REVERSED
+        )
+        if HEADS > 1:
+            its = tl.zeros_like(its)
+            for head in range(HEADS):
+                other = which - pid % HEADS + head
+                there = slot < tl.load(num_slots + other)
+                more, _ = _tracked(
+                    pages, table, other, slot, there, now, since, page_bytes, entries, T, BY, SCORE, POS, FLOOR,
+                    REVERSED,
+                )  # fmt: skip
+                its += more
+            its = tl.div_rn(its, tl.zeros_like(its) + HEADS)
+        pos = pos.to(tl.int64)
+        ok = live & (pos >= first)
+        if BEFORE:
+            ok = ok & (pos < tl.load(before + seq))
+        if EXACT:
+            ok = ok & (pos == tl.load(exact + seq))
+        if LOWEST:
+            ok = ok & (pos >= tl.load(lowest + seq))
+        its = tl.where(ok, its, float("inf"))
+        low = tl.min(its, 0)
+        at = ok & (its == low)
+        low_pos = tl.min(tl.where(at, pos, 1 << 62), 0)
+        low_slot = tl.min(tl.where(at & (pos == low_pos), slot.to(tl.int64), 1 << 62), 0)
+        better = (low_pos < (1 << 62)) & ((low < best) | ((low == best) & (low_pos < best_pos)))
+        best = tl.where(better, low, best)
+        best_pos = tl.where(better, low_pos, best_pos)
+        best_slot = tl.where(better, low_slot, best_slot)
+    tl.store(value + pid, best)
+    tl.store(slot_of + pid, best_slot)
+    tl.store(pos_of + pid, tl.where(best_slot < 0, -1, best_pos))
+
+
+def lookup(
+    table: Tensor, tokens_per_page: int, is_reversed: bool, lists: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Page id and slot within the page, int64, for slot numbers of the given lists (same shape); -1 for slot numbers
+    below 0."""
+    lists, slot = lists.contiguous(), slot.contiguous()
+    page, inside = (torch.empty(slot.shape, dtype=torch.int64, device=slot.device) for _ in range(2))
+    launch(
+        _lookup, (-(-slot.numel() // _BLOCK),), lists, slot, table, page, inside, slot.numel(), table.shape[1],
+        T=tokens_per_page, REVERSED=is_reversed, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return page, inside
+
+
+def count_rows(num_slots: Tensor, rows: Tensor, per_row: int, tokens_per_page: tuple[int, ...]) -> Tensor:
+    """What rows (int64 [S]) of `per_row` lists hold, int64 [1 + tiers, S]: their pages, and by tier the slots of the
+    longest list."""
+    tiers, num_lists = num_slots.shape
+    out = torch.empty(1 + tiers, len(rows), dtype=torch.int64, device=rows.device)
+    sizes = [*tokens_per_page, 1, 1][:3]
+    launch(
+        _count_rows, (len(rows),), rows, num_slots, out, len(rows), per_row, num_lists, T0=sizes[0], T1=sizes[1],
+        T2=sizes[2], TIERS=tiers, BLOCK=min(1024, power_of_two(per_row)),
+    )  # fmt: skip
+    return out
+
+
+def find_extreme(
+    pages: Tensor, fmt: PageFormat, table: Tensor, is_reversed: bool, num_slots: Tensor, rows: Tensor,
+    shape: tuple[int, int, int], *, by: ExtremeOf, seen: Tensor, floor: Tensor | None = None,
+    before: Tensor | None = None, exact: Tensor | None = None, first: int | Tensor = 0, over_layer: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The slot of every list of rows with the smallest value, as `Backend.slot_extreme` describes it.
+
+    Args:
+        table, num_slots: int32 [lists, entries] and [lists] of the tier.
+        is_reversed: A list's pages begin at the right end of its entries.
+        rows: int64 [S].
+        shape: (S, L, H).
+        seen, floor, before, exact, first: int64 [S] each; `first` may be one number.
+        over_layer: Compare the mean over the heads of a layer.
+
+    Returns:
+        value fp32, slot int64, position int64, each [S, L, H].
+    """
+    per_row = shape[1] * shape[2]
+    value = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
+    given = [seen if x is None else x for x in (floor, before, exact, first if isinstance(first, Tensor) else None)]
+    offsets = {name.upper(): fmt.regions[name][0] if name in fmt.slot.track else -1 for name in ("score", "pos")}
+    if offsets["SCORE"] < 0 and by != "pos":
+        raise AssertionError(f"the format tracks {fmt.slot.track}, and a search by {by} needs scores")
+    launch(
+        _find_extreme, (shape[0] * per_row,), pages, table, rows, num_slots, seen, *given, value, slot, pos,
+        pages.shape[1], per_row, table.shape[1], 0 if isinstance(first, Tensor) else first, T=fmt.tokens_per_page,
+        BY=_BY[by], **offsets, FLOOR=floor is not None, BEFORE=before is not None, EXACT=exact is not None,
+        LOWEST=isinstance(first, Tensor), HEADS=shape[2] if over_layer else 1, REVERSED=is_reversed, BLOCK=256,
+    )  # fmt: skip
+    return value, slot, pos

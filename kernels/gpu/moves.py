@@ -1,0 +1,185 @@
+"""GPU backend: slots moved within a tier, and demoted into another one.
+
+Page ids below 0 are passed over. Every function here is capture-safe once it was called for a format: the first call of
+a format copies a small table to the device.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels import checks
+from kvbench.kernels.codes import SCALE_BYTES
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.pages import TILE, _write_side, slots_per_program
+from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
+
+SLOT_REGIONS = ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero", "score", "pos")
+
+
+@triton.jit
+def _move_bytes(
+    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
+    BM: tl.constexpr, BB: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copies bytes of BM slots, BB of each, or a column of BB where there are COLUMNS; byte j of slot i lies at map[j,
+    0] + i * map[j, 1] in its page."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    j = tl.arange(0, BB)
+    if COLUMNS > 0:
+        j += tl.program_id(1) * BB
+    target = tl.load(page + row, mask=row < count, other=-1).to(tl.int64)
+    origin = tl.load(source_page + row, mask=row < count, other=-1).to(tl.int64)
+    at = tl.load(slot + row, mask=row < count, other=0).to(tl.int32)
+    there = tl.load(source_slot + row, mask=row < count, other=0).to(tl.int32)
+    wanted = j < num_bytes
+    mask = ((target >= 0) & (origin >= 0))[:, None] & wanted[None, :]
+    source = (
+        tl.load(source_map + 2 * j, mask=wanted, other=0)[None, :]
+        + there[:, None] * tl.load(source_map + 2 * j + 1, mask=wanted, other=0)[None, :]
+    )
+    place = (
+        tl.load(target_map + 2 * j, mask=wanted, other=0)[None, :]
+        + at[:, None] * tl.load(target_map + 2 * j + 1, mask=wanted, other=0)[None, :]
+    )
+    moved = tl.load(pages + origin[:, None] * page_bytes + source, mask=mask, other=0)
+    tl.store(pages + target[:, None] * page_bytes + place, moved, mask=mask)
+
+
+@triton.jit
+def _demote_both(
+    pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
+    BK: tl.constexpr, BV: tl.constexpr, D: tl.constexpr, META_FIRST: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    T: tl.constexpr, S_T: tl.constexpr,
+    K_BITS: tl.constexpr, K_P: tl.constexpr, K_W: tl.constexpr, K_WP: tl.constexpr, K_OFF: tl.constexpr,
+    K_SCALE: tl.constexpr, K_ZERO: tl.constexpr, K_GROUPS: tl.constexpr, K_CHANNEL: tl.constexpr, K_CODE: tl.constexpr,
+    K_ELEM: tl.constexpr,
+    V_BITS: tl.constexpr, V_P: tl.constexpr, V_W: tl.constexpr, V_WP: tl.constexpr, V_OFF: tl.constexpr,
+    V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_CODE: tl.constexpr,
+    V_ELEM: tl.constexpr,
+    SK_BITS: tl.constexpr, SK_P: tl.constexpr, SK_W: tl.constexpr, SK_WP: tl.constexpr, SK_OFF: tl.constexpr,
+    SK_SCALE: tl.constexpr, SK_ZERO: tl.constexpr, SK_GROUPS: tl.constexpr, SK_CHANNEL: tl.constexpr,
+    SK_CODE: tl.constexpr, SK_ELEM: tl.constexpr,
+    SV_BITS: tl.constexpr, SV_P: tl.constexpr, SV_W: tl.constexpr, SV_WP: tl.constexpr, SV_OFF: tl.constexpr,
+    SV_SCALE: tl.constexpr, SV_ZERO: tl.constexpr, SV_GROUPS: tl.constexpr, SV_CHANNEL: tl.constexpr,
+    SV_CODE: tl.constexpr, SV_ELEM: tl.constexpr,
+):  # fmt: skip
+    """Re-quantises the keys (programs of the first column), the values (of the second), or copies the tracked fields of
+    some slots into another format."""
+    part = tl.program_id(1)
+    if part == 0:
+        _write_side(
+            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BK, True,
+            D, T, META_FIRST, 1, 0, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE,
+            K_ELEM, S_T, SK_BITS, SK_P, SK_W, SK_WP, SK_OFF, SK_SCALE, SK_ZERO, SK_GROUPS, SK_CHANNEL, SK_CODE,
+            SK_ELEM,
+        )  # fmt: skip
+    elif part == 1:
+        _write_side(
+            pages, pages, source_page, source_slot, page, slot, pages, pages, count, page_bytes, count, 0, 0, BV, False,
+            D, T, META_FIRST, 1, 0, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE,
+            V_ELEM, S_T, SV_BITS, SV_P, SV_W, SV_WP, SV_OFF, SV_SCALE, SV_ZERO, SV_GROUPS, SV_CHANNEL, SV_CODE,
+            SV_ELEM,
+        )  # fmt: skip
+    else:
+        _move_bytes(pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
+                    BM, BB, 0)  # fmt: skip
+
+
+def demote(
+    pages: Tensor, source: PageFormat, target: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor,
+    dst_slot: Tensor,
+) -> None:  # fmt: skip
+    """Re-quantises slots into another format, score and position included, without a dense copy in between.
+
+    Args:
+        source: Format of the slots read; target: of those written.
+        src_page, src_slot, dst_page, dst_slot: [M]; entries with a target page below 0 are passed over. No target slot
+            is also a source.
+
+    Raises:
+        ValueError: The target's keys share scales over tokens, or the formats track different fields.
+
+    Source: DiffKV (tokens go down a tier as they are quantised, not from the original vectors).
+    """
+    if target.slot.channel_keys:
+        raise ValueError(
+            f"slots cannot be demoted into per-channel keys (group {target.slot.k_channel_group}) one by one; give the "
+            "lower tier k_axis=token"
+        )
+    if source.slot.track != target.slot.track:
+        raise ValueError(
+            f"the tiers track {source.slot.track} and {target.slot.track}; demotion needs the same fields in both"
+        )
+    checks.slots(pages, source, src_page, src_slot)
+    checks.slots(pages, target, dst_page, dst_slot)
+    rows, count = [slots_per_program(target, side) for side in "kv"], dst_page.numel()
+    fields = 4 * len(source.slot.track)
+    maps = [byte_map(fmt, ("score", "pos"), pages.device) if fields else pages for fmt in (source, target)]
+    launch(
+        _demote_both, (max(-(-count // each) for each in rows), 3 if fields else 2), pages, src_page.contiguous(),
+        src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), *maps, count, fields, pages.shape[1],
+        BK=rows[0], BV=rows[1], D=target.slot.head_dim, META_FIRST=False, BM=max(rows), BB=power_of_two(fields),
+        T=target.tokens_per_page, S_T=source.tokens_per_page, **side_constants(target, "k", "K_", least=1),
+        **side_constants(target, "v", "V_", least=1), **side_constants(source, "k", "SK_", least=1),
+        **side_constants(source, "v", "SV_", least=1), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def move_slots(
+    pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
+) -> None:
+    """Copies the bytes of slots as they are; sources and targets must not overlap.
+
+    Raises:
+        ValueError: See `checks.movable`.
+    """
+    checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+    table = byte_map(fmt, SLOT_REGIONS, pages.device)
+    _move(pages, src_page, src_slot, dst_page, dst_slot, table, table)
+
+
+def _move(
+    pages: Tensor, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor, source: Tensor,
+    target: Tensor,
+) -> None:  # fmt: skip
+    """Launches `_move_bytes`."""
+    count, width = dst_page.numel(), min(64, power_of_two(len(source)))
+    rows = TILE // 2 // width
+    launch(
+        _move_bytes, (-(-count // rows), -(-len(source) // width)), pages, src_page.contiguous(),
+        src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), source, target, count, len(source),
+        pages.shape[1], BM=rows, BB=width, COLUMNS=-(-len(source) // width),
+    )  # fmt: skip
+
+
+@cache
+def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
+    """Where the bytes of a slot lie: int32 [bytes, 2], byte j of slot i at first[j] + i * step[j] within its page.
+
+    Args:
+        fmt: A format whose slots stand alone (no per-channel keys).
+        names: Which of `SLOT_REGIONS`.
+        device: Where the table is wanted.
+    """
+    slot, table = fmt.slot, []
+    for name in names:
+        offset, length = fmt.regions[name]
+        if not length:
+            continue
+        per_slot = length // fmt.tokens_per_page
+        if name in ("v_codes", "score", "pos"):  # slot after slot
+            table += [(offset + j, per_slot) for j in range(per_slot)]
+            continue
+        unit = 2  # of zeros and most scales
+        if name == "k_codes":
+            unit = slot.dtype.itemsize if slot.k_bits >= 16 else 1
+        elif name.endswith("scale"):
+            code = slot.keys if name == "k_scale" else slot.values
+            unit = SCALE_BYTES[code.scale] if code is not None else unit
+        row = fmt.tokens_per_page * unit  # all slots' first element, then all slots' second, ..
+        table += [(offset + j // unit * row + j % unit, unit) for j in range(per_slot)]
+    return torch.tensor(table, dtype=torch.int32, device=device)

@@ -1,0 +1,158 @@
+"""Steps that are captured once and replayed: the tokens and bytes of eager ones; and whole steps without a host."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+
+from engine_helpers import open_settings, random_tokens
+from graph_emulator import record
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvbench.bench import choices
+from kvbench.bench.check_methods import Case, changes
+from kvbench.cache.late import Tape
+from kvbench.cache.store import StepRows
+from kvbench.config.files import options
+from kvbench.engine.loop import State, StepGraphs
+from kvbench.engine.runner import NotFinite, Runner
+from kvbench.errors import NotForModel
+from kvbench.kernels import checks
+from kvbench.kernels.gpu import decode, manager, moves, parts
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
+NO_KERNEL = {"quest": {"widen_bounds"}}
+PROMPT, ALONE = 21, Case((((1,), 3),))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """A model of one layer."""
+    model = choices.make_model("random preset=tiny num_layers=1 dtype=float32", "cpu")
+    yield model
+    model.model.set_attn_implementation("sdpa")
+
+
+def reading(loaded, method: str, prompts: list[int], new_tokens: int) -> tuple[Runner, list[int], list[int]]:
+    """A runner that has read prompts of so many tokens, its rows, and their first tokens."""
+    runner = Runner(loaded, choices.make_method(method), backend="triton")
+    runner.reserve(rows=3, prompt_tokens=max(prompts), new_tokens=new_tokens)
+    read = [runner.read(random_tokens(length, seed)) for seed, length in enumerate(prompts)]
+    return runner, [row for row, _ in read], [int(logits[0].argmax()) for _, logits in read]
+
+
+def decoded(loaded, method: str, prompts: list[int], steps: int, capture) -> tuple:
+    """Tokens of every step, and each row's report."""
+    runner, rows, first = reading(loaded, method, prompts, steps)
+    graphs = StepGraphs(runner, capture)
+    tokens = list(graphs.decode(rows, first, steps))
+    return tokens, [runner.store.ledger.report(row) for row in rows], graphs.replays
+
+
+# Appends; overwrites by a search; demotes; flushes rings.
+METHODS = {
+    "full": 64,
+    "h2o budget=12": 8,
+    "diffkv window=8": 8,
+    "kivi residual_tokens=8 group=8": 12,
+    "streaming_llm sinks=2 budget=12": 6,
+}
+
+
+@pytest.mark.parametrize(("method", "steps"), METHODS.items(), ids=METHODS)
+def test_replayed_steps_are_eager_ones(loaded, method: str, steps: int, monkeypatch: pytest.MonkeyPatch):
+    """Tokens, and bytes over time and at the end; the first step runs, the second is captured, the others replayed."""
+    monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
+    eager, held, none = decoded(loaded, method, [PROMPT], steps, None)
+    tokens, found, replays = decoded(loaded, method, [PROMPT], steps, record)
+    assert (len(eager), none, replays) == (steps, 0, steps - 2)
+    assert tokens == eager and found == held
+
+
+def test_one_capture_serves_all_rows_of_a_batch_size(loaded, monkeypatch: pytest.MonkeyPatch):
+    """A second loop replays what the first one captured, for another row; steps that share pages run as they are."""
+    monkeypatch.setattr(checks, "within", lambda *_: None)
+    found = []
+    for capture in (None, record):
+        runner, rows, first = reading(loaded, "full", [9, 30], 16)
+        graphs = StepGraphs(runner, capture)
+        tokens = [list(graphs.decode(rows[:1], first[:1], 3)), list(graphs.decode(rows[1:], first[1:], 3))]
+        replays = graphs.replays
+        fork = runner.fork(rows[0])
+        tokens.append(list(graphs.decode([fork], first[:1], 2)))
+        reports = [runner.store.ledger.report(row) for row in (*rows, fork)]
+        found.append((tokens, reports))
+        assert graphs.replays == replays == (0 if capture is None else 4)
+    assert found[0] == found[1]
+
+
+def test_logits_that_are_not_finite_end_the_loop(loaded):
+    """The step behind them has begun; nothing of theirs is given."""
+    runner, rows, first = reading(loaded, "full", [5], 8)
+    graphs = StepGraphs(runner)
+    head = loaded.model.lm_head
+    loop = graphs.decode(rows, first, 6)
+    next(loop)
+    weight, head.weight = head.weight, torch.nn.Parameter(head.weight * float("nan"))
+    try:
+        with pytest.raises(NotFinite):
+            list(loop)
+    finally:
+        head.weight = weight
+
+
+class NothingOnTheHost(TorchDispatchMode):
+    """Fails when an operation brings a result to main memory."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{function} put a result on the host"
+        return out
+
+
+@pytest.fixture(scope="module")
+def without_data():
+    """A model of two layers whose tensors have no data, so that nothing can be read back; launches are not run."""
+    model = choices.make_model("random preset=tiny num_layers=2 dtype=bfloat16", "cpu")
+    model.model.to("meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_num_processors", lambda device: 132)
+        uncached = moves.byte_map.__wrapped__  # no table without data may stay behind
+        for module in (moves, manager):
+            patch.setattr(module, "byte_map", uncached)
+        yield model
+
+
+def step_without_data(loaded, method: str) -> SimpleNamespace:
+    """Makes one step of two rows; its launches, and the operations that have no kernel."""
+    settings = changes(method, ALONE) | open_settings(method)
+    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings.items())
+    runner = Runner(loaded, choices.make_method(f"{method} {words}"), backend="triton")
+    runner.reserve(rows=2, prompt_tokens=40, new_tokens=8)
+    store, launches = runner.store, []
+    rows = [store.open_row() for _ in range(2)]
+    for row in rows:  # as if prompts had been read: writing one takes sizes from its plan
+        store.counters.hold(row, 24)
+        store.counters.prompt_tokens[row] = 24
+        store.holding.learn_due([row], [False])
+    store.pages.late.tape = Tape()  # lists of any length, as in a graph
+    there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(2)]
+    state = State(StepRows(rows, there[0]), there[1], lambda *_: None)
+    with parts.recording(lambda kernel, *_: launches.append(kernel.__name__)), NothingOnTheHost():
+        StepGraphs(runner).step(state)
+    return SimpleNamespace(launches=launches, fallbacks=runner.backend.fallbacks)
+
+
+@pytest.mark.parametrize("method", options("method"))
+def test_a_whole_step_asks_the_host_for_nothing(without_data, method: str):
+    """Plan, room, demotions, the model, the choice and the counts, of every method. What has no kernel is named; plain
+    torch does it on the device."""
+    try:
+        found = step_without_data(without_data, method)
+    except NotForModel as error:
+        pytest.skip(str(error))
+    assert found.launches.count("_attend") == 2
+    assert found.fallbacks == NO_KERNEL.get(method, set())
