@@ -60,6 +60,20 @@ class Rope:
             (tier,) = tiers  # an index in the cache is defined for one tier
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
 
+    def turn_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
+        """Keys of one row as the tokens of a prompt's next chunk attend to them: `cache_relative` ones at their index
+        in the cache, which the chunk continues; the others as they are.
+
+        Args:
+            keys: fp32 [H, n, D] in the order of their age.
+            live: bool [H, n] which are no padding.
+            seen: Tokens before the chunk.
+        """
+        if self.mode != "cache_relative":
+            return keys
+        index = torch.arange(keys.shape[1], device=keys.device) + seen - live.sum(1, keepdim=True)
+        return rotate(keys, index[..., None].float() * self._inv_freq)
+
     def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None, *, waits: bool = True) -> bool:
         """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
         angles, where the angles depend on the layer, and where the host would have to ask a device (not `waits`)."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.buffered import Buffered
+from kvbench.cache.chunks import Chunks
 from kvbench.cache.counters import Counters
 from kvbench.cache.late import to_device
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
@@ -88,6 +89,7 @@ class CompressedStore:
         self.fit = self.holding.fit = self.ledger.fit
         self._max_new_tokens = max_new_tokens
         self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
+        self._chunks = Chunks(policy, shape, self.holding, self.counters, self.ledger, self._prompts, self._turns)
         self._free_rows = list(range(rows))
         self._step: PagedStep | None = None
         self._layers: PagedStep | FusedStep | None = None
@@ -140,6 +142,7 @@ class CompressedStore:
 
         When it fails for want of memory it may be called again: what was returned already is not returned twice.
         """
+        self._chunks.forget(row)
         self._prompts.forget(row)  # first, since this needs no memory and gives some back
         self._step = self._layers = None
         self.pages.late.drop()
@@ -252,6 +255,31 @@ class CompressedStore:
         if scores.queries is not None and last is not None:
             scores.queries.hold_prompt(row, layer, last, k.shape[1])
         self._prompts.place(row, layer, self._turns.keys.turn(keys), self._turns.values.turn(values), score)
+
+    def open_chunks(self, row: int, prompt_tokens: int) -> None:
+        """Says that the prompt of an empty row comes in chunks (`read_chunk`).
+
+        Args:
+            row: The row.
+            prompt_tokens: Tokens of the whole prompt, which budgets are of.
+
+        Raises:
+            ValueError: A budget in bytes is too small for it.
+        """
+        self._chunks.open(row, prompt_tokens)
+
+    def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attends from one layer of a prompt's next chunk to what is held and to itself, then plans and writes it; the
+        last layer of the last chunk ends the prompt.
+
+        Args:
+            q: [Hq, n, D]; k, v: [KV heads, n, D], post-RoPE.
+
+        Returns:
+            [Hq, n, D], fp32 or the dtype of `q`.
+        """
+        self.pages.late.collect()
+        return self._chunks.read(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.

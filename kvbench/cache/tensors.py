@@ -33,7 +33,7 @@ class Measurer:
         return weights[layer].T.unflatten(0, (self.shape.num_q_heads, -1))
 
 
-class _Tensors(LayerTensors):
+class MeasuredTensors(LayerTensors):
     """The part that prompts and slots have in common."""
 
     def __init__(
@@ -64,7 +64,7 @@ class _Tensors(LayerTensors):
         )
 
 
-class PromptTensors(_Tensors):
+class PromptTensors(MeasuredTensors):
     """One layer of a prompt.
 
     Args:
@@ -147,7 +147,7 @@ class PromptTensors(_Tensors):
         return self._all_q
 
 
-class SlotTensors(_Tensors):
+class SlotTensors(MeasuredTensors):
     """KV heads of one layer of a row that hold the same number of slots.
 
     Args:

@@ -40,10 +40,10 @@ class Session:
 
     Args:
         store: Where keys and values go.
-        mode: `prefill` (one row, empty), `chunk` (one row with history), `decode` (one token for many rows), `dense`
-            (nothing is stored: the full-cache reference of a prompt), or `replay` (behind `uncompressed`; nothing is
-            stored either).
-        row: The row of `prefill` and `chunk`.
+        mode: `prefill` (one row, empty), `read` (one row, the next chunk of its prompt), `chunk` (one row with
+            history), `decode` (one token for many rows), `dense` (nothing is stored: the full-cache reference of a
+            prompt), or `replay` (behind `uncompressed`; nothing is stored either).
+        row: The row of `prefill`, `read` and `chunk`.
         num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
             prompt.
         uncompressed: In `prefill`, what holds the prompt for the method's probe; in `replay`, the prompt.
@@ -54,7 +54,7 @@ class Session:
     """
 
     store: CompressedStore
-    mode: Literal["prefill", "chunk", "decode", "dense", "replay"]
+    mode: Literal["prefill", "read", "chunk", "decode", "dense", "replay"]
     row: int = -1
     num_prompt_tokens: int = 0
     uncompressed: Uncompressed | None = None
@@ -151,6 +151,8 @@ def attention(
         )
     if session.mode == "decode":
         out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
+    elif session.mode == "read":
+        out = store.read_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
     elif session.mode == "chunk":
         out = store.append_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
     elif session.mode == "replay":
