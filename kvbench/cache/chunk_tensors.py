@@ -6,7 +6,7 @@ from torch import Tensor
 from kvbench.cache.tensors import MeasuredTensors, Measurer
 from kvbench.policy import ALL_QUERIES
 
-ROWS = 64  # queries whose attention lies in memory at once, fewer where that is more than the next number
+ROWS = 32  # queries whose attention lies in memory at once, fewer where that is more than the next number
 MOST_NUMBERS = 1 << 24
 
 
@@ -83,7 +83,7 @@ class ChunkTensors(MeasuredTensors):
         for begin in range(0, len(q_pos), rows):
             own = grouped[:, :, begin : begin + rows].float() * self.scale
             logits = torch.matmul(own.flatten(1, 2), keys).unflatten(1, (-1, own.shape[2]))
-            distance = q_pos[begin : begin + rows, None] - self.pos[:, None]
+            distance = (q_pos[begin : begin + rows, None] - self.pos[:, None]).int()
             prob = logits.masked_fill_((distance < 0)[:, None], float("-inf")).softmax(-1)
             if below_uniform:
                 prob = -(prob < 1.0 / (distance >= 0).sum(-1)[:, None, :, None]).float()
