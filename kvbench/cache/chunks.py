@@ -236,4 +236,3 @@ def _padded(pos: Tensor, width: int) -> Tensor:
     out = pos.new_full((len(pos), width), -1)
     out[:, : min(width, pos.shape[1])] = pos[:, :width]
     return out
-

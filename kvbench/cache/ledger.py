@@ -143,8 +143,12 @@ class Ledger:
     def fork(self, source: int, row: int) -> None:
         """Begins a row that was copied: it has the peaks of its source, and no steps of its own yet."""
         meter = self.meters[source]
-        kept = {"one_shot_peak_bytes": meter.one_shot_peak_bytes, "prompt": dict(meter.prompt)}
-        self.meters[row] = RowMeter(meter.peak_bytes, meter.staging_peak_bytes, **kept)
+        self.meters[row] = RowMeter(
+            meter.peak_bytes,
+            meter.staging_peak_bytes,
+            one_shot_peak_bytes=meter.one_shot_peak_bytes,
+            prompt=dict(meter.prompt),
+        )
 
     def hold(self, row: int, staging_bytes: int = 0) -> None:
         """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it."""

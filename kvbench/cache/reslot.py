@@ -15,13 +15,7 @@ Arrivals = tuple[Tensor, Tensor, Tensor, Tensor]  # head and position int64 [M],
 
 
 def replan(
-    pages: Pages,
-    lists: Tensor,
-    tier_of: Tensor,
-    pos: list[Tensor],
-    k: Tensor,
-    v: Tensor,
-    peak: Callable[[], None],
+    pages: Pages, lists: Tensor, tier_of: Tensor, pos: list[Tensor], k: Tensor, v: Tensor, peak: Callable[[], None]
 ) -> None:
     """Carries out a plan for one layer of a prompt: what goes leaves, what changes its tier is encoded again, and the
     newest chunk is written.

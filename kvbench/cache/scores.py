@@ -10,7 +10,7 @@ from kvbench.cache.queries import QueryRing
 from kvbench.cache.rotation import Turns
 from kvbench.cache.tensors import Measurer, PromptTensors, SlotTensors
 from kvbench.kernels.backend import TierPages
-from kvbench.policy import GONE, AttentionCall, Policy, Replay, Statistic
+from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
 
 class Scores:
@@ -44,6 +44,7 @@ class Scores:
         scale: float,
         call: AttentionCall | None = None,
         replays: tuple[Replay, ...] = (),
+        lse: Tensor | None = None,
     ) -> Tensor | None:
         """Scores of one layer of a prompt.
 
@@ -54,6 +55,7 @@ class Scores:
             scale: Factor on the attention logits.
             call: What the model called the layer's attention with, or None.
             replays: What the probe's passes gave; none without a probe.
+            lse: fp32 [Hq, N] the log-sum-exp of every query's logits; only where `takes_lse`.
 
         Returns:
             fp32 [H, N], or [1 + len(also), H, N]; None when the method asks for none.
@@ -64,7 +66,7 @@ class Scores:
         if not self.spec.measures_prompts:
             return None
         hidden = None if call is None else call.hidden_states
-        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays)
+        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays, lse=lse)
         return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
 
     def of_chunk(
@@ -179,6 +181,13 @@ class Scores:
             back = torch.empty_like(found).scatter_(-1, order.expand_as(found), found)
             out[:, heads, :count] = back
         return out
+
+    @property
+    def takes_lse(self) -> bool:
+        """Whether the log-sum-exp of a prompt's attention saves a pass: where all queries count. Of a few last ones it
+        is made anew in no time."""
+        spec = self.spec
+        return self._pages.backend.takes_lse and spec.prefill_queries == ALL_QUERIES and spec.query_reduce == "sum"
 
     @property
     def writes_tokens(self) -> bool:

@@ -184,16 +184,19 @@ class CompressedStore:
 
     # Prompts.
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
         """Exact causal attention of a whole prompt, which stores nothing.
 
         Args:
             q: [Hq, N, D]; k, v: [KV heads, N, D], the model's dtype.
 
         Returns:
-            [Hq, N, D] in the same dtype.
+            [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the policy's
+            scores can use it.
         """
-        return self.pages.backend.prefill_attention(q, k, v, scale)
+        if self.holding.scores.takes_lse:
+            return self.pages.backend.prefill_attention_with_lse(q, k, v, scale)
+        return self.pages.backend.prefill_attention(q, k, v, scale), None
 
     def replay_attention(self, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor:
         """Exact attention of tokens behind an uncompressed prompt over it and themselves, causally; stores nothing.
@@ -217,6 +220,7 @@ class CompressedStore:
         scale: float,
         call: AttentionCall | None = None,
         replays: tuple[Replay, ...] = (),
+        lse: Tensor | None = None,
     ) -> None:
         """Scores, plans and writes one layer of a prompt (for scope `model`, and with a probe, all layers once the last
         one arrives).
@@ -227,11 +231,15 @@ class CompressedStore:
             scale: Factor on the attention logits.
             call: What the model called the layer's attention with, for statistics that ask for it.
             replays: What the passes gave that the policy's probe asks for.
+            lse: What `prompt_attention` gave beside its output; made again where it is missing and wanted, so that
+                scores do not depend on where a prompt came from.
         """
         scores, score, last = self.holding.scores, None, None
         if not scores.spec.only_keys_and_values:
             own = tuple(replace(each, k=self._copied(each.k, 0)) for each in replays)
-            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own)
+            if lse is None and q is not None and scores.takes_lse:
+                _, lse = self.prompt_attention(q, k, v, scale)
+            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own, lse)
         if scores.queries is not None and q is not None:
             last = scores.queries.last(q, scale)
         if self.watcher is not None:

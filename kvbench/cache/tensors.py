@@ -75,6 +75,7 @@ class PromptTensors(MeasuredTensors):
         scale: Factor on attention logits.
         call: What the model called the layer's attention with, or None.
         replays: What further passes over the prompt gave, keys at the cache's granularity.
+        lse: fp32 [Hq, N] the log-sum-exp of every query's logits, where it is at hand.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class PromptTensors(MeasuredTensors):
         scale: float,
         call: AttentionCall | None = None,
         replays: tuple[Replay, ...] = (),
+        lse: Tensor | None = None,
     ) -> None:
         length = k.shape[1]
+        self._lse = lse
         pos = torch.arange(length, device=k.device).expand(k.shape[0], -1)
         super().__init__(measurer, layer, k, v, pos, length, scale)
         self._all_q, self._call, self._replays = q, call, replays
@@ -124,6 +127,7 @@ class PromptTensors(MeasuredTensors):
             pool_stage=spec.pool_stage,
             pool_region=spec.pool_region,
             group=spec.group_reduce,
+            lse=self._lse,
         )
 
     def of_these_heads(self, x: Tensor) -> Tensor:

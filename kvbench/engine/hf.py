@@ -140,6 +140,7 @@ def attention(
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
+    lse: Tensor | None = None
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     store = session.store
     heads, wanted = (query.shape[1], key.shape[1]), (store.shape.num_q_heads, store.shape.num_kv_heads)
@@ -159,7 +160,8 @@ def attention(
         assert session.uncompressed is not None, "a replay needs its prompt"
         out = session.uncompressed.attend(layer.index, query[0], key[0], value[0], scale)[None]
     else:
-        out = store.prompt_attention(query[0], key[0], value[0], scale)[None]
+        own_out, lse = store.prompt_attention(query[0], key[0], value[0], scale)
+        out = own_out[None]
     if session.mode == "prefill":
         kept = session.num_prompt_tokens
         own = query[0, :, :kept], key[0, :, :kept], value[0, :, :kept]
@@ -167,7 +169,8 @@ def attention(
         if session.uncompressed is not None:
             session.uncompressed.hold(*own, scale, call)
         else:
-            store.prefill_layer(session.row, layer.index, *own, scale, call)
+            of_kept = None if lse is None else lse[:, :kept]
+            store.prefill_layer(session.row, layer.index, *own, scale, call, lse=of_kept)
     # One token's output is kept as it is; a prompt's would be too large.
     session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
     return out.transpose(1, 2).to(query.dtype).contiguous(), None

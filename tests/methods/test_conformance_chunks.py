@@ -45,6 +45,7 @@ def loaded(tiny_model):
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.split()[0] in REFUSED])
 def test_who_cannot_says_so_in_one_sentence(case):
+    """The number, the method, the rule and the remedy."""
     message = f"prefill.chunk={CHUNK} does not go with {REFUSED[case.split()[0]]}.*; .*prefill.chunk=null"
     with pytest.raises(ValueError, match=message):
         check_chunk(policy_of(case), CHUNK)
