@@ -152,6 +152,7 @@ class Backend(ABC):
         is_reference: Made to be right, not fast: its speed is no claim for anything.
         fuses_layers: Whether it has `open_step`.
         searches_slots: Whether it has `slot_extreme`.
+        takes_lse: Whether its scores of a prompt take the log-sum-exp that the prompt's attention makes anyway.
         keeps_tables: Whether it keeps pool and page tables itself (`tables`), where its operations pass over page ids
             below 0, and nothing of a decode step waits for the device.
         isa: The instruction set that its own compiled kernels use; part of a run's identity, since sums in another
@@ -164,6 +165,7 @@ class Backend(ABC):
     is_reference: bool = False
     fuses_layers: bool = False
     searches_slots: bool = False
+    takes_lse: bool = False
     keeps_tables: bool = False
     isa: str = ""
     codes: frozenset[Code] | None = None
@@ -337,6 +339,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def prefill_attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+        """As `prefill_attention`, with the log-sum-exp of every query's logits, fp32 [Hq, N]; None where `takes_lse` is
+        not set, or no kernel gives it for these tensors."""
+
+    @abstractmethod
     def chunk_attention(
         self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
     ) -> Tensor:
@@ -366,6 +373,7 @@ class Backend(ABC):
         pool_stage: PoolStage,
         pool_region: PoolRegion,
         group: Reduce,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """The score of every prompt key per KV head: the attention it receives, pooled and reduced in the stated order.
 
@@ -380,6 +388,7 @@ class Backend(ABC):
             pool_stage: Pool each query head before the group is reduced, or the reduced score.
             pool_region: `prefix` pools only the keys before the last `queries` tokens.
             group: How the query heads of a KV head are reduced.
+            lse: fp32 [Hq, N] the log-sum-exp of every query's logits, which saves a pass where `takes_lse`.
 
         Returns:
             fp32 [H, N].

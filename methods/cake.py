@@ -24,6 +24,7 @@ class AttentionShifts(Statistic):
     gamma: float
     pool_kernel: int
     also: ClassVar[tuple[str, ...]] = ("entropy", "variance")
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "mean and variance over queries, entropy per layer"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

@@ -27,6 +27,7 @@ class ExpectedAttentionScore(Statistic):
     value_norm: bool
     epsilon: float
     needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "expected attention of the next positions, norms of values"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

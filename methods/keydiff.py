@@ -13,6 +13,7 @@ from kvbench.policy import LayerTensors, Scored, Statistic
 class KeyDifference(Statistic):
     """Minus the cosine between a key and the mean of all keys' directions."""
 
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "cosine of keys to their mean direction"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

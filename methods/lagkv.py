@@ -20,6 +20,7 @@ class LagRelative(Statistic):
 
     sinks: int
     lag: int
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "range of keys and values in the next partition"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

@@ -38,6 +38,7 @@ class RecentAttention(Statistic):
 
     recent_share: float
     distance_weight: float
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "of which a recent share counts"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

@@ -36,6 +36,7 @@ class HittersBearing(Statistic):
     bits: int
     mix: float
     also: ClassVar[tuple[str, ...]] = ("attention",)
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "mixed with errors of quantisation"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

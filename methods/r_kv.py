@@ -27,6 +27,7 @@ class Redundancy(Statistic):
     pool_kernel: int
     mix: float
     threshold: float
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "redundancy of keys"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

@@ -46,9 +46,9 @@ class RandomControl(Scored):
 
     def ranking(self, view: PrefillView) -> Tensor:
         draws = []
-        for layer in view.layers.tolist():
-            generator = torch.Generator().manual_seed(hash((self.seed, layer, view.num_tokens)))
-            draws.append(torch.rand(view.num_kv_heads, view.num_tokens, generator=generator))
+        for layer in view.layers.tolist():  # of the whole prompt: read in chunks, every token keeps its number
+            generator = torch.Generator().manual_seed(hash((self.seed, layer, view.prompt_tokens)))
+            draws.append(torch.rand(view.num_kv_heads, view.prompt_tokens, generator=generator)[:, : view.num_tokens])
         return torch.stack(draws).to(view.layers.device)
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:

@@ -47,6 +47,7 @@ class SimLayerKV(Policy):
     queries: Annotated[int, Whole(1, unit="tokens")] = 1
     tier: TierText = "fp16"
     acts_in_decode = True
+    in_chunks = False  # a layer that was lazy once has dropped what it would need to be no more
     scope = "layer"
 
     def __post_init__(self) -> None:

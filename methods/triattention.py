@@ -34,6 +34,7 @@ class TrigonometricScore(Statistic):
     centres: tuple[tuple[float, ...], ...]
     reach: int
     needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "logits of mean queries at positions to come"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

@@ -27,6 +27,7 @@ class ValueWeighted(Statistic):
 
     also: ClassVar[tuple[str, ...]] = ("attention",)
     by_queries: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "times the L1 norm of the value"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

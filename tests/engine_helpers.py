@@ -52,7 +52,16 @@ def request(name: str, *segments: tuple[int, ...], max_new_tokens: int = 24, **f
 
 @contextmanager
 def engine(
-    loaded, policy, *, batch_size=8, seed=0, backend="auto", fidelity_max_tokens=64, fidelity_per_token=False, **store
+    loaded,
+    policy,
+    *,
+    batch_size=8,
+    seed=0,
+    backend="auto",
+    fidelity_max_tokens=64,
+    fidelity_per_token=False,
+    prefill_chunk=None,
+    **store,
 ):
     """Gives an Engine, and takes its attention out of the model again, which other tests share."""
     try:
@@ -65,6 +74,7 @@ def engine(
             backend=backend,
             fidelity_max_tokens=fidelity_max_tokens,
             fidelity_per_token=fidelity_per_token,
+            prefill_chunk=prefill_chunk,
         )
     finally:
         loaded.model.set_attn_implementation("sdpa")

@@ -10,7 +10,7 @@ Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `wri
 `reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual
 buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
 
-The store does not use `attention_with_lse` yet.
+The store does not use `attention_with_lse`: torch's own fused attention gives the same.
 """
 
 import math
@@ -42,6 +42,7 @@ class Gpu(Reference):
     name = "triton"
     is_reference = False
     fuses_layers = True
+    takes_lse = True
     keeps_tables = True
 
     def refusal(self, device: torch.device) -> str:
@@ -204,6 +205,11 @@ class Gpu(Reference):
         return triton_prefill.column_scores(
             q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
         )
+
+    def columns_by_lse(
+        self, q: Tensor, k: Tensor, scale: float, *, lse: Tensor, queries: int, skip_near: int = 0, power: int = 1
+    ) -> Tensor:
+        return triton_prefill.column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power, lse=lse)
 
     def demote(
         self,

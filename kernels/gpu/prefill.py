@@ -1,9 +1,9 @@
 """GPU backend: a prompt's attention with its log-sum-exp, and column scores, in O(N) memory.
 
-Column sums take two passes. The first finds every counted query's maximum and sum of exponentials (a by-product where
-the attention is computed too); in the second each program owns a block of keys and goes over the queries behind it, so
-that no two programs add to the same sum. Nothing of size N x N is ever written. Capture-safe. The store does not use
-`attention_with_lse` yet.
+Column sums take two passes. The first finds every counted query's maximum and sum of exponentials, and is left out
+where torch's own fused attention of the prompt gave their log-sum-exp (`reference/flash.py`). In the second each program
+owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Nothing of size
+N x N is ever written. Capture-safe. The store does not use `attention_with_lse`.
 """
 
 import torch
@@ -147,16 +147,31 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
 
 
 def column_scores(
-    q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int = 0, power: int = 1, below_uniform: bool = False
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    queries: int,
+    skip_near: int = 0,
+    power: int = 1,
+    below_uniform: bool = False,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """How much attention each key of a prompt receives; arguments and result of `reference.attention.column_scores`.
 
-    Memory beyond the result: two fp32 numbers per counted query and head.
+    With `lse`, fp32 [Hq, N], the log-sum-exp of every query's logits, the first pass is left out; not for counts, where
+    a probability of just 1 / n must not be a rounding below it. Memory beyond the result: two fp32 numbers per counted
+    query and head.
     """
     checks.columns(q, k, queries, skip_near, power)
+    assert lse is None or not below_uniform, "counts take both passes"
     heads, length, head_dim = q.shape
     q, k, first = _rows(q), _rows(k), _first(length, queries)
-    tops, sums = _statistics(q, k, scale, first)
+    if lse is None:
+        tops, sums = _statistics(q, k, scale, first)
+    else:
+        tops = (lse[:, first:] * LOG2_E).contiguous()
+        sums = torch.ones_like(tops)
     operand = _operand(q, (k,))
     rows, width = _blocks(operand)
     columns = torch.empty(heads, length, device=q.device)

@@ -17,6 +17,8 @@ from kvbench.kernels import checks
 from kvbench.kernels.backend import Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
 from kvbench.kernels.reference.pages import read_pages, region
 
+CHUNK_ROWS = 64  # queries of a chunk whose mask lies in memory at once
+
 
 def reduce_group(x: Tensor, how: Reduce, dim: int) -> Tensor:
     """Reduces the query heads of a KV head along `dim`."""
@@ -198,21 +200,29 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """Attention of a chunk of tokens over a dequantised history and over itself, causally."""
+    """Attention of a chunk of tokens over a dequantised history and over itself, causally.
+
+    It goes by blocks of queries, since a mask is as large as the product of queries and keys.
+    """
     checks.chunk(q, k, v, history)
     past_k, past_v, live = history
-    heads, chunk, _ = k.shape
-    keys, values = torch.cat([past_k, k.float()], 1), torch.cat([past_v, v.float()], 1)
-    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    mask = torch.cat([live[:, None].expand(-1, chunk, -1), causal.expand(heads, -1, -1)], -1)
-    grouped = q.float().view(heads, -1, chunk, q.shape[-1])
-    out = F.scaled_dot_product_attention(
-        grouped,
-        keys[:, None].expand(-1, grouped.shape[1], -1, -1),
-        values[:, None].expand(-1, grouped.shape[1], -1, -1),
-        attn_mask=mask[:, None],
-        scale=scale,
-    )
+    heads, chunk, head_dim = k.shape
+    keys, values = (torch.cat([past, own.float()], 1)[:, None] for past, own in ((past_k, k), (past_v, v)))
+    grouped = q.view(heads, -1, chunk, head_dim)
+    out = torch.empty(grouped.shape, device=q.device)
+    for begin in range(0, chunk, CHUNK_ROWS):
+        end = min(chunk, begin + CHUNK_ROWS)
+        rows, shape = end - begin, (-1, grouped.shape[1], -1, -1)
+        causal = torch.ones(rows, end, dtype=torch.bool, device=q.device).tril(begin)
+        mask = torch.cat([live[:, None].expand(-1, rows, -1), causal.expand(heads, -1, -1)], -1)
+        seen = past_k.shape[1] + end
+        out[:, :, begin:end] = F.scaled_dot_product_attention(
+            grouped[:, :, begin:end].float(),
+            keys[:, :, :seen].expand(shape),
+            values[:, :, :seen].expand(shape),
+            attn_mask=mask[:, None],
+            scale=scale,
+        )
     return out.flatten(0, 1)
 
 

@@ -5,11 +5,14 @@ backend wants: views, indexing of the tracked fields, torch's own attention of a
 The functions are in `pages` and `attention` beside this file; arguments and results are those of `Backend`.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from kvbench.kernels.backend import Backend, Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference import attention as torch_attention
+from kvbench.kernels.reference import flash as torch_flash
 from kvbench.kernels.reference import pages as torch_pages
 
 
@@ -103,6 +106,10 @@ class Reference(Backend):
     def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch_attention.prefill_attention(q, k, v, scale)
 
+    def prefill_attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+        found = torch_flash.attention_with_lse(q, k, v, scale) if self.takes_lse else None
+        return (self.prefill_attention(q, k, v, scale), None) if found is None else found
+
     def chunk_attention(
         self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
     ) -> Tensor:
@@ -129,6 +136,13 @@ class Reference(Backend):
             q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
         )
 
+    def columns_by_lse(
+        self, q: Tensor, k: Tensor, scale: float, *, lse: Tensor, queries: int, skip_near: int = 0, power: int = 1
+    ) -> Tensor:
+        """As `column_scores`, where the log-sum-exp of the logits, fp32 [Hq, N], is known already; only where
+        `takes_lse`."""
+        raise NotImplementedError(f"backend={self.name} makes no use of a log-sum-exp; call column_scores")
+
     def prompt_scores(
         self,
         q: Tensor,
@@ -143,6 +157,7 @@ class Reference(Backend):
         pool_stage: PoolStage,
         pool_region: PoolRegion,
         group: Reduce,
+        lse: Tensor | None = None,
     ) -> Tensor:
         return torch_attention.prompt_scores(
             q,
@@ -156,7 +171,7 @@ class Reference(Backend):
             pool_stage=pool_stage,
             pool_region=pool_region,
             group=group,
-            columns=self.column_scores,
+            columns=self.column_scores if lse is None else partial(self.columns_by_lse, lse=lse),
         )
 
     def prompt_low_counts(

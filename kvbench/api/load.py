@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Parts of a run's identity that the command line spells otherwise, and those that are no settings.
 _SPELLED = {"generation": "protocol", "task.protocol": "task", "task.limit": "limit"}
+_SPELLED |= {"task.prefill_chunk": "prefill.chunk"}
 _NO_SETTINGS = ("code", "method._target_", "task.name")
 
 

@@ -1,6 +1,6 @@
 """Tokens that wait in 16-bit rings before they go to pages: how a residual buffer is filled and flushed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +101,42 @@ class Buffered(Paged):
         page, slot, paged = split(num_v, prompt.v, ring.v)
         self.pages.put(tier, page, slot, v=prompt.v[head[paged], token[paged]])
         ring.hold(prompt.lists, num_k, num_v, kept.count)
+
+    def extend_prompt(
+        self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
+    ) -> None:
+        """As there, but nothing may be dropped: what leaves the rings goes to pages, as of a prompt read at once."""
+        if bool((tier_of != 0).any()):
+            raise ValueError(
+                f"{type(self.policy).__name__} drops tokens of a prompt that is read in chunks, which its residual "
+                "buffer does not allow; set prefill.chunk=null"
+            )
+        heads, end = len(k), tier_of.shape[1]
+        first = end - k.shape[1]
+        lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
+        count = torch.full_like(lists, end)
+        num_k, num_v = self.ring.split_prompt(count)
+        table, before = self.pages.table, self.pages.held(0, lists)
+        most = torch.maximum(num_k, num_v)
+        table.reserve(lists, 0, (most - before).clamp(min=0))
+        for held, limit, new, ring, is_key in (
+            (self.ring.num_k, num_k, k, self.ring.k, True),
+            (self.ring.num_v, num_v, v, self.ring.v, False),
+        ):
+            old, until = int(held[lists[0]]), int(limit[0])  # all heads hold as much
+            size = ring.shape[3]
+            waited = ring[row, layer][:, torch.arange(old, first, device=k.device) % size]
+            tail = torch.cat([waited.to(new.dtype), new], 1)  # tokens from `old` on
+            token = torch.arange(old, until, device=k.device)
+            page, slot = table.lookup(lists.repeat_interleave(len(token)), 0, token.repeat(heads))
+            goes = tail[:, : until - old]
+            if is_key:
+                self.pages.put(0, page, slot, k=self.rope.strip(goes, token).flatten(0, 1))
+            else:
+                self.pages.put(0, page, slot, v=goes.flatten(0, 1))
+            rest = torch.arange(until, end, device=k.device)
+            ring[row, layer][:, rest % size] = tail[:, until - old :].to(ring.dtype)
+        self.ring.hold(lists, num_k, num_v, count)
 
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise AssertionError("a residual buffer takes a later segment token by token")

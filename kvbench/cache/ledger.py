@@ -39,6 +39,8 @@ class RowMeter:
         steps: Decode steps.
         read_bytes: Where steps choose what to read: bytes that attention read, the bounds included.
         readable_bytes: Bytes that it would have read of everything.
+        one_shot_peak_bytes: In a run that reads in chunks, the prompt's peak had it been read at once: what the row
+            held after it, and the uncompressed keys and values of the layers that are planned together. Else 0.
         prompt: What the prompt's plan kept, as it goes into the journal.
     """
 
@@ -49,6 +51,7 @@ class RowMeter:
     steps: int = 0
     read_bytes: float = 0.0
     readable_bytes: float = 0.0
+    one_shot_peak_bytes: int = 0
     prompt: dict[str, float] = field(default_factory=dict)
 
 
@@ -141,7 +144,12 @@ class Ledger:
     def fork(self, source: int, row: int) -> None:
         """Begins a row that was copied: it has the peaks of its source, and no steps of its own yet."""
         meter = self.meters[source]
-        self.meters[row] = RowMeter(meter.peak_bytes, meter.staging_peak_bytes, prompt=dict(meter.prompt))
+        self.meters[row] = RowMeter(
+            meter.peak_bytes,
+            meter.staging_peak_bytes,
+            one_shot_peak_bytes=meter.one_shot_peak_bytes,
+            prompt=dict(meter.prompt),
+        )
 
     def hold(self, row: int, staging_bytes: int = 0) -> None:
         """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it."""
@@ -170,6 +178,21 @@ class Ledger:
             self.meters[row].prompt["instruction_tokens"] = int(self._counters.instruction_tokens[row])
         if self.fit.budget is not None:
             self.meters[row].prompt["budget_tokens"] = int(self.fit.tokens[row])
+
+    def note_chunks(self, row: int, chunks: int, at_once_bytes: int) -> None:
+        """Notes that a prompt was read in chunks, which has just ended.
+
+        Args:
+            chunks: How many.
+            at_once_bytes: Its uncompressed keys and values that would have lain beside the row, had it been read at
+                once: of the layers that are planned together.
+        """
+        self.meters[row].prompt["prompt_chunks"] = chunks
+        self.meters[row].one_shot_peak_bytes = self.row_bytes(row) + at_once_bytes
+
+    def note_whole(self, row: int) -> None:
+        """Notes that a prompt of a run that reads in chunks was short enough to be read at once."""
+        self.meters[row].one_shot_peak_bytes = self.meters[row].peak_bytes
 
     def restart(self, row: int) -> None:
         """Begins the averages anew: they are over the answer, not over a question that was fed token by token."""
@@ -225,7 +248,8 @@ class Ledger:
 
         Returns:
             ledger: items, `average_bytes` and `average_ratio` over decode steps, `peak_bytes`, `staging_peak_bytes`,
-                `fp16_bytes` of the same tokens, `ratio` = resident / fp16, `payload_ratio` = payload / fp16.
+                `fp16_bytes` of the same tokens, `ratio` = resident / fp16, `payload_ratio` = payload / fp16; and where
+                prompts are read in chunks `one_shot_peak_bytes`.
             kept: `tokens_seen`, slots per tier summed over lists, `slot_ratio` = slots / (tokens x lists), the
                 prompt's slots, and `read_ratio` = bytes read / bytes held over decode steps where steps choose what to
                 read.
@@ -246,6 +270,8 @@ class Ledger:
             "payload_ratio": items["payload_bytes"] / fp16,
             "page_bytes": self._pages.pool.page_bytes,
         }
+        if meter.one_shot_peak_bytes:
+            ledger["one_shot_peak_bytes"] = max(meter.one_shot_peak_bytes, resident)
         slots = [int(count.sum()) for count in self._holding.slots_per_tier(self._lists(row))]
         kept = {
             "tokens_seen": seen,

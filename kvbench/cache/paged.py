@@ -1,13 +1,13 @@
 """Tokens that go straight to pages: how prompts are written, and how a decode step writes, reads and scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from kvbench.cache import moves
+from kvbench.cache import moves, reslot
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
@@ -191,6 +191,21 @@ class Paged:
         page, slot = self.pages.table.lookup(prompt.lists[head], tier, kept.ordinal)
         score = 0.0 if prompt.score is None else prompt.score[head, token]
         self.pages.put(tier, page, slot, prompt.paged_k[head, token], prompt.v[head, token], score=score, pos=token)
+
+    def extend_prompt(
+        self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
+    ) -> None:
+        """Carries out the plan for one layer of a prompt that is read in chunks; see `cache.chunks`.
+
+        Args:
+            k, v: [H, n, D] the newest chunk, post-RoPE.
+            tier_of: int8 [H, N] the tier of each position so far; a held one never goes to an earlier tier.
+            pos: Per tier, int32 [H, slots] what lies where; is brought up to date.
+            peak: Called while most pages are in use.
+        """
+        lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
+        position = torch.arange(tier_of.shape[1] - k.shape[1], tier_of.shape[1], device=k.device)
+        reslot.replan(self.pages, lists, tier_of, pos, self.rope.strip(k, position), v, peak)
 
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; see `CompressedStore.append_chunk`."""

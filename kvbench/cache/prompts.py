@@ -47,7 +47,7 @@ class Prompts:
         else:
             self._place(row, layer, [(k, v, score)])
         if last:
-            self._finish(row, k.shape[1])
+            self.finish(row, k.shape[1])
 
     def _place_all(self, row: int, layers: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
         """Plans and writes all layers, in one plan or one by one, as the policy's scope is."""
@@ -97,7 +97,7 @@ class Prompts:
         )
         return self._holding.plans.prefill(view, score)
 
-    def _finish(self, row: int, num_tokens: int) -> None:
+    def finish(self, row: int, num_tokens: int) -> None:
         """Counts a prompt whose last layer was written."""
         counters = self._counters
         counters.hold(row, num_tokens)

@@ -76,6 +76,20 @@ class Rope:
         angle = -position[:, None].float() * self._inv_freq
         return angle.cos(), angle.sin()
 
+    def turn_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
+        """Keys of one row as the tokens of a prompt's next chunk attend to them: `cache_relative` ones at their index
+        in the cache, which the chunk continues; the others as they are.
+
+        Args:
+            keys: fp32 [H, n, D] in the order of their age.
+            live: bool [H, n] which are no padding.
+            seen: Tokens before the chunk.
+        """
+        if self.mode != "cache_relative":
+            return keys
+        index = torch.arange(keys.shape[1], device=keys.device) + seen - live.sum(1, keepdim=True)
+        return rotate(keys, index[..., None].float() * self._inv_freq)
+
     def turn_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
         """The same for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their own
         angles, or where the angles depend on the layer."""

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from kvbench.cache.chunk_tensors import ChunkTensors
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.queries import QueryRing
 from kvbench.cache.rotation import Turns
 from kvbench.cache.tensors import Measurer, PromptTensors, SlotTensors
 from kvbench.kernels.backend import TierPages
-from kvbench.policy import AttentionCall, Policy, Replay, Statistic
+from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
 
 class Scores:
@@ -43,6 +44,7 @@ class Scores:
         scale: float,
         call: AttentionCall | None = None,
         replays: tuple[Replay, ...] = (),
+        lse: Tensor | None = None,
     ) -> Tensor | None:
         """Scores of one layer of a prompt.
 
@@ -53,6 +55,7 @@ class Scores:
             scale: Factor on the attention logits.
             call: What the model called the layer's attention with, or None.
             replays: What the probe's passes gave; none without a probe.
+            lse: fp32 [Hq, N] the log-sum-exp of every query's logits; only where `takes_lse`.
 
         Returns:
             fp32 [H, N], or [1 + len(also), H, N]; None when the method asks for none.
@@ -63,8 +66,68 @@ class Scores:
         if not self.spec.measures_prompts:
             return None
         hidden = None if call is None else call.hidden_states
-        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays)
+        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays, lse=lse)
         return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
+
+    def of_chunk(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+        tokens_seen: int,
+        scale: float,
+        sums: Tensor | None,
+    ) -> Tensor:
+        """Scores of what is held of a prompt that is read in chunks, its newest chunk included.
+
+        Args:
+            layer: The layer.
+            q: [Hq, n, D] the chunk's queries.
+            k, v: fp32 [H, M, D], at the cache's granularity; the chunk's are the last n.
+            pos: int64 [H, M] positions; -1 where there is nothing.
+            tokens_seen: Tokens read so far, the chunk's included.
+            scale: Factor on the attention logits.
+            sums: fp32 [H, tokens_seen] what earlier chunks' queries gave each position, which is brought up to date;
+                None where only the newest queries count.
+
+        Returns:
+            fp32 [1 + len(also), H, tokens_seen] by position; where nothing is held the score is `GONE`, the others 0.
+
+        Raises:
+            ValueError: The statistic's answer is not what the contract says.
+        """
+        statistic = self.spec.statistic
+        out = torch.zeros(1 + len(statistic.also), len(k), tokens_seen, device=k.device)
+        out[0] = GONE
+        pos, order = pos.sort(-1)
+        turn = order[..., None].expand(-1, -1, k.shape[-1])
+        k, v, count = k.gather(1, turn), v.gather(1, turn), (pos >= 0).sum(-1)
+        for held in sorted(set(count.tolist())):  # heads that hold as many are one call
+            heads = (count == held).nonzero()[:, 0]
+            own_k, own_v, own_pos = (x[heads, -held:] for x in (k, v, pos))
+            before = None if sums is None else sums[heads].gather(1, own_pos)
+            seen = ChunkTensors(
+                self._measurer,
+                layer,
+                heads,
+                len(k),
+                k=own_k,
+                v=own_v,
+                pos=own_pos,
+                tokens_seen=tokens_seen,
+                scale=scale,
+                q=q,
+                before=before,
+            )
+            found = _checked(statistic, "of_prompt", statistic.of_prompt(seen), own_k, own_v, q)
+            found = found.view(len(out), len(heads), held)
+            where = own_pos.expand(len(out), -1, -1)
+            out[:, heads] = out[:, heads].scatter(-1, where, found)
+            if sums is not None and seen.summed is not None:
+                sums[heads] = sums[heads].scatter(-1, own_pos, seen.summed)
+        return out
 
     def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:
         """Scores of what the pages of rows hold.
@@ -120,6 +183,13 @@ class Scores:
             back = torch.empty_like(found).scatter_(-1, order.expand_as(found), found)
             out[:, heads, :count] = back
         return out
+
+    @property
+    def takes_lse(self) -> bool:
+        """Whether the log-sum-exp of a prompt's attention saves a pass: where all queries count. Of a few last ones it
+        is made anew in no time."""
+        spec = self.spec
+        return self._pages.backend.takes_lse and spec.prefill_queries == ALL_QUERIES and spec.query_reduce == "sum"
 
     @property
     def writes_tokens(self) -> bool:

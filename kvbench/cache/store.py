@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.buffered import Buffered
+from kvbench.cache.chunks import Chunks
 from kvbench.cache.counters import Counters
 from kvbench.cache.late import to_device
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
@@ -102,6 +103,7 @@ class CompressedStore:
         self.fit = self.holding.fit = self.ledger.fit
         self._max_new_tokens = max_new_tokens
         self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
+        self._chunks = Chunks(policy, shape, self.holding, self.counters, self.ledger, self._prompts, self._turns)
         self._free_rows = list(range(rows))
         self._step: PagedStep | None = None
         self._layers: PagedStep | FusedStep | None = None
@@ -154,6 +156,7 @@ class CompressedStore:
 
         When it fails for want of memory it may be called again: what was returned already is not returned twice.
         """
+        self._chunks.forget(row)
         self._prompts.forget(row)  # first, since this needs no memory and gives some back
         self._step = self._layers = None
         self.pages.late.drop()
@@ -195,16 +198,19 @@ class CompressedStore:
 
     # Prompts.
 
-    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def prompt_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
         """Exact causal attention of a whole prompt, which stores nothing.
 
         Args:
             q: [Hq, N, D]; k, v: [KV heads, N, D], the model's dtype.
 
         Returns:
-            [Hq, N, D] in the same dtype.
+            [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the policy's
+            scores can use it.
         """
-        return self.pages.backend.prefill_attention(q, k, v, scale)
+        if self.holding.scores.takes_lse:
+            return self.pages.backend.prefill_attention_with_lse(q, k, v, scale)
+        return self.pages.backend.prefill_attention(q, k, v, scale), None
 
     def replay_attention(self, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor:
         """Exact attention of tokens behind an uncompressed prompt over it and themselves, causally; stores nothing.
@@ -228,6 +234,7 @@ class CompressedStore:
         scale: float,
         call: AttentionCall | None = None,
         replays: tuple[Replay, ...] = (),
+        lse: Tensor | None = None,
     ) -> None:
         """Scores, plans and writes one layer of a prompt (for scope `model`, and with a probe, all layers once the last
         one arrives).
@@ -238,11 +245,15 @@ class CompressedStore:
             scale: Factor on the attention logits.
             call: What the model called the layer's attention with, for statistics that ask for it.
             replays: What the passes gave that the policy's probe asks for.
+            lse: What `prompt_attention` gave beside its output; made again where it is missing and wanted, so that
+                scores do not depend on where a prompt came from.
         """
         scores, score, last = self.holding.scores, None, None
         if not scores.spec.only_keys_and_values:
             own = tuple(replace(each, k=self._copied(each.k, 0)) for each in replays)
-            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own)
+            if lse is None and q is not None and scores.takes_lse:
+                _, lse = self.prompt_attention(q, k, v, scale)
+            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own, lse)
         if scores.queries is not None and q is not None:
             last = scores.queries.last(q, scale)
         if self.watcher is not None:
@@ -266,6 +277,31 @@ class CompressedStore:
         if scores.queries is not None and last is not None:
             scores.queries.hold_prompt(row, layer, last, k.shape[1])
         self._prompts.place(row, layer, self._turns.keys.turn(keys), self._turns.values.turn(values), score)
+
+    def open_chunks(self, row: int, prompt_tokens: int) -> None:
+        """Says that the prompt of an empty row comes in chunks (`read_chunk`).
+
+        Args:
+            row: The row.
+            prompt_tokens: Tokens of the whole prompt, which budgets are of.
+
+        Raises:
+            ValueError: A budget in bytes is too small for it.
+        """
+        self._chunks.open(row, prompt_tokens)
+
+    def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attends from one layer of a prompt's next chunk to what is held and to itself, then plans and writes it; the
+        last layer of the last chunk ends the prompt.
+
+        Args:
+            q: [Hq, n, D]; k, v: [KV heads, n, D], post-RoPE.
+
+        Returns:
+            [Hq, n, D], fp32 or the dtype of `q`.
+        """
+        self.pages.late.collect()
+        return self._chunks.read(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.

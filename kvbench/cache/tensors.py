@@ -33,7 +33,7 @@ class Measurer:
         return weights[layer].T.unflatten(0, (self.shape.num_q_heads, -1))
 
 
-class _Tensors(LayerTensors):
+class MeasuredTensors(LayerTensors):
     """The part that prompts and slots have in common."""
 
     def __init__(
@@ -64,7 +64,7 @@ class _Tensors(LayerTensors):
         )
 
 
-class PromptTensors(_Tensors):
+class PromptTensors(MeasuredTensors):
     """One layer of a prompt.
 
     Args:
@@ -75,6 +75,7 @@ class PromptTensors(_Tensors):
         scale: Factor on attention logits.
         call: What the model called the layer's attention with, or None.
         replays: What further passes over the prompt gave, keys at the cache's granularity.
+        lse: fp32 [Hq, N] the log-sum-exp of every query's logits, where it is at hand.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class PromptTensors(_Tensors):
         scale: float,
         call: AttentionCall | None = None,
         replays: tuple[Replay, ...] = (),
+        lse: Tensor | None = None,
     ) -> None:
         length = k.shape[1]
+        self._lse = lse
         pos = torch.arange(length, device=k.device).expand(k.shape[0], -1)
         super().__init__(measurer, layer, k, v, pos, length, scale)
         self._all_q, self._call, self._replays = q, call, replays
@@ -124,6 +127,7 @@ class PromptTensors(_Tensors):
             pool_stage=spec.pool_stage,
             pool_region=spec.pool_region,
             group=spec.group_reduce,
+            lse=self._lse,
         )
 
     def of_these_heads(self, x: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ class PromptTensors(_Tensors):
         return self._all_q
 
 
-class SlotTensors(_Tensors):
+class SlotTensors(MeasuredTensors):
     """KV heads of one layer of a row that hold the same number of slots.
 
     Args:

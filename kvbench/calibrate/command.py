@@ -30,7 +30,7 @@ from kvbench.results import identity
 from kvbench.results.journal import run_lock
 from kvbench.results.writing import remove_litter
 from kvbench.runs.calibration import KEY
-from kvbench.runs.experiment import check_config, check_requests
+from kvbench.runs.experiment import check_config, load_task
 from kvbench.runs.parts import Parts, default_parts, read_bytes
 from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
@@ -120,8 +120,7 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel, 
     count = plan.tuning_samples + plan.held_out_samples
     if "items" in cfg.task:
         cfg.task["items"] = count
-    task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)
-    check_requests(task)
+    task = load_task(cfg, model, parts, count)
     if plan.rule.criterion != "score":
         if cfg.fidelity.max_tokens == 0:
             raise ValueError(

@@ -37,6 +37,7 @@ class Engine:
         fidelity_max_tokens: Tokens to force per sample at most, None for all; 0 switches teacher forcing off.
         fidelity_per_token: Outcomes say what was measured of each forced token.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
+        prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
 
     Raises:
         UnsupportedModel: The model's attention cannot be held in the store.
@@ -55,10 +56,11 @@ class Engine:
         fidelity_max_tokens: int | None = 256,
         fidelity_per_token: bool = False,
         prompts: PromptCache | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
-        self.runner = Runner(model, policy, options=store, backend=backend, prompts=prompts)
+        self.runner = Runner(model, policy, options=store, backend=backend, prompts=prompts, chunk=prefill_chunk)
         self.loaded, self.policy = model, policy
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
         self.fidelity_per_token = fidelity_per_token
@@ -219,28 +221,32 @@ class Engine:
 
     def _force(self, row: int, request: Request, logits: Tensor, forced: Forced, reference: Logits) -> ForcedRow:
         """A row in which answers are forced and compared with the full cache's logits behind the prompt."""
-        exact = len(request.segments) == 1
+        exact = self._sees_all(request)
         meter = FidelityMeter(forced.gold, take(reference, forced.places), exact_first=exact)
         return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
 
     def _prefill(self, request: Request) -> tuple[int, Tensor, Logits | None]:
         """Reads a prompt into a new row; returns the row, next-token logits [vocabulary] and the full cache's
         logits behind the prompt and behind each token that is forced."""
-        forced, rest = self._needs.forced(request), request.segments[1:]
-        # Tokens behind the prompt attend to the uncompressed prompt in the same pass: their logits are the full-cache
-        # reference.
+        forced, rest, sees_all = self._needs.forced(request), request.segments[1:], self._sees_all(request)
+        # Tokens behind the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are
+        # the full-cache reference.
         reference: Logits | None = None
         if rest:
             row = self._contexts.open_row(request)
         else:
-            row, read = self._read(request, ahead=forced.behind)
-            reference, logits = (read if forced.gold else None), read[0]
+            row, read = self._read(request, ahead=forced.behind if sees_all else ())
+            reference, logits = (read if forced.gold and sees_all else None), read[0]
         for segment in rest:
             logits = self.runner.append(row, segment)
-        if forced.gold and rest:
+        if forced.gold and not sees_all:
             reference = self._reference(request, forced)
         self.store.ledger.restart(row)  # averages are over the answer, not over a question fed token by token
         return row, logits, reference
+
+    def _sees_all(self, request: Request) -> bool:
+        """Whether the end of a prompt sees all of it uncompressed."""
+        return len(request.segments) == 1 and not self.runner.reads_in_chunks(request.segments[0])
 
     def _reference(self, request: Request, forced: Forced) -> Logits:
         """The full cache's logits behind a prompt and behind each token that is forced."""

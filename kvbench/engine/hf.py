@@ -41,10 +41,10 @@ class Session:
 
     Args:
         store: Where keys and values go.
-        mode: `prefill` (one row, empty), `chunk` (one row with history), `decode` (one token for many rows), `dense`
-            (nothing is stored: the full-cache reference of a prompt), or `replay` (behind `uncompressed`; nothing is
-            stored either).
-        row: The row of `prefill` and `chunk`.
+        mode: `prefill` (one row, empty), `read` (one row, the next chunk of its prompt), `chunk` (one row with
+            history), `decode` (one token for many rows), `dense` (nothing is stored: the full-cache reference of a
+            prompt), or `replay` (behind `uncompressed`; nothing is stored either).
+        row: The row of `prefill`, `read` and `chunk`.
         num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
             prompt.
         uncompressed: In `prefill`, what holds the prompt for the method's probe; in `replay`, the prompt.
@@ -55,7 +55,7 @@ class Session:
     """
 
     store: CompressedStore
-    mode: Literal["prefill", "chunk", "decode", "dense", "replay"]
+    mode: Literal["prefill", "read", "chunk", "decode", "dense", "replay"]
     row: int = -1
     num_prompt_tokens: int = 0
     uncompressed: Uncompressed | None = None
@@ -141,6 +141,7 @@ def attention(
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
+    lse: Tensor | None = None
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     store = session.store
     heads, wanted = (query.shape[1], key.shape[1]), (store.shape.num_q_heads, store.shape.num_kv_heads)
@@ -152,13 +153,16 @@ def attention(
         )
     if session.mode == "decode":
         out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
+    elif session.mode == "read":
+        out = store.read_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
     elif session.mode == "chunk":
         out = store.append_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
     elif session.mode == "replay":
         assert session.uncompressed is not None, "a replay needs its prompt"
         out = session.uncompressed.attend(layer.index, query[0], key[0], value[0], scale)[None]
     else:
-        out = store.prompt_attention(query[0], key[0], value[0], scale)[None]
+        own_out, lse = store.prompt_attention(query[0], key[0], value[0], scale)
+        out = own_out[None]
     if session.mode == "prefill":
         kept = session.num_prompt_tokens
         own = query[0, :, :kept], key[0, :, :kept], value[0, :, :kept]
@@ -166,7 +170,8 @@ def attention(
         if session.uncompressed is not None:
             session.uncompressed.hold(*own, scale, call)
         else:
-            store.prefill_layer(session.row, layer.index, *own, scale, call)
+            of_kept = None if lse is None else lse[:, :kept]
+            store.prefill_layer(session.row, layer.index, *own, scale, call, lse=of_kept)
     # One token's output is kept as it is; a prompt's would be too large.
     session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
     return out.transpose(1, 2).to(query.dtype).contiguous(), None

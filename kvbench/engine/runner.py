@@ -20,7 +20,7 @@ from kvbench.engine.uncompressed import Uncompressed
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
-from kvbench.policy import Policy
+from kvbench.policy import Policy, check_chunk
 
 
 class NotFinite(ArithmeticError):
@@ -43,6 +43,8 @@ class Runner:
         options: Memory layout.
         backend: `auto` or a backend's name.
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
+        chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
+            None = all: the prompt is read with everything before it uncompressed.
 
     Attributes:
         probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.
@@ -60,8 +62,10 @@ class Runner:
         options: StoreOptions | None = None,
         backend: str = "auto",
         prompts: PromptCache | None = None,
+        chunk: int | None = None,
     ) -> None:
-        self.loaded, self.policy, self.options = model, policy, options or StoreOptions()
+        check_chunk(policy, chunk)
+        self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
         self.focus()
         self.shape = hf.model_shape(model.model)
@@ -131,15 +135,50 @@ class Runner:
         Raises:
             NotFinite: A logit is not finite; no row is open.
             PoolExhausted: No room; no row is open.
+            ValueError: Tokens ahead of a prompt that is read in chunks, which is nowhere uncompressed.
         """
+        if ahead and self.reads_in_chunks(prompt):
+            raise ValueError(
+                f"{len(ahead)} tokens ahead cannot be read with a prompt of {len(prompt)} tokens in chunks of "
+                f"{self.chunk}, which is nowhere uncompressed; take full_logits for them"
+            )
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
+        if self.reads_in_chunks(prompt):
+            try:
+                return row, self._read_chunks(row, list(prompt))
+            except BaseException:
+                self.close(row)
+                raise
         held = Uncompressed(self.store) if self.policy.score.probe is not None else None
         session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt), uncompressed=held)
         try:
-            return row, self._read(session, [*prompt, *ahead], len(ahead) + 1, tuple(closing) if held else ())
+            logits = self._read(session, [*prompt, *ahead], len(ahead) + 1, tuple(closing) if held else ())
+            if self.chunk is not None:
+                self.store.ledger.note_whole(row)
+            return row, logits
         except BaseException:
             self.close(row)
             raise
+
+    def reads_in_chunks(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt is longer than a chunk."""
+        return self.chunk is not None and len(prompt) > self.chunk
+
+    def _read_chunks(self, row: int, prompt: list[int]) -> Tensor:
+        """Reads a prompt chunk by chunk; logits fp32 [1, vocabulary] after it. The first chunk is the shorter one where
+        the prompt is no multiple, so that the last queries, which many methods rank by, are a whole chunk's.
+
+        No prompt cache is asked or told: what a chunk sees depends on what the method has left of those before.
+        """
+        assert self.chunk is not None
+        self.probe_s = 0.0
+        self.store.open_chunks(row, len(prompt))
+        begin, end = 0, len(prompt) % self.chunk or self.chunk
+        while begin < len(prompt):
+            session = hf.Session(self.store, "read", row)
+            logits = self._forward(session, [prompt[begin:end]], [begin], num_logits=1)[0]
+            begin, end = end, end + self.chunk
+        return logits
 
     def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
         """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing.

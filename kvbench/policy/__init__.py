@@ -55,6 +55,7 @@ from kvbench.errors import NotForModel
 from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
+from kvbench.policy.chunked import CHUNK, check_chunk
 from kvbench.policy.declare import ALL_QUERIES, Probe, ReadSpec, Residual, ScoreSpec
 from kvbench.policy.heavy import HeavyHitters
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
@@ -82,7 +83,7 @@ from kvbench.policy.statistics import (
 )
 from kvbench.policy.stepwise import Stepwise
 from kvbench.policy.tiers import ALLOWED_BITS, Tier
-from kvbench.policy.views import DecodeView, PrefillView
+from kvbench.policy.views import GONE, DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked
 from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, Several, TableOrPath, Text, Whole
 
@@ -97,11 +98,13 @@ __all__ = [
     "BelowUniform",
     "Budget",
     "BudgetText",
+    "CHUNK",
     "Choice",
     "CompactPlan",
     "DecodePlan",
     "DecodeView",
     "Extreme",
+    "GONE",
     "HeavyHitters",
     "KeyNorms",
     "LayerTensors",
@@ -130,6 +133,7 @@ __all__ = [
     "Whole",
     "WindowRanked",
     "WithValueNorms",
+    "check_chunk",
     "check_sizes",
     "choose_blocks",
     "largest_remainder",

@@ -39,6 +39,7 @@ class Declarations:
         compact_every: Decode steps of a sequence between calls of `plan_compact`; 0 = never called. A method that
             defines `compact_due` sets 1 and says there before which steps.
         needs_instruction: The method asks how many first tokens of a prompt are its instruction.
+        in_chunks: Its plan for a prompt may be made again and again while the prompt is read (`prefill.chunk`).
         budget_is_mean: The budget is a mean over lists; otherwise every list has to keep to it.
         budget_step: Budgets are rounded up to a multiple of so many tokens.
         fewest_tokens: The smallest budget that the method keeps to, in tokens per list.
@@ -54,6 +55,7 @@ class Declarations:
     acts_in_decode: bool = False
     compact_every: int = 0
     needs_instruction: bool = False
+    in_chunks: bool = True
     budget_is_mean: bool = False
     budget_step: int = 1
     fewest_tokens: int = 1
@@ -197,7 +199,9 @@ class Policy(Declarations):
         allowed, average = min(prompt, limit), kept["prompt_slots"] / lists
         most = average if mean else kept["prompt_slots_max"]
         asked = f"the budget {budget.value:g} {budget.unit} allows"
-        if most > allowed + spare_pages * page or average < allowed - max(page, block, unspent):
+        # Of a prompt that was read in chunks, what an early plan dropped cannot come back when shares move.
+        least = 0 if kept.get("prompt_chunks", 1) > 1 else allowed - max(page, block, unspent)
+        if most > allowed + spare_pages * page or average < least:
             return f"a head kept {most:g} of {prompt} prompt tokens ({average:g} on average), but {asked} {allowed}"
         resident = record.get("ledger", {}).get("resident_bytes", 0)
         if budget.unit == "bytes" and resident > budget.value:

@@ -18,7 +18,7 @@ from kvbench.policy.ranking import pyramid_budgets, rank_descending, share_with_
 from kvbench.policy.settings import BudgetText, TierText
 from kvbench.policy.statistics import WithValueNorms
 from kvbench.policy.tiers import Tier
-from kvbench.policy.views import PrefillView
+from kvbench.policy.views import GONE, PrefillView
 from kvbench.rules.kinds import Number, TableOrPath, Whole
 
 
@@ -198,28 +198,41 @@ class Ranked(Policy):
         first = min(first, budget)
         last = min(last, budget - first)
         free = slice(first, view.num_tokens - last)
-        score = self._of_chunks(self.ranking(view)[..., free])
+        score = self._scores(view, free)
         # A head without a token would be none; where nothing stays anyhow, each begins with its best one.
         own = self._own(view, score, budget - first - last, reserve=int(first + last == 0))
         keep = torch.ones(*view.filled(0).shape, dtype=torch.bool, device=score.device)
         chosen = self._two_stages(view, score, free, own) if self.value_aware else rank_descending(score) < own
-        keep[..., free] = chosen if self.cut_chunk else self._whole_chunks(chosen, may_be_none=first + last > 0)
+        if not self.cut_chunk:
+            chosen = self._whole_chunks(chosen, self._held(view, free), may_be_none=first + last > 0)
+        keep[..., free] = chosen
         return keep
+
+    def _held(self, view: PrefillView, free: slice) -> Tensor:
+        """bool [V, H, n]: tokens that are not gone."""
+        held = torch.ones_like(view.filled(0), dtype=torch.bool) if view.held is None else view.held
+        return held[..., free]
+
+    def _scores(self, view: PrefillView, free: slice) -> Tensor:
+        """fp32 [V, H, n] what tokens are ranked by, chunks made; the smallest number of those that are gone."""
+        score = self.ranking(view)[..., free]
+        if self.chunk > 1:
+            score = self._of_chunks(score, self._held(view, free))
+        return score if view.held is None else score.masked_fill(~view.held[..., free], GONE)
 
     def _reaches(self, view: PrefillView, threshold: float) -> Tensor:
         """bool [V, H, N]: tokens whose score reaches the threshold, those that always stay, and each list's best."""
         first, last = self._first_last(view, view.num_tokens)
         position = torch.arange(view.num_tokens, device=view.layers.device)
         stays = (position < first) | (position >= view.num_tokens - last)
-        score = self.per_query(self._of_chunks(self.ranking(view)), view.num_tokens)
+        score = self.per_query(self._scores(view, slice(None)), view.num_tokens)
         return (score >= threshold) | stays | (rank_descending(score) == 0)
 
-    def _whole_chunks(self, chosen: Tensor, may_be_none: bool) -> Tensor:
-        """Chosen tokens, bool [V, H, n], without those of chunks of which not all are; a list that would be empty keeps
-        its part of a chunk."""
-        chunk, size = self._chunks(chosen)
-        count = size.new_zeros(*chosen.shape[:-1], len(size)).index_add_(-1, chunk, chosen.long())
-        whole = chosen & (count == size)[..., chunk]
+    def _whole_chunks(self, chosen: Tensor, held: Tensor, may_be_none: bool) -> Tensor:
+        """Chosen tokens, bool [V, H, n], without those of chunks of which not all that are held are; a list that would
+        be empty keeps its part of a chunk."""
+        count, size = self._per_chunk((chosen & held).long()), self._per_chunk(held.long())
+        whole = chosen & (count == size)[..., self._chunk_of(chosen)]
         return whole if may_be_none else torch.where(whole.any(-1, keepdim=True), whole, chosen)
 
     def _first_last(self, view: PrefillView, budget: int) -> tuple[int, int]:
@@ -277,25 +290,26 @@ class Ranked(Policy):
             uniform_middle=self.allocation == "pyramid" or not self.official_rounding,
         )
 
-    def _of_chunks(self, score: Tensor) -> Tensor:
-        """Every token's mean over its chunk, fp32 [V, H, n]; equal chunks keep their order."""
-        if self.chunk == 1:
-            return score
-        chunk, count = self._chunks(score)
-        total = score.new_zeros(*score.shape[:-1], len(count)).index_add_(-1, chunk, score)
-        return (total / count)[..., chunk]
+    def _of_chunks(self, score: Tensor, held: Tensor) -> Tensor:
+        """Every token's mean over those of its chunk that are held, fp32 [V, H, n]; equal chunks keep their order."""
+        total = self._per_chunk(score.masked_fill(~held, 0.0))
+        return (total / self._per_chunk(held.long()).clamp(min=1))[..., self._chunk_of(score)]
 
-    def _chunks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens [.., n] the chunk of each, int64 [n], and the tokens of each chunk."""
-        chunk = torch.arange(tokens.shape[-1], device=tokens.device) // self.chunk
-        return chunk, torch.bincount(chunk)
+    def _chunk_of(self, tokens: Tensor) -> Tensor:
+        """Of tokens [.., n] the chunk of each, int64 [n]."""
+        return torch.arange(tokens.shape[-1], device=tokens.device) // self.chunk
+
+    def _per_chunk(self, x: Tensor) -> Tensor:
+        """x [.., n], summed over chunks."""
+        count = -(-x.shape[-1] // self.chunk)
+        return x.new_zeros(*x.shape[:-1], count).index_add_(-1, self._chunk_of(x), x)
 
     def _two_stages(self, view: PrefillView, score: Tensor, free: slice, own: Tensor) -> Tensor:
         """CriticalKV's choice among tokens with scores [V, H, n], bool; scores below 0 count from the smallest."""
-        mean = self.per_query(score, view.num_tokens)
-        mean = mean - mean.amin(-1, keepdim=True).clamp(max=0)
+        mean, held = self.per_query(score, view.num_tokens), self._held(view, free)
+        mean = mean - mean.masked_fill(~held, float("inf")).amin(-1, keepdim=True).clamp(max=0)
         first = rank_descending(mean) < (own * self.first_stage).long()
-        worth = (mean + self.value_epsilon) * view.extra["norm"][..., free]
+        worth = ((mean + self.value_epsilon) * view.extra["norm"][..., free]).masked_fill(~held, float("-inf"))
         return rank_descending(worth.masked_fill(first, float("inf"))) < own
 
     def per_query(self, score: Tensor, num_tokens: int) -> Tensor:

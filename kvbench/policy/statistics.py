@@ -189,12 +189,16 @@ class Statistic(ABC):
             probe gives.
         also: Names of further numbers that it gives beside the score; a policy finds them under `extra`.
         by_queries: It says something only where queries count.
+        in_chunks: `of_prompt` answers, too, for what is held of the beginning of a prompt that is read in chunks: its
+            positions have gaps, and differ from head to head; `q` are queries of the newest chunk, and `attention` of
+            all queries adds to what earlier ones gave. Otherwise such prompts are refused.
         words: What it is, for docs/methods.md.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()
     also: ClassVar[tuple[str, ...]] = ()
     by_queries: ClassVar[bool] = False
+    in_chunks: ClassVar[bool] = False
     words: ClassVar[str] = ""
 
     @abstractmethod
@@ -237,6 +241,7 @@ class Probability(Statistic):
     """What queries attend to a key with."""
 
     by_queries: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = True
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
         return seen.attention()
@@ -247,6 +252,7 @@ class BelowUniform(Statistic):
     """Minus 1 for every query that attends to a key with less than 1 / (keys it sees)."""
 
     by_queries: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "how often below 1 / n"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
@@ -268,6 +274,7 @@ class BelowUniform(Statistic):
 class KeyNorms(Statistic):
     """Minus the Euclidean norm of the key, fixed when the slot is written; no query counts."""
 
+    in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "norms of keys"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
@@ -302,6 +309,7 @@ class WithValueNorms(Statistic):
             ("needs", inner.needs | {"output_projection"}),
             ("also", (*inner.also, "norm")),
             ("by_queries", inner.by_queries),
+            ("in_chunks", inner.in_chunks),
             ("words", f"{inner.words}, then times the L1 norm of the projected value".removeprefix(", ")),
         ):
             object.__setattr__(self, name, value)  # what other classes know of themselves, it has from an object

@@ -9,21 +9,26 @@ from torch import Tensor
 from kvbench.policy.budget import Budget
 from kvbench.policy.plans import Extreme, SlotArrays
 
+GONE = torch.finfo(torch.float32).min  # the score of a token of a prompt that an earlier chunk's plan dropped
+
 
 class PrefillView:
-    """What a policy sees of one prompt.
+    """What a policy sees of one prompt, or of as much of it as was read so far (`prefill.chunk`): then some of its
+    tokens are gone, and whatever the plan says of them, they stay so.
 
     Args:
-        num_tokens: Prompt length N.
+        num_tokens: Prompt length N; of a prompt that is read in chunks, of what was read so far.
         num_layers: Layers of the model.
         num_kv_heads: KV heads per layer.
         layers: int64 [V], the layers in this view: one for scope `head` and `layer`, all for scope `model`.
         score: fp32 [V, H, N] exactly as the policy's `ScoreSpec` says, or None where that asks for no statistics of a
-            prompt.
+            prompt. Tokens that are gone have `GONE`, the smallest number there is.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields).
         extra: The further numbers of the policy's statistic by name, fp32 [V, H, N] each.
         instruction_tokens: First tokens of the prompt that are its instruction; 0 unless `needs_instruction`.
         byte_tokens: Tokens per KV head that the method's budget in bytes buys; None = slots alone count.
+        prompt_tokens: Tokens of the whole prompt, which budgets are of; None = N.
+        held: bool [V, H, N] tokens that are not gone; None = none is.
     """
 
     def __init__(
@@ -38,8 +43,12 @@ class PrefillView:
         extra: dict[str, Tensor] | None = None,
         instruction_tokens: int = 0,
         byte_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+        held: Tensor | None = None,
     ) -> None:
         self.num_tokens = num_tokens
+        self.prompt_tokens = num_tokens if prompt_tokens is None else prompt_tokens
+        self.held = held
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.layers = layers
@@ -68,7 +77,7 @@ class PrefillView:
         if budget.unit == "bytes" and self._byte_tokens is not None:
             return min(self._byte_tokens, self.num_tokens)
         lists = self.num_layers * self.num_kv_heads
-        return min(int(budget.tokens(self.num_tokens, lists, self.token_bytes[tier])), self.num_tokens)
+        return min(int(budget.tokens(self.prompt_tokens, lists, self.token_bytes[tier])), self.num_tokens)
 
     def filled(self, tier: int) -> Tensor:
         """An int8 [V, H, N] plan that sends every token to `tier`."""

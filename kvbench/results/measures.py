@@ -186,8 +186,20 @@ PEAK = Measure(
     scale=100.0,
 )
 BYTES = (RESIDENT, AVERAGE, PEAK)
+# Of prompts that were read in chunks.
+ONE_SHOT_PEAK = Measure(
+    name="one_shot_peak",
+    title="bytes at the worst moment, had prompts been read at once",
+    short="peak at once",
+    numerator=("ledger", "one_shot_peak_bytes"),
+    denominator=("ledger", "fp16_bytes"),
+    in_run=("ledger", "one_shot_peak_ratio"),
+    unit=PERCENT_OF_FULL,
+    scale=100.0,
+)
 # Bytes of the ledger that are sums or something else than an item.
 NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "staging_peak_bytes", "fp16_bytes", "page_bytes"}
+NOT_ITEMS |= {"one_shot_peak_bytes"}
 # Of what reading all that is kept takes; only methods that choose what to read have it.
 READ = Measure(
     name="read",

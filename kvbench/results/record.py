@@ -23,6 +23,9 @@ from kvbench.stats.strata import Weighting
 SCHEMA_VERSION = 1
 
 
+CHUNK_LABEL = "prefill_chunk"  # in a protocol: tokens of a prompt that were read at once; absent where it was all
+
+
 class TaskIdentity(typing.TypedDict, total=False):
     """What `RunRecord.identity` says of the task."""
 

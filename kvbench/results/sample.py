@@ -43,6 +43,8 @@ class Kept(TypedDict, total=False):
     lists: int
     page_tokens: int
     slot_bytes: float
+    prompt_chunks: int
+    """Parts in which the prompt was read; absent where it was one."""
     replay_tokens: int
     """Tokens read in a second pass over the prompt; where the method asks for one."""
     read_ratio: float
@@ -130,7 +132,8 @@ class SampleRecord(TypedDict):
     `slack_bytes`, `residual_bytes`, `residual_slack_bytes`, `table_bytes`, `free_list_bytes`), their sum
     `resident_bytes`, and `fp16_bytes`, an FP16 full cache of the same tokens. Over time: `average_bytes` (mean over
     decode steps), `average_ratio` (mean of each step's share of its FP16 cache), `peak_bytes`, `staging_peak_bytes`
-    (uncompressed prompt, and what a second pass gave, held while it was compressed). Shares of the FP16 cache:
+    (uncompressed prompt, and what a second pass gave, held while it was compressed), and where the prompt was read in
+    chunks `one_shot_peak_bytes` (the peak, had it been read at once). Shares of the FP16 cache:
     `ratio`, `payload_ratio`. And the size of a page, `page_bytes`. Empty without an answer."""
     kept: Kept
     """What the method did. Empty without an answer."""

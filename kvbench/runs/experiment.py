@@ -14,12 +14,13 @@ from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.errors import check_keys, unknown_name
 from kvbench.results import identity, provenance, tracking
+from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
 from kvbench.rules.kinds import Flag, Whole
 from kvbench.runs import calibration
-from kvbench.runs.parts import Parts, read_bytes, store_options
+from kvbench.runs.parts import Parts, prefill_chunk, read_bytes, store_options
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 KEYS = {
     "": {"method", "task", "model", "protocol", "backend", "seed", "limit", "batch_size", "results_dir", "resume"}
-    | {"reference", "fidelity", "store", "prompt_cache_bytes", "tracker", "shard"},
+    | {"reference", "fidelity", "prefill", "store", "prompt_cache_bytes", "tracker", "shard"},
     "fidelity.": {"max_tokens", "on", "per_token"},
+    "prefill.": {"chunk"},
 }
 RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": Flag()}
 
@@ -101,7 +103,7 @@ def check_config(cfg: DictConfig) -> None:
         ValueError: Names the setting, its value, the rule and the remedy.
     """
     for prefix, known in KEYS.items():
-        check_keys(OmegaConf.select(cfg, prefix.rstrip(".")) if prefix else cfg, known, prefix=prefix)
+        check_keys((OmegaConf.select(cfg, prefix.rstrip(".")) or {}) if prefix else cfg, known, prefix=prefix)
     for key, rule in RULES.items():
         rule.check(key, OmegaConf.select(cfg, key))
     from kvbench.tasks.draw import Limit
@@ -111,6 +113,8 @@ def check_config(cfg: DictConfig) -> None:
         Whole(0, unit="tokens").check("fidelity.max_tokens", cfg.fidelity.max_tokens)
     if cfg.fidelity.get("on", GOLD) not in (GOLD, OWN):
         raise unknown_name("fidelity.on", cfg.fidelity.on, (GOLD, OWN))
+    if (chunk := prefill_chunk(cfg)) is not None:
+        Whole(1, unit="tokens").check("prefill.chunk", chunk)
     Flag().check("fidelity.per_token", cfg.fidelity.get("per_token", False))
     if Shard.read(cfg.get("shard")) and not cfg.resume:
         raise ValueError(
@@ -134,6 +138,7 @@ def reference_config(cfg: DictConfig) -> DictConfig:
 
     The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed one
     would only make it fail. Nothing is rotated, so that one reference serves runs with and without.
+    Prompts are read as in the experiment: in chunks, the full cache is the same but for the rounding of its pages.
     """
     changed = copy_config(cfg)
     changed.method = read_config(files.conf_folder() / "method" / f"{FULL}.yaml")
@@ -154,8 +159,7 @@ def prepare(cfg: DictConfig, method: str, parts: Parts) -> Experiment:
     """
     method_cfg, policy, model = load_method(cfg, parts, note)
     cfg = _with(cfg, method_cfg)
-    task = parts.load_task(cfg.task, model, limit=cfg.limit, seed=cfg.seed, protocol=cfg.protocol)
-    check_requests(task)
+    task = load_task(cfg, model, parts, cfg.limit)
     engine = parts.make_engine(cfg, model, policy)
     ingredients = _ingredients(cfg, policy, model, task, engine.backend)
     digest = identity.hash_identity(ingredients)
@@ -212,6 +216,25 @@ def _harness_imports(backend: str) -> frozenset[str]:
     return code.imports(provenance.code_files(backend).values())
 
 
+def load_task(cfg: DictConfig, model: "LoadedModel", parts: Parts, limit: int | str | None) -> "TaskSet":
+    """Load the task, and name in its protocol that prompts are read in chunks, where they are: later tokens then see a
+    compressed past, which is another measurement than one of prompts read at once, for the full cache as well.
+
+    Args:
+        cfg: The whole configuration.
+        model: Whose prompts.
+        parts: The loaders.
+        limit: Samples per subset, as in the configuration.
+
+    Raises:
+        ValueError: The task has nothing to run.
+    """
+    task = parts.load_task(cfg.task, model, limit=limit, seed=cfg.seed, protocol=cfg.protocol)
+    check_requests(task)
+    chunk = prefill_chunk(cfg)
+    return task if chunk is None else dataclasses.replace(task, protocol={**task.protocol, CHUNK_LABEL: chunk})
+
+
 def load_method(cfg: DictConfig, parts: Parts, say: Callable[[str], None]) -> "tuple[DictConfig, Policy, LoadedModel]":
     """Make the policy and load the model.
 
@@ -229,14 +252,18 @@ def load_method(cfg: DictConfig, parts: Parts, say: Callable[[str], None]) -> "t
     Raises:
         ValueError: A setting is out of range, weights are missing, or the file is for another method or model.
     """
+    from kvbench.policy import check_chunk
+
     changed, found = calibration.apply(cfg.method)
     if found is None:
         policy = parts.make_policy(cfg.method)
+        check_chunk(policy, prefill_chunk(cfg))
         parts.check_task(cfg)
         return changed, policy, parts.load_model(cfg.model)
     given = {key: value for key, value in as_dict(cfg.method).items() if key != calibration.KEY}
     policy = parts.make_policy(OmegaConf.create(given))
     calibration.check_values(found, policy)
+    check_chunk(policy, prefill_chunk(cfg))
     parts.check_task(cfg)
     model = parts.load_model(cfg.model)
     for remark in calibration.notes(cfg.method, model, policy):

@@ -188,7 +188,14 @@ def make_engine(
         fidelity_max_tokens=cfg.fidelity.max_tokens,
         fidelity_per_token=cfg.fidelity.get("per_token", False),
         prompts=prompts,
+        prefill_chunk=prefill_chunk(cfg),
     )
+
+
+def prefill_chunk(cfg: Mapping[str, Any]) -> int | None:
+    """Tokens of a prompt that are read at once; None = all, also where a configuration of before does not say."""
+    found: int | None = (cfg.get("prefill") or {}).get("chunk")
+    return found
 
 
 def check_task(cfg: "DictConfig") -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvbench.results.record import CHUNK_LABEL
 from kvbench.show.text import safe
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
 
     Returns:
         `snapkv` where there is one run of it, else `snapkv budget=0.25`, or the start of the hash where no setting
-        differs; `rotation=hadamard` where the store rotates.
+        differs; `rotation=hadamard` where the store rotates, and `prefill.chunk=512` where prompts were read so.
     """
     labels = []
     for record in records:
@@ -30,6 +31,8 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
         words += differing({key: record.identity.get(key) for key in APART}, list(same.values()))
         rotation = (record.identity.get("store") or {}).get("rotation", "none")
         words += [f"rotation={rotation}"] if rotation != "none" else []  # always: the name of the method hides it
+        chunk = record.protocol.get(CHUNK_LABEL)
+        words += [f"prefill.chunk={chunk}"] if chunk else []
         words = [_cut(word) for word in words]
         labels.append(separator.join([safe(record.method), *([" ".join(words)] if words else [])]))
     names: dict[str, set[str]] = {}

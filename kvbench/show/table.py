@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.results.measures import BYTES, KL, NLL, PREFILL, RATE, READ, RESIDENT, SCORE, Measure
-from kvbench.results.record import RunRecord
+from kvbench.results.measures import BYTES, KL, NLL, ONE_SHOT_PEAK, PREFILL, RATE, READ, RESIDENT, SCORE, Measure
+from kvbench.results.record import CHUNK_LABEL, RunRecord
 from kvbench.show import terminal
 from kvbench.show.labels import label_runs
 from kvbench.show.long_texts import long_tables
@@ -84,6 +84,11 @@ def _reads_parts(records: Sequence[RunRecord]) -> bool:
     return any((share := READ.of_run(record)) is not None and share < 1.0 for record in records)
 
 
+def _chunked(records: Sequence[RunRecord]) -> bool:
+    """True when prompts of some run were read in chunks."""
+    return any(CHUNK_LABEL in record.protocol for record in records)
+
+
 def _table(title: str, records: Sequence[RunRecord], columns: Sequence[tuple[str, Cell]]) -> Table:
     table = terminal.plain_table(title)
     table.add_column("method", justify="left", no_wrap=True)
@@ -109,6 +114,12 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     ]
     if _reads_parts(records):
         notes.append("read: bytes that attention read while decoding, of what reading all that is kept takes.")
+    if _chunked(records):
+        notes.append(
+            "prefill.chunk: prompts were read so many tokens at a time, and compressed before the next, so that later "
+            "tokens saw a compressed past: another protocol, with its own full cache. peak at once: what the row held "
+            "after its prompt, and the uncompressed layers beside it, had it been read at once."
+        )
     notes += _fidelity_notes(records[-1])
     alone = [r.method for r in records if r.prompt_only and r.method != FULL and r.task_aggregate.get("tokens")]
     if alone:
@@ -295,6 +306,7 @@ def render(records: Sequence[RunRecord]) -> Group:
     )
     cost = (
         *((what.short, _bytes(what)) for what in BYTES),
+        *([(ONE_SHOT_PEAK.short, _bytes(ONE_SHOT_PEAK))] if _chunked(records) else []),
         *([(f"{READ.short}, {READ.unit}", _value(READ, ".1f", missing=1.0))] if _reads_parts(records) else []),
         (f"{PREFILL.short} {PREFILL.unit}", _value(PREFILL, ".3g")),
         (f"{RATE.short} {RATE.unit}", _value(RATE, ".3g")),

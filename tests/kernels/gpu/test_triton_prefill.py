@@ -11,6 +11,7 @@ from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.reference import attention as torch_attention
+from kvbench.kernels.reference.flash import attention_with_lse
 
 
 def prompt(q_heads: int, heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple:
@@ -94,4 +95,15 @@ def test_prompt_scores_equal_the_reference(group: str):
     }
     got = Gpu().prompt_scores(q, k, 0.5, **options).cpu()
     want = torch_attention.prompt_scores(q.cpu(), k.cpu(), 0.5, **options)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "power"), [(-1, 1), (40, 2)])
+def test_a_log_sum_exp_stands_for_the_first_pass(queries: int, power: int):
+    """Columns from the log-sum-exp of torch's own fused attention are those of two passes."""
+    q, k, v = prompt(4, 2, 147, 16)
+    _, lse = attention_with_lse(q.cpu(), k.cpu(), v.cpu(), 0.25)
+    options = {"queries": queries, "skip_near": 3, "power": power}
+    want = triton_prefill.column_scores(q, k, 0.25, **options)
+    got = Gpu().columns_by_lse(q, k, 0.25, lse=lse.to(q.device), **options)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

@@ -1,0 +1,238 @@
+"""Prompts that are read in chunks: after each one the policy plans again, so that the whole prompt never lies there.
+
+A chunk attends to what is held of the chunks before it, as pages give it back, and to itself. Then the policy sees all
+positions so far, with scores of those that are held and of the chunk, and says which stay and where. What is gone stays
+gone, and a token that a plan has sent to a later tier does not come back to an earlier one. Slots keep their bytes:
+only a token that changes its tier is encoded again.
+
+Legend as in `store`: H heads of the cache, Hq query heads, n tokens of a chunk, N tokens read so far with it.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.counters import Counters
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.ledger import Ledger
+from kvbench.cache.paged import Paged
+from kvbench.cache.prompts import Prompts
+from kvbench.cache.reslot import track
+from kvbench.cache.rotation import Turns
+from kvbench.policy import ALL_QUERIES, EVICT, Policy, PrefillView
+
+
+@dataclass
+class _Reading:
+    """A prompt of which a part was read.
+
+    Args:
+        total: Tokens of the prompt.
+        pos: Per layer and tier, int32 [H, slots] position of each slot, -1 past a list's end.
+        sums: Per layer, fp32 [H, total] what tokens got from all queries so far; empty where that is not asked.
+        waiting: Keys, values and scores of the chunk's layers that wait for the last one.
+    """
+
+    total: int
+    pos: list[list[Tensor]]
+    sums: list[Tensor]
+    seen: int = 0
+    chunks: int = 0
+    waiting: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """What is held beside the pages."""
+        held = [*self.sums, *(pos for tiers in self.pos for pos in tiers)]
+        return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.waiting)
+
+
+class Chunks:
+    """Reads prompts in chunks.
+
+    Args:
+        policy: Decides; one that `check_chunk` lets pass.
+        shape: The model's shape.
+        holding: What holds the tokens.
+        counters: What the rows have seen.
+        ledger: Counts bytes.
+        prompts: Ends a prompt that was read.
+        turns: What keys and values take on their way into pages.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        holding: Paged,
+        counters: Counters,
+        ledger: Ledger,
+        prompts: Prompts,
+        turns: Turns,
+    ) -> None:
+        self._policy, self._shape, self._holding = policy, shape, holding
+        self._counters, self._ledger, self._prompts, self._turns = counters, ledger, prompts, turns
+        self._open: dict[int, _Reading] = {}
+
+    def open(self, row: int, prompt_tokens: int) -> None:
+        """Begins a prompt of so many tokens in an empty row."""
+        heads, device = self._holding.pages.shape[2], self._shape.device
+        layers, tiers = range(self._shape.num_layers), self._holding.pages.formats
+        none = torch.zeros(heads, 0, dtype=torch.int32, device=device)
+        adds = self._policy.score.prefill_queries == ALL_QUERIES
+        sums = [torch.zeros(heads, prompt_tokens, device=device) for _ in layers] if adds else []
+        self._open[row] = _Reading(prompt_tokens, [[none for _ in tiers] for _ in layers], sums)
+        if self._ledger.fit.budget is not None:
+            self._ledger.fit.open(row, prompt_tokens, self._prompts.new_tokens[row])
+
+    def forget(self, row: int) -> None:
+        """Drops what is known of a prompt that was not read to its end."""
+        self._open.pop(row, None)
+
+    def read(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attends from one layer of a chunk, and plans and writes it (for scope `model`, all layers with the last one).
+
+        Args:
+            q: [Hq, n, D] post-RoPE queries; k, v: [H, n, D] post-RoPE keys and values, at the cache's granularity.
+            scale: Factor on the attention logits.
+
+        Returns:
+            [Hq, n, D], fp32 or the dtype of `q`.
+        """
+        reading, backend = self._open[row], self._holding.pages.backend
+        begin, end = reading.seen, reading.seen + k.shape[1]
+        past_k, past_v, live, pos = self._past(row, layer, reading)
+        if begin:
+            out = backend.chunk_attention(q, k, v, (past_k, past_v, live), scale)
+        else:
+            out = backend.prefill_attention(q, k, v, scale)
+        score = self._scores(layer, q, (past_k, past_v, pos), k, v, scale, reading)
+        if (queries := self._holding.scores.queries) is not None:
+            queries.hold_prompt(row, layer, queries.last(q, scale), end)
+        reading.waiting.append((self._turns.keys.turn(k), self._turns.values.turn(v), score))
+        self._ledger.hold(row, staging_bytes=reading.nbytes + past_k.nbytes + past_v.nbytes)
+        del past_k, past_v
+        last = layer + 1 == self._shape.num_layers
+        if last or self._policy.scope != "model":
+            self._place(row, layer, reading, end)
+        if last:
+            reading.seen, reading.chunks = end, reading.chunks + 1
+            self._counters.hold(row, end)
+            if end == reading.total:
+                self._finish(row, reading, k)
+        return out
+
+    # What is held.
+
+    def _past(self, row: int, layer: int, reading: _Reading) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys and values fp32 [H, M, D] that are held of the chunks before, as a chunk attends to them; bool [H, M]
+        which are no padding; int64 [H, M] positions, -1 for padding."""
+        holding, pages = self._holding, self._holding.pages
+        heads, device = pages.shape[2], self._shape.device
+        if not reading.seen:
+            nothing = torch.zeros(heads, 0, self._shape.head_dim, device=device)
+            none = torch.zeros(heads, 0, dtype=torch.int64, device=device)
+            return nothing, nothing, none.bool(), none
+        tiers, ring = holding.layer(torch.tensor([row], device=device), layer)
+        holding.rope.turn(tiers, None)
+        (keys,), (values,), (live,) = pages.backend.gather_dense(pages.pool.pages, tiers, ring)
+        if ring is not None:  # nothing was dropped: entry i is token i
+            pos = torch.arange(keys.shape[1], device=device).expand(heads, -1)
+        else:
+            widths = (tier.ids.shape[-1] * tier.fmt.tokens_per_page for tier in tiers)
+            each = zip(reading.pos[layer], widths, strict=True)
+            pos = torch.cat([_padded(own.long(), width) for own, width in each], 1)
+        keys = holding.rope.turn_past(keys, live, reading.seen)
+        return self._turns.keys.back(keys), self._turns.values.back(values), live, pos.masked_fill(~live, -1)
+
+    # The plan.
+
+    def _scores(
+        self,
+        layer: int,
+        q: Tensor,
+        past: tuple[Tensor, Tensor, Tensor],
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        reading: _Reading,
+    ) -> Tensor | None:
+        """fp32 [1 + len(also), H, N] numbers of what is held and of the chunk, `GONE` (and 0 beside it) for the others;
+        None where the policy asks for none."""
+        if not self._holding.scores.spec.measures_prompts:
+            return None
+        past_k, past_v, pos = past
+        begin, end = reading.seen, reading.seen + k.shape[1]
+        own = torch.arange(begin, end, device=k.device).expand(len(k), -1)
+        keys, values = (torch.cat([old, new.float()], 1) for old, new in ((past_k, k), (past_v, v)))
+        sums = reading.sums[layer][:, :end] if reading.sums else None
+        return self._holding.scores.of_chunk(layer, q, keys, values, torch.cat([pos, own], 1), end, scale, sums)
+
+    def _place(self, row: int, layer: int, reading: _Reading, end: int) -> None:
+        """Plans the layers that wait, the last of which is `layer`, and carries the plan out."""
+        waiting, reading.waiting = reading.waiting, []
+        first = layer + 1 - len(waiting)
+        layers, begin = range(first, layer + 1), reading.seen
+        tier_of = torch.stack([self._tiers(reading.pos[index], end) for index in layers])
+        tier_of[..., 0 if self._policy.residual is not None else begin :] = 0  # nothing is decided of the chunk yet
+        scores = [score for _, _, score in waiting if score is not None]
+        given = torch.stack(scores) if scores else None
+        names = self._policy.score.statistic.also
+        extra = {name: given[:, 1 + place] for place, name in enumerate(names)} if given is not None else {}
+        score = None if given is None else given[:, 0]
+        view = PrefillView(
+            num_tokens=end,
+            num_layers=self._shape.num_layers,
+            num_kv_heads=tier_of.shape[1],
+            layers=torch.arange(first, layer + 1, device=tier_of.device),
+            score=score,
+            token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
+            extra=extra,
+            instruction_tokens=min(end, int(self._counters.instruction_tokens[row]))
+            if self._policy.needs_instruction
+            else 0,
+            byte_tokens=int(self._ledger.fit.tokens[row]) if self._ledger.fit.budget is not None else None,
+            prompt_tokens=reading.total,
+            held=tier_of != EVICT,
+        )
+        plan = self._holding.plans.prefill(view, score)
+        planned = plan.tier_of.to(torch.int8)
+        later = torch.maximum(planned, tier_of)  # a token never comes back, nor to an earlier tier
+        tier_of = torch.where((planned == EVICT) | (tier_of == EVICT), EVICT, later).to(torch.int8)
+        begins_with = plan.score if plan.score is not None else score
+        beside = sum(k.nbytes + v.nbytes for k, v, _ in waiting)
+        for index, (k, v, _) in zip(layers, waiting, strict=True):
+            own = tier_of[index - first]
+            held = partial(self._ledger.hold, row, reading.nbytes + beside)
+            self._holding.extend_prompt(row, index, k, v, own, reading.pos[index], held)
+            if end == reading.total:
+                stored = None if begins_with is None else begins_with[index - first]
+                track(self._holding.pages, self._lists(row, index), reading.pos[index], stored)
+            held()
+
+    def _tiers(self, pos: list[Tensor], length: int) -> Tensor:
+        """int8 [H, length]: the tier of each position, `EVICT` where it is not held."""
+        found = torch.full((len(pos[0]), length + 1), EVICT, dtype=torch.int8, device=pos[0].device)
+        for tier, own in enumerate(pos):
+            found.scatter_(1, torch.where(own < 0, length, own).long(), tier)
+        return found[:, :length]
+
+    def _finish(self, row: int, reading: _Reading, k: Tensor) -> None:
+        """Ends a prompt whose last chunk was written."""
+        del self._open[row]
+        together = self._shape.num_layers if self._policy.scope == "model" else 1
+        self._prompts.finish(row, reading.total)
+        at_once = 2 * together * reading.total * k.shape[0] * k.shape[2] * k.element_size()
+        self._ledger.note_chunks(row, reading.chunks, at_once)
+
+    def _lists(self, row: int, layer: int) -> Tensor:
+        return self._holding.pages.layer_lists(torch.tensor([row], device=self._shape.device), layer).flatten()
+
+
+def _padded(pos: Tensor, width: int) -> Tensor:
+    """Positions int64 [H, slots] with -1 behind them, [H, width]."""
+    out = pos.new_full((len(pos), width), -1)
+    out[:, : min(width, pos.shape[1])] = pos[:, :width]
+    return out

@@ -1,0 +1,42 @@
+"""Which methods can drop tokens of a prompt before all of it was read."""
+
+from kvbench.policy.base import Policy
+from kvbench.policy.declare import ALL_QUERIES
+from kvbench.rules.kinds import Whole
+
+CHUNK = Whole(1, unit="tokens")
+
+
+def check_chunk(policy: Policy, chunk: int | None) -> None:
+    """Refuses `prefill.chunk` for a method that cannot do with it.
+
+    Args:
+        policy: The method.
+        chunk: Tokens of a prompt that are read at once; None = all.
+
+    Raises:
+        ValueError: Names the method, the rule and the remedy.
+    """
+    if chunk is None:
+        return
+    CHUNK.check("prefill.chunk", chunk)
+    spec, name = policy.score, type(policy).__name__
+    remedy = "set prefill.chunk=null, or choose another method"
+    if spec.probe is not None:
+        reason = "reads the whole prompt a second time before it drops any of it"
+    elif not policy.in_chunks:
+        reason = "decides once, by the whole prompt"
+    elif spec.measures_prompts and not spec.statistic.in_chunks:
+        reason = f"measures tokens by {type(spec.statistic).__name__}, which has to see the whole prompt at once"
+    elif spec.measures_prompts and policy.residual is not None:
+        reason = "drops tokens whose keys share scales with others behind a residual buffer, where none can go alone"
+    elif len(policy.tiers) > 1 and "pos" not in spec.track:
+        reason = "moves tokens between tiers without tracking their positions"
+    elif spec.prefill_queries == ALL_QUERIES and spec.query_reduce != "sum":
+        reason = f"takes the {spec.query_reduce} over all queries of the prompt, which does not add up over chunks"
+    elif chunk < spec.prefill_queries:
+        reason = f"measures tokens by the last {spec.prefill_queries} queries, and a chunk has fewer"
+        remedy = f"give prefill.chunk={spec.prefill_queries} or more"
+    else:
+        return
+    raise ValueError(f"prefill.chunk={chunk} does not go with {name}, which {reason}; {remedy}")

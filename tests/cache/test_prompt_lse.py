@@ -1,0 +1,67 @@
+"""The log-sum-exp of a prompt's attention on its way to the scores."""
+
+import pytest
+import torch
+from engine_helpers import engine, random_tokens
+
+from kvbench.kernels.reference.backend import Reference
+from kvbench.methods.h2o import H2O
+from kvbench.methods.snapkv import SnapKV
+
+
+class OnePass(Reference):
+    """Plain torch whose column sums need the log-sum-exp, and which counts how often it is made."""
+
+    takes_lse = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attended = self.summed = 0
+
+    def prefill_attention_with_lse(self, q, k, v, scale):
+        self.attended += 1
+        return super().prefill_attention_with_lse(q, k, v, scale)
+
+    def columns_by_lse(self, q, k, scale, *, lse, queries, skip_near=0, power=1):
+        self.summed += 1
+        assert (queries, skip_near, power) == (-1, 0, 1)
+        logits = q @ k.repeat_interleave(len(q) // len(k), 0).mT * scale
+        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        return ((logits - lse[..., None]).exp() * seen).sum(1)
+
+
+@pytest.fixture
+def loaded(tiny_model):
+    """The tiny Llama with three query heads per KV head, in fp32."""
+    return tiny_model("llama", "gqa3", 64)
+
+
+def kept(loaded, policy, backend, ahead=(), cut=False):
+    """Stored scores of every layer after a prompt, and the logits behind it."""
+    with engine(loaded, policy, backend="torch", track=("score", "pos")) as running:
+        runner = running.runner
+        runner.backend = backend
+        runner.reserve(rows=1, prompt_tokens=80, new_tokens=8)
+        if cut:  # as from a prompt cache, which has the queries and not what attention gave beside them
+            plain = runner.store.prefill_layer
+            runner.store.prefill_layer = lambda *given, lse=None: plain(*given)
+        row, logits = runner.read(random_tokens(80), ahead)
+        return runner.store.view(torch.tensor([row])).slots(0), logits
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_scores_of_all_queries_take_it(loaded, cut):
+    """H2O's scores are the same by one pass, once per layer, with tokens ahead that do not count; where it is not at
+    hand it is made again."""
+    one, policy = OnePass(), H2O(budget=30)
+    (got, logits), (want, exact) = (kept(loaded, policy, own, (5, 6, 7), cut) for own in (one, Reference()))
+    assert one.summed == 2 and one.attended == (4 if cut else 2)
+    assert torch.equal(got.pos, want.pos) and torch.equal(logits, exact)
+    torch.testing.assert_close(got.score, want.score, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_does_without(loaded):
+    """A few last queries are scored anew in no time, so nothing is asked of the attention."""
+    one = OnePass()
+    kept(loaded, SnapKV(budget=40, window=8), one)
+    assert one.summed == one.attended == 0

@@ -1,0 +1,105 @@
+"""Engines that read prompts in chunks: forced answers, prompt caches, memory that runs out, and the peak."""
+
+import pytest
+import torch
+from engine_helpers import answers, comparable, engine, random_tokens, request
+
+from kvbench.engine.prompt_cache import PromptCache
+from kvbench.engine.runner import Runner
+from kvbench.methods.full import Full
+from kvbench.methods.kv_compress import KVCompress
+from kvbench.methods.snapkv import SnapKV
+from kvbench.policy import Policy
+from kvbench.sizing.live import LiveBytes
+
+SNAPKV = SnapKV(budget=0.5, window=8, tier="native")
+
+
+@pytest.fixture
+def loaded(tiny_model):
+    """The tiny Llama with three query heads per KV head, in fp32."""
+    return tiny_model("llama", "gqa3", 64)
+
+
+def test_forced_answers_are_compared_with_the_full_cache(loaded):
+    """Nothing is predicted exactly where a prompt was compressed while it was read, and where nothing is lost nothing
+    differs from the full cache."""
+    gold = random_tokens(9, seed=3)
+    asked = [request("a", random_tokens(100), max_new_tokens=4, gold=gold)]
+    lossless, lossy, whole = (
+        answers(loaded, policy, asked, prefill_chunk=chunk)["a", 0].fidelity
+        for policy, chunk in ((Full(tier="native"), 32), (SNAPKV, 32), (SNAPKV, None))
+    )
+    assert lossless["kl_mean"] < 1e-6 and lossless["num_tokens"] == 9
+    assert lossless["num_measured"] == lossy["num_measured"] == 9 and whole["num_measured"] == 8
+    assert lossy["kl_mean"] > 1e-4
+
+
+def test_a_prompt_cache_gives_no_prompt_that_was_read_otherwise(loaded):
+    """A prompt that another run read at once is not taken for one that is read in chunks, nor the other way round."""
+    prompts, prompt, found = PromptCache(1 << 30, keeps_queries=True), random_tokens(100), []
+    for cache in (None, prompts):
+        for chunk in (None, 32, None):
+            runner = Runner(loaded, SNAPKV, prompts=cache, chunk=chunk)
+            runner.reserve(rows=1, prompt_tokens=100, new_tokens=4)
+            row, logits = runner.read(prompt)
+            found.append(torch.cat([logits, runner.step([row], [5])]))
+    loaded.model.set_attn_implementation("sdpa")
+    assert prompts.num_read == 1 and prompts.num_reused == 1
+    for fresh, cached in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(fresh, cached)
+    assert not torch.equal(found[0], found[1])
+
+
+def test_memory_that_runs_out_halves_the_batch(loaded):
+    """With pages for one request and a half, three of them that are read in chunks lose nothing."""
+    asked = [request(str(i), random_tokens(120, seed=i), max_new_tokens=12) for i in range(3)]
+    most = [0]
+
+    def watch(running, step):
+        most[0] = max(most[0], running.store.pages.pool.num_used)
+
+    want = answers(loaded, SNAPKV, asked[:1], prefill_chunk=32, on_step=watch)
+    page_bytes = want["0", 0].ledger["page_bytes"]
+    want |= answers(loaded, SNAPKV, asked[1:], prefill_chunk=32)
+    live = []
+    got = answers(
+        loaded,
+        SNAPKV,
+        asked,
+        prefill_chunk=32,
+        budget_bytes=most[0] * page_bytes * 3 // 2,
+        on_step=lambda running, step: live.append(step["live_rows"]),
+    )
+    assert max(live) < 3
+    assert {key: comparable(own) for key, own in got.items()} == {key: comparable(own) for key, own in want.items()}
+
+
+def peaks(loaded, policy: Policy, prompt: tuple[int, ...], chunk: int | None) -> tuple[int, dict]:
+    """Bytes of all tensors alive at the worst moment of reading a prompt, and the row's ledger after it."""
+    with engine(loaded, policy, prefill_chunk=chunk) as running:
+        running.runner.reserve(rows=1, prompt_tokens=len(prompt), new_tokens=1)
+        with LiveBytes() as live:
+            row, _ = running.runner.read(prompt)
+        return live.peak_bytes, running.store.ledger.report(row)[0]
+
+
+@pytest.mark.parametrize("policy", [SnapKV(budget=0.25), KVCompress(budget=0.25)], ids=["snapkv", "kv_compress"])
+def test_the_peak_shrinks(loaded, policy):
+    """At a budget of 0.25 everything that lies in memory at the worst moment is half as much, and what the ledger
+    foretells of the prompt read at once is what it holds then. (16,384 tokens: docs/performance.md.)"""
+    prompt = random_tokens(1536)
+    (whole, at_once), (chunked, ledger) = (peaks(loaded, policy, prompt, chunk) for chunk in (None, 128))
+    assert whole > 2 * chunked
+    assert ledger["one_shot_peak_bytes"] == at_once["peak_bytes"] > 1.9 * ledger["peak_bytes"]
+    assert ledger["resident_bytes"] == at_once["resident_bytes"]
+    assert "one_shot_peak_bytes" not in at_once
+
+
+def test_tokens_ahead_need_an_uncompressed_prompt(loaded):
+    """They are refused with what gives their logits."""
+    with engine(loaded, SNAPKV, prefill_chunk=32) as running:
+        running.runner.reserve(rows=1, prompt_tokens=64, new_tokens=4)
+        with pytest.raises(ValueError, match="2 tokens ahead .* 64 tokens in chunks of 32.*full_logits"):
+            running.runner.read(random_tokens(64), ahead=(1, 2))
+        assert running.runner.open_rows == []
