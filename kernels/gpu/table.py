@@ -100,7 +100,7 @@ class DeviceTable(PageTable):
         self.pool, self.held, self.tokens_per_page = pool, held, held.tokens_per_page
         self.shape, self.num_lists, self.max_pages = (rows, layers, heads), held.num_lists, held.max_pages
         self.num_tiers = len(held.tokens_per_page)
-        self.entries, self.third, self.num_slots = held.entries, held.third, held.num_slots
+        self.entries, self.further, self.num_slots = held.entries, held.further, held.num_slots
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
         """As `PageTable.lookup`; -1 for slot numbers below 0, which every kernel passes over."""
@@ -147,8 +147,8 @@ class DeviceTable(PageTable):
             pages, there = self._named(old, tier)
             others.scatter_add_(0, pages.flatten(), there.flatten().to(torch.int32))
         self.entries[new] = self.entries[old]
-        if len(self.third):
-            self.third[new] = self.third[old]
+        if len(self.further):
+            self.further[new] = self.further[old]
         self.num_slots[:, new] = self.num_slots[:, old]
         pool.others = others
 
