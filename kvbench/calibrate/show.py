@@ -112,9 +112,7 @@ def _row(table: Table, name: str, point: Measured, mark: str, rule: Rule) -> Non
 def _layer_table(found: LayerSearch, rule: Rule) -> Table:
     """What one layer alone costs at each precision."""
     lost, usual = LOSSES[rule.criterion], found.plan.tiers[0 if found.plan.around == "gentle" else -1]
-    table = terminal.plain_table(
-        f"{lost.short} of one layer alone, the others {usual} ({found.base.num_samples} samples)"
-    )
+    table = terminal.plain_table(f"{lost.short}, of one layer alone beside {usual}")
     table.add_column("layer", justify="right")
     tiers = [tier for tier in found.plan.tiers if tier != usual]
     for tier in tiers:
