@@ -275,7 +275,7 @@ class Backend(ABC):
 
         Args:
             q: [S, Hq, D], any float dtype.
-            tiers: One to three tiers; with a ring, only tier 0.
+            tiers: One to four tiers; with a ring, only tier 0.
             ring: Residual buffer or None.
             power: Probabilities are raised to this power (1 or 2) before the group is reduced.
             group: How to reduce the query heads of a KV head into scores; None = no scores.

@@ -26,7 +26,7 @@ from kvbench.kernels.backend import (
 )
 from kvbench.kernels.format import PageFormat
 
-MAX_TIERS = 3
+MAX_TIERS = 4
 _INDEX = {torch.int64, torch.int32}
 _REDUCES = {*get_args(Reduce)}
 _COUNTS = ("num_tokens", "before", "before", "after", "after")  # of a step's residual buffers

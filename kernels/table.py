@@ -1,7 +1,7 @@
 """Page tables of all lists, and the bookkeeping of slots on them.
 
 A *list* is the cache of one (row, layer, KV head); its number is (row * layers + layer) * heads + head. Tier 0 grows
-from the left of the list's table row, tier 1 from the right; a third tier has a table of its own.
+from the left of the list's table row, tier 1 from the right. Tiers 2 and 3 share a second table in the same way.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class PageTable:
         rows: Sequences that can be held at once.
         layers: Layers.
         heads: KV heads per layer.
-        max_pages: Table entries per list, shared by tiers 0 and 1.
+        max_pages: Table entries per list, shared by tiers 0 and 1, and again by tiers 2 and 3.
 
     Source: DiffKV cache.h (bidirectional rows).
     """
@@ -42,14 +42,14 @@ class PageTable:
         self.max_pages = max_pages
         self.num_tiers = len(tokens_per_page)
         self.entries = torch.zeros(self.num_lists, max_pages, dtype=torch.int32, device=device)
-        third = self.num_lists if self.num_tiers == 3 else 0
-        self.third = torch.zeros(third, max_pages, dtype=torch.int32, device=device)
+        further = self.num_lists if self.num_tiers > 2 else 0
+        self.further = torch.zeros(further, max_pages, dtype=torch.int32, device=device)
         self.num_slots = torch.zeros(self.num_tiers, self.num_lists, dtype=torch.int32, device=device)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of tables and counters, as the tensors hold them."""
-        return self.entries.nbytes + self.third.nbytes + self.num_slots.nbytes
+        return self.entries.nbytes + self.further.nbytes + self.num_slots.nbytes
 
     def num_pages(self, tier: int) -> Tensor:
         """int64 [lists]: pages in use per list."""
@@ -129,8 +129,8 @@ class PageTable:
         self.pool.share(self._pages_of(old))
         try:
             self.entries[new] = self.entries[old]
-            if len(self.third):
-                self.third[new] = self.third[old]
+            if len(self.further):
+                self.further[new] = self.further[old]
             self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
         except BaseException:
             self.pool.undo()
@@ -151,7 +151,7 @@ class PageTable:
         if self.pool.others is None:
             return
         found = []
-        for table in (self.entries, self.third):
+        for table in (self.entries, self.further):
             entries = [
                 lists * self.max_pages + self._column(tier, slot // self.tokens_per_page[tier])
                 for tier, lists, slot in slots
@@ -291,20 +291,19 @@ class PageTable:
         return owner, torch.arange(owner.numel(), device=lists.device) - (pages.cumsum(0) - pages)[owner]
 
     def _table(self, tier: int) -> Tensor:
-        return self.third if tier == 2 else self.entries
+        return self.further if tier >= 2 else self.entries
 
     def _entry(self, lists: Tensor, owner: Tensor, tier: int, index: Tensor) -> Tensor:
         """Where page `index` of list `lists[owner]` stands in a table read as one row."""
         return (lists * self.max_pages)[owner] + self._column(tier, index)
 
     def _column(self, tier: int, index: Tensor) -> Tensor:
-        return self.max_pages - 1 - index if tier == 1 else index
+        return self.max_pages - 1 - index if tier % 2 else index
 
     def _check_room(self, lists: Tensor, tier: int, pages_after: Tensor) -> None:
-        """Tiers 0 and 1 must not cross, before anything is written."""
+        """Two tiers in one table must not cross, before anything is written."""
         used = pages_after
-        if tier < 2 and self.num_tiers > 1:
-            other = 1 - tier
+        if (other := tier ^ 1) < self.num_tiers:
             used = used + -(-self.num_slots[other, lists].long() // self.tokens_per_page[other])
         if lists.numel() and int(used.max()) > self.max_pages:
             raise ValueError(

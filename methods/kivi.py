@@ -1,13 +1,13 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in 16 bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import Choice, Policy, Residual, Tier, Whole
+from kvbench.policy import ByLayer, Choice, Residual, Tier, Whole
 
 
 @dataclass(kw_only=True)
-class Kivi(Policy):
+class Kivi(ByLayer):
     """Quantises every token but the newest: keys in groups of consecutive tokens per channel, values per token in
     groups of channels.
 
@@ -36,12 +36,19 @@ class Kivi(Policy):
         if not self.native:
             tier = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
         self.tiers = (tier,)
+        self.spread()
         self.residual = Residual(
             num_tokens=self.residual_tokens, v_flush="oldest", when="after_attention", hold_prompt=True
         )
 
+    def other_tier(self, text: str) -> Tier:
+        tier = Tier.parse(text)
+        if tier.native or tier.fp8 or tier.has_form or min(tier.k_bits, tier.v_bits) == 16:
+            return tier  # which says itself what its scales span, or has none
+        return replace(tier, k_axis="channel", k_group=self.group, v_group=self.group)
+
     def check_outcome(self, record: dict) -> str | None:
         kept = record.get("kept", {})
-        if kept and kept["tokens_seen"] >= 2 * self.residual_tokens and kept["slots_per_tier"][0] == 0:
+        if kept and kept["tokens_seen"] >= 2 * self.residual_tokens and sum(kept["slots_per_tier"][:-1]) == 0:
             return f"{kept['tokens_seen']} tokens seen but none was quantised"
         return None

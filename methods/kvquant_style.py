@@ -1,13 +1,13 @@
 """Keys quantised per channel before the rotary embedding, as KVQuant does; values per token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import Choice, Policy, Residual, Tier, Whole
+from kvbench.policy import ByLayer, Choice, Residual, Tier, Whole
 
 
 @dataclass(kw_only=True)
-class KVQuantStyle(Policy):
+class KVQuantStyle(ByLayer):
     """Quantises keys as they are before the rotary embedding, in groups of consecutive tokens per channel, and rotates
     them when they are read; values per token.
 
@@ -39,11 +39,18 @@ class KVQuantStyle(Policy):
             k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_splits=self.v_splits
         )
         self.tiers = (Tier(native=True) if self.native else quantised,)
+        self.spread()
         self.residual = Residual(num_tokens=self.group, v_flush="all", when="after_attention", hold_prompt=False)
         self.position_mode = "pre_rope" if self.pre_rope else "absolute"
 
+    def other_tier(self, text: str) -> Tier:
+        tier = Tier.parse(text)
+        if tier.native or tier.fp8 or tier.has_form or min(tier.k_bits, tier.v_bits) == 16:
+            return tier  # which says itself what its scales span, or has none
+        return replace(tier, k_axis="channel", k_group=self.group, v_splits=self.v_splits)
+
     def check_outcome(self, record: dict) -> str | None:
         kept = record.get("kept", {})
-        if kept and kept["tokens_seen"] > 2 * self.group and kept["slots_per_tier"][0] == 0:
+        if kept and kept["tokens_seen"] > 2 * self.group and sum(kept["slots_per_tier"][:-1]) == 0:
             return f"{kept['tokens_seen']} tokens seen but none was quantised"
         return None

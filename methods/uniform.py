@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import Policy, Tier, TierText, Whole
+from kvbench.policy import ByLayer, Tier, TierText, Whole
 
 
 @dataclass(kw_only=True)
-class Uniform(Policy):
+class Uniform(ByLayer):
     """Stores every key and value vector at one precision, quantised when it is appended.
 
     Args:
@@ -24,8 +24,8 @@ class Uniform(Policy):
         lloyd: TurboQuant (Zandieh et al. 2025), its first stage on both sides. nvfp4: vLLM PR 40177. mxfp4: OCP MX 1.0.
     Differs: weights and activations stay as they are, and keys are not smoothed: only the cache is measured. Scales per
         token and head are fp16, where vLLM has fp32; NVFP4 has no scale per tensor (1, as vLLM without a calibrated
-        checkpoint); turboquant_* compress every layer, where vLLM leaves the first and last two as they are, and the
-        residual sketch (QJL) of the paper is left out, as there.
+        checkpoint); turboquant_* compress every layer, where vLLM leaves the first and last two as they are
+        (protect_layers=[0,1,-2,-1] does), and the residual sketch (QJL) of the paper is left out, as there.
     """
 
     tier: TierText = "int8"
@@ -50,3 +50,4 @@ class Uniform(Policy):
         if not (named.native or named.fp8 or named.has_form):
             named = replace(named, k_splits=self.splits, v_splits=self.splits, symmetric=self.symmetric)
         self.tiers = (named,)
+        self.spread()

@@ -46,7 +46,7 @@ def _exchange(
         after, low = before + asked, _pages(before, T)
     for j in range(tl.max(need, 0)):
         column = low + j
-        if TIER == 1:
+        if TIER % 2 == 1:
             column = max_pages - 1 - column
         entry = table + which * max_pages + column
         place = free_list + (offset + j) % num_pages

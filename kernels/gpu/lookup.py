@@ -49,7 +49,7 @@ def _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, tier: tl.
 
 @triton.jit
 def _count_rows(rows, num_slots, out, num_seq, per_row, num_lists, T0: tl.constexpr, T1: tl.constexpr,
-                T2: tl.constexpr, TIERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                T2: tl.constexpr, T3: tl.constexpr, TIERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Pages of all lists of a row, and by tier the slots of its longest list."""
     seq = tl.program_id(0)
     row = tl.load(rows + seq).to(tl.int64) * per_row
@@ -58,6 +58,8 @@ def _count_rows(rows, num_slots, out, num_seq, per_row, num_lists, T0: tl.conste
         pages += _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, 1, T1, BLOCK)
     if TIERS > 2:
         pages += _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, 2, T2, BLOCK)
+    if TIERS > 3:
+        pages += _count_tier(num_slots, out, seq, row, num_seq, per_row, num_lists, 3, T3, BLOCK)
     tl.store(out + seq, pages)
 
 
@@ -164,10 +166,10 @@ def count_rows(num_slots: Tensor, rows: Tensor, per_row: int, tokens_per_page: t
     longest list."""
     tiers, num_lists = num_slots.shape
     out = torch.empty(1 + tiers, len(rows), dtype=torch.int64, device=rows.device)
-    sizes = [*tokens_per_page, 1, 1][:3]
+    sizes = [*tokens_per_page, 1, 1, 1][:4]
     launch(
         _count_rows, (len(rows),), rows, num_slots, out, len(rows), per_row, num_lists, T0=sizes[0], T1=sizes[1],
-        T2=sizes[2], TIERS=tiers, BLOCK=min(1024, power_of_two(per_row)),
+        T2=sizes[2], T3=sizes[3], TIERS=tiers, BLOCK=min(1024, power_of_two(per_row)),
     )  # fmt: skip
     return out
 

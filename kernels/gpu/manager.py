@@ -76,7 +76,7 @@ def _move_listed(
         live = (to >= 0) & (source >= 0)
         row = table + tl.load(lists + pid).to(tl.int64) * max_pages
         to, source = tl.maximum(to, 0), tl.maximum(source, 0)
-        if TIER == 1:
+        if TIER % 2 == 1:
             to_column, source_column = max_pages - 1 - to // T, max_pages - 1 - source // T
         else:
             to_column, source_column = to // T, source // T
@@ -102,9 +102,10 @@ class DevicePages:
     Args:
         page_bytes: Bytes per page.
         num_pages: Pages.
-        tokens_per_page: Slots per page of each tier, one to three.
+        tokens_per_page: Slots per page of each tier, one to four.
         num_lists: Lists: sequences x layers x KV heads.
-        max_pages: Table entries per list, shared by tiers 0 (from the left) and 1 (from the right).
+        max_pages: Table entries per list, shared by tiers 0 (from the left) and 1 (from the right), and again by tiers
+            2 and 3.
         device: Where everything lives.
 
     Raises:
@@ -129,8 +130,8 @@ class DevicePages:
         self.state = torch.tensor([0, num_pages, num_pages], dtype=torch.int64, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.entries = torch.zeros(num_lists, max_pages, dtype=torch.int32, device=device)
-        third = num_lists if len(tokens_per_page) == 3 else 0
-        self.third = torch.zeros(third, max_pages, dtype=torch.int32, device=device)
+        further = num_lists if len(tokens_per_page) > 2 else 0
+        self.further = torch.zeros(further, max_pages, dtype=torch.int32, device=device)
         self.num_slots = torch.zeros(len(tokens_per_page), num_lists, dtype=torch.int32, device=device)
         self._sums = torch.zeros(2, -(-num_lists // _BLOCK), dtype=torch.int32, device=device)
 
@@ -142,7 +143,7 @@ class DevicePages:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of everything held on the device, as the tensors hold them."""
-        held = (self.pages, self.free_list, self.state, self.status, self.entries, self.third, self.num_slots)
+        held = (self.pages, self.free_list, self.state, self.status, self.entries, self.further, self.num_slots)
         return sum(x.nbytes for x in (*held, self._sums))
 
     def reserve(self, lists: Tensor, tier: int, count: Tensor, out: Tensor | None = None) -> Tensor:
@@ -170,7 +171,7 @@ class DevicePages:
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Page id and slot within the page, int64, for slot numbers of the given lists; -1 for slot numbers below 0."""
-        return lookup(self._table(tier), self.tokens_per_page[tier], tier == 1, lists, slot)
+        return lookup(self._table(tier), self.tokens_per_page[tier], tier % 2 == 1, lists, slot)
 
     def page_ids(self, lists: Tensor, tier: int, width: int) -> Tensor:
         """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are
@@ -263,7 +264,7 @@ class DevicePages:
         """The launches of taking or returning pages."""
         num, blocks = len(lists), -(-len(lists) // _BLOCK)
         lists, count = lists.contiguous(), count.contiguous()
-        other = 1 - tier if tier < 2 and len(self.tokens_per_page) > 1 else -1
+        other = tier ^ 1 if tier ^ 1 < len(self.tokens_per_page) else -1
         slots, padded = self.tokens_per_page[tier], power_of_two(blocks)
         size = {"TIER": tier, "T": slots, "RELEASE": release}
         beside = {"OTHER": other, "T_OTHER": self.tokens_per_page[max(other, 0)]}
@@ -289,7 +290,7 @@ class DevicePages:
         launch(_commit, (1,), self.state, self.status, sums, faults, blocks, RELEASE=release, BP=padded)
 
     def _table(self, tier: int) -> Tensor:
-        return self.third if tier == 2 else self.entries
+        return self.further if tier >= 2 else self.entries
 
     def _column(self, tier: int, index: Tensor) -> Tensor:
-        return self.max_pages - 1 - index if tier == 1 else index
+        return self.max_pages - 1 - index if tier % 2 else index

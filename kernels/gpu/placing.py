@@ -89,9 +89,9 @@ def _place_tier(
 
 @triton.jit
 def _place(
-    lists, settled, goes_to, goes_at, first, entries, third, page, inside, count, width, TIER: tl.constexpr,
+    lists, settled, goes_to, goes_at, first, entries, further, page, inside, count, width, TIER: tl.constexpr,
     TIERS: tl.constexpr, MOVES: tl.constexpr, NAMED: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr,
-    T2: tl.constexpr, BLOCK: tl.constexpr,
+    T2: tl.constexpr, T3: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Page and slot in it of what comes into TIER, and by tier of what goes there, page -1 where nothing does."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +109,12 @@ def _place(
         )  # fmt: skip
     if TIERS > 2:
         _place_tier(
-            third, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 2, T2, False, TIER,
+            further, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 2, T2, False, TIER,
+            MOVES, NAMED,
+        )  # fmt: skip
+    if TIERS > 3:
+        _place_tier(
+            further, goes_to, goes_at, first, page, inside, i, mask, which, given, count, width, 3, T3, True, TIER,
             MOVES, NAMED,
         )  # fmt: skip
 
@@ -178,13 +183,13 @@ def settle(
 
 
 def place(
-    plan: Placing, first: Tensor, entries: Tensor, third: Tensor, tokens_per_page: tuple[int, ...]
+    plan: Placing, first: Tensor, entries: Tensor, further: Tensor, tokens_per_page: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Where a settled plan writes.
 
     Args:
         first: int64 [tiers, M] first new slots of the lists.
-        entries, third: The tables.
+        entries, further: The tables.
         tokens_per_page: By tier.
 
     Returns:
@@ -193,11 +198,11 @@ def place(
     """
     page, inside = torch.empty_like(plan.wanted), torch.empty_like(plan.wanted)
     tiers, count = plan.wanted.shape
-    sizes = [*tokens_per_page, 1, 1][:3]
+    sizes = [*tokens_per_page, 1, 1, 1][:4]
     launch(
         _place, (-(-count // _BLOCK),), plan.lists, plan.slot, plan.slot if plan.goes_to is None else plan.goes_to,
-        plan.slot if plan.goes_at is None else plan.goes_at, first, entries, third if third.numel() else entries, page,
-        inside, count, entries.shape[1], TIER=plan.tier, TIERS=tiers, MOVES=plan.goes_to is not None,
-        NAMED=plan.goes_at is not None, T0=sizes[0], T1=sizes[1], T2=sizes[2], BLOCK=_BLOCK,
+        plan.slot if plan.goes_at is None else plan.goes_at, first, entries, further if further.numel() else entries,
+        page, inside, count, entries.shape[1], TIER=plan.tier, TIERS=tiers, MOVES=plan.goes_to is not None,
+        NAMED=plan.goes_at is not None, T0=sizes[0], T1=sizes[1], T2=sizes[2], T3=sizes[3], BLOCK=_BLOCK,
     )  # fmt: skip
     return page, inside

@@ -108,7 +108,7 @@ class DeviceTable(PageTable):
         self.pool, self.held, self.tokens_per_page = pool, held, held.tokens_per_page
         self.shape, self.num_lists, self.max_pages = (rows, layers, heads), held.num_lists, held.max_pages
         self.num_tiers = len(held.tokens_per_page)
-        self.entries, self.third, self.num_slots = held.entries, held.third, held.num_slots
+        self.entries, self.further, self.num_slots = held.entries, held.further, held.num_slots
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
         """As `PageTable.lookup`; -1 for slot numbers below 0, which every kernel passes over."""
@@ -119,7 +119,7 @@ class DeviceTable(PageTable):
         return TierTable(
             fmt=fmt,
             entries=self._table(tier),
-            is_reversed=tier == 1,
+            is_reversed=tier % 2 == 1,
             num_slots=self.num_slots[tier],
             width=width,
             turn=turn,
@@ -137,7 +137,7 @@ class DeviceTable(PageTable):
             self.held.pages,
             fmt,
             self._table(tier),
-            tier == 1,
+            tier % 2 == 1,
             self.num_slots[tier],
             rows,
             (len(rows), *self.shape[1:]),
@@ -179,7 +179,7 @@ class DeviceTable(PageTable):
                 )
                 self.own([(which, lists, target) for which, target in zip((tier, *others), targets, strict=True)])
         if plan is not None:
-            return *place(plan, first, self.entries, self.third, self.tokens_per_page), plan.broken
+            return *place(plan, first, self.entries, self.further, self.tokens_per_page), plan.broken
         page, inside = self.lookup(lists, tier, first[tier])
         return page.expand(self.num_tiers, -1), inside.expand(self.num_tiers, -1), None
 
@@ -229,8 +229,8 @@ class DeviceTable(PageTable):
             pages, there = self._named(old, tier)
             others.scatter_add_(0, pages.flatten(), there.flatten().to(torch.int32))
         self.entries[new] = self.entries[old]
-        if len(self.third):
-            self.third[new] = self.third[old]
+        if len(self.further):
+            self.further[new] = self.further[old]
         self.num_slots[:, new] = self.num_slots[:, old]
         pool.others = others
 

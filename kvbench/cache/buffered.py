@@ -7,8 +7,9 @@ from torch import Tensor
 
 from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
-from kvbench.cache.paged import Kept, Paged, PagedStep, PromptLayer
+from kvbench.cache.paged import Paged, PagedStep
 from kvbench.cache.pages import Pages
+from kvbench.cache.placed import Kept, PromptLayer
 from kvbench.cache.ring import ResidualBuffer
 from kvbench.cache.rotation import Turns
 from kvbench.kernels.backend import FusedStep, Ring, StepRing, TierPages
@@ -31,9 +32,10 @@ class Buffered(Paged):
         self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns, residual: Residual
     ) -> None:
         super().__init__(policy, shape, pages, counters, turns)
-        slot = pages.formats[0].slot
-        # fp16 (bf16 for bf16 models), or the model's own dtype where the tier is native
-        self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, slot.dtype, slot.group_tokens, shape.device)
+        # fp16 (bf16 for bf16 models), or the model's own dtype where a tier is native
+        widest = max((fmt.slot.dtype for fmt in pages.formats), key=lambda dtype: dtype.itemsize)
+        group = max(fmt.slot.group_tokens for fmt in pages.formats)
+        self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, widest, group, shape.device)
 
     @property
     def takes_chunks(self) -> bool:
@@ -50,27 +52,32 @@ class Buffered(Paged):
 
     @property
     def most_new_pages(self) -> int:
-        return -(-max(self.ring.most_leaving) // self.pages.formats[0].tokens_per_page)
+        smallest = min(fmt.tokens_per_page for fmt in self.pages.formats)
+        return -(-max(self.ring.most_leaving) // smallest)
 
     def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
+        counts = self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
+        if (homes := self.pages.homes) is None:
+            return counts
+        at_home = homes.of(lists) == tier
+        return counts[0] * at_home, counts[1] * at_home
 
     def paged_slots(self, kept: int, new: int) -> tuple[int, int]:
         return self.ring.paged_after(kept, new)
 
     def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
-        held = self.ring.num_k[lists].long()
-        return [held, self.ring.num_tokens[lists].long() - held]
+        held = [self.sides(tier, lists)[0] for tier in range(len(self.pages.formats))]
+        return [*held, self.ring.num_tokens[lists].long() - self.ring.num_k[lists].long()]
 
     def ring_bytes(self, lists: Tensor) -> int:
-        keys, values = (int(side.sum()) for side in self.sides(0, lists))
+        keys, values = int(self.ring.num_k[lists].sum()), int(self.ring.num_v[lists].sum())
         tokens = int(self.ring.num_tokens[lists].sum())
         return ((tokens - keys) + (tokens - values)) * self.shape.head_dim * self.ring.k.element_size()
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         (tier,), _ = super().layer(rows, layer, width)
         lists = self.pages.layer_lists(rows, layer)
-        tier.num_k, tier.num_v = self.sides(0, lists)
+        tier.num_k, tier.num_v = self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
         return [tier], Ring(*self.ring.of_layer(rows, layer), self.ring.num_tokens[lists].long())
 
     def clear(self, lists: Tensor) -> None:
@@ -100,7 +107,7 @@ class Buffered(Paged):
         self.pages.put(tier, page, slot, k=prompt.paged_k[head[paged], token[paged]])
         page, slot, paged = split(num_v, prompt.v, ring.v)
         self.pages.put(tier, page, slot, v=prompt.v[head[paged], token[paged]])
-        ring.hold(prompt.lists, num_k, num_v, kept.count)
+        ring.hold(prompt.lists, num_k, num_v, kept.count)  # heads do not differ, so that a layer comes once
 
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
@@ -165,34 +172,47 @@ class BufferedStep(PagedStep):
         ring, lists = self.holding.ring, self.lists.flatten()
         self._before = ring.num_k[lists].long(), ring.num_v[lists].long()
         self._after = ring.after_append(lists)
-        table, grown = self.pages.table, torch.maximum(*self._after) - self.pages.held(0, lists)
-        self.pages.grow(self.numbers, max(ring.most_leaving))
-        held = table.reserve(lists, 0, grown.clamp(min=0), at_most=len(lists) * self.holding.most_new_pages)
-        if self.pages.pool.others is not None:
-            try:
-                if self.pages.on_device:
-                    self._own_by_masks(lists)
-                else:
-                    table.own([self._written(lists, side) for side in (0, 1)])
-            except BaseException:
-                table.truncate(lists, 0, held)
-                raise
+        table, most = self.pages.table, max(ring.most_leaving)
+        self.pages.grow(self.numbers, most)
+        done: list[tuple[Tensor, int, Tensor]] = []
+        try:
+            for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
+                own = lists[chosen]
+                grown = torch.maximum(*(after[chosen] for after in self._after)) - self.pages.held(tier, own)
+                at_most = len(own) * self.holding.most_new_pages
+                held = table.reserve(own, tier, grown.clamp(min=0), at_most=at_most)
+                done.append((own, tier, held))
+            if self.pages.pool.others is not None:
+                for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
+                    if self.pages.on_device:
+                        self._own_by_masks(tier, lists, chosen)
+                table.own([] if self.pages.on_device else self._written(lists))
+        except BaseException:
+            for own, tier, held in done:
+                table.truncate(own, tier, held)
+            raise
         ring.num_tokens[lists] += 1
 
-    def _written(self, lists: Tensor, side: int) -> tuple[int, Tensor, Tensor]:
-        """The slots of tier 0 that one side (0 keys, 1 values) of the lists fills in this step."""
-        before, after = self._before[side], self._after[side]
-        owner = torch.repeat_interleave(torch.arange(len(lists), device=lists.device), after - before)
-        first = (after - before).cumsum(0) - (after - before)
-        return 0, lists[owner], before[owner] + torch.arange(owner.numel(), device=lists.device) - first[owner]
+    def _written(self, lists: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """The slots that the keys and the values of the lists fill in this step, by tier."""
+        found = []
+        for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
+            own = lists[chosen]
+            for before, after in zip(self._before, self._after, strict=True):
+                old, leaving = before[chosen], after[chosen] - before[chosen]
+                owner = torch.repeat_interleave(torch.arange(len(own), device=lists.device), leaving)
+                first = leaving.cumsum(0) - leaving
+                slot = old[owner] + torch.arange(owner.numel(), device=lists.device) - first[owner]
+                found.append((tier, own[owner], slot))
+        return found
 
-    def _own_by_masks(self, lists: Tensor) -> None:
+    def _own_by_masks(self, tier: int, lists: Tensor, chosen: Tensor | slice) -> None:
         """Takes the pages that either side fills out of what the lists share: in each, the first slot is named."""
-        size = self.pages.formats[0].tokens_per_page
+        size = self.pages.formats[tier].tokens_per_page
         for before, after, most in zip(self._before, self._after, self.holding.ring.most_leaving, strict=True):
             for page in range(-(-most // size) + 1):
                 slot = torch.maximum(before, before // size * size + page * size)
-                self.pages.table.own([(0, lists, torch.where(slot < after, slot, -1))])
+                self.pages.table.own([(tier, lists[chosen], torch.where(slot < after, slot, -1)[chosen])])
 
     def strip(self, k: Tensor) -> Tensor:
         return k  # a ring holds keys as they come; they lose their position on the way to a page
@@ -221,33 +241,38 @@ class BufferedStep(PagedStep):
         self.holding.ring.num_k[lists], self.holding.ring.num_v[lists] = (x.to(torch.int32) for x in self._after)
 
     def _flush(self, layer: int, ring: Ring) -> None:
-        """Quantises the tokens that leave the rings in this step into tier 0's pages."""
+        """Quantises the tokens that leave the rings in this step into their tier's pages."""
         if self.pages.on_device:
             self._flush_by_masks(layer, ring)
             return
+        tier = self._tier(layer)
         page, slot, leaving, ordinal = self._leaving(layer, 0, ring.k)
         if ordinal.numel():
-            self.pages.put(0, page, slot, k=self.holding.rope.strip(leaving, ordinal))
+            self.pages.put(tier, page, slot, k=self.holding.rope.strip(leaving, ordinal))
         page, slot, leaving, ordinal = self._leaving(layer, 1, ring.v)
         if ordinal.numel():
-            self.pages.put(0, page, slot, v=leaving)
+            self.pages.put(tier, page, slot, v=leaving)
+
+    def _tier(self, layer: int) -> int:
+        """Where the tokens of a layer go."""
+        return 0 if self.pages.homes is None else self.pages.homes.of_layer(layer)
 
     def _flush_by_masks(self, layer: int, ring: Ring) -> None:
         """The same without a size that depends on content: what stays has slot -1, which is passed over."""
-        lists, rope = self.lists[:, layer], self.holding.rope
+        lists, rope, tier = self.lists[:, layer], self.holding.rope, self._tier(layer)
         for side, (buffer, most) in enumerate(zip((ring.k, ring.v), self.holding.ring.most_leaving, strict=True)):
             old, new = (
                 counts[side].view(self.lists.shape)[:, layer, :, None] for counts in (self._before, self._after)
             )
             token = old + torch.arange(most, device=old.device)
             each = lists[..., None].expand(token.shape).flatten()
-            page, slot = self.pages.table.lookup(each, 0, torch.where(token < new, token, -1).flatten())
+            page, slot = self.pages.table.lookup(each, tier, torch.where(token < new, token, -1).flatten())
             place = (token % buffer.shape[2])[..., None].expand(*token.shape, buffer.shape[3])
             leaving = buffer.gather(2, place).flatten(0, 2)
             if side == 0:
-                self.pages.put(0, page, slot, k=rope.strip(leaving, token.flatten()))
+                self.pages.put(tier, page, slot, k=rope.strip(leaving, token.flatten()))
             else:
-                self.pages.put(0, page, slot, v=leaving)
+                self.pages.put(tier, page, slot, v=leaving)
 
     def _leaving(self, layer: int, side: int, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What leaves one side (0 keys, 1 values) of a layer: page and slot to write to, vectors, ordinals."""
@@ -256,10 +281,10 @@ class BufferedStep(PagedStep):
         token = old[..., None] + torch.arange(buffer.shape[2], device=old.device)
         row, head, index = (token < new[..., None]).nonzero(as_tuple=True)
         ordinal = token[row, head, index]
-        page, slot = self.pages.table.lookup(lists[row, head], 0, ordinal)
+        page, slot = self.pages.table.lookup(lists[row, head], self._tier(layer), ordinal)
         return page, slot, buffer[row, head, ordinal % buffer.shape[2]], ordinal
 
-    def _fuse(self) -> FusedStep | None:
+    def _fuse_at(self, tier: int) -> FusedStep | None:
         rings = self.holding.ring
         before, after = (
             (keys.view(self.lists.shape), values.view(self.lists.shape)) for keys, values in (self._before, self._after)
@@ -276,9 +301,11 @@ class BufferedStep(PagedStep):
             most_leaving=rings.most_leaving,
         )
         if self.pages.on_device:
-            return self._open_tables(
-                self.pages.step_tiers(self.numbers, self.lists, lambda _: None), held=held, ring=ring
-            )
-        tier = self.pages.tier(0, self.lists, self.pages.width(self.numbers, 0))
-        tier.num_k, tier.num_v = held
-        return self._open_layers([tier], ring=ring)
+            tables = self.pages.step_tiers(self.numbers, self.lists, lambda _: None)
+            return self._open_tables(tables, held=held, ring=ring)
+        own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
+        own.num_k, own.num_v = held
+        return self._open_layers([own], ring=ring)
+
+    def _fuse(self) -> FusedStep | None:
+        return self._fuse_at(0) if self.pages.homes is None else super()._fuse()

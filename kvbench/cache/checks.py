@@ -215,7 +215,7 @@ class CheckedPlans:
 
     @property
     def _num_tiers(self) -> int:
-        return len(self._pages.formats)
+        return self._pages.num_planned
 
     @property
     def _tiers_in_words(self) -> str:

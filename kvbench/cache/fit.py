@@ -90,7 +90,9 @@ class Fit:
         everything = most >= prompt_tokens + new_tokens
         kept = min(tokens, prompt_tokens)
         exact, bound = self._paged(kept, most - kept)
-        num_pages = lists * -(-exact // per_page)
+        sizes = [fmt.tokens_per_page for fmt in self._pages.formats]
+        counted = self._pages.tier_counts() if self._pages.homes is not None else [(sizes.index(per_page), lists)]
+        num_pages = sum(count * -(-exact // sizes[tier]) for tier, count in counted)
         if self._policy.budget_is_mean and not everything:
             num_pages = min(
                 lists * (bound + per_page - 1) // per_page,

@@ -112,8 +112,10 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
             format.
     """
     tiers = policy.tiers
-    if not 1 <= len(tiers) <= 3:
-        raise ValueError(f"{type(policy).__name__} has {len(tiers)} tiers; the page table holds one to three")
+    if not 1 <= len(tiers) <= 4:
+        raise ValueError(f"{type(policy).__name__} has {len(tiers)} tiers; the page tables hold one to four")
+    if policy.by_layer is not None:
+        _check_layers(policy, shape)
     wanted = {*policy.score.track, *options.track}
     track = tuple(name for name in ("score", "pos") if name in wanted)
     slots = [compile_tier(tier, shape, track) for tier in tiers]
@@ -123,12 +125,13 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
                 f"{type(policy).__name__}: keys with per-channel scales are written in groups and need a residual "
                 "buffer"
             )
-        if policy.residual.num_tokens % slots[0].group_tokens:
-            raise ValueError(
-                f"residual={policy.residual.num_tokens} must be a multiple of the key group {slots[0].group_tokens}, "
-                "because the buffer leaves in whole groups"
-            )
-    if policy.residual is not None and (len(tiers) > 1 or policy.score.decode_update):
+        for slot in slots:
+            if policy.residual.num_tokens % slot.group_tokens:
+                raise ValueError(
+                    f"residual={policy.residual.num_tokens} must be a multiple of the key group {slot.group_tokens}, "
+                    "because the buffer leaves in whole groups"
+                )
+    if policy.residual is not None and ((len(tiers) > 1 and policy.by_layer is None) or policy.score.decode_update):
         raise ValueError(f"{type(policy).__name__}: a residual buffer works with one tier and without decode_update")
     if policy.residual is not None and track:
         raise ValueError(
@@ -144,6 +147,26 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
             f"store.budget_bytes={options.budget_bytes} is below one page ({size} B); raise it or set store.page_bytes"
         )
     return formats
+
+
+def _check_layers(policy: Policy, shape: ModelShape) -> None:
+    """Refuses what does not go with layers of different precision.
+
+    Raises:
+        ValueError: Names it.
+    """
+    name, given = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
+    if policy.acts_in_decode or policy.compact_every or policy.score.decode_update or policy.reading is not None:
+        raise ValueError(
+            f"{name} ranks or reads single slots while decoding, for which all layers have one precision; leave "
+            f"{given} out, or choose a method that decides about the prompt alone"
+        )
+    assert policy.by_layer is not None, "the caller looked"
+    table = policy.by_layer.of_model(shape.num_layers, shape.num_kv_heads)
+    if policy.residual is not None and any(len(set(row)) > 1 for row in table):
+        raise ValueError(
+            f"{name} has a residual buffer, which leaves a layer's heads together; give {given} one precision per layer"
+        )
 
 
 def _readable_format(policy: Policy, reading: ReadSpec, slots: list[SlotFormat], options: StoreOptions) -> PageFormat:

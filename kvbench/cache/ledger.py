@@ -164,15 +164,15 @@ class Ledger:
 
     def note_prompt(self, row: int, counts: Tensor, num_tokens: int) -> None:
         """Notes what a prompt's plan kept; `counts` int64 [M] slots per list."""
-        fmt = self._pages.formats[0]
+        largest = max(self._pages.formats[tier].tokens_per_page for tier, _ in self._pages.tier_counts())
         self.meters[row].prompt |= {
             "prompt_tokens": num_tokens,
             "prompt_slots_min": int(counts.min()),
             "prompt_slots_max": int(counts.max()),
             "prompt_slots": int(counts.sum()),
             "lists": len(counts),
-            "page_tokens": fmt.tokens_per_page,
-            "slot_bytes": fmt.slot.slot_bytes,
+            "page_tokens": largest,
+            "slot_bytes": self._pages.planned_bytes[0],
         }
         if self._counters.instruction_tokens.numel():
             self.meters[row].prompt["instruction_tokens"] = int(self._counters.instruction_tokens[row])

@@ -71,6 +71,36 @@ def make_room(
     return pages.table.lookup(lists, plan.tier, slot)
 
 
+def make_room_at_home(pages: Pages, lists: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Reserves a new slot in every list, where layers or heads keep their tokens in different tiers.
+
+    Args:
+        pages: The pages.
+        lists: int64 [M] all lists of so many rows.
+
+    Returns:
+        Page and slot in it for each list's incoming token, int64 [M].
+
+    Raises:
+        PoolExhausted: No page for a new slot; nothing was changed.
+        ValueError: A page table is full; nothing was changed.
+    """
+    assert pages.homes is not None, "the caller looked"
+    page, slot = torch.empty_like(lists), torch.empty_like(lists)
+    written = []
+    with _undone(pages) as done:
+        for tier in pages.homes.tiers:
+            where = pages.homes.where(tier, num_rows)
+            own = lists[where]
+            before = pages.table.reserve(own, tier, torch.ones_like(own), at_most=len(own))
+            done.append((own, tier, before))
+            written.append((tier, where, own, before))
+        pages.table.own([(tier, own, before) for tier, _, own, before in written])
+    for tier, where, own, before in written:
+        page[where], slot[where] = pages.table.lookup(own, tier, before)
+    return page, slot
+
+
 def _make_room_by_masks(
     pages: Pages, lists: Tensor, plan: DecodePlan, own_all: bool, acts: bool, judge: Callable[[Tensor], None] | None
 ) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Tokens that go straight to pages: how prompts are written, and how a decode step writes, reads and scores."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -11,9 +10,11 @@ from kvbench.cache import moves, reslot
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
+from kvbench.cache.homes import HomedStep
 from kvbench.cache.late import Receiver, to_device
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
+from kvbench.cache.placed import Kept, PromptLayer
 from kvbench.cache.reads import StepReads
 from kvbench.cache.rope import Rope
 from kvbench.cache.rotation import Turns
@@ -21,53 +22,6 @@ from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
 from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
 from kvbench.policy import Policy
-
-
-@dataclass(frozen=True)
-class PromptLayer:
-    """One layer of a prompt on its way into the cache.
-
-    Args:
-        row: The row.
-        layer: The layer.
-        lists: int64 [H] its lists.
-        k, v: [H, N, D] keys and values as the model gives them.
-        paged_k: [H, N, D] keys as pages hold them.
-        score: fp32 [H, N] what the slots' scores begin with, or None for 0.
-    """
-
-    row: int
-    layer: int
-    lists: Tensor
-    k: Tensor
-    v: Tensor
-    paged_k: Tensor
-    score: Tensor | None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The tokens of a prompt layer that go to one tier, in position order.
-
-    Args:
-        head: int64 [M].
-        token: int64 [M] position in the prompt.
-        ordinal: int64 [M] place in the head's list.
-        count: int64 [H] tokens per head.
-    """
-
-    head: Tensor
-    token: Tensor
-    ordinal: Tensor
-    count: Tensor
-
-    @staticmethod
-    def of(chosen: Tensor) -> "Kept":
-        """From bool [H, N]."""
-        count = chosen.sum(1)
-        head, token = chosen.nonzero(as_tuple=True)
-        ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
-        return Kept(head, token, ordinal, count)
 
 
 class Paged:
@@ -133,8 +87,9 @@ class Paged:
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
-        lists, num_tiers = self.pages.layer_lists(rows, layer), len(self.pages.formats)
-        tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in range(num_tiers)]
+        lists, homes = self.pages.layer_lists(rows, layer), self.pages.homes
+        present = range(len(self.pages.formats)) if homes is None else [tier for tier, _ in homes.in_layer(layer)]
+        tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in present]
         return tiers, None
 
     def view(self, rows: Tensor, numbers: Sequence[int] = ()) -> PagesView:
@@ -176,14 +131,21 @@ class Paged:
 
         Args:
             k, v: [H, N, D] post-RoPE.
-            tier_of: int8 [H, N], the plan.
+            tier_of: int8 [H, N], the plan; where layers or heads differ, 0 stands for each one's own.
             score: fp32 [H, N] what the slots' scores begin with, or None for 0.
         """
         paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
         lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
         prompt = PromptLayer(row, layer, lists, k, v, paged_k, score)
-        for tier in range(len(self.pages.formats)):
-            self._write_tier(prompt, tier, Kept.of(tier_of == tier))
+        if (homes := self.pages.homes) is None:
+            for tier in range(len(self.pages.formats)):
+                self._write_tier(prompt, tier, Kept.of(tier_of == tier))
+            return
+        for tier, heads in homes.in_layer(layer):
+            kept = tier_of == 0
+            if heads is not None:
+                kept = torch.zeros_like(kept).index_copy_(0, heads, kept[heads])
+            self._write_tier(prompt, tier, Kept.of(kept))
 
     def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
         head, token = kept.head, kept.token
@@ -215,23 +177,26 @@ class Paged:
         self.rope.turn(tiers, None)
         keys, values, live = pages.backend.gather_dense(pages.pool.pages, tiers, None)
         out = pages.backend.chunk_attention(q, k, v, (keys[0], values[0], live[0]), scale)
-        lists = pages.layer_lists(rows, layer).flatten()
-        first = pages.table.reserve(lists, 0, torch.full_like(lists, chunk))
         offset = torch.arange(chunk, device=k.device)
-        each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
-        pages.table.own([(0, each, ordinal)])
-        page, slot = pages.table.lookup(each, 0, ordinal)
         position = self.counters.seen[row] + offset
-        score = self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0
-        pages.put(
-            0,
-            page,
-            slot,
-            self.rope.strip(k, position).flatten(0, 1),
-            v.flatten(0, 1),
-            score=score,
-            pos=position.repeat(len(lists)),
-        )
+        stripped = self.rope.strip(k, position)
+        for tier, heads in pages.parts_of(layer):
+            own_k, own_v = (stripped, v) if heads is None else (stripped[heads], v[heads])
+            lists = pages.layer_lists(rows, layer).flatten()
+            lists = lists if heads is None else lists[heads]
+            first = pages.table.reserve(lists, tier, torch.full_like(lists, chunk))
+            each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
+            pages.table.own([(tier, each, ordinal)])
+            page, slot = pages.table.lookup(each, tier, ordinal)
+            pages.put(
+                tier,
+                page,
+                slot,
+                own_k.flatten(0, 1),
+                own_v.flatten(0, 1),
+                score=self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0,
+                pos=position.repeat(len(lists)),
+            )
         return out
 
     # Decode steps.
@@ -315,16 +280,21 @@ class PagedStep:
         plan = self.holding.plans.decode(self.view)
         self.tier = plan.tier
         pages.grow(self.numbers, 1)
-        page, slot = moves.make_room(
-            pages,
-            lists,
-            plan,
-            own_all=policy.score.decode_update,
-            acts=policy.acts_in_decode,
-            judge=self.holding.plans.judge_step(self.view),
-        )
+        if pages.homes is None:
+            page, slot = moves.make_room(
+                pages,
+                lists,
+                plan,
+                own_all=policy.score.decode_update,
+                acts=policy.acts_in_decode,
+                judge=self.holding.plans.judge_step(self.view),
+            )
+        else:
+            page, slot = moves.make_room_at_home(pages, lists, len(self.rows))
         if pages.formats[self.tier].slot.track:
-            pages.put(self.tier, page, slot, pos=self.tokens_seen.repeat_interleave(pages.lists_per_row))
+            pos = self.tokens_seen.repeat_interleave(pages.lists_per_row)
+            for tier, own in pages.parts_of_rows(len(self.rows), self.tier):
+                pages.put(tier, page[own], slot[own], pos=pos[own])
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
         if policy.reading is not None:
             self.reads = StepReads.begin(policy.reading, self.view, pages.width(self.numbers, 0))
@@ -348,11 +318,12 @@ class PagedStep:
             fp32 [S, Hq, D].
         """
         pages, scores = self.pages, self.holding.scores
-        page, slot, keys = self.page[:, layer].flatten(), self.slot[:, layer].flatten(), k.flatten(0, 1)
-        values = v.flatten(0, 1)
-        pages.put(self.tier, page, slot, keys, values, distinct=True)
-        if scores.writes_tokens:
-            pages.field(self.tier, "score")[page, slot] = scores.of_token(keys, values)
+        for tier, heads in pages.parts_of(layer, self.tier):
+            chosen = (self.page[:, layer], self.slot[:, layer], k, v)
+            page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
+            pages.put(tier, page, slot, keys, values, distinct=True)
+            if scores.writes_tokens:
+                pages.field(tier, "score")[page, slot] = scores.of_token(keys, values)
         tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
         if self.reads is not None:
             tiers = [self.reads.choose(pages, layer, q, tiers[0])]
@@ -388,6 +359,10 @@ class PagedStep:
         return self._fuse()
 
     def _fuse(self) -> FusedStep | None:
+        if (homes := self.pages.homes) is not None:
+            if homes.by_head or self.pages.on_device:  # a layer's call knows one format to write in
+                return None
+            return HomedStep.of(homes, {tier: self._fuse_at(tier) for tier in homes.tiers})
         spec = self.holding.policy.score
         update: ScoreUpdate | None = None
         if spec.decode_update:
@@ -405,6 +380,13 @@ class PagedStep:
         if not self.holding.rope.turn_all_layers(tiers, self.view):
             return None
         return self._open_layers(tiers, target=target, update=update)
+
+    def _fuse_at(self, tier: int) -> FusedStep | None:
+        """The same for the layers that are at home in a tier; the others have no slots in it."""
+        own = self.pages.tier(tier, self.lists)
+        if not self.holding.rope.turn_all_layers([own], self.view):
+            return None
+        return self._open_layers([own], target=(0, self.page, self.slot))
 
     def _open_layers(
         self,

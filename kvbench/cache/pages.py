@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvbench.cache.homes import Homes
 from kvbench.cache.late import Late, Receiver
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend, TierPages, TierTable, Turn
@@ -35,6 +36,7 @@ class Pages:
             move the pages under a captured graph.
         memory_share: See `budget_bytes`.
         pool: Class of the pool.
+        homes: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Pages:
         budget_bytes: int | None = None,
         memory_share: float = 0.9,
         pool: type[PagePool] = PagePool,
+        homes: Homes | None = None,
     ) -> None:
+        self.homes = homes
         self.formats, self.shape, self.backend = formats, shape, backend
         size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
         max_pages = -(-max_slots // min(tokens)) + len(tokens)
@@ -80,6 +84,35 @@ class Pages:
     def allocated_bytes(self) -> int:
         """What the allocator holds: pool, free list and tables."""
         return self.pool.allocated_bytes + self.table.allocated_bytes
+
+    @property
+    def num_planned(self) -> int:
+        """Tiers that a plan may name."""
+        return len(self.formats) if self.homes is None else 1
+
+    @property
+    def planned_bytes(self) -> tuple[float, ...]:
+        """Bytes of one slot in each of them, the mean over lists where these differ."""
+        slots = [fmt.slot.slot_bytes for fmt in self.formats]
+        if self.homes is None:
+            return tuple(slots)
+        return (sum(n * slots[tier] for tier, n in self.tier_counts()) / self.lists_per_row,)
+
+    def parts_of(self, layer: int, planned: int = 0) -> list[tuple[int, Tensor | None]]:
+        """The tiers that a planned one stands for in a layer, with the heads int64 [h] of each; None = all heads."""
+        return [(planned, None)] if self.homes is None else self.homes.in_layer(layer)
+
+    def parts_of_rows(self, num_rows: int, planned: int = 0) -> list[tuple[int, Tensor | slice]]:
+        """Likewise, with which of the lists of so many rows are in each."""
+        if self.homes is None:
+            return [(planned, slice(None))]
+        return [(tier, self.homes.where(tier, num_rows)) for tier in self.homes.tiers]
+
+    def tier_counts(self) -> list[tuple[int, int]]:
+        """The tiers that tier 0 of a plan stands for, with how many lists of a row each has."""
+        if self.homes is None:
+            return [(0, self.lists_per_row)]
+        return list(zip(self.homes.tiers, self.homes.counts, strict=True))
 
     # Which lists.
 

@@ -90,7 +90,7 @@ class Prompts:
             num_kv_heads=heads,
             layers=torch.arange(first, first + num_layers, device=k.device),
             score=score,
-            token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
+            token_bytes=self._holding.pages.planned_bytes,
             extra=extra,
             instruction_tokens=int(self._counters.instruction_tokens[row]) if self._policy.needs_instruction else 0,
             byte_tokens=int(fit.tokens[row]) if fit.budget is not None else None,

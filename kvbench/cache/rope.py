@@ -33,7 +33,8 @@ class Rope:
                 "rotary embedding is not of the plain kind that allows it; set method.position_mode=absolute or "
                 "method.pre_rope=false where the method has that option"
             )
-        if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every or len(policy.tiers) > 1):
+        many = len(policy.tiers) > 1 and policy.by_layer is None
+        if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every or many):
             raise ValueError(f"{name}: position_mode='pre_rope' needs one tier in which slot i stays token i")
         # Without rotation nobody reads it.
         self._inv_freq = torch.zeros(0) if shape.inv_freq is None else shape.inv_freq.to(torch.float32)

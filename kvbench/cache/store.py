@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.chunks import Chunks
 from kvbench.cache.counters import Counters
+from kvbench.cache.homes import Homes
 from kvbench.cache.late import to_device
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.cache.ledger import Ledger
@@ -81,6 +82,10 @@ class CompressedStore:
         heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
         self.copies = heads // shape.num_kv_heads  # of each key and value
         tokens = max_prompt_tokens + max_new_tokens
+        homes = None
+        if policy.by_layer is not None:
+            table = policy.by_layer.of_model(shape.num_layers, shape.num_kv_heads)
+            homes = Homes(tuple(tuple(t for t in row for _ in range(self.copies)) for row in table), shape.device)
         self.pages = Pages(
             compile_formats(policy, shape, options),
             (rows, shape.num_layers, heads),
@@ -90,6 +95,7 @@ class CompressedStore:
             budget_bytes=options.budget_bytes,
             pool=pool,
             memory_share=options.memory_share,
+            homes=homes,
         )
         # Only bulk eviction asks how much the prompt's plan gave each list.
         lists = self.pages.table.num_lists if policy.compact_every else 0

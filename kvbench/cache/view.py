@@ -59,12 +59,14 @@ class PagesView(DecodeView):
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
         if self._fit is not None and self._fit.knows(budget):
             return self._fit.of(self._rows)
-        token_bytes, lists = self._pages.formats[tier].slot.slot_bytes, self._pages.lists_per_row
+        token_bytes, lists = self._pages.planned_bytes[tier], self._pages.lists_per_row
         if budget.unit == "ratio":
             return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)
         return torch.full_like(self.prompt_tokens, budget.tokens(0, lists, token_bytes))
 
     def num_slots(self, tier: int) -> Tensor:
+        if self._pages.homes is not None:  # a list holds nothing but at home
+            return sum(self._pages.held(n, self._lists) for n in self._pages.homes.tiers).view(self.shape)
         return self._pages.held(tier, self._lists).view(self.shape)
 
     def _tier(self, tier: int) -> TierPages:

@@ -1,6 +1,7 @@
 """From measured trials to a choice: what each loses against the full cache, what it holds, and which is the cheapest
 that loses no more than the margin."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from kvbench.calibrate.measure import Trial
 from kvbench.calibrate.plan import Number, Rule
+from kvbench.policy.by_layer import read_table
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE, Measure, score
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import values_by_sample
@@ -148,9 +150,15 @@ def beside(points: Sequence[Measured], parameter: str) -> str:
 
 def settings_text(settings: dict) -> str:
     """Settings as `alpha_h=1 alpha_l=0.02`."""
-    return " ".join(
-        f"{name}={value:g}" if isinstance(value, int | float) else f"{name}={value}" for name, value in settings.items()
-    )
+    return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+
+
+def value_text(value: Number | None) -> str:
+    """A value as `0.02`; of a table of layers, how many there are of each precision."""
+    if not isinstance(value, str) or " " not in value:
+        return f"{value:g}" if isinstance(value, int | float) else str(value)
+    counts = Counter(tier for row in read_table(value).rows for tier in row[:1])
+    return "(" + ", ".join(f"{count} {tier}" for tier, count in counts.items()) + ")"
 
 
 def _row(record: SampleRecord, primary: str) -> dict:

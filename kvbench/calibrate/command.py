@@ -19,12 +19,16 @@ from kvbench.calibrate import show as calibrate_show
 from kvbench.calibrate import write as calibrate_write
 from kvbench.calibrate.choose import Measured, choose, evaluate
 from kvbench.calibrate.curse import false_confirmations
+from kvbench.calibrate.layers import LayerPlan, read_layer_plan
+from kvbench.calibrate.layers import search as search_layers
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Number, Plan, read_plan, split
 from kvbench.calibrate.write import Choice, Result, StageResult
 from kvbench.config import durable
 from kvbench.config.settings import as_dict
+from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
+from kvbench.errors import unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.results import identity
 from kvbench.results.journal import run_lock
@@ -36,6 +40,8 @@ from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
 
 EXIT_DONE, EXIT_FAILED = 0, 1
+LAYERS = "layers"
+WHAT = ("settings", LAYERS)
 
 
 def main(cfg: DictConfig, parts: Parts | None = None) -> int:
@@ -51,10 +57,11 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     Raises:
         ValueError: A setting is out of range, or data or weights are missing.
     """
-    experiment, wanted, method = _parted(cfg)
+    experiment, wanted, method, what = _parted(cfg)
     parts = parts or default_parts()
     policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
-    plan = read_plan(wanted, method, policy)
+    layers = read_layer_plan(wanted.layers, method, policy) if what == LAYERS else None
+    plan = read_plan(wanted, method, policy, None if layers is None else ())
     limit = read_bytes("prompt_cache_bytes", experiment.prompt_cache_bytes)
     parts.check_task(experiment)
     model = parts.load_model(experiment.model)
@@ -65,7 +72,7 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     ).parent
     sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit), say=note)
     default = sweep.trial({}, held_out)
-    decides = {"plan": plan, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
+    decides = {"plan": plan, "layers": layers, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     own = folder / digest[: identity.HASH_DIGITS]
     with run_lock(folder, say=note):
@@ -73,6 +80,8 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
         for place in (own, sweep.folder):  # the lock is on all three folders
             remove_litter(place)
         result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own)
+        if layers is not None:
+            plan = _with_layers(sweep, plan, layers, tuning, result, hf.model_shape(model.model).num_layers)
         tuned = _tune(sweep, plan, tuning, result)
         if tuned is not None:
             result.choice = _judged(sweep, plan, held_out, default, tuned)
@@ -86,9 +95,11 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     return EXIT_DONE if result.choice is not None and result.choice.confirmed else EXIT_FAILED
 
 
-def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
-    """The experiment's settings, the command's, and the name of the method."""
+def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
+    """The experiment's settings, the command's, the name of the method, and what is calibrated."""
     settings = as_dict(cfg)
+    if (what := settings.pop("what")) not in WHAT:
+        raise unknown_name("what", what, WHAT)
     wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
     experiment = OmegaConf.create(settings)
     check_config(experiment)
@@ -101,7 +112,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str]:
         raise ValueError(f"shard={experiment.shard} has no meaning here; leave it out")
     if experiment.method.get(KEY) is not None:
         raise ValueError("method.calibration is what this command writes; leave it out")
-    return experiment, OmegaConf.create(wanted), choices["method"]
+    return experiment, OmegaConf.create(wanted), choices["method"], what
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
@@ -135,6 +146,13 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel, 
                 f"{without[0]}); use {prefix}.criterion=score"
             )
     return task
+
+
+def _with_layers(sweep: Sweep, plan: Plan, layers: LayerPlan, task: TaskSet, result: Result, num_layers: int) -> Plan:
+    """The plan with the tables of precisions as its only stage; `result` takes what they follow from."""
+    result.layers, stage = search_layers(sweep, layers, plan.rule, task, num_layers)
+    result.plan = replace(plan, stages=(stage,))
+    return result.plan
 
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:

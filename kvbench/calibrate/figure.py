@@ -4,7 +4,7 @@ the chosen point, and what it did on the held-out samples."""
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.calibrate.choose import Measured, beside
+from kvbench.calibrate.choose import Measured, beside, value_text
 from kvbench.calibrate.write import Result, StageResult
 from kvbench.results.measures import LOSSES, RESIDENT
 from kvbench.results.writing import write_atomic
@@ -105,9 +105,8 @@ def _memory(axes: "Axes", item: StageResult, result: Result, with_verdict: bool)
         held_out = result.choice.held_out
         _verdict(axes, item.chosen, held_out.bytes_ratio, RESIDENT.scale, held_out)
     axes.set_ylim(0, 1.12 * max(RESIDENT.scale * (e.high or e.value or 0) for e in found))
-    axes.set_xticks(
-        range(len(item.points)), [f"{value:g}" if not isinstance(value, str) else value for value in item.stage.values]
-    )
+    labels = [value_text(value).strip("()").replace(", ", "\n") for value in item.stage.values]
+    axes.set_xticks(range(len(item.points)), labels)
     axes.set_xlim(-0.6, len(item.points) - 0.4)
     axes.set_xlabel(item.stage.parameter)
     axes.grid(axis="y", alpha=0.3)

@@ -84,20 +84,22 @@ class Plan:
         return result
 
 
-def read_plan(cfg: DictConfig, method: str, policy: Policy) -> Plan:
+def read_plan(cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage, ...] | None = None) -> Plan:
     """Check the settings of the command.
 
     Args:
         cfg: The node `calibrate`.
         method: Name of the method's configuration.
         policy: The method at its uncalibrated settings.
+        stages: The stages, where they do not follow from the grid.
 
     Raises:
         ValueError: Names the setting, its value, the rule and the remedy.
     """
     if method == FULL:
         raise ValueError("method=full is what the others are measured against; choose a method that compresses")
-    stages = _stages(cfg, method, declared(type(policy)))
+    if stages is None:
+        stages = _stages(cfg, method, declared(type(policy)))
     for name in ("tuning_samples", "held_out_samples", "resamples"):
         check_whole(f"calibrate.{name}", cfg[name], 2)
     if not isinstance(cfg.tie, int | float) or not 0 <= cfg.tie < 1:

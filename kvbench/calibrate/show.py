@@ -9,6 +9,7 @@ from rich.text import Text
 
 from kvbench.calibrate.choose import Measured, beside, settings_text
 from kvbench.calibrate.curse import ALLOWED
+from kvbench.calibrate.layers import LayerSearch
 from kvbench.calibrate.plan import Rule
 from kvbench.calibrate.write import Choice, Result, StageResult
 from kvbench.config.files import FULL
@@ -26,7 +27,8 @@ def show(result: Result, files: Sequence[Path]) -> None:
         files: What was written, the file to use first.
     """
     rule = result.plan.rule
-    tables = [_stage_table(item, rule) for item in result.stages]
+    tables = [] if result.layers is None else [_layer_table(result.layers, rule)]
+    tables += [_stage_table(item, rule) for item in result.stages]
     if result.choice is not None:
         tables.append(_held_out_table(result, result.choice))
     console = terminal.console(120)
@@ -105,6 +107,23 @@ def _row(table: Table, name: str, point: Measured, mark: str, rule: Rule) -> Non
     ratio = f"{RESIDENT.scale * (point.bytes_ratio.value or 0):.1f}"
     failed = f"{point.num_failed} failed" if point.num_failed else ""
     table.add_row(name, score, *losses, format_bytes(point.resident_bytes), ratio, failed or mark)
+
+
+def _layer_table(found: LayerSearch, rule: Rule) -> Table:
+    """What one layer alone costs at each precision."""
+    lost, usual = LOSSES[rule.criterion], found.plan.tiers[0 if found.plan.around == "gentle" else -1]
+    table = terminal.plain_table(f"{lost.short}, of one layer alone beside {usual}")
+    table.add_column("layer", justify="right")
+    tiers = [tier for tier in found.plan.tiers if tier != usual]
+    for tier in tiers:
+        table.add_column(tier, justify="right")
+    base = found.base.losses[rule.criterion].value or 0.0
+    costs = {
+        (item.layer, item.tier): (item.measured.losses[rule.criterion].value or 0.0) - base for item in found.trials
+    }
+    for layer in range(1 + max(item.layer for item in found.trials)):
+        table.add_row(str(layer), *(f"{lost.scale * costs[layer, tier]:+.4f}" for tier in tiers))
+    return table
 
 
 def _stage_table(item: StageResult, rule: Rule) -> Table:

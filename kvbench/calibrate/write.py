@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbench.calibrate.choose import Measured
+from kvbench.calibrate.layers import LayerSearch
 from kvbench.calibrate.plan import Number, Plan, Stage
 from kvbench.config.code import hash_files
 from kvbench.config.files import package_folder
@@ -72,6 +73,8 @@ class Result:
     hash: str
     """Over the plan, the method's other settings, model, data and code."""
     folder: Path
+    layers: LayerSearch | None = None
+    """What each layer costs, where their precisions are searched."""
     stages: list[StageResult] = field(default_factory=list)
     choice: Choice | None = None
     """None when a stage found no value that is good enough."""
@@ -144,6 +147,7 @@ def _file(result: Result, choice: Choice) -> dict:
         "tuning": [
             {"parameter": item.stage.parameter, "chosen": item.value, "grid": _grid(item)} for item in result.stages
         ],
+        **({} if result.layers is None else {"layers": _sensitivity(result.layers, plan.rule.criterion)}),
         "model": origin["model"],
         "data": origin["data"],
         "code": origin["code"],
@@ -152,6 +156,15 @@ def _file(result: Result, choice: Choice) -> dict:
         "git": origin["git"],
         "made": now(),
     }
+
+
+def _sensitivity(found: LayerSearch, criterion: str) -> dict:
+    """What one layer alone costs at each precision, above the others as usual: a list over layers for each."""
+    usual = found.base.losses[criterion].value or 0.0
+    table: dict[str, list] = {}
+    for trial in found.trials:
+        table.setdefault(trial.tier, []).append(_rounded((trial.measured.losses[criterion].value or 0.0) - usual))
+    return {"tiers": list(found.plan.tiers), "around": found.plan.around, "loss": table}
 
 
 def _origin(result: Result) -> dict:
@@ -225,6 +238,7 @@ def _everything(result: Result) -> dict:
         "plan": dataclasses.asdict(result.plan),
         "method": result.method,
         "hash": result.hash,
+        "layers": None if result.layers is None else dataclasses.asdict(result.layers),
         "stages": [dataclasses.asdict(item) for item in result.stages],
         "chosen": None if choice is None else choice.settings,
         **{name: None if choice is None else dataclasses.asdict(getattr(choice, name)) for name in judged},

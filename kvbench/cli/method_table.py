@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.config import files as listing
-from kvbench.config.compose import SHARED
+from kvbench.config.compose import BY_LAYER, SHARED
 from kvbench.config.settings import read_config
 from kvbench.kernels.format import PageFormat
-from kvbench.policy import ALL_QUERIES, Policy, Ranked, Scored
+from kvbench.policy import ALL_QUERIES, ByLayer, Policy, Ranked, Scored
 from kvbench.runs.parts import make_policy
 
 HEAD = """# Methods
@@ -156,7 +156,22 @@ def yaml_value(value: object) -> str:
 
 def shared(kind: type[Policy]) -> dict[str, Field]:
     """The settings of a method that compose: those of all methods that rank a prompt's tokens."""
-    return {item.name: item for item in fields(kind) if item.name in SHARED and issubclass(kind, Ranked)}
+    names = set(SHARED) - set(BY_LAYER)
+    return {item.name: item for item in fields(kind) if item.name in names and issubclass(kind, Ranked)}
+
+
+def by_layer() -> str:
+    """What the settings mean that give layers a precision of their own."""
+    meaning = meanings(ByLayer)
+    defaults = {item.name: [] if item.default == () else item.default for item in fields(ByLayer)}
+    lines = [f"- `{name}={yaml_value(defaults[name])}`: {meaning[name]}" for name in BY_LAYER]
+    return (
+        "## Precision by layer\n\nMethods of one precision have these: those that quantise every token, and those that "
+        "rank a prompt's tokens and evict none while decoding. `method=int4 method.protect_layers=[0,-1]` is int4 with "
+        "its first and last layer in 16 bits. New tokens are stored as their layer's are. Bytes follow from each "
+        "layer's format, and a budget in bytes is solved for with all of them. `kvbench calibrate what=layers` "
+        "searches a table.\n\n" + "\n".join(lines) + "\n"
+    )
 
 
 def composition() -> str:
@@ -195,6 +210,8 @@ def render() -> str:
         text = " ".join(doc.split("\n\nArgs:")[0].split())
         if shared(type(policy)):
             settings += "\n- and the [settings that compose](#settings-that-compose)"
+        if issubclass(type(policy), ByLayer):
+            settings += "\n- and [precision by layer](#precision-by-layer)"
         details.append(f"### {name}\n\n{text}\n\n{settings}\n\nSource: {section(doc, 'Source')}\n")
     first = table(["method", "keeps", "precision", "scope", "acts", "attention statistics", "memory"], what)
     second = table(["method", "source", "differs from it"], whence)
@@ -204,6 +221,7 @@ def render() -> str:
         "## Where each comes from, and where it differs\n",
         second,
         composition(),
+        by_layer(),
         "## Settings\n",
         *details,
     ]

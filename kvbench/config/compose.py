@@ -16,11 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.config import files
 from kvbench.errors import unknown_name, unknown_setting
 
-# Settings that all methods have which rank a prompt's tokens, and that the YAML of none has to list (a test compares
-# them with the classes in kvbench/policy/, whose import takes seconds).
+# Settings that all methods have which rank a prompt's tokens, and some others, and that no YAML has to list (a test
+# compares them with the classes in kvbench/policy/, whose import takes seconds).
+BY_LAYER = ("tiers_by_layer", "protect_layers", "protect_tier")  # of methods with one precision
 SHARED = (
     *("allocation", "alpha", "beta", "table", "chunk", "cut_chunk", "value_aware"),
     *("protect", "protect_tokens", "threshold"),
+    *BY_LAYER,
 )
 
 

@@ -8,9 +8,10 @@ it and what becomes of the one who does (`plan_decode`). A third, optional answe
 policy never sees keys or values, never counts bytes, never knows a backend. What it ranks by is a `Statistic`: one of
 those here, or a small class in the method's own file, which the store runs on a layer's tensors.
 
-Methods that rank tokens derive from `Ranked`, which has the settings that compose (who shares the budget, chunks, norms
-of values) and the plan of a prompt. `Scored` adds evictions of every list while decoding, what is protected, and
-thresholds; `WindowRanked` ranks a prompt by its last queries.
+Methods of one precision derive from `ByLayer`, with which a user may give some layers or heads another one; the store
+knows then what tier 0 stands for in each list. Methods that rank tokens derive from `Ranked`, which has the settings
+that compose (who shares the budget, chunks, norms of values) and the plan of a prompt. `Scored` adds evictions of every
+list while decoding, what is protected, and thresholds; `WindowRanked` ranks a prompt by its last queries.
 
 How the methods of the field map onto it (tiers; statistics; scope; prompt; decode):
 
@@ -55,8 +56,9 @@ from kvbench.errors import NotForModel
 from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
+from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.chunked import CHUNK, check_chunk
-from kvbench.policy.declare import ALL_QUERIES, Probe, ReadSpec, Residual, ScoreSpec
+from kvbench.policy.declare import ALL_QUERIES, Probe, ReadSpec, Residual, ScoreSpec, TierTable
 from kvbench.policy.heavy import HeavyHitters
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
@@ -99,6 +101,7 @@ __all__ = [
     "Budget",
     "BudgetText",
     "CHUNK",
+    "ByLayer",
     "Choice",
     "CompactPlan",
     "DecodePlan",
@@ -129,6 +132,7 @@ __all__ = [
     "TableOrPath",
     "Text",
     "Tier",
+    "TierTable",
     "TierText",
     "Whole",
     "WindowRanked",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ReadSpec, Residual, ScoreSpec
+from kvbench.policy.declare import ReadSpec, Residual, ScoreSpec, TierTable
 from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import DecodeView, PrefillView
@@ -25,7 +25,9 @@ class Declarations:
     user annotates it again and so makes a setting of it, as H2O does with `granularity`.
 
     Attributes:
-        tiers: One to three precision formats; tier 0 takes new tokens.
+        tiers: One to four precision formats; tier 0 takes new tokens.
+        by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then know no
+            other tier than 0. None = each tier is what it is everywhere.
         score: The attention statistics that the method needs; none by default.
         reading: Which pages decode steps read; None = all of them.
         residual: The 16-bit buffer in front of tier 0; None = no buffer.
@@ -46,6 +48,7 @@ class Declarations:
     """
 
     tiers: tuple[Tier, ...] = (Tier(),)
+    by_layer: TierTable | None = None
     score: ScoreSpec = ScoreSpec()
     reading: ReadSpec | None = None
     residual: Residual | None = None
@@ -119,8 +122,8 @@ class Policy(Declarations):
     @property
     def prompt_only(self) -> bool:
         """Whatever follows the prompt is kept whole and in 16 bits, and all of it is read."""
-        new = self.tiers[0]
-        whole = new.native or new.k_bits == new.v_bits == 16
+        new = self.tiers if self.by_layer is not None else self.tiers[:1]
+        whole = all(tier.native or tier.k_bits == tier.v_bits == 16 for tier in new)
         acts = self.acts_in_decode or self.compact_every or self.reading is not None or self.residual is not None
         return whole and not acts
 

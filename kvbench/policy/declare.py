@@ -1,9 +1,11 @@
-"""What a method declares beside its tiers: attention statistics, residual buffer, reads. Methods import these from
-`kvbench.policy`."""
+"""What a method declares beside its tiers: attention statistics, residual buffer, reads, layers that differ. Methods
+import these from `kvbench.policy`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvbench.errors import NotForModel
 from kvbench.policy.budget import Budget
 from kvbench.policy.statistics import NEEDS, Probability, Statistic
 from kvbench.rules.kinds import shown
@@ -194,3 +196,60 @@ class ReadSpec:
             raise ValueError(f"min_pages={self.min_pages} must be >= 1 and dense_layers={self.dense_layers} >= 0")
         if self.group_reduce not in ("mean", "max"):
             raise ValueError(f"group_reduce={self.group_reduce!r} must be 'mean' or 'max'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTable:
+    """Which of a method's tiers its tier 0 stands for, layer by layer.
+
+    Args:
+        rows: One per layer: a tier, or one per KV head; empty = all have tier 0.
+        named: Layer -> tier where it differs from that; negative layers count from the last.
+        protected: Likewise, and it overrides both.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    named: Mapping[int, int]
+    protected: Mapping[int, int]
+
+    def of_model(self, num_layers: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
+        """The tier of every KV head of every layer.
+
+        Raises:
+            NotForModel: The model has another number of layers or heads.
+        """
+        rows = self.rows or ((0,),) * num_layers
+        if len(rows) != num_layers:
+            raise NotForModel(
+                f"method.tiers_by_layer has {len(rows)} layers, but the model has {num_layers}; give one precision for "
+                "each, or name the layers that differ, such as '0:fp16 -1:fp16'"
+            )
+        chosen = _counted("tiers_by_layer", self.named, num_layers)
+        chosen |= _counted("protect_layers", self.protected, num_layers)
+        found = [(chosen[layer],) if layer in chosen else row for layer, row in enumerate(rows)]
+        for layer, row in enumerate(found):
+            if len(row) not in (1, num_kv_heads):
+                raise NotForModel(
+                    f"method.tiers_by_layer has {len(row)} heads in layer {layer}, but the model has {num_kv_heads} KV "
+                    "heads; give one precision for each, or one for all"
+                )
+        return tuple(row * num_kv_heads if len(row) == 1 else row for row in found)
+
+
+def _counted(setting: str, layers: Mapping[int, int], num_layers: int) -> dict[int, int]:
+    """Layers counted from the first.
+
+    Raises:
+        NotForModel: A layer does not exist, or is named twice.
+    """
+    found: dict[int, int] = {}
+    for layer, tier in layers.items():
+        if not -num_layers <= layer < num_layers:
+            raise NotForModel(
+                f"method.{setting} names layer {layer}, but the model has layers 0 to {num_layers - 1}, of which -1 is "
+                "the last; name one of these"
+            )
+        if layer % num_layers in found:
+            raise NotForModel(f"method.{setting} names layer {layer % num_layers} twice; name it once")
+        found[layer % num_layers] = tier
+    return found

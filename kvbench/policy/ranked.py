@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvbench.errors import NotForModel
 from kvbench.policy.allocation import Allocation, read_table, shares_by_score, shares_by_table
-from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
+from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.declare import ALL_QUERIES, ScoreSpec
 from kvbench.policy.outcomes import kept_first, threshold_remark
 from kvbench.policy.plans import EVICT, PrefillPlan
@@ -23,7 +23,7 @@ from kvbench.rules.kinds import Number, TableOrPath, Whole
 
 
 @dataclass(kw_only=True)
-class Ranked(Policy):
+class Ranked(ByLayer):
     """A method that keeps the tokens with the highest scores; its lists share a budget as `allocation` says.
 
     A subclass says by what it ranks: its `__post_init__` calls `super().__post_init__()` and then
@@ -84,6 +84,7 @@ class Ranked(Policy):
             )
         # A threshold has no budget, and what asks for one is told that everything fits.
         self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(1.0 if self.budget is None else self.budget)
+        self.spread()
         self.needs_instruction = self.protect == "instruction"
         self.fewest_tokens = max(1, self._sinks)
         self.budget_is_mean = self.allocation != "uniform"
@@ -139,6 +140,7 @@ class Ranked(Policy):
         self.score = replace(spec, statistic=WithValueNorms(spec.statistic)) if self.value_aware else spec
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        super().check_model(num_layers, num_kv_heads)
         if self.allocation != "table":
             return
         found = tuple(self._weights.shape) if self.table is not None else (0, 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config import files
 from kvbench.config.code import hash_files
+from kvbench.config.compose import BY_LAYER
 from kvbench.config.settings import copy_config
 from kvbench.errors import unknown_name
 from kvbench.results import provenance
@@ -141,11 +142,11 @@ def apply(method: "DictConfig") -> "tuple[DictConfig, Calibration | None]":
         raise ValueError(f"method.calibration={where} is for method={found.content['method']}; choose that method")
     changed = copy_config(method)
     for name, value in found.settings.items():
-        if name not in changed:
+        if name not in changed and name not in BY_LAYER:  # which no YAML has to list
             raise ValueError(
                 f"method.calibration={where} sets {name}, which this method does not have; calibrate again"
             )
-        if changed[name] not in (value, found.content["replaces"].get(name)):
+        if changed.get(name) not in (value, found.content["replaces"].get(name)):
             raise ValueError(
                 f"method.{name}={changed[name]} and method.calibration={where}, which says {value}, contradict each "
                 f"other; leave one out"

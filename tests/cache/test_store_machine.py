@@ -279,7 +279,7 @@ class StoreMachine(RuleBasedStateMachine):
             pool.pages,
             pool.free_list,
             store.pages.table.entries,
-            store.pages.table.third,
+            store.pages.table.further,
             store.pages.table.num_slots,
         ]
         if pool.others is not None:
@@ -315,9 +315,9 @@ def test_dice_need_a_store():
     shape = ModelShape(
         num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=torch.device("cpu")
     )
-    with pytest.raises(ValueError, match="Dice has 4 tiers; the page table holds one to three"):
+    with pytest.raises(ValueError, match="Dice has 5 tiers; the page tables hold one to four"):
         CompressedStore(
-            Dice(own_tiers=(Tier(),) * 4),
+            Dice(own_tiers=(Tier(),) * 5),
             shape,
             rows=1,
             max_prompt_tokens=8,

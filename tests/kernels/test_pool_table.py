@@ -28,7 +28,7 @@ class TableMachine(RuleBasedStateMachine):
     wrapped = 0
 
     @initialize(
-        tokens=st.sampled_from([(8,), (8, 16), (16, 8, 24), (1, 3, 2)]),
+        tokens=st.sampled_from([(8,), (8, 16), (16, 8, 24), (1, 3, 2), (8, 16, 24, 8)]),
         max_pages=st.integers(3, 9),
         num_pages=st.integers(1, 20),
         growable=st.booleans(),
@@ -56,7 +56,8 @@ class TableMachine(RuleBasedStateMachine):
             self.pages(self.count[n, tier] + c, tier) - len(self.owned[n, tier])
             for n, c in zip(lists, counts, strict=True)
         ]
-        other = [len(self.owned[n, 1 - tier]) if tier < 2 and len(self.tokens) > 1 else 0 for n in lists]
+        beside = {0: 1, 1: 0, 2: 3, 3: 2}[tier]  # the other end of the same table
+        other = [len(self.owned[n, beside]) if beside < len(self.tokens) else 0 for n in lists]
         full = any(
             len(self.owned[n, tier]) + k + o > self.max_pages for n, k, o in zip(lists, need, other, strict=True)
         )

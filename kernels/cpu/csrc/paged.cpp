@@ -112,7 +112,7 @@ int kvb_step(const kvb::Step* step, int layer, float* q, const float* k, const f
   using namespace kvb;
   if (!in_range(layer, step->num_layers)) return kNoLayer;
   Call call = step->call;
-  Tier tiers[3];
+  Tier tiers[4];  // as many as kernels/checks.py lets a call have
   const long offset = (long)layer * call.num_heads;
   for (int i = 0; i < call.num_tiers; i++) {
     tiers[i] = call.tiers[i];
