@@ -12,7 +12,7 @@ from kvbench.cache.pages import Pages
 from kvbench.cache.ring import ResidualBuffer
 from kvbench.cache.rotation import Turns
 from kvbench.kernels.backend import FusedStep, Ring, StepRing, TierPages
-from kvbench.policy import Policy, Residual
+from kvbench.policy import DecodePlan, Policy, Residual
 
 
 class Buffered(Paged):
@@ -23,14 +23,21 @@ class Buffered(Paged):
         shape: The model's shape.
         pages: The pages.
         counters: What the rows have seen.
-        turns: See `Paged`.
+        turns, first_layer: See `Paged`.
         residual: The policy's residual buffer.
     """
 
     def __init__(
-        self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns, residual: Residual
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        pages: Pages,
+        counters: Counters,
+        turns: Turns,
+        residual: Residual,
+        first_layer: int = 0,
     ) -> None:
-        super().__init__(policy, shape, pages, counters, turns)
+        super().__init__(policy, shape, pages, counters, turns, first_layer)
         slot = pages.formats[0].slot
         # fp16 (bf16 for bf16 models), or the model's own dtype where the tier is native
         self.ring = ResidualBuffer(residual, pages.shape, shape.head_dim, slot.dtype, slot.group_tokens, shape.device)
@@ -101,8 +108,11 @@ class Buffered(Paged):
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise AssertionError("a residual buffer takes a later segment token by token")
 
-    def open(self, rows: Tensor, numbers: Sequence[int]) -> "BufferedStep":
-        return BufferedStep(self, rows, numbers)
+    def _compact(self, rows: Tensor, numbers: Sequence[int]) -> None:
+        """Nothing: tokens behind rings are not evicted."""
+
+    def step(self, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> "BufferedStep":
+        return BufferedStep(self, rows, numbers)  # whatever the plan: nothing moves but what the rings let go
 
 
 class BufferedStep(PagedStep):

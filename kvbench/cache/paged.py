@@ -20,7 +20,7 @@ from kvbench.cache.rotation import Turns
 from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
 from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
-from kvbench.policy import Policy
+from kvbench.policy import CompactPlan, DecodePlan, Policy
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,27 @@ class Paged:
         pages: The pages.
         counters: What the rows have seen.
         turns: What keys and values took before they come here; statistics see them without.
+        first_layer: The model's number of the first layer that is held here; other arguments count from it.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns) -> None:
+    def __init__(
+        self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns, first_layer: int = 0
+    ) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
-        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, turns)
+        self.turns, self.first_layer = turns, first_layer
+        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, turns, first_layer)
         self.plans = CheckedPlans(policy, pages)
         self._due: dict[int, int] = {}  # row -> whether its bulk eviction is due, where the host was told
         self.fit: Fit | None = None  # what a budget in bytes buys; the store's, which knows what else a row holds
+
+    @property
+    def parts(self) -> "Sequence[Paged]":
+        """What holds the layers, in their order: this alone, or the parts of a `Split`."""
+        return (self,)
+
+    def part_of(self, layer: int) -> "tuple[int, Paged]":
+        """Which of `parts` holds a layer of the model, by number and itself."""
+        return 0, self
 
     @property
     def takes_chunks(self) -> bool:
@@ -146,6 +159,10 @@ class Paged:
         )
 
     # Rows.
+
+    def lists(self, row: int) -> Tensor:
+        """List numbers int64 [M] of one row."""
+        return self.pages.lists_of(torch.tensor([row], device=self.shape.device))
 
     def forget(self, number: int) -> None:
         """Notes that what the host was told of a row holds no longer."""
@@ -216,9 +233,9 @@ class Paged:
 
     # Decode steps.
 
-    def open(self, rows: Tensor, numbers: Sequence[int]) -> "PagedStep":
+    def open(self, rows: Tensor, numbers: Sequence[int]) -> "list[PagedStep]":
         """Plans one decode step for rows (int64 [S]), which the host knows as `numbers`, and makes room for their
-        tokens.
+        tokens; one step for each of `parts`.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
@@ -226,7 +243,11 @@ class Paged:
             ValueError: The plan breaks a rule; the same holds.
         """
         self._compact(rows, numbers)
-        return PagedStep(self, rows, numbers)
+        return [self.step(rows, numbers)]
+
+    def step(self, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> "PagedStep":
+        """A step by a plan; None = the policy is asked."""
+        return PagedStep(self, rows, numbers, plan)
 
     def tell(self, rows: Tensor, numbers: Sequence[int]) -> None:
         """Tells the host, once a step has ended and later where it does not wait, what the next one has to know."""
@@ -250,12 +271,15 @@ class Paged:
         if not whose:
             return
         due = rows if len(whose) == len(numbers) else to_device(whose, rows.device)
-        lists = self.pages.lists_of(due)
-        self.pages.table.own_all(lists)  # before the plan: what cannot be carried out is not asked for
-        plan = self.plans.compact(self.measured_view(due, whose))
+        self.pages.table.own_all(self.pages.lists_of(due))  # before the plan: what cannot be done is not asked for
+        self.evict(due, whose, self.plans.compact(self.measured_view(due, whose)))
+
+    def evict(self, rows: Tensor, numbers: Sequence[int], plan: CompactPlan) -> None:
+        """Carries out a bulk eviction on rows, whose pages nobody shares."""
+        lists = self.pages.lists_of(rows)
         moves.evict(self.pages, lists, plan)
         if plan.restart_scores:
-            self.scores.restart(lists, [self.pages.width(whose, tier) for tier in range(len(self.pages.formats))])
+            self.scores.restart(lists, [self.pages.width(numbers, tier) for tier in range(len(self.pages.formats))])
 
 
 class PagedStep:
@@ -265,11 +289,13 @@ class PagedStep:
         holding: What holds the tokens.
         rows: int64 [S] live rows.
         numbers: The same as the host knows them.
+        plan: What the policy decided; None = it is asked.
     """
 
     reads: StepReads | None = None  # chooses what to read of each layer, and counts it; None = everything is read
 
-    def __init__(self, holding: Paged, rows: Tensor, numbers: Sequence[int]) -> None:
+    def __init__(self, holding: Paged, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> None:
+        self._given = plan
         self.holding, self.pages, self.rows, self.numbers = holding, holding.pages, rows, numbers
         self.tokens_seen = holding.counters.tokens_seen[rows]
         self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
@@ -278,7 +304,7 @@ class PagedStep:
     def _plan(self) -> None:
         policy, pages, lists = self.holding.policy, self.pages, self.lists.flatten()
         self.view = self.holding.view(self.rows, self.numbers)
-        plan = self.holding.plans.decode(self.view)
+        plan = self.holding.plans.decode(self.view) if self._given is None else self._given
         self.tier = plan.tier
         pages.grow(self.numbers, 1)
         page, slot = moves.make_room(pages, lists, plan, own_all=policy.score.decode_update)
@@ -314,7 +340,7 @@ class PagedStep:
             pages.field(self.tier, "score")[page, slot] = scores.of_token(keys, values)
         tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
         if self.reads is not None:
-            tiers = [self.reads.choose(pages, layer, q, tiers[0])]
+            tiers = [self.reads.choose(pages, self.holding.first_layer + layer, q, tiers[0])]
         self.holding.rope.turn(tiers, self.view)
         spec = scores.spec
         out, _, reduced = pages.backend.paged_decode(

@@ -54,6 +54,7 @@ class Pages:
         limit, most = budget_bytes // size if budget_bytes is not None else None, math.prod(shape) * max_pages
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
+        self.lists_of_model = self.lists_per_row  # more where other layers or heads lie elsewhere
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
         self.late = Late(self.on_device or device.type != "cpu")
         self._longest: dict[int, list[int]] = {}  # most slots of a list of a row, by tier; what the host knows

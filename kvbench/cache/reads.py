@@ -48,6 +48,6 @@ class StepReads:
         self.held_bytes += tier.num_k.sum(1) * fmt.slot.slot_bytes
         return chosen
 
-    def totals(self) -> list[list[float]]:
-        """Per row, the bytes that the step read and those that it would have read of everything."""
-        return torch.stack([self.read_bytes, self.held_bytes], 1).tolist()
+    def totals(self) -> Tensor:
+        """fp64 [S, 2]: per row, the bytes that the step read and those that it would have read of everything."""
+        return torch.stack([self.read_bytes, self.held_bytes], 1)

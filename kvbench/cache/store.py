@@ -22,6 +22,7 @@ from kvbench.cache.paged import Paged, PagedStep
 from kvbench.cache.pages import Pages
 from kvbench.cache.prompts import Prompts
 from kvbench.cache.rotation import turns_of
+from kvbench.cache.split import Split
 from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
@@ -62,35 +63,47 @@ class CompressedStore:
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape = policy, shape
-        self._turns = turns_of(options.rotation, policy, shape.head_dim, shape.device)
         heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
         self.copies = heads // shape.num_kv_heads  # of each key and value
-        tokens = max_prompt_tokens + max_new_tokens
-        self.pages = Pages(
-            compile_formats(policy, shape, options),
-            (rows, shape.num_layers, heads),
-            max_slots=min(policy.max_slots(max_prompt_tokens, max_new_tokens), tokens),
-            backend=backend,
-            device=shape.device,
-            budget_bytes=options.budget_bytes,
-            pool=pool,
-            memory_share=options.memory_share,
-        )
-        # Only bulk eviction asks how much the prompt's plan gave each list.
-        lists = self.pages.table.num_lists if policy.compact_every else 0
-        self.counters = Counters.make(rows, lists, shape.device, policy.needs_instruction)
-        self.holding = (
-            Paged(policy, shape, self.pages, self.counters, self._turns)
-            if policy.residual is None
-            else Buffered(policy, shape, self.pages, self.counters, self._turns, policy.residual)
-        )
-        self.ledger = Ledger(policy, self.holding, self.counters, shape)
-        self.fit = self.holding.fit = self.ledger.fit
+        slots = policy.max_slots(max_prompt_tokens, max_new_tokens), max_prompt_tokens + max_new_tokens
+
+        def part(first_layer: int, own: ModelShape) -> Paged:
+            """What holds the layers of one place."""
+            turns = turns_of(options.rotation, policy, own.head_dim, own.device)
+            budget = options.budget_bytes
+            if budget is not None:  # each place has its layers' share, and each process its heads'
+                budget = budget * own.num_layers // (shape.num_layers * shape.ranks.size)
+            pages = Pages(
+                compile_formats(policy, own, replace(options, budget_bytes=budget)),
+                (rows, own.num_layers, own.num_kv_heads * self.copies),
+                max_slots=min(slots),
+                backend=backend,
+                device=own.device,
+                budget_bytes=budget,
+                pool=pool,
+                memory_share=options.memory_share,
+            )
+            pages.lists_of_model = shape.num_layers * heads
+            # Only bulk eviction asks how much the prompt's plan gave each list.
+            lists = pages.table.num_lists if policy.compact_every else 0
+            counters = Counters.make(rows, lists, own.device, policy.needs_instruction)
+            if policy.residual is None:
+                return Paged(policy, own, pages, counters, turns, first_layer)
+            return Buffered(policy, own, pages, counters, turns, policy.residual, first_layer)
+
+        parts = [part(*each) for each in shape.parts()]
+        whole = len(parts) == 1 and shape.ranks.size == 1
+        self.holding: Paged | Split = parts[0] if whole else Split(policy, shape, parts)
+        self.pages, self.counters = parts[0].pages, parts[0].counters  # of the first place
+        self.ledger = Ledger(policy, self.holding, shape)
+        self.fit = self.ledger.fit
+        for each in parts:
+            each.fit = self.fit
         self._max_new_tokens = max_new_tokens
-        self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
+        self._prompts = Prompts(policy, shape, self.holding, self.ledger)
         self._free_rows = list(range(rows))
-        self._step: PagedStep | None = None
-        self._layers: PagedStep | FusedStep | None = None
+        self._steps: list[PagedStep] = []
+        self._layers: list[PagedStep | FusedStep] = []
         # The rows of the last step and their tensor: rows change seldom.
         self._rows: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0, dtype=torch.int64, device=shape.device)
         self.watcher: PromptWatcher | None = None  # sees what `prefill_layer` gets and scores, for a prompt cache
@@ -98,13 +111,15 @@ class CompressedStore:
     @property
     def allocated_bytes(self) -> int:
         """Everything the allocator holds for the cache: pool, tables, counters, rings."""
-        solved = self.fit.tokens.nbytes
-        return self.pages.allocated_bytes + self.counters.allocated_bytes + self.holding.allocated_bytes + solved
+        return self.fit.tokens.nbytes + sum(
+            part.pages.allocated_bytes + part.counters.allocated_bytes + part.allocated_bytes
+            for part in self.holding.parts
+        )
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
-        return self.pages.pool.num_used * self.pages.pool.page_bytes
+        return sum(part.pages.pool.num_used * part.pages.pool.page_bytes for part in self.holding.parts)
 
     @property
     def takes_chunks(self) -> bool:
@@ -127,12 +142,10 @@ class CompressedStore:
         """
         row = self._free_rows[0]
         self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
-        self.counters.hold(row, 0)
-        self.counters.prompt_tokens[row] = 0
-        if self.policy.needs_instruction:
-            self.counters.instruction_tokens[row] = instruction_tokens
         self.ledger.open(row)
-        self.holding.forget(row)
+        for part in self.holding.parts:
+            part.counters.open(row, instruction_tokens)
+            part.forget(row)
         return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
 
     def close_row(self, row: int) -> None:
@@ -141,9 +154,9 @@ class CompressedStore:
         When it fails for want of memory it may be called again: what was returned already is not returned twice.
         """
         self._prompts.forget(row)  # first, since this needs no memory and gives some back
-        self._step = self._layers = None
-        self.pages.late.drop()
-        self.holding.clear(self._lists(row))
+        self._end()
+        for part in self.holding.parts:
+            part.clear(part.lists(row))
         self._free_rows.append(row)
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
@@ -158,19 +171,12 @@ class CompressedStore:
         """
         row = self.open_row()
         try:
-            self.holding.share(source, row)
-            if not share:
-                self.pages.table.own_all(self._lists(row))
-            for counter in (
-                self.counters.tokens_seen,
-                self.counters.prompt_tokens,
-                *([self.counters.instruction_tokens] if self.policy.needs_instruction else []),
-            ):
-                counter[row] = counter[source]
-            self.counters.seen[row] = self.counters.seen[source]
-            if self.counters.prompt_slots.numel():
-                self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
-            self.pages.copy_bounds(source, row)
+            for part in self.holding.parts:
+                part.share(source, row)
+                if not share:
+                    part.pages.table.own_all(part.lists(row))
+                part.counters.copy(source, row)
+                part.pages.copy_bounds(source, row)
             if self.fit.budget is not None:
                 self.fit.tokens[row] = self.fit.tokens[source]
             self.ledger.fork(source, row)
@@ -225,7 +231,7 @@ class CompressedStore:
             call: What the model called the layer's attention with, for statistics that ask for it.
             replays: What the passes gave that the policy's probe asks for.
         """
-        scores, score, last = self.holding.scores, None, None
+        scores, score, last = self.holding.part_of(layer)[1].scores, None, None
         if not scores.spec.only_keys_and_values:
             own = tuple(replace(each, k=self._copied(each.k, 0)) for each in replays)
             score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own)
@@ -246,12 +252,13 @@ class CompressedStore:
                 or only keys and values are looked at.
             last: What the cache keeps of the prompt's last queries (`QueryRing.last`), or None.
         """
-        keys, values, scores = self._copied(k, 0), self._copied(v, 0), self.holding.scores
+        keys, values, part = self._copied(k, 0), self._copied(v, 0), self.holding.part_of(layer)[1]
+        scores, turns = part.scores, part.turns
         if score is None and scores.spec.only_keys_and_values:
             score = scores.of_prompt(layer, None, keys, values, math.nan)
         if scores.queries is not None and last is not None:
-            scores.queries.hold_prompt(row, layer, last, k.shape[1])
-        self._prompts.place(row, layer, self._turns.keys.turn(keys), self._turns.values.turn(values), score)
+            scores.queries.hold_prompt(row, layer - part.first_layer, last, k.shape[1])
+        self._prompts.place(row, layer, turns.keys.turn(keys), turns.values.turn(values), score)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
@@ -262,14 +269,17 @@ class CompressedStore:
         Returns:
             fp32 [Hq, n, D].
         """
-        self.pages.late.collect()
-        self.holding.forget(row)
-        q, k, v = self._turned(q, k, v)
-        out = self._turns.values.back(self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale))
+        _, part = self.holding.part_of(layer)
+        part.pages.late.collect()
+        part.forget(row)
+        q, k, v = part.turns.keys.turn(q), part.turns.keys.turn(k), part.turns.values.turn(v)
+        out = part.append(row, layer - part.first_layer, q, self._copied(k, 0), self._copied(v, 0), scale)
         if layer + 1 == self.shape.num_layers:
-            self.counters.hold(row, self.counters.seen[row] + k.shape[1])
+            seen = self.counters.seen[row] + k.shape[1]
+            for each in self.holding.parts:
+                each.counters.hold(row, seen)
             self.ledger.hold(row)
-        return out
+        return part.turns.values.back(out)
 
     # Decode steps.
 
@@ -279,18 +289,18 @@ class CompressedStore:
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
-                taken place.
+                taken place. Of a model in several places or processes, the rows can only be closed then.
             ValueError: The policy's plan breaks a rule; the same holds. On a device that the host does not wait for,
                 the step before broke one.
         """
-        self._step = self._layers = None
-        self.pages.late.drop()
-        self.pages.late.collect()
+        self._end()
+        for part in self.holding.parts:
+            part.pages.late.collect()
         numbers = tuple(rows.tolist() if isinstance(rows, Tensor) else rows)
         if numbers != self._rows[0]:
             self._rows = numbers, to_device(numbers, self.shape.device)
-        self._step = self.holding.open(self._rows[1], numbers)
-        self._layers = self._step.fused() or self._step
+        self._steps = self.holding.open(self._rows[1], numbers)
+        self._layers = [step.fused() or step for step in self._steps]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores.
@@ -301,29 +311,32 @@ class CompressedStore:
         Returns:
             fp32 [S, Hq, D].
         """
-        assert self._step is not None and self._layers is not None, "begin_step comes first"
-        if (queries := self.holding.scores.queries) is not None:
-            queries.hold_step(self._step.rows, layer, q, scale, self._step.tokens_seen)
-        q, k, v = self._turned(q, k, v)
-        out = self._layers.attend(layer, q, self._step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
-        return self._turns.values.back(out)
+        assert self._steps, "begin_step comes first"
+        index, part = self.holding.part_of(layer)
+        step, own = self._steps[index], layer - part.first_layer
+        if (queries := part.scores.queries) is not None:
+            queries.hold_step(step.rows, own, q, scale, step.tokens_seen)
+        q, k, v = part.turns.keys.turn(q), part.turns.keys.turn(k), part.turns.values.turn(v)
+        out = self._layers[index].attend(own, q, step.strip(self._copied(k, 1)), self._copied(v, 1), scale)
+        return part.turns.values.back(out)
 
     def end_step(self) -> None:
         """Counts the new token and the bytes held."""
-        step = self._step
-        assert step is not None, "begin_step comes first"
-        step.end()
-        self.counters.step(step.rows, step.numbers)
-        self.ledger.step(step.rows, step.numbers, step.reads.totals() if step.reads is not None else None)
-        self.holding.tell(step.rows, step.numbers)
-        self.pages.late.send()
-        self._step = self._layers = None
+        assert self._steps, "begin_step comes first"
+        for step in self._steps:
+            step.end()
+            step.holding.counters.step(step.rows, step.numbers)
+        self.ledger.step(self._steps)
+        for step in self._steps:
+            step.holding.tell(step.rows, step.numbers)
+            step.pages.late.send()
+        self._steps, self._layers = [], []
 
-    def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._turns.keys.turn(q), self._turns.keys.turn(k), self._turns.values.turn(v)
-
-    def _lists(self, row: int) -> Tensor:
-        return self.pages.lists_of(torch.tensor([row], device=self.shape.device))
+    def _end(self) -> None:
+        """Forgets a step that is under way."""
+        self._steps, self._layers = [], []
+        for part in self.holding.parts:
+            part.pages.late.drop()
 
     def _copied(self, x: Tensor, dim: int) -> Tensor:
         """Keys or values at the store's granularity: KV heads along `dim`, each as often as it is kept."""

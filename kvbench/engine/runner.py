@@ -64,7 +64,7 @@ class Runner:
         self.loaded, self.policy, self.options = model, policy, options or StoreOptions()
         self.prompts = prompts or PromptCache()
         self.focus()
-        self.shape = hf.model_shape(model.model)
+        self.shape = hf.model_shape(model.model, model.places)
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device)
         self.open_rows: list[int] = []

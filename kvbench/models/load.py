@@ -32,7 +32,7 @@ class LoadedModel:
             are not part of it.
         max_tokens: Context length: prompt and answer together must not exceed it.
         dtype: Dtype of the weights.
-        device: Where the weights live.
+        device: Where the weights live; of several devices the first one, where prompts go in.
         chat_template: True when the tokenizer can render a chat.
     """
 
@@ -44,6 +44,12 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     chat_template: bool
+    places: tuple[tuple[torch.device, int], ...] = ()
+    """Devices and how many layers each has, in the order of the layers, where `model.device` named several."""
+    quantisation: str = ""
+    """What the weights were quantised to after they were read, and by what; empty = nothing."""
+    tensor_parallel: int = 1
+    """Processes among which the heads are divided."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
