@@ -56,7 +56,8 @@ def ranks_of(model: PreTrainedModel) -> Ranks:
 
 
 def _is_cut(model: PreTrainedModel) -> bool:
-    return any(hasattr(weight, "device_mesh") for weight in model.parameters())
+    cut = any(hasattr(weight, "device_mesh") for weight in model.parameters())
+    return cut or (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def check(model: PreTrainedModel, name: str) -> None:

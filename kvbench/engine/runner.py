@@ -211,6 +211,10 @@ class Runner:
         """What a row really holds."""
         return self.store.ledger.row_bytes(row)
 
+    def report(self, row: int) -> tuple[dict, dict]:
+        """What a row holds and kept, as `Ledger.report` gives it."""
+        return self.store.ledger.report(row)
+
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, list[int]]:
         """The most likely continuation of one prompt, token by token, up to the model's end token.
 
@@ -234,7 +238,7 @@ class Runner:
         self.probe_s = 0.0
 
         def forward() -> Logits:
-            if num_logits <= PIECE:
+            if num_logits <= PIECE or self.shape.ranks.size > 1:  # later, other processes would not make theirs
                 found: Logits = self._forward(session, [tokens], [0], num_logits)[0]
             else:
                 found = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))

@@ -186,6 +186,7 @@ def _ingredients(
             "device": str(model.device).split(":")[0],
             "chat_template": model.chat_template,
             "max_tokens": model.max_tokens,
+            **_placement(cfg, model),
         },
         "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": cfg.limit},
         "method": _method_settings(cfg.method, policy),
@@ -203,6 +204,22 @@ def _ingredients(
         },
     }
     return {name: identity.canonical(found[name]) for name in sorted(found)}
+
+
+def _placement(cfg: DictConfig, model: "LoadedModel") -> dict[str, Any]:
+    """What of a model's placement can change an answer; where it cannot, runs are the same wherever they ran.
+
+    Layers on several devices compute what they compute on one. Only a limit on the pool of pages is then one of each
+    device, where a sample may fit or not. Heads in several processes are summed in another order.
+    """
+    found: dict[str, Any] = {}
+    if model.quantisation:
+        found["quantisation"] = model.quantisation
+    if model.tensor_parallel > 1:
+        found["tensor_parallel"] = model.tensor_parallel
+    if model.places and cfg.store.budget_bytes is not None:
+        found["layers_per_device"] = [count for _, count in model.places]
+    return found
 
 
 @cache
