@@ -163,7 +163,8 @@ def make_parts(
         return made
 
     def load_model(cfg):
-        chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu"} | dict(cfg)
+        chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu"}
+        chosen |= {"places": (), "quantisation": "", "tensor_parallel": 1} | dict(cfg)
         return SimpleNamespace(chat_template=False, max_tokens=512, **chosen)
 
     def load_task(cfg, model, *, limit, seed, protocol):

@@ -30,7 +30,10 @@ class Measurer:
         weights = self.shape.output_projections
         if "output_projection" not in self.spec.statistic.needs or weights is None:
             return None
-        return weights[layer].T.unflatten(0, (self.shape.num_q_heads, -1))
+        weight = weights[layer]
+        if type(weight) is not Tensor:  # quantised weights give back what they stand for
+            weight = weight.dequantize().to(self.shape.dtype)
+        return weight.T.unflatten(0, (self.shape.num_q_heads, -1))
 
 
 class _Tensors(LayerTensors):

@@ -8,6 +8,7 @@ from kvbench.cache.layout import Place
 from kvbench.cache.ranks import ALONE, ProcessRanks, Ranks
 from kvbench.engine.calls import attention_modules
 from kvbench.errors import UnsupportedModel
+from kvbench.models.processes import too_few_heads
 
 OFFLOADED = {"meta", "disk"}
 
@@ -87,15 +88,5 @@ def check(model: PreTrainedModel, name: str) -> None:
         )
     config, size = model.config.get_text_config(), ranks_of(model).size
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % size:
-        raise UnsupportedModel(too_few_heads(name, heads, size))
-
-
-def too_few_heads(name: str, kv_heads: int, processes: int) -> str:
-    """Why a model's heads cannot be divided among so many processes."""
-    fitting = max(count for count in range(1, processes + 1) if kv_heads % count == 0)
-    instead = f"{fitting} processes" if fitting > 1 else "one process"
-    return (
-        f"{name}: {kv_heads} KV heads cannot be divided among {processes} processes, each of which holds whole ones; "
-        f"use {instead}, or spread the layers (model.device=[cuda:0,cuda:1])"
-    )
+    if reason := too_few_heads(name, heads, size):
+        raise UnsupportedModel(reason)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from kvbench.errors import UnsupportedModel
 from kvbench.models import quantised
 from kvbench.models.devices import Devices
-from kvbench.models.processes import parallel_arguments
+from kvbench.models.processes import parallel_arguments, too_few_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,11 +53,18 @@ def read_weights(
     Returns:
         The model, on its devices or in main memory, and what `check_complete` takes. Until it was checked, tensors may
         be random.
+
+    Raises:
+        UnsupportedModel: The heads cannot be divided among so many processes.
     """
     import transformers
 
     more: dict[str, Any] = {"device_map": None}
     if how.processes > 1:
+        config = transformers.AutoConfig.from_pretrained(folder, **SAFELY).get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if reason := too_few_heads(folder.name, heads, how.processes):
+            raise UnsupportedModel(reason)
         more |= parallel_arguments(how.processes)
     elif how.devices.first.type != "cpu" and importlib.util.find_spec("accelerate") is not None:
         more["device_map"] = _module_map(folder, how.devices)

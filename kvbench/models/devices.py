@@ -64,7 +64,7 @@ class Devices:
                 found |= {f"{inner}.{name}.{index}": device for index, device in enumerate(order)}
                 last = order[-1]
             else:  # what comes before the layers takes tokens, and the norm behind them what the last layer gives
-                found[f"{inner}.{name}"] = last
+                found[f"{inner}.{name}"] = last if any(True for _ in child.parameters()) else self.first
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         found |= {name: self.first if tied else last for name, child in model.named_children() if child is not base}
         return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.config.settings import as_dict
-from kvbench.errors import MissingWeightsError, check_whole, unknown_name
+from kvbench.errors import MissingWeightsError, UnsupportedModel, check_whole, unknown_name
 from kvbench.models import cache, embedded, files, gguf, quantised, random_weights
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 from kvbench.models.devices import read_devices
@@ -85,8 +85,8 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
             raise unknown_name(f"key model.{key} for model.kind", kind, _COMMON_KEYS | keys)
     devices = read_devices(settings.get("device", "auto"))
     processes = read_processes(settings.get("tensor_parallel"), str(kind), devices)
-    quantisation = quantised.read_kind(settings.get("quantisation"), str(kind))
     dtype = _dtype(settings.get("dtype", "auto"), devices.first)
+    quantisation = quantised.read_kind(settings.get("quantisation"), str(kind), devices.first, dtype, processes)
     how = How(dtype, devices, quantisation, processes)
     if processes > 1 and started()[0] == 0:
         tell(("load", settings))
@@ -185,6 +185,8 @@ def _read_folder(folder: Path, how: How) -> tuple["PreTrainedModel", "PreTrained
         with embedded.quiet_transformers():
             model, found = read_weights(folder, how)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
+    except UnsupportedModel:
+        raise
     except BaseException as error:
         # Many kinds of error come out of a broken or unknown model folder; all of them are about this folder.
         if not is_fault(error):

@@ -91,3 +91,15 @@ def parallel_arguments(processes: int) -> dict[str, Any]:
     if "tp_size" not in {field.name for field in fields(DistributedConfig)}:
         return {"tp_plan": "auto"}  # versions whose configuration is about experts alone
     return {"distributed_config": DistributedConfig(tp_size=processes)}
+
+
+def too_few_heads(name: str, kv_heads: int, processes: int) -> str | None:
+    """Why a model's heads cannot be divided among so many processes; None where they can."""
+    if kv_heads % processes == 0:
+        return None
+    fitting = max(count for count in range(1, processes) if kv_heads % count == 0)
+    instead = f"{fitting} processes" if fitting > 1 else "one process"
+    return (
+        f"{name}: {kv_heads} KV heads cannot be divided among {processes} processes, each of which holds whole ones; "
+        f"use {instead}, or spread the layers (model.device=[cuda:0,cuda:1])"
+    )

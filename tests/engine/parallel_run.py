@@ -7,9 +7,11 @@ import pickle
 import sys
 from pathlib import Path
 
+import pytest
 from engine_helpers import answers, comparable, random_tokens, request
 
 from kvbench.engine.following import follow
+from kvbench.errors import NotForModel
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
@@ -38,6 +40,8 @@ def run(folder, processes=None):
         request("a", random_tokens(41), random_tokens(3, seed=1), max_new_tokens=9, num_samples=2),
         request("b", random_tokens(60), gold=random_tokens(9, seed=2), max_new_tokens=9),
     ]
+    with pytest.raises(NotForModel, match="2 layers x 1 heads"):  # what all processes refuse, none waits for
+        answers(loaded, SnapKV(allocation="table", table=[[1.0], [1.0]]), requests)
     return {
         name: {key: comparable(found) for key, found in answers(loaded, policy, requests).items()}
         for name, policy in METHODS.items()

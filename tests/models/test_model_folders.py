@@ -77,6 +77,12 @@ def test_a_gpu_gets_the_weights_without_a_stop_in_main_memory(folder, monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # accelerate is not there
     read_weights(folder, How(torch.float32, Devices((torch.device("cuda:1"),))))
     assert asked == [{"": torch.device("cuda:1")}, None, None]
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *given, device_map, **named: (device_map, {})
+    )
+    found, _ = read_weights(folder, How(torch.float32, Devices((torch.device("cuda:0"), torch.device("cuda:1")))))
+    assert [str(found[f"model.layers.{index}"]) for index in (0, 1)] == ["cuda:0", "cuda:1"]
 
 
 def test_two_models_that_differ_in_the_middle_are_two(folder, tmp_path):
