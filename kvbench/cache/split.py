@@ -78,9 +78,9 @@ class Split:
         asks = self.policy.residual is None and type(self.policy).plan_decode is not Policy.plan_decode
         plan = self.plans.decode(self.view(rows, numbers)) if asks else DecodePlan()
         steps: list[PagedStep] = []
-        for part, share in zip(self.parts, self._shares(self.parts), strict=True):
-            own = replace(plan, **{name: share(getattr(plan, name)) for name in ("slot", "demote_to", "demote_slot")})
-            steps.append(part.step(rows.to(part.shape.device), numbers, own))
+        for part in self.parts:
+            share = {name: self._share(part, getattr(plan, name)) for name in ("slot", "demote_to", "demote_slot")}
+            steps.append(part.step(rows.to(part.shape.device), numbers, replace(plan, **share)))
         return steps
 
     def _compact(self, rows: Tensor, numbers: Sequence[int]) -> None:
@@ -94,25 +94,19 @@ class Split:
             part.pages.table.own_all(part.pages.lists_of(own))
         views = [part.measured_view(own, whose) for part, own in zip(self.parts, due, strict=True)]
         plan = self.plans.compact(self._joined(views))
-        for part, share, own, view in zip(self.parts, self._shares(self.parts), due, views, strict=True):
-            keep = [
-                None if share(each) is None else share(each)[..., : view.slots(tier).valid.shape[-1]]  # type: ignore[index]
-                for tier, each in enumerate(plan.keep)
-            ]
+        for part, own, view in zip(self.parts, due, views, strict=True):
+            keep = [self._share(part, each) for each in plan.keep]
+            for tier, each in enumerate(keep):
+                if each is not None:  # a place's own lists may be shorter than the longest of all
+                    keep[tier] = each[..., : view.slots(tier).valid.shape[-1]]
             part.evict(own, whose, replace(plan, keep=keep))
 
-    def _shares(self, parts: Sequence[Paged]) -> "list[Callable[[Tensor | None], Tensor | None]]":
-        """For each part, what takes its share of a tensor [S, L, H, ...] of the whole model, or of None."""
-
-        def share_of(part: Paged) -> "Callable[[Tensor | None], Tensor | None]":
-            layers = slice(part.first_layer, part.first_layer + part.shape.num_layers)
-
-            def share(x: Tensor | None) -> Tensor | None:
-                return None if x is None else self._ranks.own(x[:, layers], 2).to(part.shape.device)
-
-            return share
-
-        return [share_of(part) for part in parts]
+    def _share(self, part: Paged, x: Tensor | None) -> Tensor | None:
+        """A part's share of a tensor [S, L, H, ...] of the whole model, on its device; None of None."""
+        if x is None:
+            return None
+        layers = slice(part.first_layer, part.first_layer + part.shape.num_layers)
+        return self._ranks.own(x[:, layers], 2).to(part.shape.device)
 
 
 class SplitView(SlotsView):

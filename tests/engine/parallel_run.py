@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_helpers import answers, comparable, random_tokens, request
+from engine_helpers import answers, comparable, open_settings, random_tokens, request
 
 from kvbench.engine.following import follow
 from kvbench.errors import NotForModel
@@ -18,6 +18,7 @@ from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
+from kvbench.methods.triattention import TriAttention
 from kvbench.models.load import load_model
 from kvbench.models.processes import started
 
@@ -28,6 +29,7 @@ METHODS = {
     "kivi": Kivi(group=8, residual_tokens=16),
     "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16),
     "kv_compress": KVCompress(budget=32, block=8, continual=True),
+    "triattention": TriAttention(**open_settings("triattention"), budget=4, decode_every=4),
     "tova": TOVA(budget=24, per_head=False),
 }
 

@@ -19,7 +19,7 @@ from kvbench.models.random_weights import byte_tokenizer, random_config, random_
 def folder(tmp_path_factory):
     """Gives a folder with a tiny model of two KV heads."""
     made = tmp_path_factory.mktemp("models") / "tiny"
-    config = random_config("tiny", overrides={"num_attention_heads": 8, "head_dim": 32})
+    config = random_config("tiny")
     random_model(config, seed=0, dtype=torch.float32, device=torch.device("cpu")).save_pretrained(made)
     byte_tokenizer(config.vocab_size).save_pretrained(made)
     return made
