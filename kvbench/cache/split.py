@@ -127,10 +127,10 @@ class SplitView(SlotsView):
         self.tokens_seen, self.prompt_tokens = first.tokens_seen, first.prompt_tokens
         rows, _, heads = first.shape
         self.shape = (rows, sum(view.shape[1] for view in views), heads * ranks.size)
-        for name, is_by_list in (("instruction_tokens", False), ("prompt_slots", True)):
-            if hasattr(first, name):
-                found = self._joined(lambda view, name=name: getattr(view, name)) if is_by_list else first
-                setattr(self, name, found if is_by_list else getattr(first, name))
+        if hasattr(first, "instruction_tokens"):
+            self.instruction_tokens = first.instruction_tokens
+        if hasattr(first, "prompt_slots"):
+            self.prompt_slots = self._joined(lambda view: view.prompt_slots)
 
     def _joined(self, of: Callable[[PagesView], Tensor], lead: int = 0) -> Tensor:
         """The places' tensors [.., S, L, H] or [.., S, L, H, n], with `lead` dimensions before, as one; what is
