@@ -8,6 +8,10 @@ class MissingWeightsError(ValueError):
     """Model files are neither on this machine nor to be had from it; the message holds the command that gets them."""
 
 
+class UnsupportedModel(ValueError):
+    """The model's attention is not one that the store can hold."""
+
+
 class NotForModel(ValueError):
     """A method does not fit the model, for example because it needs a table that was measured for another one."""
 

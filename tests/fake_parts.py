@@ -163,8 +163,9 @@ def make_parts(
         return made
 
     def load_model(cfg):
-        chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu"} | dict(cfg)
-        return SimpleNamespace(chat_template=False, max_tokens=512, **{"linear": "plain", "remark": ""} | chosen)
+        chosen = {"name": "tiny", "fingerprint": "weights-1", "dtype": "float32", "device": "cpu", "linear": "plain"}
+        chosen |= {"remark": "", "places": (), "quantisation": "", "tensor_parallel": 1} | dict(cfg)
+        return SimpleNamespace(chat_template=False, max_tokens=512, **chosen)
 
     def load_task(cfg, model, *, limit, seed, protocol):
         return FakeTask(make_requests(min(count, limit or count), repeats), **(task or {}))

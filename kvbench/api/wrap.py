@@ -14,18 +14,9 @@ def wrap(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" =
     """Describe a model in memory.
 
     Args:
-        model: A causal language model of transformers, on one device.
+        model: A causal language model of transformers; its layers may lie on several devices.
         tokenizer: Its tokenizer; None where tokens go in and come out.
-
-    Raises:
-        ValueError: The model is spread over several devices.
     """
-    places = set(getattr(model, "hf_device_map", {}).values())
-    if len(places) > 1:
-        raise ValueError(
-            f"the model is spread over {', '.join(sorted(map(str, places)))}, and the compressed cache lies on one "
-            "device; load the model onto one"
-        )
     return LoadedModel(
         model=model,
         tokenizer=cast("PreTrainedTokenizerBase", tokenizer),

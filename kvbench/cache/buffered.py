@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters
+from kvbench.cache.kept import Kept, PromptLayer
 from kvbench.cache.layout import ModelShape
-from kvbench.cache.paged import Paged, PagedStep
+from kvbench.cache.paged import Paged
 from kvbench.cache.pages import Pages
-from kvbench.cache.placed import Kept, PromptLayer
 from kvbench.cache.ring import ResidualBuffer
 from kvbench.cache.rotation import Turns
+from kvbench.cache.steps import PagedStep
 from kvbench.kernels.backend import FusedStep, Ring, StepRing, TierPages
-from kvbench.policy import Policy, Residual
+from kvbench.policy import DecodePlan, Policy, Residual
 
 
 class Buffered(Paged):
@@ -24,14 +25,21 @@ class Buffered(Paged):
         shape: The model's shape.
         pages: The pages.
         counters: What the rows have seen.
-        turns: See `Paged`.
+        turns, first_layer: See `Holding`.
         residual: The policy's residual buffer.
     """
 
     def __init__(
-        self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns, residual: Residual
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        pages: Pages,
+        counters: Counters,
+        turns: Turns,
+        residual: Residual,
+        first_layer: int = 0,
     ) -> None:
-        super().__init__(policy, shape, pages, counters, turns)
+        super().__init__(policy, shape, pages, counters, turns, first_layer)
         # fp16 (bf16 for bf16 models), or the model's own dtype where a tier is native
         widest = max((fmt.slot.dtype for fmt in pages.formats), key=lambda dtype: dtype.itemsize)
         group = max(fmt.slot.group_tokens for fmt in pages.formats)
@@ -148,8 +156,11 @@ class Buffered(Paged):
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise AssertionError("a residual buffer takes a later segment token by token")
 
-    def open(self, rows: Tensor, numbers: Sequence[int]) -> "BufferedStep":
-        return BufferedStep(self, rows, numbers)
+    def _compact(self, rows: Tensor, numbers: Sequence[int]) -> None:
+        """Nothing: tokens behind rings are not evicted."""
+
+    def step(self, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> "BufferedStep":
+        return BufferedStep(self, rows, numbers)  # whatever the plan: nothing moves but what the rings let go
 
 
 class BufferedStep(PagedStep):

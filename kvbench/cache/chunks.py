@@ -14,13 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged
 from kvbench.cache.prompts import Prompts
 from kvbench.cache.reslot import track
-from kvbench.cache.rotation import Turns
 from kvbench.policy import ALL_QUERIES, EVICT, Policy, PrefillView
 
 
@@ -55,25 +53,15 @@ class Chunks:
     Args:
         policy: Decides; one that `check_chunk` lets pass.
         shape: The model's shape.
-        holding: What holds the tokens.
-        counters: What the rows have seen.
+        holding: What holds the tokens, all of them in one place.
         ledger: Counts bytes.
         prompts: Ends a prompt that was read.
-        turns: What keys and values take on their way into pages.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        shape: ModelShape,
-        holding: Paged,
-        counters: Counters,
-        ledger: Ledger,
-        prompts: Prompts,
-        turns: Turns,
-    ) -> None:
+    def __init__(self, policy: Policy, shape: ModelShape, holding: Paged, ledger: Ledger, prompts: Prompts) -> None:
         self._policy, self._shape, self._holding = policy, shape, holding
-        self._counters, self._ledger, self._prompts, self._turns = counters, ledger, prompts, turns
+        self._ledger, self._prompts = ledger, prompts
+        self._counters, self._turns = holding.counters, holding.turns
         self._open: dict[int, _Reading] = {}
 
     def open(self, row: int, prompt_tokens: int) -> None:

@@ -25,6 +25,23 @@ class Counters:
     instruction_tokens: Tensor
     seen: list[int] = field(default_factory=list)
 
+    def open(self, row: int, instruction_tokens: int) -> None:
+        """Begins a row anew, of whose prompt so many first tokens are the instruction."""
+        self.hold(row, 0)
+        self.prompt_tokens[row] = 0
+        if self.instruction_tokens.numel():
+            self.instruction_tokens[row] = instruction_tokens
+
+    def copy(self, source: int, row: int) -> None:
+        """Lets a row have seen what another one has."""
+        for counter in (self.tokens_seen, self.prompt_tokens, self.instruction_tokens):
+            if counter.numel():
+                counter[row] = counter[source]
+        self.seen[row] = self.seen[source]
+        if self.prompt_slots.numel():
+            slots = self.prompt_slots.view(len(self.tokens_seen), -1)
+            slots[row] = slots[source]
+
     def hold(self, row: int, tokens: int) -> None:
         """Notes that a row has seen so many tokens."""
         self.tokens_seen[row] = self.seen[row] = tokens
@@ -50,6 +67,11 @@ class Counters:
         """Bytes of the counters, as the tensors hold them."""
         held = (self.tokens_seen, self.prompt_tokens, self.prompt_slots, self.instruction_tokens)
         return sum(counter.nbytes for counter in held)
+
+    @property
+    def repeated_bytes(self) -> int:
+        """What of a row's part is about all its lists, and so the same wherever some of them lie."""
+        return (self.allocated_bytes - self.prompt_slots.nbytes) // len(self.tokens_seen)
 
     @property
     def row_bytes(self) -> int:

@@ -70,7 +70,7 @@ class Fit:
         high = max(low, -(-(prompt_tokens + new_tokens) // step))
         if (needed := self.bytes_of(low * step, prompt_tokens, new_tokens)) > budget:
             raise ValueError(
-                f"budget={budget}B is too small for {type(self._policy).__name__}: {self._pages.lists_per_row} lists "
+                f"budget={budget}B is too small for {type(self._policy).__name__}: {self._pages.lists_of_model} lists "
                 f"of {low * step} tokens behind a prompt of {prompt_tokens}, {new_tokens} tokens that follow it, and "
                 f"{self._fixed()} B of tables and buffers may take {needed} B; give method.budget={needed}B or more"
             )
@@ -84,14 +84,14 @@ class Fit:
 
     def bytes_of(self, tokens: int, prompt_tokens: int, new_tokens: int) -> int:
         """Most bytes that a row comes to hold when its lists keep so many tokens of a prompt."""
-        pool, lists = self._pages.pool, self._pages.lists_per_row
+        pool, lists = self._pages.pool, self._pages.lists_of_model
         per_page = min(fmt.tokens_per_page for fmt in self._pages.formats)
         most = self._policy.most_tokens(tokens, prompt_tokens, new_tokens)
         everything = most >= prompt_tokens + new_tokens
         kept = min(tokens, prompt_tokens)
         exact, bound = self._paged(kept, most - kept)
         sizes = [fmt.tokens_per_page for fmt in self._pages.formats]
-        counted = self._pages.tier_counts() if self._pages.homes is not None else [(sizes.index(per_page), lists)]
+        counted = self._pages.at_home if self._pages.homes is not None else [(sizes.index(per_page), lists)]
         num_pages = sum(count * -(-exact // sizes[tier]) for tier, count in counted)
         if self._policy.budget_is_mean and not everything:
             num_pages = min(

@@ -1,12 +1,13 @@
 """From a policy's tiers and a model's shape to page formats."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.ranks import ALONE, Ranks
 from kvbench.cache.rotation import KINDS, Kind
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.policy import Policy, ReadSpec, Tier
@@ -40,9 +41,22 @@ class StoreOptions:
         check_settings(self, "store.")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Some layers of a model that follow one another, and where they lie.
+
+    Args:
+        device: The device of their weights, and so of their part of the cache.
+        num_layers: How many they are, >= 1.
+    """
+
+    device: torch.device
+    num_layers: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the store must know of a model.
+    """What the store must know of a model, all its layers and heads, wherever they lie.
 
     Args:
         num_layers: Layers with attention.
@@ -50,9 +64,12 @@ class ModelShape:
         num_kv_heads: KV heads per layer.
         head_dim: Channels per head.
         dtype: The model's dtype.
-        device: Where the cache lives.
+        device: Where the cache lives; of a model in several places, its first one, where plans are made.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
-        output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found.
+        output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found; of
+            heads that are divided among processes, this one's columns.
+        places: Where the layers lie, in their order; empty = all on `device`.
+        ranks: The processes among which the heads are divided.
     """
 
     num_layers: int
@@ -63,6 +80,32 @@ class ModelShape:
     device: torch.device
     inv_freq: Tensor | None = None
     output_projections: Sequence[Tensor] | None = None
+    places: tuple[Place, ...] = ()
+    ranks: Ranks = ALONE
+
+    @property
+    def is_whole(self) -> bool:
+        """All layers and heads lie in one place."""
+        return len(self.places) < 2 and self.ranks.size == 1
+
+    def parts(self) -> "list[tuple[int, ModelShape]]":
+        """What lies here, one place after another: the number of a place's first layer, and the shape of its layers
+        with the heads of this process."""
+        found, first, size = [], 0, self.ranks.size
+        for place in self.places or (Place(self.device, self.num_layers),):
+            inv_freq = None if self.inv_freq is None else self.inv_freq.to(place.device)
+            own = replace(
+                self,
+                num_layers=place.num_layers,
+                num_q_heads=self.num_q_heads // size,
+                num_kv_heads=self.num_kv_heads // size,
+                device=place.device,
+                inv_freq=inv_freq,
+                places=(),
+            )
+            found.append((first, own))
+            first += place.num_layers
+        return found
 
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens: the denominator of every ratio."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
 from kvbench.cache.late import Receiver
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Paged
+from kvbench.cache.split import Split
+from kvbench.cache.steps import PagedStep
 from kvbench.policy import Policy
 
 ITEMS = (
@@ -56,29 +57,37 @@ class RowMeter:
 
 
 class Ledger:
-    """Counts the bytes of every row.
+    """Counts the bytes of every row, wherever its layers and heads lie.
+
+    What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
+    a row), count once, so that no number depends on where a model lies.
 
     Args:
         policy: Decides; of its budget in bytes the ledger says what it buys.
         holding: What holds the tokens.
-        counters: What the rows have seen.
         shape: The model's shape.
     """
 
-    def __init__(self, policy: Policy, holding: Paged, counters: Counters, shape: ModelShape) -> None:
-        self._holding, self._counters, self._shape = holding, counters, shape
-        self._pages = holding.pages
-        self.fit = Fit(policy, self._pages, lambda: sum(self.fixed_row_bytes()), holding.paged_slots)
+    def __init__(self, policy: Policy, holding: Paged | Split, shape: ModelShape) -> None:
+        self._parts, self._shape, self._ranks = holding.parts, shape, shape.ranks
+        first = self._parts[0]
+        self._counters, self._pages = first.counters, first.pages
+        self.fit = Fit(policy, self._pages, lambda: sum(self.fixed_row_bytes()), first.paged_slots)
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
     # What is held now.
 
     def fixed_row_bytes(self) -> tuple[int, int]:
         """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings)."""
-        counters, rings = self._holding.row_bytes
-        tables = self._pages.table.allocated_bytes // self._pages.shape[0]
+        fixed = rings = 0
+        for part in self._parts:
+            counters, ring = part.row_bytes
+            tables = part.pages.table.allocated_bytes // part.pages.shape[0]
+            fixed += tables + counters + part.counters.row_bytes - part.counters.repeated_bytes
+            rings += ring
         solved = self.fit.tokens.element_size() * (self.fit.budget is not None)
-        return tables + self._counters.row_bytes + counters + solved, rings
+        size = self._ranks.size  # processes hold alike many heads
+        return fixed * size + self._counters.repeated_bytes + solved, rings * size
 
     @property
     def _page_bytes(self) -> int:
@@ -87,7 +96,15 @@ class Ledger:
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
         """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters and rings."""
-        return self._pages.num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes())
+        return self._num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes())
+
+    def _num_pages(self, rows: Tensor) -> Tensor:
+        """int64 [S]: pages of rows, on the first place's device."""
+        first, *others = self._parts
+        found = first.pages.num_pages(rows)
+        for part in others:
+            found = found + part.pages.num_pages(rows.to(part.shape.device)).to(rows.device)
+        return self._ranks.total(found)
 
     @property
     def shared_bytes(self) -> int:
@@ -96,8 +113,9 @@ class Ledger:
         A row's own bytes are those that it would hold alone, so that they do not depend on what is beside it. The sum
         over all open rows, less this, is what is really held.
         """
-        others = self._pages.pool.others
-        return 0 if others is None else int(others.sum()) * self._page_bytes
+        shared = [part.pages.pool.others for part in self._parts]
+        (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
+        return num_pages * self._page_bytes
 
     def row_bytes(self, row: int) -> int:
         """Resident bytes of one row."""
@@ -112,24 +130,31 @@ class Ledger:
             tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters;
             `free_list_bytes` one free-list entry per page; `resident_bytes` their sum.
         """
-        lists = self._lists(row)
         total = dict.fromkeys(ITEMS, 0)
+        formats = self._pages.formats
+        counts = [0] * (4 * len(formats) + 1)  # by tier: slots, pages, keys, values; and what lies in rings
+        for part in self._parts:
+            lists = part.lists(row)
+            for tier, fmt in enumerate(formats):
+                held = part.pages.held(tier, lists)
+                found = held, -(-held // fmt.tokens_per_page), *part.sides(tier, lists)
+                for index, count in enumerate(found, 4 * tier):
+                    counts[index] += int(count.sum())
+            counts[-1] += part.ring_bytes(lists)
+        *counts, total["residual_bytes"] = self._ranks.totals(counts)
         num_pages = 0
-        for tier, fmt in enumerate(self._pages.formats):
-            held = self._pages.held(tier, lists)
-            pages = int((-(-held // fmt.tokens_per_page)).sum())
+        for tier, fmt in enumerate(formats):
+            held_slots, pages, keys, values = counts[4 * tier : 4 * tier + 4]
             num_pages += pages
-            keys, values = (int(side.sum()) for side in self._holding.sides(tier, lists))
             slot = fmt.slot
             total["payload_bytes"] += keys * slot.k_code_bytes + values * slot.v_code_bytes
             total["quant_meta_bytes"] += round(keys * slot.k_meta_bytes + values * slot.v_meta_bytes)
-            total["track_bytes"] += int(held.sum()) * slot.track_bytes + pages * fmt.bounds_bytes
+            total["track_bytes"] += held_slots * slot.track_bytes + pages * fmt.bounds_bytes
         filled = total["payload_bytes"] + total["quant_meta_bytes"] + total["track_bytes"]
         pool = self._pages.pool
         total["slack_bytes"] = num_pages * pool.page_bytes - filled
         total["free_list_bytes"] = num_pages * pool.free_list.element_size()
         total["table_bytes"], rings = self.fixed_row_bytes()
-        total["residual_bytes"] = self._holding.ring_bytes(lists)
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
         total["resident_bytes"] = sum(total[name] for name in ITEMS)
         return total
@@ -152,8 +177,9 @@ class Ledger:
         )
 
     def hold(self, row: int, staging_bytes: int = 0) -> None:
-        """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it."""
+        """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it in this process."""
         meter = self.meters[row]
+        staging_bytes *= self._ranks.size
         meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging_bytes)
         meter.peak_bytes = max(meter.peak_bytes, staging_bytes + self.row_bytes(row))
 
@@ -164,7 +190,7 @@ class Ledger:
 
     def note_prompt(self, row: int, counts: Tensor, num_tokens: int) -> None:
         """Notes what a prompt's plan kept; `counts` int64 [M] slots per list."""
-        largest = max(self._pages.formats[tier].tokens_per_page for tier, _ in self._pages.tier_counts())
+        largest = max(self._pages.formats[tier].tokens_per_page for tier, _ in self._pages.at_home)
         self.meters[row].prompt |= {
             "prompt_tokens": num_tokens,
             "prompt_slots_min": int(counts.min()),
@@ -210,8 +236,9 @@ class Ledger:
         meter = self.meters[row]
         meter.sum_bytes, meter.sum_ratio, meter.steps = kept
 
-    def step(self, rows: Tensor, numbers: Sequence[int], reads: Tensor | None) -> None:
-        """Notes a decode step of rows, which the host knows as `numbers`; `reads` as `StepReads.totals` gives it."""
+    def step(self, steps: Sequence[PagedStep]) -> None:
+        """Notes a decode step, which has a part for each place."""
+        numbers = steps[0].numbers
 
         def bind() -> Receiver:
             stepped = [(self.meters[row], self._counters.seen[row]) for row in numbers]
@@ -227,9 +254,12 @@ class Ledger:
 
             return receive
 
-        self._pages.late.post(self._pages.num_pages(rows), bind)
-        if reads is not None:
-            self._pages.late.post(reads.view(torch.int64), lambda: self._reads_into(numbers))
+        late = self._pages.late
+        late.post(self._num_pages(steps[0].rows), bind)
+        found = [step.reads.totals() for step in steps if step.reads is not None]
+        if found:  # whole numbers, whose sums are exact
+            reads = torch.stack([each.to(found[0].device) for each in found]).sum(0)
+            late.post(self._ranks.total(reads).view(torch.int64), lambda: self._reads_into(numbers))
 
     def _reads_into(self, numbers: Sequence[int]) -> Receiver:
         """Takes the bits of what a step's rows read and could have read (`StepReads.totals`)."""
@@ -272,16 +302,14 @@ class Ledger:
         }
         if meter.one_shot_peak_bytes:
             ledger["one_shot_peak_bytes"] = max(meter.one_shot_peak_bytes, resident)
-        slots = [int(count.sum()) for count in self._holding.slots_per_tier(self._lists(row))]
+        found = [[int(count.sum()) for count in part.slots_per_tier(part.lists(row))] for part in self._parts]
+        slots = self._ranks.totals([sum(counts) for counts in zip(*found, strict=True)])
         kept = {
             "tokens_seen": seen,
             "slots_per_tier": slots,
-            "slot_ratio": sum(slots) / (seen * self._pages.lists_per_row),
+            "slot_ratio": sum(slots) / (seen * self._pages.lists_of_model),
             **meter.prompt,
         }
         if meter.readable_bytes:
             kept["read_ratio"] = meter.read_bytes / meter.readable_bytes
         return ledger, kept
-
-    def _lists(self, row: int) -> Tensor:
-        return self._pages.lists_of(torch.tensor([row], device=self._shape.device))

@@ -59,6 +59,11 @@ class Pages:
         limit, most = budget_bytes // size if budget_bytes is not None else None, math.prod(shape) * max_pages
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
+        # Lists of the model that are at home in each tier that tier 0 of a plan stands for: those of a row, and more
+        # where other layers or heads lie elsewhere.
+        self.at_home = [(0, self.lists_per_row)]
+        if homes is not None:
+            self.at_home = list(zip(homes.tiers, homes.counts, strict=True))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
         self.late = Late(self.on_device or device.type != "cpu")
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
@@ -81,6 +86,11 @@ class Pages:
         return self.shape[1] * self.shape[2]
 
     @property
+    def lists_of_model(self) -> int:
+        """Lists of one row, wherever they lie."""
+        return sum(count for _, count in self.at_home)
+
+    @property
     def allocated_bytes(self) -> int:
         """What the allocator holds: pool, free list and tables."""
         return self.pool.allocated_bytes + self.table.allocated_bytes
@@ -96,7 +106,7 @@ class Pages:
         slots = [fmt.slot.slot_bytes for fmt in self.formats]
         if self.homes is None:
             return tuple(slots)
-        return (sum(n * slots[tier] for tier, n in self.tier_counts()) / self.lists_per_row,)
+        return (sum(count * slots[tier] for tier, count in self.at_home) / self.lists_of_model,)
 
     def parts_of(self, layer: int, planned: int = 0) -> list[tuple[int, Tensor | None]]:
         """The tiers that a planned one stands for in a layer, with the heads int64 [h] of each; None = all heads."""
@@ -107,12 +117,6 @@ class Pages:
         if self.homes is None:
             return [(planned, slice(None))]
         return [(tier, self.homes.where(tier, num_rows)) for tier in self.homes.tiers]
-
-    def tier_counts(self) -> list[tuple[int, int]]:
-        """The tiers that tier 0 of a plan stands for, with how many lists of a row each has."""
-        if self.homes is None:
-            return [(0, self.lists_per_row)]
-        return list(zip(self.homes.tiers, self.homes.counts, strict=True))
 
     # Which lists.
 

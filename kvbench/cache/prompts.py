@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kvbench.cache.counters import Counters
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged
+from kvbench.cache.split import Split
 from kvbench.policy import Policy, PrefillPlan, PrefillView
 
 
@@ -17,13 +17,12 @@ class Prompts:
         policy: Decides.
         shape: The model's shape.
         holding: What holds the tokens.
-        counters: What the rows have seen.
         ledger: Counts bytes.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape, holding: Paged, counters: Counters, ledger: Ledger) -> None:
-        self._policy, self._shape, self._holding = policy, shape, holding
-        self._counters, self._ledger = counters, ledger
+    def __init__(self, policy: Policy, shape: ModelShape, holding: Paged | Split, ledger: Ledger) -> None:
+        self._policy, self._shape, self._holding, self._ledger = policy, shape, holding, ledger
+        self._ranks = shape.ranks
         # Row -> layers that wait for the last one, for policies of scope `model`.
         self.new_tokens: dict[int, int] = {}  # row -> most tokens that come behind its prompt
         self._waiting: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
@@ -66,8 +65,9 @@ class Prompts:
         self, row: int, first: int, layers: list[tuple[Tensor, Tensor, Tensor | None]], beside_bytes: int = 0
     ) -> None:
         """Plans layers together, from layer `first` on, and writes each; others hold so many bytes meanwhile."""
-        given = [score for _, _, score in layers if score is not None]
+        given = [score.to(self._shape.device) for _, _, score in layers if score is not None]
         score = torch.stack(given) if given else None  # a copy: what a prompt cache replays never leaves its hands
+        score = score if score is None else self._ranks.gather(score, -2)  # heads may compete
         extra: dict[str, Tensor] = {}
         if score is not None and (also := self._policy.score.statistic.also):
             score, *others = score.unbind(1)
@@ -75,40 +75,43 @@ class Prompts:
         plan = self._plan(row, first, len(layers), score, extra, layers[0][0])
         begins_with = plan.score if plan.score is not None else score
         for index, (k, v, _) in enumerate(layers):
-            stored = None if begins_with is None else begins_with[index]
-            self._holding.write_prompt(row, first + index, k, v, plan.tier_of[index], stored)
+            _, part = self._holding.part_of(first + index)
+            tier_of = self._ranks.own(plan.tier_of[index], 0).to(k.device)
+            stored = None if begins_with is None else self._ranks.own(begins_with[index], 0).to(k.device)
+            part.write_prompt(row, first + index - part.first_layer, k, v, tier_of, stored)
         self._ledger.hold(row, staging_bytes=beside_bytes + sum(k.nbytes + v.nbytes for k, v, _ in layers))
 
     def _plan(
         self, row: int, first: int, num_layers: int, score: Tensor | None, extra: dict[str, Tensor], k: Tensor
     ) -> PrefillPlan:
         heads, num_tokens = k.shape[:2]
-        fit = self._ledger.fit
+        fit, counters = self._ledger.fit, self._holding.parts[0].counters
         view = PrefillView(
             num_tokens=num_tokens,
             num_layers=self._shape.num_layers,
-            num_kv_heads=heads,
-            layers=torch.arange(first, first + num_layers, device=k.device),
+            num_kv_heads=heads * self._ranks.size,
+            layers=torch.arange(first, first + num_layers, device=self._shape.device),
             score=score,
-            token_bytes=self._holding.pages.planned_bytes,
+            token_bytes=self._holding.parts[0].pages.planned_bytes,
             extra=extra,
-            instruction_tokens=int(self._counters.instruction_tokens[row]) if self._policy.needs_instruction else 0,
+            instruction_tokens=int(counters.instruction_tokens[row]) if self._policy.needs_instruction else 0,
             byte_tokens=int(fit.tokens[row]) if fit.budget is not None else None,
         )
         return self._holding.plans.prefill(view, score)
 
     def finish(self, row: int, num_tokens: int) -> None:
         """Counts a prompt whose last layer was written."""
-        counters = self._counters
-        counters.hold(row, num_tokens)
-        counters.prompt_tokens[row] = num_tokens
-        rows = torch.tensor([row], device=self._shape.device)
-        lists = self._holding.pages.lists_of(rows)
-        counts = torch.stack(self._holding.slots_per_tier(lists)).sum(0)
-        if counters.prompt_slots.numel():
-            counters.prompt_slots[lists] = counts.to(torch.int32)
-        late = self._holding.pages.late
-        self._holding.tell(rows, [row])
-        late.send()
-        late.collect()  # a plan that broke a rule is learnt of before anything follows the prompt
-        self._ledger.note_prompt(row, counts, num_tokens)
+        counted = []
+        for part in self._holding.parts:
+            part.counters.hold(row, num_tokens)
+            part.counters.prompt_tokens[row] = num_tokens
+            lists = part.lists(row)
+            counts = torch.stack(part.slots_per_tier(lists)).sum(0)
+            if part.counters.prompt_slots.numel():
+                part.counters.prompt_slots[lists] = counts.to(torch.int32)
+            counted.append(counts.to(self._shape.device))
+        self._holding.tell(torch.tensor([row], device=self._shape.device), [row])
+        for part in self._holding.parts:
+            part.pages.late.send()
+            part.pages.late.collect()  # a plan that broke a rule is learnt of before anything follows the prompt
+        self._ledger.note_prompt(row, self._ranks.gather(torch.cat(counted), 0), num_tokens)

@@ -50,5 +50,5 @@ class StepReads:
         return chosen
 
     def totals(self) -> Tensor:
-        """Per row, the bytes that the step read and those that it would have read of everything, fp64 [S, 2]."""
+        """fp64 [S, 2]: per row, the bytes that the step read and those that it would have read of everything."""
         return torch.stack([self.read_bytes, self.held_bytes], 1)

@@ -21,13 +21,14 @@ class Scores:
         shape: The model's shape.
         pages: Where slots and their tracked fields lie.
         turns: What the keys and values in them took; statistics see them without.
+        first_layer: The model's number of the pages' first layer.
 
     Raises:
         ValueError: The method's declarations do not go together, or the model lacks what a statistic looks at.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, turns: Turns) -> None:
-        self.spec, self._pages, self._turns = policy.score, pages, turns
+    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, turns: Turns, first_layer: int = 0) -> None:
+        self.spec, self._pages, self._turns, self._first_layer = policy.score, pages, turns, first_layer
         self._measurer = Measurer(policy.score, shape, pages.backend)
         self.measures_slots = policy.compact_every > 0 and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)
@@ -49,7 +50,7 @@ class Scores:
         """Scores of one layer of a prompt.
 
         Args:
-            layer: The layer.
+            layer: The layer, by the model's number.
             q: [Hq, N, D]; None for a statistic of keys and values only.
             k, v: [H, N, D], at the cache's granularity.
             scale: Factor on the attention logits.
@@ -168,7 +169,7 @@ class Scores:
             own_k, own_v = (x[heads, :count].gather(1, turn) for x in (k, v))
             seen = SlotTensors(
                 self._measurer,
-                layer,
+                self._first_layer + layer,
                 heads,
                 k=own_k,
                 v=own_v,

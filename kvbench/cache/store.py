@@ -14,17 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvbench.cache.buffered import Buffered
 from kvbench.cache.chunks import Chunks
-from kvbench.cache.counters import Counters
-from kvbench.cache.homes import Homes
 from kvbench.cache.late import to_device
-from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.ledger import Ledger
-from kvbench.cache.paged import Paged, PagedStep
-from kvbench.cache.pages import Pages
+from kvbench.cache.places import make_holding
 from kvbench.cache.prompts import Prompts
-from kvbench.cache.rotation import turns_of
+from kvbench.cache.steps import PagedStep
 from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
@@ -78,41 +74,29 @@ class CompressedStore:
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape = policy, shape
-        self._turns = turns_of(options.rotation, policy, shape.head_dim, shape.device)
         heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
         self.copies = heads // shape.num_kv_heads  # of each key and value
-        tokens = max_prompt_tokens + max_new_tokens
-        homes = None
-        if policy.by_layer is not None:
-            table = policy.by_layer.of_model(shape.num_layers, shape.num_kv_heads)
-            homes = Homes(tuple(tuple(t for t in row for _ in range(self.copies)) for row in table), shape.device)
-        self.pages = Pages(
-            compile_formats(policy, shape, options),
-            (rows, shape.num_layers, heads),
-            max_slots=min(policy.max_slots(max_prompt_tokens, max_new_tokens), tokens),
+        self.holding = make_holding(
+            policy,
+            shape,
+            rows=rows,
+            max_slots=min(policy.max_slots(max_prompt_tokens, max_new_tokens), max_prompt_tokens + max_new_tokens),
+            options=options,
             backend=backend,
-            device=shape.device,
-            budget_bytes=options.budget_bytes,
             pool=pool,
-            memory_share=options.memory_share,
-            homes=homes,
         )
-        # Only bulk eviction asks how much the prompt's plan gave each list.
-        lists = self.pages.table.num_lists if policy.compact_every else 0
-        self.counters = Counters.make(rows, lists, shape.device, policy.needs_instruction)
-        self.holding = (
-            Paged(policy, shape, self.pages, self.counters, self._turns)
-            if policy.residual is None
-            else Buffered(policy, shape, self.pages, self.counters, self._turns, policy.residual)
-        )
-        self.ledger = Ledger(policy, self.holding, self.counters, shape)
-        self.fit = self.holding.fit = self.ledger.fit
+        first = self.holding.parts[0]
+        self.pages, self.counters = first.pages, first.counters  # of the first place
+        self.ledger = Ledger(policy, self.holding, shape)
+        self.fit = self.ledger.fit
+        for part in self.holding.parts:
+            part.fit = self.fit
         self._max_new_tokens = max_new_tokens
-        self._prompts = Prompts(policy, shape, self.holding, self.counters, self.ledger)
-        self._chunks = Chunks(policy, shape, self.holding, self.counters, self.ledger, self._prompts, self._turns)
+        self._prompts = Prompts(policy, shape, self.holding, self.ledger)
+        self._chunks = Chunks(policy, shape, first, self.ledger, self._prompts)
         self._free_rows = list(range(rows))
-        self._step: PagedStep | None = None
-        self._layers: PagedStep | FusedStep | None = None
+        self._steps: list[PagedStep] = []
+        self._layers: list[PagedStep | FusedStep] = []
         # The rows of the last step and their tensor: rows change seldom.
         self._rows: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0, dtype=torch.int64, device=shape.device)
         self.watcher: PromptWatcher | None = None  # sees what `prefill_layer` gets and scores, for a prompt cache
@@ -120,13 +104,15 @@ class CompressedStore:
     @property
     def allocated_bytes(self) -> int:
         """Everything the allocator holds for the cache: pool, tables, counters, rings."""
-        solved = self.fit.tokens.nbytes
-        return self.pages.allocated_bytes + self.counters.allocated_bytes + self.holding.allocated_bytes + solved
+        return self.fit.tokens.nbytes + sum(
+            part.pages.allocated_bytes + part.counters.allocated_bytes + part.allocated_bytes
+            for part in self.holding.parts
+        )
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
-        return self.pages.pool.num_used * self.pages.pool.page_bytes
+        return sum(part.pages.pool.num_used * part.pages.pool.page_bytes for part in self.holding.parts)
 
     @property
     def takes_chunks(self) -> bool:
@@ -149,11 +135,10 @@ class CompressedStore:
         """
         row = self._free_rows[0]
         self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
-        self.counters.hold(row, 0)
-        self.counters.prompt_tokens[row] = 0
-        if self.policy.needs_instruction:
-            self.counters.instruction_tokens[row] = instruction_tokens
         self.ledger.open(row)
+        for part in self.holding.parts:
+            part.pages.late.collect()  # before what it says of the row that was here is forgotten
+            part.counters.open(row, instruction_tokens)
         self.holding.forget(row)
         return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
 
@@ -164,9 +149,9 @@ class CompressedStore:
         """
         self._chunks.forget(row)
         self._prompts.forget(row)  # first, since this needs no memory and gives some back
-        self._step = self._layers = None
-        self.pages.late.drop()
-        self.holding.clear(self._lists(row))
+        self._end()
+        for part in self.holding.parts:
+            part.clear(part.lists(row))
         self._free_rows.append(row)
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
@@ -181,19 +166,12 @@ class CompressedStore:
         """
         row = self.open_row()
         try:
-            self.holding.share(source, row)
-            if not share:
-                self.pages.table.own_all(self._lists(row))
-            for counter in (
-                self.counters.tokens_seen,
-                self.counters.prompt_tokens,
-                *([self.counters.instruction_tokens] if self.policy.needs_instruction else []),
-            ):
-                counter[row] = counter[source]
-            self.counters.seen[row] = self.counters.seen[source]
-            if self.counters.prompt_slots.numel():
-                self.counters.prompt_slots[self._lists(row)] = self.counters.prompt_slots[self._lists(source)]
-            self.pages.copy_bounds(source, row)
+            for part in self.holding.parts:
+                part.share(source, row)
+                if not share:
+                    part.pages.table.own_all(part.lists(row))
+                part.counters.copy(source, row)
+                part.pages.copy_bounds(source, row)
             if self.fit.budget is not None:
                 self.fit.tokens[row] = self.fit.tokens[source]
             self.ledger.fork(source, row)
@@ -214,7 +192,7 @@ class CompressedStore:
             [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the policy's
             scores can use it.
         """
-        if self.holding.scores.takes_lse:
+        if self.holding.parts[0].scores.takes_lse:
             return self.pages.backend.prefill_attention_with_lse(q, k, v, scale)
         return self.pages.backend.prefill_attention(q, k, v, scale), None
 
@@ -254,7 +232,7 @@ class CompressedStore:
             lse: What `prompt_attention` gave beside its output; made again where it is missing and wanted, so that
                 scores do not depend on where a prompt came from.
         """
-        scores, score, last = self.holding.scores, None, None
+        scores, score, last = self.holding.part_of(layer)[1].scores, None, None
         if not scores.spec.only_keys_and_values:
             own = tuple(replace(each, k=self._copied(each.k, 0)) for each in replays)
             if lse is None and q is not None and scores.takes_lse:
@@ -277,12 +255,13 @@ class CompressedStore:
                 or only keys and values are looked at.
             last: What the cache keeps of the prompt's last queries (`QueryRing.last`), or None.
         """
-        keys, values, scores = self._copied(k, 0), self._copied(v, 0), self.holding.scores
+        keys, values, (_, part) = self._copied(k, 0), self._copied(v, 0), self.holding.part_of(layer)
+        scores, turns = part.scores, part.turns
         if score is None and scores.spec.only_keys_and_values:
             score = scores.of_prompt(layer, None, keys, values, math.nan)
         if scores.queries is not None and last is not None:
-            scores.queries.hold_prompt(row, layer, last, k.shape[1])
-        self._prompts.place(row, layer, self._turns.keys.turn(keys), self._turns.values.turn(values), score)
+            scores.queries.hold_prompt(row, layer - part.first_layer, last, k.shape[1])
+        self._prompts.place(row, layer, turns.keys.turn(keys), turns.values.turn(values), score)
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
         """Says that the prompt of an empty row comes in chunks (`read_chunk`).
@@ -294,6 +273,7 @@ class CompressedStore:
         Raises:
             ValueError: A budget in bytes is too small for it.
         """
+        assert self.shape.is_whole, "check_chunk_place refuses chunks of a prompt elsewhere"
         self._chunks.open(row, prompt_tokens)
 
     def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -318,14 +298,17 @@ class CompressedStore:
         Returns:
             fp32 [Hq, n, D].
         """
-        self.pages.late.collect()
+        _, part = self.holding.part_of(layer)
+        part.pages.late.collect()
         self.holding.forget(row)
-        q, k, v = self._turned(q, k, v)
-        out = self._turns.values.back(self.holding.append(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale))
+        q, k, v = part.turned(q, k, v)
+        out = part.append(row, layer - part.first_layer, q, self._copied(k, 0), self._copied(v, 0), scale)
         if layer + 1 == self.shape.num_layers:
-            self.counters.hold(row, self.counters.seen[row] + k.shape[1])
+            seen = self.counters.seen[row] + k.shape[1]
+            for each in self.holding.parts:
+                each.counters.hold(row, seen)
             self.ledger.hold(row)
-        return out
+        return part.turns.values.back(out)
 
     # Decode steps.
 
@@ -335,22 +318,20 @@ class CompressedStore:
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
-                taken place.
+                taken place. Of a model in several places or processes, the rows can only be closed then.
             ValueError: The policy's plan breaks a rule; the same holds. On a device that the host does not wait for,
                 the step before broke one.
         """
-        self._step = self._layers = None
-        self.pages.late.drop()
+        self._end()
         if isinstance(rows, StepRows):
-            self._step = self.holding.open(rows.tensor, rows.numbers)
-            self._layers = self._step.fused() or self._step
+            self._open(rows.tensor, rows.numbers)
             return
-        self.pages.late.collect()
+        for part in self.holding.parts:
+            part.pages.late.collect()
         numbers = tuple(rows.tolist() if isinstance(rows, Tensor) else rows)
         if numbers != self._rows[0]:
             self._rows = numbers, to_device(numbers, self.shape.device)
-        self._step = self.holding.open(self._rows[1], numbers)
-        self._layers = self._step.fused() or self._step
+        self._open(self._rows[1], numbers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores.
@@ -361,33 +342,48 @@ class CompressedStore:
         Returns:
             fp32 [S, Hq, D].
         """
-        assert self._step is not None and self._layers is not None, "begin_step comes first"
-        if (queries := self.holding.scores.queries) is not None:
-            queries.hold_step(self._step.rows, layer, q, scale, self._step.tokens_seen)
-        q, k, v = self._turned(q, k, v)
+        assert self._steps, "begin_step comes first"
+        index, part = self.holding.part_of(layer)
+        step, layers, own = self._steps[index], self._layers[index], layer - part.first_layer
+        if (queries := part.scores.queries) is not None:
+            queries.hold_step(step.rows, own, q, scale, step.tokens_seen)
+        q, k, v = part.turned(q, k, v)
         k, v = self._copied(k, 1), self._copied(v, 1)
-        if not (isinstance(self._layers, FusedStep) and self._layers.strips):
-            k = self._step.strip(k)
-        out = self._layers.attend(layer, q, k, v, scale)
-        return self._turns.values.back(out)
+        if not (isinstance(layers, FusedStep) and layers.strips):
+            k = step.strip(k)
+        return part.turns.values.back(layers.attend(own, q, k, v, scale))
 
     def end_step(self) -> None:
         """Counts the new token and the bytes held."""
-        step = self._step
-        assert step is not None, "begin_step comes first"
-        step.end()
-        self.counters.step(step.rows)
-        self.pages.late.also(partial(self.counters.step_on_host, step.numbers))
-        self.ledger.step(step.rows, step.numbers, step.reads.totals() if step.reads is not None else None)
-        self.holding.tell(step.rows, step.numbers)
-        self.pages.late.send()
-        self._step = self._layers = None
+        assert self._steps, "begin_step comes first"
+        for step in self._steps:
+            step.end()
+            counters = step.holding.counters
+            counters.step(step.rows)
+            step.pages.late.also(partial(counters.step_on_host, step.numbers))
+        self.ledger.step(self._steps)
+        first = self._steps[0]
+        self.holding.tell(first.rows, first.numbers)
+        for step in self._steps:
+            step.pages.late.send()
+        self._steps, self._layers = [], []
 
-    # Steps that are captured.
+    def _open(self, rows: Tensor, numbers: Sequence[int]) -> None:
+        """Begins a step of rows, which the host knows as `numbers`."""
+        self._steps = self.holding.open(rows, numbers)
+        self._layers = [step.fused() or step for step in self._steps]
+
+    def _end(self) -> None:
+        """Forgets a step that is under way."""
+        self._steps, self._layers = [], []
+        for part in self.holding.parts:
+            part.pages.late.drop()
+
+    # Steps that are captured: of a cache in one place.
 
     def next_step_is_plain(self, numbers: Sequence[int]) -> bool:
         """Whether the next step of rows shares no pages and evicts nothing in bulk."""
-        return self.pages.on_device and self.pages.pool.others is None and not self.holding.is_eviction_due(numbers)
+        return self.pages.on_device and self.pages.pool.others is None and not self.holding.due.may_be(numbers)
 
     @property
     def pages_taken(self) -> int:
@@ -400,13 +396,8 @@ class CompressedStore:
 
     def has_pages_for(self, rows: int) -> bool:
         """Whether a page for every list of so many rows is free for sure, several where a ring may leave at once."""
-        return self.pages.pool.surely_free >= rows * self.pages.lists_per_row * self.holding.most_new_pages
-
-    def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._turns.keys.turn(q), self._turns.keys.turn(k), self._turns.values.turn(v)
-
-    def _lists(self, row: int) -> Tensor:
-        return self.pages.lists_of(torch.tensor([row], device=self.shape.device))
+        most = self.holding.parts[0].most_new_pages
+        return self.pages.pool.surely_free >= rows * self.pages.lists_per_row * most
 
     def _copied(self, x: Tensor, dim: int) -> Tensor:
         """Keys or values at the store's granularity: KV heads along `dim`, each as often as it is kept."""

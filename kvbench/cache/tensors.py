@@ -30,7 +30,10 @@ class Measurer:
         weights = self.shape.output_projections
         if "output_projection" not in self.spec.statistic.needs or weights is None:
             return None
-        return weights[layer].T.unflatten(0, (self.shape.num_q_heads, -1))
+        weight = weights[layer]
+        if type(weight) is not Tensor:  # quantised weights give back what they stand for
+            weight = weight.dequantize().to(self.shape.dtype)
+        return weight.T.unflatten(0, (self.shape.num_q_heads, -1))
 
 
 class MeasuredTensors(LayerTensors):
@@ -131,7 +134,7 @@ class PromptTensors(MeasuredTensors):
         )
 
     def of_these_heads(self, x: Tensor) -> Tensor:
-        return x
+        return self.measurer.shape.ranks.own(x, 0)
 
     def low_counts(self) -> Tensor:
         spec = self.measurer.spec
@@ -183,8 +186,8 @@ class SlotTensors(MeasuredTensors):
         super().__init__(measurer, layer, k, v, pos, tokens_seen, scale)
         self._num_heads, self._heads, self.stored = measurer.shape.num_kv_heads, heads, stored
         projection = measurer.output_projection(layer)
-        self._q = None if q is None else self.of_these_heads(q)
-        self._output_projection = None if projection is None else self.of_these_heads(projection)
+        self._q = None if q is None else self._of_chosen(q)
+        self._output_projection = None if projection is None else self._of_chosen(projection)
 
     def attention(self) -> Tensor:
         """As for a prompt; the last slots count as the window that `pool_region` leaves alone."""
@@ -198,6 +201,10 @@ class SlotTensors(MeasuredTensors):
         raise ValueError("low_counts is of a prompt only; slots track what decode steps count")
 
     def of_these_heads(self, x: Tensor) -> Tensor:
+        return self._of_chosen(self.measurer.shape.ranks.own(x, 0))
+
+    def _of_chosen(self, x: Tensor) -> Tensor:
+        """Of what this process has of all heads, along the first dimension, that of `heads`."""
         if len(self._heads) * (x.shape[0] // self._num_heads) == x.shape[0]:
             return x
         return x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)

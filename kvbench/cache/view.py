@@ -13,7 +13,68 @@ from kvbench.kernels.backend import TierPages
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
 
-class PagesView(DecodeView):
+class SlotsView(DecodeView):
+    """A view that finds slots among all that `slots` gives.
+
+    Args:
+        window: Prompt queries that count, as in the policy's `ScoreSpec`.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+
+    def mean_score(self, tier: int) -> Tensor:
+        """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
+        the ScoreSpec from itself on, then one per decode step."""
+        arrays = self.slots(tier)
+        origin = arrays.pos
+        if self._window != ALL_QUERIES:
+            origin = torch.maximum(origin, (self.prompt_tokens - self._window)[:, None, None, None])
+        count = (self.tokens_seen[:, None, None, None] - origin).clamp(min=1)
+        return arrays.score / count
+
+    def _smallest(
+        self,
+        tier: int,
+        by: Literal["mean", "score", "pos"],
+        before: Tensor | None,
+        first: int | Tensor,
+        over_layer: bool,
+    ) -> Extreme:
+        """`argmin` among the gathered fields of a tier."""
+        per_row = isinstance(first, Tensor)
+        arrays = self.slots(tier)
+        value = {
+            "mean": lambda: self.mean_score(tier),
+            "score": lambda: arrays.score,
+            "pos": lambda: arrays.pos.float(),
+        }[by]()
+        if over_layer:
+            value = value.mean(2, keepdim=True).expand_as(value)
+        floor = first[:, None, None, None] if isinstance(first, Tensor) else first
+        eligible = arrays.valid & (arrays.pos >= floor) if per_row or first else arrays.valid
+        if before is not None:
+            eligible = eligible & (arrays.pos < before[:, None, None, None])
+        return self._pick(arrays, value.masked_fill(~eligible, float("inf")), eligible)
+
+    def _pick(self, arrays: SlotArrays, value: Tensor, eligible: Tensor) -> Extreme:
+        """Smallest value, then smallest position; slot -1 where nothing is eligible."""
+        if value.shape[-1] == 0:
+            nothing = torch.full(self.shape, -1, device=value.device)
+            return Extreme(value=torch.full(self.shape, float("inf"), device=value.device), slot=nothing, pos=nothing)
+        best = value.amin(-1)
+        far = torch.iinfo(torch.int64).max
+        pos = arrays.pos.masked_fill(~(eligible & (value == best[..., None])), far)
+        slot = pos.argmin(-1)
+        found = eligible.any(-1)
+        return Extreme(
+            value=best,
+            slot=slot.masked_fill(~found, -1),
+            pos=arrays.pos.gather(-1, slot[..., None])[..., 0].masked_fill(~found, -1),
+        )
+
+
+class PagesView(SlotsView):
     """A view of the live rows of a cache.
 
     Backends that search slots where they lie do the reductions themselves; for the others this view gathers the
@@ -42,8 +103,9 @@ class PagesView(DecodeView):
         fit: Fit | None = None,
         numbers: Sequence[int] = (),
     ) -> None:
+        super().__init__(spec.prefill_queries)
         self._numbers = numbers
-        self._pages, self._window, self._check_find = pages, spec.prefill_queries, check_find
+        self._pages, self._check_find = pages, check_find
         self._fit = fit
         self._rows, self._also, self._measure = rows, spec.statistic.also, measure
         self._arrays: dict[int, SlotArrays] = {}
@@ -59,7 +121,7 @@ class PagesView(DecodeView):
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
         if self._fit is not None and self._fit.knows(budget):
             return self._fit.of(self._rows)
-        token_bytes, lists = self._pages.planned_bytes[tier], self._pages.lists_per_row
+        token_bytes, lists = self._pages.planned_bytes[tier], self._pages.lists_of_model
         if budget.unit == "ratio":
             return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)
         return torch.full_like(self.prompt_tokens, budget.tokens(0, lists, token_bytes))
@@ -98,16 +160,6 @@ class PagesView(DecodeView):
             )
         return self._arrays[tier]
 
-    def mean_score(self, tier: int) -> Tensor:
-        """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
-        the ScoreSpec from itself on, then one per decode step."""
-        arrays = self.slots(tier)
-        origin = arrays.pos
-        if self._window != ALL_QUERIES:
-            origin = torch.maximum(origin, (self.prompt_tokens - self._window)[:, None, None, None])
-        count = (self.tokens_seen[:, None, None, None] - origin).clamp(min=1)
-        return arrays.score / count
-
     def argmin(
         self,
         tier: int,
@@ -123,19 +175,7 @@ class PagesView(DecodeView):
             return self._search_tables(tier, by, before=before, first=first, over_layer=over_layer)
         if not over_layer and not isinstance(first, Tensor) and self._pages.backend.searches_slots:
             return self._search(tier, by, before=before, first=first)
-        arrays = self.slots(tier)
-        value = {
-            "mean": lambda: self.mean_score(tier),
-            "score": lambda: arrays.score,
-            "pos": lambda: arrays.pos.float(),
-        }[by]()
-        if over_layer:
-            value = value.mean(2, keepdim=True).expand_as(value)
-        floor = first[:, None, None, None] if isinstance(first, Tensor) else first
-        eligible = arrays.valid & (arrays.pos >= floor) if per_row or first else arrays.valid
-        if before is not None:
-            eligible = eligible & (arrays.pos < before[:, None, None, None])
-        return self._pick(arrays, value.masked_fill(~eligible, float("inf")), eligible)
+        return self._smallest(tier, by, before, first, over_layer)
 
     def find(self, tier: int, position: Tensor) -> Extreme:
         self._require(tier, "pos")
@@ -188,22 +228,6 @@ class PagesView(DecodeView):
         )
         value, slot, pos = (x.view(self.shape) for x in extreme)
         return Extreme(value=value, slot=slot, pos=pos)
-
-    def _pick(self, arrays: SlotArrays, value: Tensor, eligible: Tensor) -> Extreme:
-        """Smallest value, then smallest position; slot -1 where nothing is eligible."""
-        if value.shape[-1] == 0:
-            nothing = torch.full(self.shape, -1, device=value.device)
-            return Extreme(value=torch.full(self.shape, float("inf"), device=value.device), slot=nothing, pos=nothing)
-        best = value.amin(-1)
-        far = torch.iinfo(torch.int64).max
-        pos = arrays.pos.masked_fill(~(eligible & (value == best[..., None])), far)
-        slot = pos.argmin(-1)
-        found = eligible.any(-1)
-        return Extreme(
-            value=best,
-            slot=slot.masked_fill(~found, -1),
-            pos=arrays.pos.gather(-1, slot[..., None])[..., 0].masked_fill(~found, -1),
-        )
 
     def _require(self, tier: int, name: str) -> None:
         if name not in self._pages.formats[tier].slot.track:

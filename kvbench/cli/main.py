@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("HYDRA_FULL_ERROR"):
         os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not leads():
+        return 0
     try:
         with endings.stoppable():
             return _carry_out(arguments)
@@ -49,6 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except Exception as error:
         return report(error)
+
+
+def leads() -> bool:
+    """Whether this is the first of the processes that torchrun started, which has the command; the others do as it
+    says, and know once it has ended."""
+    from kvbench.engine.following import follow
+    from kvbench.models import processes
+
+    if processes.started()[0] == 0:
+        processes.connect()
+        return True
+    follow()
+    return False
 
 
 def program() -> list[str]:

@@ -19,7 +19,7 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 class OutputProjections(Sequence[Tensor]):
     """The weights [E, Hq * D] behind attention by layer, each looked up when it is asked for: of packed layers that
-    makes a plain copy, which lives as long as it is used.
+    makes a plain copy, which lives as long as it is used; of weights that are cut over processes it is this one's part.
 
     Args:
         modules: The linear layers behind attention.
@@ -40,7 +40,13 @@ class OutputProjections(Sequence[Tensor]):
             return OutputProjections(self._modules[layer])
         weight = self._modules[layer].weight
         assert isinstance(weight, Tensor), "a linear layer has one"
-        return weight.detach()
+        return _local(weight).detach()
+
+
+def _local(weight: Tensor) -> Tensor:
+    """What this process holds of a weight."""
+    to_local = getattr(weight, "to_local", None)  # of torch's DTensor
+    return weight if to_local is None else to_local()
 
 
 @contextmanager

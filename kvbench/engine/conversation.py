@@ -88,7 +88,7 @@ def next_turn(runner: Runner, state: Row) -> bool:
 
 def _note(runner: Runner, state: AnswerRow, num_turn_tokens: int) -> None:
     """Keeps what an answer leaves in the journal, and begins the next one."""
-    answer, (held, kept) = state.answer, runner.store.ledger.report(state.row)
+    answer, (held, kept) = state.answer, runner.report(state.row)
     state.turns.append(
         {
             "text": answer.text,

@@ -11,13 +11,14 @@ from kvbench.engine.answer import Answer
 from kvbench.engine.contexts import SharedContexts
 from kvbench.engine.conversation import Forced, next_turn
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
+from kvbench.engine.following import make_runner
 from kvbench.engine.long_logits import Logits, take
 from kvbench.engine.needs import Needs
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
-from kvbench.engine.runner import NotFinite, Runner
+from kvbench.engine.runner import NotFinite
 from kvbench.engine.sampling import row_generator
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.models.load import LoadedModel
@@ -60,7 +61,7 @@ class Engine:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
-        self.runner = Runner(model, policy, options=store, backend=backend, prompts=prompts, chunk=prefill_chunk)
+        self.runner = make_runner(model, policy, options=store, backend=backend, prompts=prompts, chunk=prefill_chunk)
         self.loaded, self.policy = model, policy
         self.batch_size, self.seed, self.fidelity_max_tokens = batch_size, seed, fidelity_max_tokens
         self.fidelity_per_token = fidelity_per_token
@@ -364,7 +365,7 @@ class Engine:
         """What a finished row says of its sample."""
         steps = state.timing.pop("row_steps")
         state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
-        held, kept = self.store.ledger.report(state.row)
+        held, kept = self.runner.report(state.row)
         told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
         told.num_prompt_tokens = state.request.num_prompt_tokens
         told.timing = {"prefill_s": sample.prefill_s, **state.timing}

@@ -5,8 +5,8 @@ the new keys on without concatenating anything. `update()` hangs its layer objec
 function finds it there. Nothing is patched.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,10 +16,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, QuantizedCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvbench.cache.layout import ModelShape
+from kvbench.cache.layout import ModelShape, Place
 from kvbench.cache.store import CompressedStore
+from kvbench.engine import placement
 from kvbench.engine.calls import OutputProjections, attention_modules, calls_noted, first_tokens
 from kvbench.engine.uncompressed import Uncompressed
+from kvbench.errors import UnsupportedModel
 from kvbench.models.packed import PackedLinear
 from kvbench.policy import AttentionCall
 
@@ -29,10 +31,6 @@ TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of
 # length.
 PLAIN_ROPE_MODELS = {"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "phi3"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-
-
-class UnsupportedModel(ValueError):
-    """The model's attention is not one that the store can hold."""
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Session:
 
     def first_bad_layer(self, index: int) -> int:
         """First layer whose attention output was not finite for a row of the batch; -1 when none."""
-        flags = torch.stack([~torch.isfinite(trace[index]).all() for trace in self.traces]).nonzero()
+        flags = torch.stack([~torch.isfinite(trace[index]).all().cpu() for trace in self.traces]).nonzero()
         return int(flags[0, 0]) if len(flags) else -1
 
 
@@ -141,25 +139,37 @@ def attention(
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
-    lse: Tensor | None = None
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     store = session.store
-    heads, wanted = (query.shape[1], key.shape[1]), (store.shape.num_q_heads, store.shape.num_kv_heads)
+    heads, size = (query.shape[1], key.shape[1]), store.shape.ranks.size
+    wanted = store.shape.num_q_heads // size, store.shape.num_kv_heads // size
     if heads != wanted:
         raise UnsupportedModel(
             f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
-            f"says {wanted[0]} on {wanted[1]}; kvbench needs all heads in one process, so load the model without "
-            "tp_plan"
+            f"says {wanted[0]} on {wanted[1]} for each of {size} processes; let kvbench load the model "
+            "(model.tensor_parallel), or load it without tp_plan"
         )
+    with on_device(query.device):
+        return _attend(session, layer.index, query, key, value, scale), None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, where kernels are launched; a model may have others."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _attend(session: Session, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one layer as the session's mode says, [B, n, Hq, D]."""
+    store, lse = session.store, None
     if session.mode == "decode":
-        out = store.attend(layer.index, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
+        out = store.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
     elif session.mode == "read":
-        out = store.read_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
+        out = store.read_chunk(session.row, layer, query[0], key[0], value[0], scale)[None]
     elif session.mode == "chunk":
-        out = store.append_chunk(session.row, layer.index, query[0], key[0], value[0], scale)[None]
+        out = store.append_chunk(session.row, layer, query[0], key[0], value[0], scale)[None]
     elif session.mode == "replay":
         assert session.uncompressed is not None, "a replay needs its prompt"
-        out = session.uncompressed.attend(layer.index, query[0], key[0], value[0], scale)[None]
+        out = session.uncompressed.attend(layer, query[0], key[0], value[0], scale)[None]
     else:
         own_out, lse = store.prompt_attention(query[0], key[0], value[0], scale)
         out = own_out[None]
@@ -171,10 +181,10 @@ def attention(
             session.uncompressed.hold(*own, scale, call)
         else:
             of_kept = None if lse is None else lse[:, :kept]
-            store.prefill_layer(session.row, layer.index, *own, scale, call, lse=of_kept)
+            store.prefill_layer(session.row, layer, *own, scale, call, lse=of_kept)
     # One token's output is kept as it is; a prompt's would be too large.
     session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
-    return out.transpose(1, 2).to(query.dtype).contiguous(), None
+    return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -213,34 +223,32 @@ def check_supported(model: PreTrainedModel) -> None:
             )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; {remedy}")
-    devices = sorted({str(weight.device) for weight in model.parameters()})
-    if len(devices) > 1:
-        raise UnsupportedModel(
-            f"{name}: its weights lie on {' and '.join(devices)}, but the cache lies on one device; load it without "
-            "device_map onto one (model.device=cuda:0), or take a model that fits there"
-        )
-    if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
-        raise UnsupportedModel(
-            f"{name}: its weights are cut over several processes (tensor parallel), and each holds some of the heads; "
-            "load it without tp_plan in one process"
-        )
+    placement.check(model, name)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name}: this transformers class does not go through AttentionInterface; {remedy}")
 
 
-def model_shape(model: PreTrainedModel) -> ModelShape:
-    """Heads, dims, dtype and rotary frequencies of a supported model."""
+def model_shape(model: PreTrainedModel, places: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
+    """Heads, dims, dtype and rotary frequencies of a supported model.
+
+    Args:
+        model: The model.
+        places: Devices and how many layers each has of the cache, where that was said; empty = as the weights lie.
+    """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
+    parts = tuple(Place(*each) for each in places) or placement.places_of(model)
     return ModelShape(
         num_layers=config.num_hidden_layers,
         num_q_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         dtype=model.dtype,
-        device=model.device,
+        device=parts[0].device if parts else model.device,
         inv_freq=_plain_inv_freq(model),
         output_projections=_output_projections(model),
+        places=parts if len(parts) > 1 else (),
+        ranks=placement.ranks_of(model),
     )
 
 
@@ -380,4 +388,4 @@ def forward(
             logits_to_keep=num_logits,
             return_dict=True,
         )
-        return out.logits[:, -num_logits:].float()
+        return out.logits[:, -num_logits:].float().to(token_ids.device)  # of several devices, the first one

@@ -70,10 +70,19 @@ class StepGraphs:
 
     Attributes:
         replays: Steps that were replayed.
+
+    Raises:
+        ValueError: The cache lies in several places or processes.
     """
 
     def __init__(self, runner: Runner, capture: Capture | None = None) -> None:
         self._runner, self._store = runner, runner.store
+        if not runner.shape.is_whole:
+            raise ValueError(
+                f"a captured step is of a cache in one place, and this one lies in {len(runner.shape.parts())} places of "
+                f"{runner.shape.ranks.size} processes; give model.device one device and set "
+                "model.tensor_parallel=null, or decode with Runner.step"
+            )
         if capture is None and runner.device.type == "cuda":
             capture = cuda_graph
         self._capture = capture

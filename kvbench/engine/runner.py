@@ -20,7 +20,7 @@ from kvbench.engine.uncompressed import Uncompressed
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
-from kvbench.policy import Policy, check_chunk
+from kvbench.policy import Policy, check_chunk, check_chunk_place
 
 
 class NotFinite(ArithmeticError):
@@ -68,7 +68,8 @@ class Runner:
         self.loaded, self.policy, self.options, self.chunk = model, policy, options or StoreOptions(), chunk
         self.prompts = prompts or PromptCache()
         self.focus()
-        self.shape = hf.model_shape(model.model)
+        self.shape = hf.model_shape(model.model, model.places)
+        check_chunk_place(chunk, len(self.shape.parts()), self.shape.ranks.size)
         self.device = self.shape.device
         self.backend: Backend = get_backend(backend, self.device)
         self.open_rows: list[int] = []
@@ -250,6 +251,10 @@ class Runner:
         """What a row really holds."""
         return self.store.ledger.row_bytes(row)
 
+    def report(self, row: int) -> tuple[dict, dict]:
+        """What a row holds and kept, as `Ledger.report` gives it."""
+        return self.store.ledger.report(row)
+
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, list[int]]:
         """The most likely continuation of one prompt, token by token, up to the model's end token.
 
@@ -273,7 +278,7 @@ class Runner:
         self.probe_s = 0.0
 
         def forward() -> Logits:
-            if num_logits <= PIECE:
+            if num_logits <= PIECE or self.shape.ranks.size > 1:  # later, other processes would not make theirs
                 found: Logits = self._forward(session, [tokens], [0], num_logits)[0]
             else:
                 found = read_long(self.loaded.model, num_logits, lambda: self._forward(session, [tokens], [0], 1))

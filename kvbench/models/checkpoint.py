@@ -4,10 +4,16 @@ import importlib.util
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+from kvbench.errors import UnsupportedModel
+from kvbench.models import quantised
+from kvbench.models.devices import Devices
+from kvbench.models.processes import parallel_arguments, too_few_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,38 +22,79 @@ if TYPE_CHECKING:
 SAFELY = {"local_files_only": True, "trust_remote_code": False}
 
 
+@dataclass(frozen=True)
+class How:
+    """How a model is to be held.
+
+    Args:
+        dtype: Floating-point dtype of the weights.
+        devices: Where they go. GPUs get them tensor by tensor, so that main memory need not hold the model; that takes
+            the package accelerate.
+        quantisation: What they are quantised to as they are read, a key of `quantised.KINDS`; None = nothing.
+        processes: Among how many processes the heads are divided, by transformers' own plan for the model.
+    """
+
+    dtype: torch.dtype
+    devices: Devices = Devices((torch.device("cpu"),))
+    quantisation: str | None = None
+    processes: int = 1
+
+
 def read_weights(
-    folder: Path, dtype: torch.dtype, gguf_file: str | None = None, device: torch.device | None = None
+    folder: Path, how: How, gguf_file: str | None = None
 ) -> tuple["PreTrainedModel", Mapping[str, Collection]]:
     """Reads a model; pickled weights are read by torch's reader for tensors alone.
 
     Args:
         folder: Where configuration and weights are, or the GGUF file.
-        dtype: Floating-point dtype of the weights.
+        how: How it is to be held.
         gguf_file: Name of a GGUF file in the folder; None reads the folder.
-        device: Where the weights go. A GPU gets them tensor by tensor, so that main memory need not hold the model;
-            that takes the package accelerate.
 
     Returns:
-        The model, on the device or in main memory, and what `check_complete` takes. Until it was checked, tensors may
+        The model, on its devices or in main memory, and what `check_complete` takes. Until it was checked, tensors may
         be random.
+
+    Raises:
+        UnsupportedModel: The heads cannot be divided among so many processes.
     """
     import transformers
 
-    straight = device is not None and device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    more: dict[str, Any] = {"device_map": None}
+    if how.processes > 1:
+        config = transformers.AutoConfig.from_pretrained(folder, **SAFELY).get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if reason := too_few_heads(folder.name, heads, how.processes):
+            raise UnsupportedModel(reason)
+        more |= parallel_arguments(how.processes)
+    elif how.devices.first.type != "cpu" and importlib.util.find_spec("accelerate") is not None:
+        more["device_map"] = _module_map(folder, how.devices)
+    if how.quantisation is not None:
+        more["quantization_config"] = quantised.config_of(how.quantisation)
     reader = cast(Any, transformers.AutoModelForCausalLM)  # its types do not know output_loading_info
     with _without_load_report():
         return reader.from_pretrained(
             folder,
             gguf_file=gguf_file,
-            dtype=dtype,
+            dtype=how.dtype,
             attn_implementation="sdpa",
-            device_map={"": device} if straight else None,
             weights_only=True,
             ignore_mismatched_sizes=True,  # check_complete refuses them by name
             output_loading_info=True,
             **SAFELY,
+            **more,
         )
+
+
+def _module_map(folder: Path, devices: Devices) -> dict[str, torch.device]:
+    """Where the modules of the model in a folder go."""
+    import transformers
+
+    if len(devices.all) == 1:
+        return {"": devices.first}
+    config = transformers.AutoConfig.from_pretrained(folder, **SAFELY)
+    with torch.device("meta"):
+        outline = transformers.AutoModelForCausalLM.from_config(config)
+    return devices.module_map(outline) or {"": devices.first}
 
 
 def check_complete(found: Mapping[str, Collection], what: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvbench.errors import MissingWeightsError
-from kvbench.models.checkpoint import SAFELY, check_complete, is_fault, read_weights
+from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 
 if TYPE_CHECKING:
     from gguf import ReaderField
@@ -57,7 +57,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTr
     from gguf import GGUFReader
 
     with _reading(path):
-        model, found = read_weights(path.parent, dtype, path.name)
+        model, found = read_weights(path.parent, How(dtype), path.name)
     check_complete(found, f"model.path={path}")
     with _reading(path):
         fields = GGUFReader(path).fields

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.config.settings import as_dict
-from kvbench.errors import MissingWeightsError, check_whole, unknown_name
-from kvbench.models import cache, embedded, files, gguf, packed, random_weights
-from kvbench.models.checkpoint import SAFELY, check_complete, is_fault, read_weights
+from kvbench.errors import MissingWeightsError, UnsupportedModel, check_whole, unknown_name
+from kvbench.models import cache, embedded, files, gguf, packed, quantised, random_weights
+from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
+from kvbench.models.devices import read_devices
+from kvbench.models.processes import read_processes, started, tell
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens", "linear"}
+_COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens", "linear", "quantisation", "tensor_parallel"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class LoadedModel:
             are not part of it.
         max_tokens: Context length: prompt and answer together must not exceed it.
         dtype: Dtype of the weights.
-        device: Where the weights live.
+        device: Where the weights live; of several devices the first one, where prompts go in.
         chat_template: True when the tokenizer can render a chat.
         linear: How its own matrices lie in memory, `plain` or `packed`; it decides in which order their sums are
             formed.
@@ -49,11 +51,18 @@ class LoadedModel:
     chat_template: bool
     linear: str = packed.PLAIN
     remark: str = ""
+    places: tuple[tuple[torch.device, int], ...] = ()
+    """Devices and how many layers each has, in the order of the layers, where `model.device` named several."""
+    quantisation: str = ""
+    """What the weights were quantised to after they were read, and by what; empty = nothing."""
+    tensor_parallel: int = 1
+    """Processes among which the heads are divided."""
 
     @property
-    def decides(self) -> tuple[str, str, str, str]:
-        """What of it decides the numbers of a forward pass, to the last bit."""
-        return self.fingerprint, str(self.dtype), str(self.device), self.linear
+    def decides(self) -> tuple[str, ...]:
+        """What of it decides the numbers of a forward pass, to the last bit, and where they lie."""
+        layers = str([(str(device), count) for device, count in self.places])
+        return self.fingerprint, str(self.dtype), str(self.device), self.linear, self.quantisation, layers
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -85,14 +94,19 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     for key in settings:
         if key not in _COMMON_KEYS | keys:
             raise unknown_name(f"key model.{key} for model.kind", kind, _COMMON_KEYS | keys)
-    device = _device(settings.get("device", "auto"))
-    dtype = _dtype(settings.get("dtype", "auto"), device)
-    linear = settings.get("linear", packed.PLAIN)
-    if linear not in packed.LINEAR:
-        raise unknown_name("model.linear", linear, packed.LINEAR)
-    model, tokenizer, name, fingerprint = loader(settings, dtype, device)
-    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # its decorator hides `self`
-    remark = packed.why_not(dtype, device) if linear == packed.PACKED else ""
+    devices = read_devices(settings.get("device", "auto"))
+    processes = read_processes(settings.get("tensor_parallel"), str(kind), devices)
+    dtype = _dtype(settings.get("dtype", "auto"), devices.first)
+    quantisation = quantised.read_kind(settings.get("quantisation"), str(kind), devices.first, dtype, processes)
+    linear = packed.read_linear(settings.get("linear", packed.PLAIN), quantisation, processes)
+    how = How(dtype, devices, quantisation, processes)
+    if processes > 1 and started()[0] == 0:
+        tell(("load", settings))
+    model, tokenizer, name, fingerprint = loader(settings, how)
+    if processes == 1:
+        model = devices.spread(model)
+    model = model.eval().requires_grad_(False)
+    remark = packed.why_not(dtype, devices.first) if linear == packed.PACKED else ""
     if remark:
         linear, remark = packed.PLAIN, f"model.linear={linear} was not done, because {remark}"
     elif linear == packed.PACKED:
@@ -104,33 +118,36 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
         fingerprint=fingerprint,
         max_tokens=context_length(model.config, settings.get("max_tokens")),
         dtype=dtype,
-        device=device,
+        device=devices.first if processes == 1 else model.device,
         chat_template=bool(tokenizer.chat_template),
         linear=linear,
         remark=remark,
+        places=devices.places(model.config.get_text_config().num_hidden_layers),
+        quantisation=quantised.in_words(quantisation),
+        tensor_parallel=processes,
     )
 
 
 _Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase", str, str]
 
 
-def _load_embedded(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+def _load_embedded(settings: dict, how: How) -> _Loaded:
     """Loads the embedded default model."""
     folder = embedded.ensure_embedded()
-    model, tokenizer = _read_folder(folder, dtype, device)
+    model, tokenizer = _read_folder(folder, how)
     if damage := embedded.find_damage(folder):
         raise ValueError(f"in {folder} {damage}: it was changed while it was loaded; give the same command again")
     return model, tokenizer, embedded.NAME, embedded.embedded_fingerprint()
 
 
-def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+def _load_hf(settings: dict, how: How) -> _Loaded:
     """Loads a folder or a hub id; a path that ends in .gguf is a GGUF file."""
     path = _path(settings)
     if path.lower().endswith(".gguf"):
-        return _load_gguf(settings, dtype, device)
+        return _load_gguf(settings, how)
     folder = files.find_model_folder(path, settings.get("revision"))
     before = files.folder_state(folder)
-    model, tokenizer = _read_folder(folder, dtype, device)
+    model, tokenizer = _read_folder(folder, how)
     fingerprint = files.folder_fingerprint(folder)
     if files.folder_state(folder) != before:
         raise ValueError(f"{folder} was changed while it was loaded; try again when nothing writes there")
@@ -138,12 +155,12 @@ def _load_hf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loade
     return model, tokenizer, Path(path).expanduser().absolute().name, fingerprint
 
 
-def _load_gguf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+def _load_gguf(settings: dict, how: How) -> _Loaded:
     """Loads a GGUF file; every load de-quantises it anew."""
     path = Path(_path(settings)).expanduser()
     gguf.check_gguf(path)
     before = cache.file_state(path)
-    model, tokenizer = gguf.read_gguf(path, dtype)
+    model, tokenizer = gguf.read_gguf(path, how.dtype)
     digest = cache.file_digest(path)
     if cache.file_state(path) != before:
         raise ValueError(f"{path} was changed while it was loaded; try again when nothing writes there")
@@ -151,7 +168,7 @@ def _load_gguf(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loa
     return model, tokenizer, path.stem, files.combine_fingerprints(parts)
 
 
-def _load_random(settings: dict, dtype: torch.dtype, device: torch.device) -> _Loaded:
+def _load_random(settings: dict, how: How) -> _Loaded:
     """Builds random weights in the shape of a preset."""
     preset, seed, num_layers = str(settings.get("preset")), settings.get("seed", 0), settings.get("num_layers")
     check_whole("model.seed", seed, 0)
@@ -160,15 +177,16 @@ def _load_random(settings: dict, dtype: torch.dtype, device: torch.device) -> _L
         preset, num_layers=num_layers, max_tokens=settings.get("max_tokens"), overrides=overrides
     )
     tokenizer = random_weights.byte_tokenizer(config.vocab_size)
-    model = random_weights.random_model(config, seed=seed, dtype=dtype, device=device)
+    device = how.devices.builder
+    model = random_weights.random_model(config, seed=seed, dtype=how.dtype, device=device)
     # The generator differs between kinds of device, and the weights are drawn in their dtype.
     shape = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
-    parts = ["random", json.dumps(shape, sort_keys=True, default=str), str(seed), device.type, str(dtype)]
+    parts = ["random", json.dumps(shape, sort_keys=True, default=str), str(seed), device.type, str(how.dtype)]
     name = f"random-{preset}" + (f"-{num_layers}layers" if num_layers else "") + ("-changed" if overrides else "")
     return model, tokenizer, name, files.combine_fingerprints(parts)
 
 
-_Loader = Callable[[dict, torch.dtype, torch.device], _Loaded]
+_Loader = Callable[[dict, How], _Loaded]
 _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
     "embedded": (_load_embedded, set()),
     "hf": (_load_hf, {"path", "revision"}),
@@ -177,17 +195,17 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 }
 
 
-def _read_folder(
-    folder: Path, dtype: torch.dtype, device: torch.device
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+def _read_folder(folder: Path, how: How) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Reads model and tokenizer from a checked folder, without any question to the hub."""
     import transformers
 
     files.check_config(folder)
     try:
         with embedded.quiet_transformers():
-            model, found = read_weights(folder, dtype, device=device)
+            model, found = read_weights(folder, how)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
+    except UnsupportedModel:
+        raise
     except BaseException as error:
         # Many kinds of error come out of a broken or unknown model folder; all of them are about this folder.
         if not is_fault(error):
@@ -215,24 +233,6 @@ def _path(settings: dict) -> str:
             "a .gguf file."
         )
     return str(path)
-
-
-def _device(name: str) -> torch.device:
-    """Turns model.device into a device that exists here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"model.device={name} is no device; use auto, cpu, cuda or cuda:N.") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"model.device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA or ROCm devices "
-            "here; use model.device=cpu or auto."
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"model.device={name} is not supported; use auto, cpu, cuda or cuda:N.")
-    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

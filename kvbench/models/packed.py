@@ -10,6 +10,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from kvbench.errors import unknown_name
+
 PLAIN, PACKED = "plain", "packed"
 LINEAR = (PLAIN, PACKED)
 # Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
@@ -60,6 +62,30 @@ class PackedLinear(torch.nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def read_linear(value: object, quantisation: str | None, processes: int) -> str:
+    """`model.linear`, once it is known that it goes with the other settings.
+
+    Args:
+        value: plain or packed.
+        quantisation: What the weights are quantised to, or None.
+        processes: Among how many the model is cut.
+
+    Raises:
+        ValueError: It is something else, or the matrices to be packed are not plain ones.
+    """
+    if value not in LINEAR:
+        raise unknown_name("model.linear", value, LINEAR)
+    other = f"model.quantisation={quantisation}" if quantisation else ""
+    if processes > 1:
+        other = f"model.tensor_parallel={processes}"
+    if value == PACKED and other:
+        raise ValueError(
+            f"model.linear=packed re-orders whole plain matrices, and {other} leaves other ones; set "
+            f"model.linear=plain, or {other.partition('=')[0]}=null"
+        )
+    return str(value)
+
+
 def why_not(dtype: torch.dtype, device: torch.device) -> str:
     """Why matrices cannot be packed here, to follow "because"; empty where they can."""
     if device.type != "cpu":
@@ -83,7 +109,7 @@ def pack(model: torch.nn.Module) -> int:
     """Puts a packed layer in place of every linear one, each plain matrix going before the next is packed.
 
     What other modules use too stays plain: a head that is tied to the embedding, from which single rows are read, would
-    have to be held twice.
+    have to be held twice. Weights that were read quantised stay as they are.
 
     Args:
         model: On the CPU, in a dtype that `why_not` has no word against, without gradients.
@@ -96,7 +122,7 @@ def pack(model: torch.nn.Module) -> int:
     found = [
         (parent, name)
         for parent, name, child in places
-        if type(child) is torch.nn.Linear and users[id(child.weight)] == 1
+        if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter and users[id(child.weight)] == 1
     ]
     del places  # it holds the plain layers
     for parent, name in found:

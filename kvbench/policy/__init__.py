@@ -57,7 +57,7 @@ from kvbench.policy.allocation import Allocation, read_table, shares_by_score, s
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
-from kvbench.policy.chunked import CHUNK, check_chunk
+from kvbench.policy.chunked import CHUNK, check_chunk, check_chunk_place
 from kvbench.policy.declare import ALL_QUERIES, Probe, ReadSpec, Residual, ScoreSpec, TierTable
 from kvbench.policy.heavy import HeavyHitters
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
@@ -138,6 +138,7 @@ __all__ = [
     "WindowRanked",
     "WithValueNorms",
     "check_chunk",
+    "check_chunk_place",
     "check_sizes",
     "choose_blocks",
     "largest_remainder",

@@ -117,17 +117,24 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def machine(device: object) -> Machine:
+def machine(device: object, *others: object, processes: int = 1) -> Machine:
     """Describe the machine.
 
     Args:
         device: The model's torch device, or its name.
+        others: Further ones that have some of its layers.
+        processes: How many share the model, with a device each.
     """
     torch = sys.modules.get("torch")
-    kind = str(device)
-    name = torch.cuda.get_device_name(device) if torch is not None and kind.startswith("cuda") else _processor()
+
+    def described(one: object) -> str:
+        kind = str(one)
+        name = torch.cuda.get_device_name(one) if torch is not None and kind.startswith("cuda") else _processor()
+        return f"{kind} ({name})"
+
+    devices = ", ".join(dict.fromkeys(described(one) for one in (device, *others)))
     return Machine(
-        device=f"{kind} ({name})",
+        device=devices if processes == 1 else f"{processes} processes, the first on {devices}",
         host=f"{platform.system()} {platform.machine()}",
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads() if torch is not None else None,

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config import code, files
 from kvbench.config.files import FULL
@@ -115,6 +115,7 @@ def check_config(cfg: DictConfig) -> None:
         raise unknown_name("fidelity.on", cfg.fidelity.on, (GOLD, OWN))
     if (chunk := prefill_chunk(cfg)) is not None:
         Whole(1, unit="tokens").check("prefill.chunk", chunk)
+        _check_chunk_place(cfg.model, chunk)
     Flag().check("fidelity.per_token", cfg.fidelity.get("per_token", False))
     if Shard.read(cfg.get("shard")) and not cfg.resume:
         raise ValueError(
@@ -131,6 +132,20 @@ def check_config(cfg: DictConfig) -> None:
     check_writable(Path(cfg.results_dir), "results_dir")
     read_bytes("prompt_cache_bytes", cfg.get("prompt_cache_bytes", 0))
     store_options(cfg.store)
+
+
+def _check_chunk_place(model: DictConfig, chunk: int) -> None:
+    """Refuses chunks of prompts on a model that is spread, before it is loaded; what is no device or no number of
+    processes is refused when it is.
+
+    Raises:
+        ValueError: Names the settings, the rule and the remedy.
+    """
+    from kvbench.policy import check_chunk_place
+
+    devices, processes = model.get("device"), model.get("tensor_parallel")
+    places = len(devices) if isinstance(devices, ListConfig) else 1
+    check_chunk_place(chunk, places, processes if isinstance(processes, int) else 1)
 
 
 def reference_config(cfg: DictConfig) -> DictConfig:
@@ -191,6 +206,7 @@ def _ingredients(
             "chat_template": model.chat_template,
             "max_tokens": model.max_tokens,
             "linear": model.linear,
+            **_placement(cfg, model),
         },
         "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": cfg.limit},
         "method": _method_settings(cfg.method, policy),
@@ -208,6 +224,22 @@ def _ingredients(
         },
     }
     return {name: identity.canonical(found[name]) for name in sorted(found)}
+
+
+def _placement(cfg: DictConfig, model: "LoadedModel") -> dict[str, Any]:
+    """What of a model's placement can change an answer; where it cannot, runs are the same wherever they ran.
+
+    Layers on several devices compute what they compute on one. Only a limit on the pool of pages is then one of each
+    device, where a sample may fit or not. Heads in several processes are summed in another order.
+    """
+    found: dict[str, Any] = {}
+    if model.quantisation:
+        found["quantisation"] = model.quantisation
+    if model.tensor_parallel > 1:
+        found["tensor_parallel"] = model.tensor_parallel
+    if model.places and cfg.store.budget_bytes is not None:
+        found["layers_per_device"] = [count for _, count in model.places]
+    return found
 
 
 @cache

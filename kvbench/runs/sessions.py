@@ -71,7 +71,9 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.hash, record.identity = experiment.hash, experiment.identity
     record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.cfg.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()
-    record.machine = provenance.machine(experiment.model.device)
+    model = experiment.model
+    spread = (device for device, _ in model.places)
+    record.machine = provenance.machine(model.device, *spread, processes=model.tensor_parallel)
 
 
 def other_machine(record: RunRecord) -> str:

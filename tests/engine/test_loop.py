@@ -137,7 +137,7 @@ def step_without_data(loaded, method: str) -> SimpleNamespace:
     for row in rows:  # as if prompts had been read: writing one takes sizes from its plan
         store.counters.hold(row, 24)
         store.counters.prompt_tokens[row] = 24
-        store.holding.learn_due([row], [False])
+        store.holding.due.learn([row], [False])
     store.pages.late.tape = Tape()  # lists of any length, as in a graph
     there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(2)]
     state = State(StepRows(rows, there[0]), there[1], lambda *_: None)

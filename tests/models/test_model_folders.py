@@ -15,7 +15,8 @@ from places import ROOT
 from safetensors.torch import load_file, save_file
 
 from kvbench.models import files as model_files
-from kvbench.models.checkpoint import check_complete, read_weights
+from kvbench.models.checkpoint import How, check_complete, read_weights
+from kvbench.models.devices import Devices
 from kvbench.models.load import load_model
 from kvbench.models.random_weights import byte_tokenizer, random_config, random_model
 
@@ -61,7 +62,7 @@ def edit_weights(folder, edit):
 def test_a_gpu_gets_the_weights_without_a_stop_in_main_memory(folder, monkeypatch):
     """On a device of its own memory, transformers is asked to put every tensor there; the meta device stands for it,
     on which a weight that was read elsewhere could not end. In main memory nothing is asked for."""
-    found, complete = read_weights(folder, torch.float32, device=torch.device("meta"))
+    found, complete = read_weights(folder, How(torch.float32, Devices((torch.device("meta"),))))
     assert {weight.device.type for weight in found.parameters()} == {"meta"}
     check_complete(complete, str(folder))
     asked = []
@@ -72,10 +73,16 @@ def test_a_gpu_gets_the_weights_without_a_stop_in_main_memory(folder, monkeypatc
         lambda *given, device_map, **named: (asked.append(device_map), reader(*given, **named))[1],
     )
     for device in ("cuda:1", "cpu"):
-        read_weights(folder, torch.float32, device=torch.device(device))
+        read_weights(folder, How(torch.float32, Devices((torch.device(device),))))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # accelerate is not there
-    read_weights(folder, torch.float32, device=torch.device("cuda:1"))
+    read_weights(folder, How(torch.float32, Devices((torch.device("cuda:1"),))))
     assert asked == [{"": torch.device("cuda:1")}, None, None]
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *given, device_map, **named: (device_map, {})
+    )
+    found, _ = read_weights(folder, How(torch.float32, Devices((torch.device("cuda:0"), torch.device("cuda:1")))))
+    assert [str(found[f"model.layers.{index}"]) for index in (0, 1)] == ["cuda:0", "cuda:1"]
 
 
 def test_two_models_that_differ_in_the_middle_are_two(folder, tmp_path):

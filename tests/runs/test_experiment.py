@@ -30,6 +30,8 @@ CHANGES = {
     "model__dtype": "bfloat16",
     "model__device": "cuda",
     "model__linear": "packed",
+    "model__quantisation": "int8 weights (torchao 0.18.0)",
+    "model__tensor_parallel": 2,
 }
 
 
@@ -45,6 +47,18 @@ def test_hash_ignores_what_changes_no_answer(tmp_path):
     base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
     other = make_cfg(tmp_path / "elsewhere", resume=False, reference="auto")
     assert prepare(other, "half", make_parts()).hash == base
+
+
+def test_hash_sees_places_only_where_they_divide_a_limit(tmp_path):
+    """Layers compute the same on several devices; a limit on the pool is then one for each, and what fits differs."""
+
+    def digest(places, budget_bytes):
+        cfg = make_cfg(tmp_path, model__places=places, store__budget_bytes=budget_bytes)
+        return prepare(cfg, "half", make_parts()).hash
+
+    spread, other = [["cuda:0", 2], ["cuda:1", 2]], [["cuda:0", 1], ["cuda:1", 3]]
+    assert digest(spread, None) == digest([], None)
+    assert len({digest(places, 1 << 20) for places in ([], spread, other)}) == 3
 
 
 def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):

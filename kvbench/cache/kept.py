@@ -1,4 +1,4 @@
-"""A layer of a prompt on its way into a cache, and the tokens of it that go to one tier."""
+"""What of a layer of a prompt goes where: the layer on its way in, and the tokens of it that one tier takes."""
 
 from dataclasses import dataclass
 

@@ -1,0 +1,199 @@
+"""A decode step over pages: how a token is written, what is read, and what becomes of the scores."""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+from torch import Tensor
+
+from kvbench.cache import moves
+from kvbench.cache.holding import Holding
+from kvbench.cache.homes import HomedStep
+from kvbench.cache.reads import StepReads
+from kvbench.kernels.backend import FusedStep, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
+from kvbench.policy import DecodePlan
+
+
+class PagedStep:
+    """A decode step over pages, planned and with its slots reserved.
+
+    Args:
+        holding: What holds the tokens.
+        rows: int64 [S] live rows.
+        numbers: The same as the host knows them.
+        plan: What the policy decided; None = it is asked.
+    """
+
+    reads: StepReads | None = None  # chooses what to read of each layer, and counts it; None = everything is read
+
+    def __init__(self, holding: Holding, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> None:
+        self._given = plan
+        self.holding, self.pages, self.rows, self.numbers = holding, holding.pages, rows, numbers
+        self.view = holding.view(rows, numbers)
+        self.tokens_seen = self.view.tokens_seen
+        self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
+        self._plan()
+
+    def _plan(self) -> None:
+        policy, pages, lists = self.holding.policy, self.pages, self.lists.flatten()
+        plan = self.holding.plans.decode(self.view) if self._given is None else self._given
+        self.tier = plan.tier
+        pages.grow(self.numbers, 1)
+        if pages.homes is None:
+            page, slot = moves.make_room(
+                pages,
+                lists,
+                plan,
+                own_all=policy.score.decode_update,
+                acts=policy.acts_in_decode,
+                judge=self.holding.plans.judge_step(self.view),
+            )
+        else:
+            page, slot = moves.make_room_at_home(pages, lists, len(self.rows))
+        if pages.formats[self.tier].slot.track:
+            pos = self.tokens_seen.repeat_interleave(pages.lists_per_row)
+            for tier, own in pages.parts_of_rows(len(self.rows), self.tier):
+                pages.put(tier, page[own], slot[own], pos=pos[own])
+        self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
+        if policy.reading is not None:
+            self.reads = StepReads.begin(policy.reading, self.view, pages.width(self.numbers, 0))
+
+    @cached_property
+    def width(self) -> list[list[int]]:
+        """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
+        return self.pages.widths(self.lists, self.numbers)
+
+    def strip(self, k: Tensor) -> Tensor:
+        """The step's keys [S, H, D] as this holding takes them."""
+        return self.holding.rope.strip(k, self.tokens_seen[:, None])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Writes the new token of one layer, attends over everything held, and adds to the scores.
+
+        Args:
+            q: [S, Hq, D]; k: [S, H, D] as `strip` gives them; v: [S, H, D].
+
+        Returns:
+            fp32 [S, Hq, D].
+        """
+        pages, scores = self.pages, self.holding.scores
+        for tier, heads in pages.parts_of(layer, self.tier):
+            chosen = (self.page[:, layer], self.slot[:, layer], k, v)
+            page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
+            pages.put(tier, page, slot, keys, values, distinct=True)
+            if scores.writes_tokens:
+                pages.field(tier, "score")[page, slot] = scores.of_token(keys, values)
+        tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
+        if self.reads is not None:
+            tiers = [self.reads.choose(pages, self.holding.first_layer + layer, q, tiers[0])]
+        self.holding.rope.turn(tiers, self.view)
+        spec = scores.spec
+        out, _, reduced = pages.backend.paged_decode(
+            q,
+            pages.pool.pages,
+            tiers,
+            None,
+            scale,
+            power=spec.power,
+            group=spec.group_reduce if spec.decode_update else None,
+        )
+        scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
+        return out
+
+    def end(self) -> None:
+        """Settles what the step changed."""
+
+    # Whole layers in one call.
+
+    def fused(self) -> FusedStep | None:
+        """What does a whole layer in one call, with the same `attend`; None where the backend does not cover the
+        step."""
+        if not self.pages.backend.fuses_layers or not self.holding.scores.fuses:
+            return None
+        # No such operation rotates keys between buffer and page, chooses the pages that it reads, or keeps bounds.
+        if self.reads is not None or self.pages.formats[0].bounds:
+            return None
+        if self.holding.rope.mode == "pre_rope" and not (self.pages.on_device and self.holding.policy.residual is None):
+            return None
+        return self._fuse()
+
+    def _fuse(self) -> FusedStep | None:
+        if (homes := self.pages.homes) is not None:
+            if homes.by_head or self.pages.on_device:  # a layer's call knows one format to write in
+                return None
+            return HomedStep.of(homes, {tier: self._fuse_at(tier) for tier in homes.tiers})
+        spec = self.holding.policy.score
+        update: ScoreUpdate | None = None
+        if spec.decode_update:
+            update = "replace" if spec.decode_replace else "add"
+        target = self.tier, self.page, self.slot
+        if self.pages.on_device:
+            rope = self.holding.rope
+            tables = self.pages.step_tiers(self.numbers, self.lists, partial(rope.turn_of, self.view))
+            turn = rope.stripping(self.tokens_seen)
+            return self._open_tables(tables, target=target, update=update, turn=turn)
+        tiers = [
+            self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
+            for tier in range(len(self.pages.formats))
+        ]
+        if not self.holding.rope.turn_all_layers(tiers, self.view):
+            return None
+        return self._open_layers(tiers, target=target, update=update)
+
+    def _fuse_at(self, tier: int) -> FusedStep | None:
+        """The same for the layers that are at home in a tier; the others have no slots in it."""
+        own = self.pages.tier(tier, self.lists)
+        if not self.holding.rope.turn_all_layers([own], self.view):
+            return None
+        return self._open_layers([own], target=(0, self.page, self.slot))
+
+    def _open_layers(
+        self,
+        tiers: list[TierPages],
+        *,
+        ring: StepRing | None = None,
+        target: StepTarget | None = None,
+        update: ScoreUpdate | None = None,
+    ) -> FusedStep | None:
+        """Asks the backend for the step; `tiers` describe all layers, ids [S, L, H, m]."""
+        spec = self.holding.policy.score
+        return self.pages.backend.open_step(
+            self.pages.pool.pages,
+            tiers,
+            num_q_heads=self.holding.shape.num_q_heads,
+            seen=self.tokens_seen,
+            ring=ring,
+            target=target,
+            power=spec.power,
+            group=spec.group_reduce,
+            update=update,
+            skip_near=spec.skip_near,
+        )
+
+    def _open_tables(
+        self,
+        tiers: list[TierTable],
+        *,
+        held: tuple[Tensor, Tensor] | None = None,
+        ring: StepRing | None = None,
+        target: StepTarget | None = None,
+        update: ScoreUpdate | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
+    ) -> FusedStep | None:
+        """Asks a backend that keeps its own tables for the step."""
+        spec = self.holding.policy.score
+        return self.pages.backend.open_tables(
+            self.pages.pool.pages,
+            tiers,
+            self.pages.shape[1:],
+            self.rows,
+            num_q_heads=self.holding.shape.num_q_heads,
+            seen=self.tokens_seen,
+            held=held,
+            ring=ring,
+            target=target,
+            power=spec.power,
+            group=spec.group_reduce,
+            update=update,
+            skip_near=spec.skip_near,
+            turn=turn,
+        )

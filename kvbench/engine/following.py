@@ -1,0 +1,107 @@
+"""One model in several processes: the first one leads, the others do what it does.
+
+The first process has the tasks, the journal and the requests. It tells the others which model to load and every call of
+its `Runner`, and all of them make it together, since each holds some of the heads. What a process raises for what it
+was asked (a bad setting, logits that are not finite), all raise alike, and the others wait for the next call. After
+anything else, such as memory that one of them lacks, they cannot be told any more: the process ends, and torchrun ends
+the others.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kvbench.engine.runner import NotFinite, Runner
+from kvbench.kernels.memory import is_out_of_memory
+from kvbench.models import processes
+from kvbench.models.load import LoadedModel, load_model
+
+# What all processes do together; whatever else a runner offers is made of these, or looks at this process alone.
+TOGETHER = ("reserve", "read", "full_logits", "append", "try_step", "fork", "close", "bytes", "report")
+
+
+class OneProcessFailed(RuntimeError):
+    """A process of several could not do its part, and the others wait for it."""
+
+
+class LeadingRunner(Runner):
+    """The `Runner` of the first process; takes what a `Runner` takes, and replays no prompts.
+
+    Raises:
+        OneProcessFailed: There is no memory in this process; smaller groups cannot be tried, as one process does.
+    """
+
+    _alive: "weakref.WeakSet[LeadingRunner]" = weakref.WeakSet()
+    _count = 0
+
+    def __init__(self, model: LoadedModel, *args: Any, **named: Any) -> None:
+        named.pop("prompts", None)  # others would have to replay them, too
+        LeadingRunner._count += 1
+        self._number, self._leads = LeadingRunner._count, False
+        processes.tell(("runner", self._number, [one._number for one in self._alive], args, named))
+        super().__init__(model, *args, **named)
+        self._alive.add(self)
+
+
+def _led(name: str) -> Callable[..., Any]:
+    """A call of a `Runner` that the other processes are told of, unless it is part of one that they know."""
+    own = getattr(Runner, name)
+
+    def call(self: LeadingRunner, *args: Any, **named: Any) -> Any:
+        if self._leads:
+            return own(self, *args, **named)
+        processes.tell(("call", self._number, name, args, named))
+        self._leads = True
+        try:
+            return own(self, *args, **named)
+        except Exception as error:
+            if name == "reserve" or not is_out_of_memory(error):
+                raise
+            raise OneProcessFailed(
+                f"process 0 of {self.shape.ranks.size} could not {name}, since its device is full, and the others "
+                "wait for it; give the command again with a smaller batch_size or more processes"
+            ) from error
+        finally:
+            self._leads = False
+
+    call.__name__, call.__doc__ = name, own.__doc__
+    return call
+
+
+for _name in TOGETHER:
+    setattr(LeadingRunner, _name, _led(_name))
+
+
+def make_runner(model: LoadedModel, *args: Any, **named: Any) -> Runner:
+    """A runner of a model: of one in several processes, the one that leads them."""
+    return (LeadingRunner if model.tensor_parallel > 1 else Runner)(model, *args, **named)
+
+
+def follow() -> None:
+    """What every process but the first one does, until that one ends."""
+    processes.connect()
+    model: LoadedModel | None = None
+    runners: dict[int, Runner] = {}
+    while True:
+        kind, *told = processes.hear()
+        if kind == "end":
+            return
+        try:
+            if kind == "load":
+                model = None
+                runners.clear()
+                model = load_model(told[0])
+            elif kind == "runner":
+                number, alive, args, named = told
+                runners = {each: runners[each] for each in alive if each in runners}
+                assert model is not None, "a model is loaded before anything runs it"
+                runners[number] = Runner(model, *args, **named)
+            else:
+                number, name, args, named = told
+                getattr(runners[number], name)(*args, **named)
+        except (ValueError, NotFinite):
+            continue  # the first process says so
+        except Exception as error:
+            if kind == "call" and told[1] == "reserve" and is_out_of_memory(error):
+                continue  # it may ask for less
+            raise

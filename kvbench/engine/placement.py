@@ -1,0 +1,85 @@
+"""Where the weights of a model lie: on one device, layer by layer on several, or cut over processes by heads."""
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.cache.layout import Place
+from kvbench.cache.ranks import ALONE, ProcessRanks, Ranks
+from kvbench.engine.calls import attention_modules
+from kvbench.errors import UnsupportedModel
+from kvbench.models.processes import too_few_heads
+
+OFFLOADED = {"meta", "disk"}
+
+
+def places_of(model: PreTrainedModel) -> tuple[Place, ...]:
+    """The runs of layers that share a device, in the order of the layers; empty where all of the model shares one.
+
+    Raises:
+        UnsupportedModel: A layer lies on more than one device.
+    """
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) < 2:
+        return ()
+    found: list[Place] = []
+    for index, layer in enumerate(_layers(model)):
+        own = {weight.device for weight in layer.parameters()}
+        if len(own) != 1:
+            raise UnsupportedModel(
+                f"layer {index} lies on {' and '.join(sorted(map(str, own)))}, and its part of the cache on one; give "
+                "whole layers to each device (model.device=[cuda:0,cuda:1] does)"
+            )
+        (device,) = own
+        last = found[-1] if found else None
+        if last is not None and last.device == device:
+            found[-1] = Place(device, last.num_layers + 1)
+        else:
+            found.append(Place(device, 1))
+    return tuple(found)
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers, in their order: what holds each attention module."""
+    attentions = attention_modules(model)
+    return [module for module in model.modules() if any(child in attentions for child in module.children())]
+
+
+def ranks_of(model: PreTrainedModel) -> Ranks:
+    """The processes over which the model's heads are cut."""
+    return ProcessRanks(model.device) if _is_cut(model) else ALONE
+
+
+def _is_cut(model: PreTrainedModel) -> bool:
+    cut = any(hasattr(weight, "device_mesh") for weight in model.parameters())
+    return cut or (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def check(model: PreTrainedModel, name: str) -> None:
+    """Refuses weights whose cache could not lie beside them.
+
+    Args:
+        model: The model.
+        name: What it is called in messages.
+
+    Raises:
+        UnsupportedModel: With the reason and what works instead.
+    """
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if OFFLOADED & set(devices) or {device.partition(":")[0] for device in devices} == {"cpu", "cuda"}:
+        raise UnsupportedModel(
+            f"{name}: its weights lie on {' and '.join(devices)}, some of them outside of the devices that compute; "
+            "load it onto GPUs alone, without offload (model.device=cuda:0, or [cuda:0,cuda:1] for several)"
+        )
+    if len(devices) > 1:
+        places_of(model)
+    if not _is_cut(model):
+        return
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"{name}: its weights are cut over processes and lie on {' and '.join(devices)} besides; choose "
+            "model.tensor_parallel or a list for model.device"
+        )
+    config, size = model.config.get_text_config(), ranks_of(model).size
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if reason := too_few_heads(name, heads, size):
+        raise UnsupportedModel(reason)

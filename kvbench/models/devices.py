@@ -1,0 +1,128 @@
+"""The devices that a model is spread over: what `model.device` names, and which layers each gets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Devices:
+    """One device, or several over which whole layers are spread in their order.
+
+    Args:
+        all: The devices.
+    """
+
+    all: tuple[torch.device, ...]
+
+    @property
+    def first(self) -> torch.device:
+        """Where prompts go in, and where plans are made."""
+        return self.all[0]
+
+    @property
+    def builder(self) -> torch.device:
+        """Where a model is put together that is not read from a folder: on the one device, or in main memory."""
+        return self.first if len(set(self.all)) == 1 else torch.device("cpu")
+
+    def places(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
+        """Each device with its number of layers, the first ones with one more where they do not divide evenly; empty
+        for one device.
+
+        Raises:
+            ValueError: There are fewer layers than devices.
+        """
+        if len(self.all) == 1:
+            return ()
+        least, more = divmod(num_layers, len(self.all))
+        if not least:
+            raise ValueError(
+                f"model.device={self} names {len(self.all)} devices for {num_layers} layers, and each gets whole ones; "
+                "name fewer"
+            )
+        return tuple((device, least + (index < more)) for index, device in enumerate(self.all))
+
+    def module_map(self, model: "PreTrainedModel") -> dict[str, torch.device] | None:
+        """The device of each module, as transformers and accelerate take it; None where all is on one.
+
+        Args:
+            model: The model or its outline on the meta device.
+        """
+        if len(set(self.all)) == 1:
+            return None
+        base, inner = model.base_model, model.base_model_prefix
+        found: dict[str, torch.device] = {}
+        last = self.first
+        for name, child in base.named_children():
+            if isinstance(child, torch.nn.ModuleList):
+                order = [device for device, count in self.places(len(child)) for _ in range(count)]
+                found |= {f"{inner}.{name}.{index}": device for index, device in enumerate(order)}
+                last = order[-1]
+            else:  # what comes before the layers takes tokens, and the norm behind them what the last layer gives
+                found[f"{inner}.{name}"] = last if any(True for _ in child.parameters()) else self.first
+        tied = bool(model.config.get_text_config().tie_word_embeddings)
+        found |= {name: self.first if tied else last for name, child in model.named_children() if child is not base}
+        return found
+
+    def spread(self, model: "PreTrainedModel") -> "PreTrainedModel":
+        """Moves a model that was put together by `builder` to its devices."""
+        modules = self.module_map(model)
+        if modules is None:
+            return model.to(self.first)  # type: ignore[arg-type]  # its decorator hides `self`
+        if getattr(model, "hf_device_map", None):
+            return model  # it was read straight to them
+        from accelerate import dispatch_model
+
+        spread: Any = dispatch_model(model, device_map=modules)
+        return spread
+
+    def __str__(self) -> str:
+        names = ",".join(map(str, self.all))
+        return names if len(self.all) == 1 else f"[{names}]"
+
+
+def read_devices(value: object) -> Devices:
+    """Turns `model.device` into devices that exist here.
+
+    Args:
+        value: auto, cpu, cuda or cuda:N, or a list of such devices of one kind.
+
+    Raises:
+        ValueError: A device is unknown or not there, or the list mixes kinds.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return Devices((_device(str(value)),))
+    found = tuple(_device(str(name), in_list=True) for name in value)
+    if not found:
+        raise ValueError("model.device=[] names no device; use auto, or list those that share the layers")
+    if len({device.type for device in found}) > 1:
+        raise ValueError(
+            f"model.device={Devices(found)} mixes kinds of devices, and a part of a cache would wait for main memory; "
+            "list GPUs alone"
+        )
+    return Devices(found)
+
+
+def _device(name: str, in_list: bool = False) -> torch.device:
+    """One device that exists here."""
+    if name == "auto" and not in_list:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"model.device={name} is no device; use auto, cpu, cuda or cuda:N, or a list such as [cuda:0,cuda:1]."
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"model.device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA or ROCm devices "
+            "here; use model.device=cpu or auto."
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"model.device={name} is not supported; use auto, cpu, cuda or cuda:N.")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" and in_list else device

@@ -1,0 +1,81 @@
+"""Weights that torchao quantises as transformers reads them; activations stay as they are."""
+
+import importlib
+import importlib.util
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from kvbench.errors import unknown_name
+
+# What `model.quantisation` may be -> torchao's configuration with its settings. The packing of int4 is the one that
+# torch itself has kernels for, on GPUs and in bfloat16.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8": ("Float8WeightOnlyConfig", {}),
+    "int8": ("Int8WeightOnlyConfig", {}),
+    "int4": ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}),
+}
+
+
+def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch.dtype, processes: int) -> str | None:
+    """`model.quantisation`, once it is known that it can be done.
+
+    Args:
+        value: fp8, int8, int4, or None for weights as they are.
+        model_kind: `model.kind`.
+        device: The model's first one.
+        dtype: The model's.
+        processes: Among how many its heads are divided.
+
+    Raises:
+        ValueError: It is something else, the model is not read from a folder, or torchao is missing; with the remedy.
+    """
+    if value is None:
+        return None
+    if value not in KINDS:
+        raise unknown_name("model.quantisation", value, KINDS)
+    if model_kind != "hf":
+        raise ValueError(
+            f"model.quantisation={value} is for models that are read from a folder or the hub (model.kind=hf), and "
+            f"model.kind={model_kind} makes its weights itself; set model.quantisation=null"
+        )
+    if value == "int4" and (device.type == "cpu" or dtype != torch.bfloat16):
+        raise ValueError(
+            f"model.quantisation=int4 has kernels for GPUs in bfloat16, and this model is on {device} in "
+            f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16 on a GPU, or model.quantisation=int8"
+        )
+    if processes > 1:
+        raise ValueError(
+            f"model.quantisation={value} with model.tensor_parallel={processes} was never tried; set one of the two, "
+            "or spread the layers (model.device=[cuda:0,cuda:1])"
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(
+            f"model.quantisation={value} needs the package torchao; run pip install torchao, or set "
+            "model.quantisation=null"
+        )
+    return str(value)
+
+
+def in_words(kind: str | None) -> str:
+    """What the weights become and by which version, for records; empty = nothing."""
+    return f"{kind} weights (torchao {version('torchao')})" if kind else ""
+
+
+def config_of(kind: str) -> Any:
+    """What transformers takes as `quantization_config`.
+
+    Raises:
+        ValueError: This torchao lacks the configuration.
+    """
+    from transformers import TorchAoConfig
+
+    name, settings = KINDS[kind]
+    made = getattr(importlib.import_module("torchao.quantization"), name, None)
+    if made is None:
+        raise ValueError(
+            f"model.quantisation={kind} needs torchao.quantization.{name}, which torchao {version('torchao')} lacks; "
+            "run pip install -U torchao"
+        )
+    return TorchAoConfig(made(**settings))
