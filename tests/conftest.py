@@ -26,6 +26,13 @@ from kvbench.models.load import LoadedModel, load_model
 settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvbench")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `long` begin first, so that in the end no process is alone with one while others have nothing; with
+    them those that share the process of tests/runs/conftest.py, so that hardly any other has to start it."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None and "server" not in item.fixturenames)
+
+
 # Query heads and KV heads of the tiny models: plain multi-head attention, and groups of 3 and 7 query heads per KV
 # head.
 HEADS = {"mha": (4, 4), "gqa3": (6, 2), "gqa7": (14, 2)}
@@ -54,7 +61,9 @@ def tiny_model() -> Callable[..., LoadedModel]:
         seed: int = 0,
     ) -> LoadedModel:
         num_heads, num_kv_heads = HEADS[heads]
-        hidden_size = num_heads * head_dim
+        # A fourth of what the heads have together: what is tested here is their cache, and a wide model takes most of
+        # its time for matrix products beside it.
+        hidden_size = num_heads * head_dim // 4
         overrides = {
             "model_type": model_type,
             "num_attention_heads": num_heads,
