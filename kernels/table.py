@@ -14,7 +14,7 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 
 if TYPE_CHECKING:
-    from kvbench.kernels.backend import TierTable, Turn
+    from kvbench.kernels.backend import ExtremeOf, TierTable, Turn
 
 
 class PageTable:
@@ -232,7 +232,7 @@ class PageTable:
         raise NotImplementedError("tables in main memory are counted by torch")
 
     def find_extreme(
-        self, rows: Tensor, tier: int, fmt: PageFormat, *, by: str, over_layer: bool, **conditions: Any
+        self, rows: Tensor, tier: int, fmt: PageFormat, *, by: "ExtremeOf", over_layer: bool, **conditions: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Value, slot and position, [S, L, H] each, of the smallest value in every list of rows (int64 [S])."""
         raise NotImplementedError("in main memory a backend searches slots, or their fields are gathered")

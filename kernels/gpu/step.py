@@ -126,7 +126,7 @@ def check_step(
         checks.pool(pages, tier.fmt)
         if tier.width > tier.entries.shape[1]:
             raise AssertionError(f"a list of {tier.width} pages has no room in {tier.entries.shape[1]} table entries")
-    numbers = [("rows", rows, rows.shape), ("seen", seen, rows.shape)]
+    numbers: list[tuple[str, Tensor, tuple[int, ...]]] = [("rows", rows, rows.shape), ("seen", seen, rows.shape)]
     numbers += [
         (f"the target's {name}", x, lists) for name, x in zip(("page", "slot"), (target or ())[1:], strict=False)
     ]
@@ -134,7 +134,7 @@ def check_step(
     if ring is not None:
         numbers += [("a count of the ring", x, lists) for x in (ring.num_tokens, *ring.before, *ring.after)]
     for name, x, wanted in numbers:
-        checks.index(name, x, tuple(wanted), device)
+        checks.index(name, x, wanted, device)
         if not x.is_contiguous():
             raise AssertionError(f"{name} is not contiguous, but kernels read it as one plain array")
 

@@ -349,7 +349,7 @@ class PagedStep:
     def fused(self) -> FusedStep | None:
         """What does a whole layer in one call, with the same `attend`; None where the backend does not cover the
         step."""
-        if not self.pages.backend.fuses_layers or not self.holding.scores.fuses:
+        if not (self.pages.backend.fuses_layers or self.pages.on_device) or not self.holding.scores.fuses:
             return None
         # No such operation rotates keys between buffer and page, chooses the pages that it reads, or keeps bounds.
         if self.reads is not None or self.pages.formats[0].bounds:

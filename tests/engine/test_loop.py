@@ -21,6 +21,7 @@ from kvbench.engine.runner import NotFinite, Runner
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks
 from kvbench.kernels.gpu import decode, manager, moves, parts
+from kvbench.models.load import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 NO_KERNEL = {"quest": {"widen_bounds"}}
@@ -29,8 +30,10 @@ PROMPT, ALONE = 21, Case((((1,), 3),))
 
 @pytest.fixture(scope="module")
 def loaded():
-    """A model of one layer."""
-    model = choices.make_model("random preset=tiny num_layers=1 dtype=float32", "cpu")
+    """A model of one layer with one KV head: what the interpreter does takes its time."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = {"kind": "random", "preset": "tiny", "overrides": heads, "num_layers": 1, "seed": 0}
+    model = load_model(settings | {"dtype": "float32", "device": "cpu"})
     yield model
     model.model.set_attn_implementation("sdpa")
 
