@@ -49,7 +49,10 @@ def embedded_model() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., LoadedModel]:
-    """Gives a factory of small random models: tiny_model(model_type, heads, head_dim, dtype, num_layers, seed)."""
+    """Gives a factory of small random models: tiny_model(model_type, heads, head_dim, dtype, num_layers, seed, narrow).
+
+    A narrow one is a fourth as wide as its heads are together: the same cache, with less to compute beside it.
+    """
 
     @cache
     def build(
@@ -59,11 +62,10 @@ def tiny_model() -> Callable[..., LoadedModel]:
         dtype: str = "float32",
         num_layers: int = 2,
         seed: int = 0,
+        narrow: bool = False,
     ) -> LoadedModel:
         num_heads, num_kv_heads = HEADS[heads]
-        # A fourth of what the heads have together: what is tested here is their cache, and a wide model takes most of
-        # its time for matrix products beside it.
-        hidden_size = num_heads * head_dim // 4
+        hidden_size = num_heads * head_dim // (4 if narrow else 1)
         overrides = {
             "model_type": model_type,
             "num_attention_heads": num_heads,

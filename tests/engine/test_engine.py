@@ -101,9 +101,9 @@ def test_samples_of_one_prompt_are_independent_rows(loaded, policy):
     """Three answers share one prefill, and each is what a run of it alone gives, in tokens and in bytes."""
     fields = {"temperature": 0.8, "top_p": 0.9, "num_samples": 3}
     both = [request("a", random_tokens(90), **fields), request("b", random_tokens(33), gold=random_tokens(6), **fields)]
-    together = answers(loaded, policy, both, seed=4)
+    together = answers(loaded, policy, both, seed=3)
     for asked in both:
-        apart = answers(loaded, policy, [asked], seed=4, batch_size=1, sizing=both)
+        apart = answers(loaded, policy, [asked], seed=3, batch_size=1, sizing=both)
         for repeat in range(3):
             fields, want = (comparable(x[asked.sample_id, repeat]) for x in (together, apart))
             for side in (fields, want):
