@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,8 @@ def _products(rows: Tensor, keys: Tensor, scale: float, logits: Tensor, is_bf16:
     if not is_bf16:
         torch.bmm(rows * scale, keys, out=logits)
         return
-    matmul = torch.backends.mkldnn.matmul
+    onednn: Any = torch.backends.mkldnn  # its types do not know the setting
+    matmul = onednn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:  # scaled behind the product: a row that was scaled before it has more digits than bf16
