@@ -360,7 +360,7 @@ class PagedStep:
 
     def _fuse(self) -> FusedStep | None:
         if (homes := self.pages.homes) is not None:
-            if homes.by_head or self.pages.on_device:  # a layer's call knows one format to write in
+            if homes.by_head:  # a layer's call knows one format to write in
                 return None
             return HomedStep.of(homes, {tier: self._fuse_at(tier) for tier in homes.tiers})
         spec = self.holding.policy.score
@@ -383,8 +383,8 @@ class PagedStep:
 
     def _fuse_at(self, tier: int) -> FusedStep | None:
         """The same for the layers that are at home in a tier; the others have no slots in it."""
-        own = self.pages.tier(tier, self.lists)
-        if not self.holding.rope.turn_all_layers([own], self.view):
+        own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
+        if not self.holding.rope.turn_all_layers([own], self.view, waits=not self.pages.on_device):
             return None
         return self._open_layers([own], target=(0, self.page, self.slot))
 

@@ -163,7 +163,7 @@ def shared(kind: type[Policy]) -> dict[str, Field]:
 def by_layer() -> str:
     """What the settings mean that give layers a precision of their own."""
     meaning = meanings(ByLayer)
-    defaults = {item.name: [] if item.default == () else item.default for item in fields(ByLayer)}
+    defaults: dict[str, object] = {item.name: [] if item.default == () else item.default for item in fields(ByLayer)}
     lines = [f"- `{name}={yaml_value(defaults[name])}`: {meaning[name]}" for name in BY_LAYER]
     return (
         "## Precision by layer\n\nMethods of one precision have these: those that quantise every token, and those that "

@@ -108,8 +108,10 @@ def project_shares(
     row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
     spread = (lists + 0.5) / len(lists) - 0.5
     for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
-        count = (share * tokens + (spread if tier % 2 else -spread) * fmt.tokens_per_page).round().long()
-        store.pages.table.reserve(lists, tier, count.clamp(min=0) if share else torch.zeros_like(lists))
+        own = lists if store.pages.homes is None else store.pages.homes.where(tier, 1)  # lists that hold any in it
+        each = share * tokens * len(lists) / max(1, len(own))
+        count = (each + (spread[own] if tier % 2 else -spread[own]) * fmt.tokens_per_page).round().long()
+        store.pages.table.reserve(own, tier, count.clamp(min=0) if share else torch.zeros_like(own))
     return _projection(store.ledger, row, shape, tokens)
 
 
