@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.config import files as listing
-from kvbench.config.compose import BY_LAYER, SHARED
+from kvbench.config.files import BY_LAYER, SHARED
 from kvbench.config.settings import read_config
 from kvbench.kernels.format import PageFormat
 from kvbench.policy import ALL_QUERIES, ByLayer, Policy, Ranked, Scored
