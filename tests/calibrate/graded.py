@@ -47,7 +47,14 @@ class Bench:
         return Parts(
             make_policy=lambda cfg: Graded(full=True) if "full" in cfg._target_ else Graded(**_fields(cfg)),
             load_model=lambda cfg: SimpleNamespace(
-                name="tiny", fingerprint="ab" * 32, dtype="float32", device="cpu", chat_template=False, max_tokens=64
+                name="tiny",
+                fingerprint="ab" * 32,
+                dtype="float32",
+                device="cpu",
+                chat_template=False,
+                max_tokens=64,
+                linear="plain",
+                remark="",
             ),
             load_task=self.load_task,
             make_engine=lambda cfg, model, policy, prompts=None: Engine(self, cfg, policy),
