@@ -137,7 +137,7 @@ def test_a_budget_in_bytes_is_of_the_whole_row(loaded):
 
 
 def test_tables_on_a_device_give_the_same(loaded):
-    """Triton's page tables, interpreted, move and count as those of the reference do; what plain torch does is named."""
+    """Triton's page tables, interpreted, move and count as the reference's do; what plain torch does is named."""
     pytest.importorskip("triton")
     found = []
     for backend in ("torch", "triton"):
