@@ -106,11 +106,11 @@ def project_shares(
     if len(shares) != len(policy.tiers) or policy.residual is not None:
         raise ValueError(f"{type(policy).__name__} has {len(policy.tiers)} tiers, not {len(shares)} shares")
     row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
-    spread = (lists + 0.5) / len(lists) - 0.5
     for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
         own = lists if store.pages.homes is None else store.pages.homes.where(tier, 1)  # lists that hold any in it
+        spread = ((torch.arange(len(own)) + 0.5) / max(1, len(own)) - 0.5) * fmt.tokens_per_page
         each = share * tokens * len(lists) / max(1, len(own))
-        count = (each + (spread[own] if tier % 2 else -spread[own]) * fmt.tokens_per_page).round().long()
+        count = (each + (spread if tier % 2 else -spread)).round().long()
         store.pages.table.reserve(own, tier, count.clamp(min=0) if share else torch.zeros_like(own))
     return _projection(store.ledger, row, shape, tokens)
 
