@@ -385,7 +385,7 @@ class PagedStep:
     def _fuse_at(self, tier: int) -> FusedStep | None:
         """The same for the layers that are at home in a tier; the others have no slots in it."""
         own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
-        if not self.holding.rope.turn_all_layers([own], self.view, waits=not self.pages.on_device):
+        if not self.holding.rope.turn_all_layers([own], self.view):
             return None
         return self._open_layers([own], target=(0, self.page, self.slot))
 
