@@ -64,7 +64,8 @@ def check(method, model, lengths):
             # Heads that all keep as much have last pages that are all as full: half a page each is what is not known.
             is_alike = method in ("cake", "kvzip")
             half_pages = outcome.ledger["page_bytes"] * outcome.kept["lists"] / 2 if is_alike else 0
-            assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0.01, abs=half_pages), length
+            room = 0.01 * measured["resident_bytes"] + half_pages
+            assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0, abs=room), length
         else:
             assert found.items == measured, length
 
@@ -100,8 +101,9 @@ def test_a_projection_is_near_what_a_run_holds_where_data_decide(method):
 @pytest.mark.skipif(not os.environ.get(LONG), reason=f"takes minutes; `make test-bytes` sets {LONG}")
 @pytest.mark.parametrize("method", sorted(name for name in METHODS if not open_settings(name)))
 def test_a_projection_is_what_the_embedded_model_holds(method, embedded_model):
-    """The same on SmolLM2-135M, whose 90 lists leave slack little room."""
-    check(method, embedded_model, (512, 1024, 2048))
+    """The same on SmolLM2-135M, whose 90 lists leave slack little room: to the byte at any length, and where data decide
+    within 1 % once last pages, of which many lists can have equally full ones, are a small part of what is held."""
+    check(method, embedded_model, (2048, 3072, 4096) if method in BY_DATA else (512, 1024, 2048))
 
 
 def test_a_large_cache_is_counted_without_its_memory():
