@@ -5,7 +5,8 @@ from the left of the list's table row, tier 1 from the right; a third tier has a
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +14,40 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 
-if TYPE_CHECKING:
-    from kvbench.kernels.backend import ExtremeOf, TierTable, Turn
+
+@dataclass(frozen=True)
+class Turn:
+    """The angles that stored keys are rotated by when they are read: a position times the rotary frequencies.
+
+    Args:
+        frequencies: fp32 [D / 2].
+        ages: int64 [S, n] places of the slots in the cache, from the oldest on, which put the newest token of every
+            list at its true position; None = slot i lies at position i.
+    """
+
+    frequencies: Tensor
+    ages: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTable:
+    """One tier of all lists, as a step reads it from the tables that a backend keeps itself.
+
+    Args:
+        fmt: The tier's page format.
+        entries: int32 [lists, max_pages] page ids.
+        is_reversed: A list's pages begin at the right end of its entries.
+        num_slots: int32 [lists] slots held.
+        width: Pages of a list of the step at most.
+        turn: How stored keys are rotated, or None.
+    """
+
+    fmt: PageFormat
+    entries: Tensor
+    is_reversed: bool
+    num_slots: Tensor
+    width: int
+    turn: Turn | None = None
 
 
 class PageTable:
@@ -223,7 +256,7 @@ class PageTable:
 
     # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
 
-    def tier(self, tier: int, fmt: PageFormat, width: int, turn: "Turn | None") -> "TierTable":
+    def tier(self, tier: int, fmt: PageFormat, width: int, turn: Turn | None) -> TierTable:
         """A tier of all lists as a step reads it, `width` pages per list at most."""
         raise NotImplementedError("tables in main memory name the pages of a step")
 
@@ -232,7 +265,14 @@ class PageTable:
         raise NotImplementedError("tables in main memory are counted by torch")
 
     def find_extreme(
-        self, rows: Tensor, tier: int, fmt: PageFormat, *, by: "ExtremeOf", over_layer: bool, **conditions: Any
+        self,
+        rows: Tensor,
+        tier: int,
+        fmt: PageFormat,
+        *,
+        by: Literal["mean", "score", "pos"],
+        over_layer: bool,
+        **conditions: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Value, slot and position, [S, L, H] each, of the smallest value in every list of rows (int64 [S])."""
         raise NotImplementedError("in main memory a backend searches slots, or their fields are gathered")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
+from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields as gpu_fields
@@ -34,6 +34,7 @@ from kvbench.kernels.gpu.step import DeviceStep, StepScores, check_step
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.table import TierTable
 
 
 class Gpu(Reference):

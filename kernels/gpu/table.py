@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import ExtremeOf, TierTable, Turn
+from kvbench.kernels.backend import ExtremeOf
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.fields import copy_pages
 from kvbench.kernels.gpu.lookup import count_rows, find_extreme
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.placing import place, settle
 from kvbench.kernels.pool import PagePool, PoolExhausted
-from kvbench.kernels.table import PageTable
+from kvbench.kernels.table import PageTable, TierTable, Turn
 
 
 class DevicePool(PagePool):

@@ -19,7 +19,8 @@ from kvbench.cache.rope import Rope
 from kvbench.cache.rotation import Turns
 from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
-from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
+from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.table import TierTable
 from kvbench.policy import Policy
 
 
