@@ -1,7 +1,6 @@
 """Tokens that go straight to pages: how prompts are written, and how a decode step writes, reads and scores."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -11,6 +10,7 @@ from kvbench.cache import moves
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
+from kvbench.cache.kept import Kept, PromptLayer
 from kvbench.cache.late import Receiver, to_device
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
@@ -22,53 +22,6 @@ from kvbench.cache.view import PagesView
 from kvbench.kernels.backend import FusedStep, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.table import TierTable
 from kvbench.policy import Policy
-
-
-@dataclass(frozen=True)
-class PromptLayer:
-    """One layer of a prompt on its way into the cache.
-
-    Args:
-        row: The row.
-        layer: The layer.
-        lists: int64 [H] its lists.
-        k, v: [H, N, D] keys and values as the model gives them.
-        paged_k: [H, N, D] keys as pages hold them.
-        score: fp32 [H, N] what the slots' scores begin with, or None for 0.
-    """
-
-    row: int
-    layer: int
-    lists: Tensor
-    k: Tensor
-    v: Tensor
-    paged_k: Tensor
-    score: Tensor | None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The tokens of a prompt layer that go to one tier, in position order.
-
-    Args:
-        head: int64 [M].
-        token: int64 [M] position in the prompt.
-        ordinal: int64 [M] place in the head's list.
-        count: int64 [H] tokens per head.
-    """
-
-    head: Tensor
-    token: Tensor
-    ordinal: Tensor
-    count: Tensor
-
-    @staticmethod
-    def of(chosen: Tensor) -> "Kept":
-        """From bool [H, N]."""
-        count = chosen.sum(1)
-        head, token = chosen.nonzero(as_tuple=True)
-        ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
-        return Kept(head, token, ordinal, count)
 
 
 class Paged:
