@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.counters import Counters
+from kvbench.cache.kept import Kept, PromptLayer
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Paged, PagedStep
 from kvbench.cache.pages import Pages
-from kvbench.cache.placed import Kept, PromptLayer
 from kvbench.cache.ring import ResidualBuffer
 from kvbench.cache.rotation import Turns
 from kvbench.kernels.backend import FusedStep, Ring, StepRing, TierPages

@@ -11,10 +11,10 @@ from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
 from kvbench.cache.homes import HomedStep
+from kvbench.cache.kept import Kept, PromptLayer
 from kvbench.cache.late import Receiver, to_device
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
-from kvbench.cache.placed import Kept, PromptLayer
 from kvbench.cache.reads import StepReads
 from kvbench.cache.rope import Rope
 from kvbench.cache.rotation import Turns

@@ -1,4 +1,4 @@
-"""A layer of a prompt on its way into a cache, and the tokens of it that go to one tier."""
+"""A layer of a prompt on its way into the cache, and the tokens of it that are kept."""
 
 from dataclasses import dataclass
 
