@@ -189,12 +189,15 @@ class Statistic(ABC):
             probe gives.
         also: Names of further numbers that it gives beside the score; a policy finds them under `extra`.
         by_queries: It says something only where queries count.
+        extremes: Where its numbers and not their order decide what is held: the smallest and the largest one, for
+            projections of bytes without data.
         words: What it is, for docs/methods.md.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()
     also: ClassVar[tuple[str, ...]] = ()
     by_queries: ClassVar[bool] = False
+    extremes: ClassVar[tuple[float, float] | None] = None
     words: ClassVar[str] = ""
 
     @abstractmethod
