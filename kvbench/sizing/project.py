@@ -176,6 +176,7 @@ def _standing_for(statistic: Statistic) -> Statistic:
     @dataclass(frozen=True)
     class Alike(Statistic):
         also = statistic.also
+        extremes = statistic.extremes
         needs = statistic.needs & {"replays"}  # a second pass takes nothing that stays
 
         def of_prompt(self, seen: LayerTensors) -> Tensor:
@@ -198,6 +199,8 @@ def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | 
     """fp32 [N]: what the queries of a prompt give its keys, as `Shadow` says; None where no query counts."""
     if not spec.measures_prompts:
         return None
+    if spec.statistic.extremes is not None:
+        return torch.full((num_tokens,), spec.statistic.extremes[is_even])
     counts = isinstance(spec.statistic, BelowUniform)
     if not spec.prefill_queries or (counts and is_even):
         return torch.zeros(num_tokens)
