@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model format style types docs findings composition test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite format style types docs findings composition test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -38,8 +38,13 @@ FOLDER ?= composition
 composition: ## which score with which allocation at equal bytes, every combination at three budgets, into FOLDER (hours)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/composition.py $(FOLDER)
 
-test: setup model ## install, fetch the embedded model, run every test on up to 4 cores (a process takes up to 3 GB)
-	$(PYTHON) -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+test: setup model ## install, fetch the embedded model, run every test in one process more than there are cores, at most 4 (each takes up to 3 GB)
+	@$(MAKE) --no-print-directory suite
+
+# One process more than there are cores: some tests sleep until a limit ends them, and some wait for the disk.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
+suite: ## run every test, where `make setup` was done
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py

@@ -11,49 +11,14 @@ from kvbench.kernels.codes import Code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
+from kvbench.kernels.tier_table import ExtremeOf, TierTable
 
 Reduce = Literal["sum", "mean", "max"]
 Pool = Literal["none", "avg", "max"]
 PoolStage = Literal["per_query_head", "after_group"]
 PoolRegion = Literal["prefix", "all"]
 ScoreUpdate = Literal["add", "replace"]
-ExtremeOf = Literal["mean", "score", "pos"]
 StepTarget = tuple[int, Tensor, Tensor]  # tier, page and slot (int64 [S, L, H]) that a step's new token is written to
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The angles that stored keys are rotated by when they are read: a position times the rotary frequencies.
-
-    Args:
-        frequencies: fp32 [D / 2].
-        ages: int64 [S, n] places of the slots in the cache, from the oldest on, which put the newest token of every
-            list at its true position; None = slot i lies at position i.
-    """
-
-    frequencies: Tensor
-    ages: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierTable:
-    """One tier of all lists, as a step reads it from the tables that a backend keeps itself.
-
-    Args:
-        fmt: The tier's page format.
-        entries: int32 [lists, max_pages] page ids.
-        is_reversed: A list's pages begin at the right end of its entries.
-        num_slots: int32 [lists] slots held.
-        width: Pages of a list of the step at most.
-        turn: How stored keys are rotated, or None.
-    """
-
-    fmt: PageFormat
-    entries: Tensor
-    is_reversed: bool
-    num_slots: Tensor
-    width: int
-    turn: Turn | None = None
 
 
 @dataclass

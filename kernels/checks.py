@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.backend import (
-    ExtremeOf,
     Pool,
     PoolRegion,
     PoolStage,
@@ -25,6 +24,7 @@ from kvbench.kernels.backend import (
     TierPages,
 )
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.tier_table import ExtremeOf
 
 MAX_TIERS = 4
 _INDEX = {torch.int64, torch.int32}

@@ -66,9 +66,9 @@ class CAKE(Scored):
     Source: CAKE (Qin et al. 2025, arXiv 2503.12491), from the paper alone, since its code carries no licence that
         says so: preference score, eviction indicator.
     Differs: the paper's cascade evicts from earlier layers again while later ones are read, which ends at these budgets
-        and lowers the prompt's peak; here all layers are planned at the end. The temperatures are tuned per model
-        there; 1 weighs both plainly. Variances are those of the window's queries themselves; one kept set per KV head,
-        by the mean of its query heads; the pool is SnapKV's.
+        and lowers the prompt's peak; here all layers are planned at the end (`prefill.chunk` lowers the peak too). The
+        temperatures are tuned per model there; 1 weighs both plainly. Variances are those of the window's queries
+        themselves; one kept set per KV head, by the mean of its query heads; the pool is SnapKV's.
     """
 
     allocation: Allocation = "preference"

@@ -36,8 +36,8 @@ class KeyDiff(Scored):
         tier: Precision of what is kept.
 
     Source: KeyDiff (Park et al. 2025, arXiv 2504.15364), as NVIDIA/kvpress keydiff_press.py computes its anchor.
-    Differs: the prompt is compressed at once, after it was read; the paper reads it in blocks and evicts after each.
-        Keys are compared in fp32; equal ones keep the earlier token.
+    Differs: the prompt is compressed at once, after it was read, where the paper reads it in blocks and evicts after
+        each, as `prefill.chunk` does. Keys are compared in fp32; equal ones keep the earlier token.
     """
 
     def __post_init__(self) -> None:

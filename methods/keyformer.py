@@ -60,7 +60,9 @@ class Keyformer(HeavyHitters):
     Source: d-matrix-ai/keyformer-llm models/gptj-keyformer-lib/modeling_gptj.py (Adnan et al. 2024, arXiv 2403.09054):
         60 % of the prompt, 30 % of it recent, temperatures from 1 in steps of 0.01.
     Differs: one kept set per KV head by the mean of its query heads, to which the noise of a step comes once; noise is
-        the same in all heads and in repeated runs. Slots are freed, where the original masks tokens and frees none.
+        the same in all heads and in repeated runs. Slots are freed, where the original masks tokens and frees none. Its
+        mask is one token short, so that what leaves the recent window always goes, and no step changes the key tokens
+        of the prompt; here it competes with them. A full list holds one more token, as `h2o`'s.
     """
 
     budget: BudgetText | None = 0.6

@@ -42,7 +42,7 @@ class Kivi(ByLayer):
         )
 
     def other_tier(self, text: str) -> Tier:
-        tier = Tier.parse(text)
+        tier = Tier(native=True) if self.native else Tier.parse(text)
         if tier.native or tier.fp8 or tier.has_form or min(tier.k_bits, tier.v_bits) == 16:
             return tier  # which says itself what its scales span, or has none
         return replace(tier, k_axis="channel", k_group=self.group, v_group=self.group)

@@ -44,7 +44,7 @@ class KVQuantStyle(ByLayer):
         self.position_mode = "pre_rope" if self.pre_rope else "absolute"
 
     def other_tier(self, text: str) -> Tier:
-        tier = Tier.parse(text)
+        tier = Tier(native=True) if self.native else Tier.parse(text)
         if tier.native or tier.fp8 or tier.has_form or min(tier.k_bits, tier.v_bits) == 16:
             return tier  # which says itself what its scales span, or has none
         return replace(tier, k_axis="channel", k_group=self.group, v_splits=self.v_splits)

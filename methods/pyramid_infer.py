@@ -1,4 +1,4 @@
-"""PyramidInfer: each layer keeps some of what the layer below it kept, fewer and fewer."""
+"""PyramidInfer: each layer keeps some of what the layer below it kept, by that layer's attention, fewer and fewer."""
 
 import math
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ class RecentAttention(Statistic):
 
 @dataclass(kw_only=True)
 class PyramidInfer(Policy):
-    """Keeps first and newest tokens, and of the others in each layer those that recent queries attend to most among
-    what the layer below kept; all heads of a layer keep the same.
+    """Keeps first and newest tokens, and of the others in each layer those that recent queries attend to most in the
+    layer below, among what that one kept; all heads of a layer keep the same. The first layer has its own attention.
 
     Args:
         budget: What stays of the prompt, the mean over layers: ratio, tokens per head, or bytes.
@@ -100,7 +100,7 @@ class PyramidInfer(Policy):
         counts = sorted(share_with_cap(self.shape(view.num_layers), total, room, at_least=0), reverse=True)
         below = torch.ones_like(score[0], dtype=torch.bool)
         for layer, count in enumerate(counts):
-            among = score[layer].masked_fill(~below, float("-inf"))
+            among = score[max(0, layer - 1)].masked_fill(~below, float("-inf"))
             below = below & (rank_descending(among) < count + reserve)
             tier_of[layer, :, free].masked_fill_(~below, EVICT)
         return PrefillPlan(tier_of=tier_of)
@@ -108,9 +108,9 @@ class PyramidInfer(Policy):
     def shape(self, num_layers: int) -> Tensor:
         """fp64 [L]: what each layer keeps, relative to the first; it never rises."""
         steps = [
-            (1 - self.decay) * (math.cos(math.pi * i / num_layers) + 1) / 2 + self.decay for i in range(num_layers)
+            (1 - self.decay) * (math.cos(math.pi * i / num_layers) + 1) / 2 + self.decay for i in range(num_layers - 1)
         ]
-        return torch.tensor(steps, dtype=torch.float64).cumprod(0)
+        return torch.tensor([1.0, *steps], dtype=torch.float64).cumprod(0)
 
     def check_outcome(self, record: dict) -> str | None:
         return self.budget_complaint(record, self._budget, mean=True)

@@ -38,6 +38,7 @@ class NeededBits(Statistic):
     value_error: float
     largest_query: float
     also: ClassVar[tuple[str, ...]] = ("value_bits",)
+    extremes: ClassVar[tuple[float, float]] = (0.0, 16.0)
     words: ClassVar[str] = "as bits of keys and values that keep errors of attention small"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:

@@ -25,7 +25,7 @@ class Quest(Policy):
     Source: Quest (Tang et al. 2024); mit-han-lab/Quest evaluation/quest_attention.py (pages of 16, at least three, two
         dense layers) and quest/utils/controller.py (the newest page is always read and counts).
     Differs: one set of pages per KV head by the group's bounds (the original has one query head per KV head, or repeats
-        KV heads); the prompt is read in full, as there.
+        KV heads); the prompt is read in full, as there. quest_attention.py reads the newest page by its bound alone.
     """
 
     read_budget: BudgetText = 0.25

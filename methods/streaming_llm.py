@@ -33,7 +33,8 @@ class StreamingLLM(Policy):
         tier: Precision of what is kept.
 
     Source: mit-han-lab/streaming-llm (start_size 4, recent_size 512).
-    Differs: the prompt's own output is exact (the original evicts while it reads a prompt longer than the cache).
+    Differs: the prompt's own output is exact (the original evicts while it reads a prompt longer than the cache; so
+        does `prefill.chunk`, after each chunk).
     """
 
     sinks: Annotated[int, Whole(0, unit="tokens")] = 4

@@ -26,38 +26,45 @@ from kvbench.policy import (
 
 @dataclass(frozen=True)
 class ProbedSaliency(Statistic):
-    """Attention from a few queries, the newest and random ones, divided by the queries that can see a token.
+    """Attention from a few queries, the newest and random ones, divided by the queries that can see a token; while
+    decoding, that of every `window`-th query.
 
     Args:
-        probes: How many of each, as a share of the prompt.
+        probes: How many of each, as a share of the prompt; the newest are rounded up, the random ones down.
         seed: Of the random ones; the prompt's length is mixed in.
+        window: Tokens of the answer that are judged together, by the last one's query.
     """
 
     probes: float
     seed: int
+    window: int
     words: ClassVar[str] = "of which some probe, per query that can see a token"
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
         length = seen.k.shape[1]
-        count = max(1, int(self.probes * length))
-        rows = torch.arange(length - count, length)
-        if length > count:
+        before = min(int(length - self.probes * length), length - 1)
+        rows = torch.arange(before, length)
+        if before:
             make = torch.Generator().manual_seed(hash((self.seed, length)))
-            rows = torch.cat([rows, torch.randint(0, length - count, (count,), generator=make)])
+            rows = torch.cat([rows, torch.randint(0, before, (int(self.probes * length),), generator=make)])
         attention = seen.grouped(seen.probabilities(rows.to(seen.k.device))).sum((1, 2))
         return attention / (length - seen.pos)
+
+    def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
+        # A token is judged and moved before the next query counts, so that its score is one query's attention.
+        return probability * ((step + 1) % self.window == 0)
 
 
 @dataclass(kw_only=True)
 class ZipCache(Policy):
     """Stores the prompt's salient tokens at one precision and the others at a lower one; tokens of the answer stay in
-    16 bits until they leave a window, and then go where they belong by the attention that they got in it.
+    16 bits until they leave a window. Every `window` of them are ranked together, by the last one's query.
 
     Args:
         salient: Share of tokens at the higher precision, in [0, 1].
         high: Their precision.
         low: That of the others.
-        window: Newest tokens of the answer that are kept as they are; >= 1.
+        window: Newest tokens of the answer that are kept as they are, and how many are ranked together; >= 1.
         probes: Share of the prompt's queries that measure attention: as many of the newest, and as many random ones, in
             (0, 1].
         seed: Of the random ones.
@@ -67,8 +74,8 @@ class ZipCache(Policy):
         arXiv 2405.14256): 4 and 2 bits, 60 % salient, a window of 100.
     Differs: codes are per token with one scale for the vector; the paper's keys are per channel, and its values per
         token once channels are normalised, which the page formats lack (`store.rotation=hadamard` likewise spreads
-        outliers). Tokens leave the window one by one, each ranked among those in it; the original sorts 100 at once, by
-        their last query. Random probes are drawn once for a length.
+        outliers). Tokens leave the window one by one, up to `window` steps after the original, which re-compresses all
+        at once, the prompt's codes too. Random probes are drawn once for a length.
     """
 
     salient: Annotated[float, Number(0, 1)] = 0.6
@@ -83,7 +90,7 @@ class ZipCache(Policy):
     def __post_init__(self) -> None:
         self.tiers = (Tier.parse(self.tier), Tier.parse(self.high, "high"), Tier.parse(self.low, "low"))
         self.score = ScoreSpec(
-            statistic=ProbedSaliency(self.probes, self.seed),
+            statistic=ProbedSaliency(self.probes, self.seed, self.window),
             prefill_queries=ALL_QUERIES,
             decode_update=True,
             track=("score", "pos"),
@@ -96,11 +103,15 @@ class ZipCache(Policy):
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
         """The incoming token takes the slot of the one that leaves the window, which goes to one of the other tiers."""
-        leaving, slots = view.find(0, view.tokens_seen - self.window), view.slots(0)
-        mean = slots.score / (view.tokens_seen[:, None, None, None] - slots.pos).clamp(min=1)
-        above = (mean > leaving.value[..., None]) & slots.valid  # the window's tokens that got more attention
-        is_high = above.sum(-1) < self.salient * self.window
-        tier = torch.where(is_high, 1, 2)
+        oldest = (view.tokens_seen - self.window)[:, None, None, None]
+        leaving, tiers = view.find(0, oldest[:, 0, 0, 0]), [view.slots(tier) for tier in range(len(self.tiers))]
+        score, pos, valid = (torch.cat([getattr(one, name) for one in tiers], -1) for name in ("score", "pos", "valid"))
+        first = oldest - (oldest - view.prompt_tokens[:, None, None, None]) % self.window
+        judged = valid & (pos >= first) & (pos < first + self.window)  # together with it, wherever they are by now
+        own = score.masked_fill(~judged | (pos != oldest), float("-inf")).amax(-1, keepdim=True)
+        above = judged & ((score > own) | ((score == own) & (pos < oldest)))
+        lower = int((1 - self.salient) * self.window + 1e-9)
+        tier = torch.where(above.sum(-1) < self.window - lower, 1, 2)
         return DecodePlan(
             slot=torch.where(leaving.found, leaving.slot, -1), demote_to=tier, demote_slot=torch.full_like(tier, -1)
         )

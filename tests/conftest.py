@@ -1,5 +1,6 @@
 """Settings and models that several tests share."""
 
+import gc
 import os
 
 # Read once, at the first import of torch or triton. Passive waiting keeps two test processes on two cores from starving
@@ -7,6 +8,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core (pytest -n) computes on one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.disable()  # until all is imported and collected (pytest_collection_finish): of that nothing is garbage
 if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,6 +28,25 @@ from kvbench.models.load import LoadedModel, load_model
 settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvbench")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `long` begin first, so that in the end no process is alone with one while others have nothing; with
+    them those that share the process of tests/runs/conftest.py, so that hardly any other has to start it."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None and "server" not in item.fixturenames)
+
+
+def pytest_collection_finish() -> None:
+    """What libraries and tests are made of is looked through for garbage this once, and never again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Lets Python take everything apart when it ends, as it always does."""
+    gc.unfreeze()
+
+
 # Query heads and KV heads of the tiny models: plain multi-head attention, and groups of 3 and 7 query heads per KV
 # head.
 HEADS = {"mha": (4, 4), "gqa3": (6, 2), "gqa7": (14, 2)}
@@ -42,7 +63,10 @@ def embedded_model() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., LoadedModel]:
-    """Gives a factory of small random models: tiny_model(model_type, heads, head_dim, dtype, num_layers, seed)."""
+    """Gives a factory of small random models: tiny_model(model_type, heads, head_dim, dtype, num_layers, seed, narrow).
+
+    A narrow one is a fourth as wide as its heads are together: the same cache, with less to compute beside it.
+    """
 
     @cache
     def build(
@@ -52,9 +76,10 @@ def tiny_model() -> Callable[..., LoadedModel]:
         dtype: str = "float32",
         num_layers: int = 2,
         seed: int = 0,
+        narrow: bool = False,
     ) -> LoadedModel:
         num_heads, num_kv_heads = HEADS[heads]
-        hidden_size = num_heads * head_dim
+        hidden_size = num_heads * head_dim // (4 if narrow else 1)
         overrides = {
             "model_type": model_type,
             "num_attention_heads": num_heads,

@@ -225,6 +225,7 @@ def python_in(name):
     return [block for block in blocks if "kb." in block]
 
 
+@pytest.mark.long
 def test_the_lines_of_python_in_the_readme_run(embedded_model, monkeypatch, capsys):
     """They print an answer, that the cache holds about a quarter of the full one, and what KIVI's is made of."""
     monkeypatch.chdir(ROOT)

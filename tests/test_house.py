@@ -256,13 +256,31 @@ def test_the_hash_of_the_code_moves_for_the_folders_it_should(backend, monkeypat
         monkeypatch.setattr(code, "meaning", lambda path, chosen=chosen: real(path) + b"x" * (path == chosen))
         if provenance.harness_hash.__wrapped__(backend) != before:
             moved.add(str(folder.relative_to(ROOT)))
-    assert moved == should | {"kernels"}  # its last file is table.py, which every backend has under it
+    assert moved == should | {"kernels"}  # its last file is tier_table.py, which every backend has under it
+
+
+def test_what_the_reference_stands_on_counts():
+    """Every file right under kernels/ that the pages or the reference import, at any remove, is part of the hash; only
+    the checks of a call's arguments are not, which change no answer."""
+    imports = graph()
+    todo = {
+        name for name in imports if name.startswith("kvbench.kernels.reference") or name == "kvbench.kernels.backend"
+    }
+    seen = set()
+    while todo:
+        seen |= todo
+        todo = {other for name in todo for other in imports.get(name, ())} - seen
+    under = {ROOT / "kernels" / f"{name.rpartition('.')[2]}.py" for name in seen if name.count(".") == 2}
+    counted = set(provenance.code_files("torch").values())
+    assert {path.name for path in under if path.is_file() and path not in counted} <= {"checks.py"}
+    assert ROOT / "kernels" / "codes.py" in under
 
 
 def test_kernels_beside_the_pages_do_not_count():
     """Of the files directly in kernels/, those that benches and checks of a device use change no answer."""
     counted = {name for name in provenance.code_files("cpu") if name.count("/") == 1 and name.startswith("kernels/")}
-    assert counted == {f"kernels/{name}.py" for name in ("format", "pool", "table", "memory", "backend")}
+    pages = ("codes", "format", "pool", "table", "tier_table", "memory", "backend")
+    assert counted == {f"kernels/{name}.py" for name in pages}
 
 
 def test_a_task_counts_its_folder_and_what_all_tasks_share(monkeypatch):

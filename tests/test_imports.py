@@ -151,6 +151,7 @@ def test_another_kernels_package_wins_over_the_root_folder(tmp_path):
     assert done.stdout.strip() == "theirs"
 
 
+@pytest.mark.long
 def test_transformers_works_with_the_root_as_working_folder():
     """transformers does not take the root folder called kernels for the distribution."""
     script = (

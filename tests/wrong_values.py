@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from kvbench.policy.by_layer import TiersByLayer
 from kvbench.policy.settings import BudgetRule, TierRule
 from kvbench.rules.declared import Declared
 from kvbench.rules.kinds import Choice, Day, Flag, Number, Rule, Several, TableOrPath, Text, Values, Whole
@@ -91,3 +92,5 @@ def wrong_for(rule: Rule | None) -> Iterator[object]:
         )
     if isinstance(rule, TierRule):
         yield from ("k5v5", "k8", "k99999v1", "fp32")
+    if isinstance(rule, TiersByLayer):
+        yield from (0, 1.0, "fp17", "0:fp16 int4", "0*int4", "9999*int4", "0:fp16/int4", "3:int4 3:int8", "1:", "*fp16")

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import ExtremeOf
 from kvbench.kernels.cpu.abi import SearchStruct, TierStruct, check, format_struct, load
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference import pages as torch_pages
+from kvbench.kernels.tier_table import ExtremeOf
 
 MANY = 256  # slots from which a second thread pays
 

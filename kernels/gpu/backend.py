@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
+from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields as gpu_fields
@@ -34,6 +34,7 @@ from kvbench.kernels.gpu.step import DeviceStep, StepScores, check_step
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.tier_table import TierTable
 
 
 class Gpu(Reference):
@@ -41,7 +42,6 @@ class Gpu(Reference):
 
     name = "triton"
     is_reference = False
-    fuses_layers = True
     takes_lse = True
     keeps_tables = True
 
@@ -109,44 +109,6 @@ class Gpu(Reference):
         return triton_decode.paged_decode(
             q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
         )
-
-    def open_step(
-        self,
-        pages: Tensor,
-        tiers: list[TierPages],
-        *,
-        num_q_heads: int,
-        seen: Tensor,
-        target: StepTarget | None,
-        ring: StepRing | None = None,
-        power: int = 1,
-        group: Reduce | None = None,
-        update: ScoreUpdate | None = None,
-        skip_near: int = 0,
-    ) -> FusedStep | None:
-        if self._lacks(*(tier.fmt for tier in tiers)):
-            return None
-        checks.step(
-            pages,
-            tiers,
-            num_q_heads=num_q_heads,
-            seen=seen,
-            target=target,
-            ring=ring,
-            power=power,
-            group=group,
-            update=update,
-            skip_near=skip_near,
-        )
-        num_seq, num_layers, heads, _ = tiers[0].ids.shape
-        lists = Lists(
-            num_seq=num_seq, heads=heads, per_row=num_layers * heads, rows=None if ring is None else ring.rows
-        )
-        onto = None
-        if target is not None:
-            onto = tiers[target[0]].fmt, target[1].contiguous(), target[2].contiguous()
-        how = StepScores(power=power, group=group, update=update, skip_near=skip_near)
-        return DeviceStep(pages, [ListTier.of(tier) for tier in tiers], lists, num_layers, seen, onto, ring, how)
 
     def open_tables(
         self,

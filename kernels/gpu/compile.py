@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvbench.kernels.backend import Reduce, Ring, StepRing, TierPages, Turn
+from kvbench.kernels.backend import Reduce, Ring, ScoreUpdate, StepRing, TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields
@@ -31,6 +31,7 @@ from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.parts import Kernel, recording
+from kvbench.kernels.tier_table import Turn
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 _BINARY = {"cuda": "cubin", "hip": "hsaco"}
@@ -185,7 +186,7 @@ def _step(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, turned: 
     frequencies = torch.zeros(_DIM // 2)
     turn = Turn(frequencies, torch.zeros(1, 2 * sizes[0], dtype=torch.int64)) if turned else None
     for at_once in (True, False):
-        tracked = None if ring or turned else "add" if at_once else "replace"
+        tracked: ScoreUpdate | None = None if ring or turned else "add" if at_once else "replace"
         opened = Gpu().open_tables(
             pages,
             [table.tier(tier, fmt, 2, turn) for tier, fmt in enumerate(formats)],
@@ -217,8 +218,8 @@ def _step(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, turned: 
     if ring or turned:
         return
     for tier, fmt in enumerate(formats):
-        for by, over_layer in (("mean", False), ("score", True)):
-            table.find_extreme(rows, tier, fmt, by=by, over_layer=over_layer, seen=seen, before=seen, first=seen)
+        table.find_extreme(rows, tier, fmt, by="mean", over_layer=False, seen=seen, before=seen, first=seen)
+        table.find_extreme(rows, tier, fmt, by="score", over_layer=True, seen=seen, before=seen, first=seen)
         table.find_extreme(rows, tier, fmt, by="mean", over_layer=False, seen=seen, floor=seen, exact=seen)
     to = None if len(formats) == 1 else page
     table.take(lists, 0, page, to, to, acts=True, own_all=False, done=[])

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import Reduce, Ring, ScoreUpdate, TierPages, TierTable, Turn
+from kvbench.kernels.backend import Reduce, Ring, ScoreUpdate, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import _attend, _finish
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_constants
+from kvbench.kernels.tier_table import TierTable, Turn
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
@@ -179,7 +180,7 @@ def attend_lists(
     spans = [tier.columns + -(-max(lengths) // tier.fmt.tokens_per_page) for tier in tiers]
     parts = [_num_parts(count, span, pages_per_part, q.device) for span in spans]
     q, operand = q.contiguous(), _operand(q, [tier.fmt for tier in tiers], ring)
-    made = {"device": q.device, "dtype": torch.float32}
+    made: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     part_top, part_sum = (torch.empty(count, sum(parts), group_size, **made) for _ in range(2))
     part_out = torch.empty(count, sum(parts), group_size, head_dim, **made)
     out, lse = torch.empty(q.shape, **made), torch.empty(q.shape[:2], **made)
@@ -202,10 +203,12 @@ def attend_lists(
     shared |= {"TABLED": lists.in_table, "HELD": lists.counts_in_table}
     for begin in range(0, len(tiers), 2):
         pair_of = [begin, min(begin + 1, len(tiers) - 1)]
-        given, constants = [], {}
+        given: list[Any] = []
+        constants: dict[str, Any] = {}
         for index, prefix in zip(pair_of, "AB", strict=True):
             tier = tiers[index]
-            angles = next((x for x in (tier.angles, tier.turn and tier.turn.ages) if x is not None), q)
+            angles = tier.angles if tier.turn is None else tier.turn.ages
+            angles = q if angles is None else angles
             given += [tier.table, tier.num_k, tier.num_v, angles, *kept[index], parts[index], tier.columns]
             given += [tier.entries, pages_per_part, angles.stride(0)]
             constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": blocks[index]}

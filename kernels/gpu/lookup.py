@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.backend import ExtremeOf
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
 from kvbench.kernels.gpu.parts import launch, power_of_two
+from kvbench.kernels.tier_table import ExtremeOf
 
 _BLOCK = 256
 _BY: dict[ExtremeOf, int] = {"mean": 0, "score": 1, "pos": 2}

@@ -164,10 +164,8 @@ def settle(
         slot, goes_to, goes_at: Whole numbers [M] of any type, as `Placing` has them.
         acts: Slots may be overwritten at all.
     """
-    slot, goes_to, goes_at = (
-        None if x is None else x.reshape(-1).long().contiguous() for x in (slot, goes_to, goes_at)
-    )
-    assert slot is not None
+    slot = slot.reshape(-1).long().contiguous()
+    goes_to, goes_at = (None if x is None else x.reshape(-1).long().contiguous() for x in (goes_to, goes_at))
     tiers, count = num_slots.shape[0], len(lists)
     settled, wanted = torch.empty_like(slot), torch.empty(tiers, count, dtype=torch.int64, device=lists.device)
     broken = torch.zeros(NUM_RULES, dtype=torch.int32, device=lists.device)

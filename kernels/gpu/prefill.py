@@ -2,8 +2,8 @@
 
 Column sums take two passes. The first finds every counted query's maximum and sum of exponentials, and is left out
 where torch's own fused attention of the prompt gave their log-sum-exp (`reference/flash.py`). In the second each
-program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Nothing of size
-N x N is ever written. Capture-safe. The store does not use `attention_with_lse`.
+program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Nothing
+of size N x N is ever written. Capture-safe. The store does not use `attention_with_lse`.
 """
 
 import torch

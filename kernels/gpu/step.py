@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierTable
+from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
 from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
+from kvbench.kernels.tier_table import TierTable
 
 _BLOCK = 256
 
@@ -126,7 +127,7 @@ def check_step(
         checks.pool(pages, tier.fmt)
         if tier.width > tier.entries.shape[1]:
             raise AssertionError(f"a list of {tier.width} pages has no room in {tier.entries.shape[1]} table entries")
-    numbers = [("rows", rows, rows.shape), ("seen", seen, rows.shape)]
+    numbers: list[tuple[str, Tensor, tuple[int, ...]]] = [("rows", rows, rows.shape), ("seen", seen, rows.shape)]
     numbers += [
         (f"the target's {name}", x, lists) for name, x in zip(("page", "slot"), (target or ())[1:], strict=False)
     ]
@@ -134,7 +135,7 @@ def check_step(
     if ring is not None:
         numbers += [("a count of the ring", x, lists) for x in (ring.num_tokens, *ring.before, *ring.after)]
     for name, x, wanted in numbers:
-        checks.index(name, x, tuple(wanted), device)
+        checks.index(name, x, wanted, device)
         if not x.is_contiguous():
             raise AssertionError(f"{name} is not contiguous, but kernels read it as one plain array")
 

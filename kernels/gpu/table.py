@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import ExtremeOf, TierTable, Turn
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.fields import copy_pages
 from kvbench.kernels.gpu.lookup import count_rows, find_extreme
@@ -18,6 +17,7 @@ from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.placing import place, settle
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable
+from kvbench.kernels.tier_table import ExtremeOf, TierTable, Turn
 
 
 class DevicePool(PagePool):

@@ -12,6 +12,7 @@ from kvbench.config.files import options, path_of
 from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
+from kvbench.rules.declared import declared
 
 
 def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
@@ -30,13 +31,18 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     if name not in known:
         raise unknown_name(group, name, known)
     found: dict[str, Any] = yaml.safe_load(path_of(group, name).read_text(encoding="utf-8"))
+    shared: list[str] = []
+    if group == "method" and changes:  # settings that no file has to list
+        from kvbench.runs.parts import policy_class
+
+        shared = list(declared(policy_class(found["_target_"])))
     for change in changes:
         key, sign, value = change.partition("=")
         if not sign:
             raise ValueError(
                 f"{change} in {group}={text} cannot be read as key=value; write {group}s as {name} KEY=VALUE"
             )
-        check_keys([key], [each for each in found if not each.startswith("_")], prefix=f"{group}.")
+        check_keys([key], [*(each for each in found if not each.startswith("_")), *shared], prefix=f"{group}.")
         found[key] = yaml.safe_load(value)
     return found
 

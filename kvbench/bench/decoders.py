@@ -29,6 +29,7 @@ class StoreDecoder:
         kernels: Backend.
         prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
         options: Memory layout.
+        chunk: Tokens of a prompt that are read at once; None = all.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class StoreDecoder:
         kernels: str = "auto",
         prompts: PromptCache | None = None,
         options: StoreOptions | None = None,
+        chunk: int | None = None,
     ) -> None:
-        self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts)
+        self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts, chunk=chunk)
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
         self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []

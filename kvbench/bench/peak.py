@@ -52,7 +52,7 @@ def main(order: dict) -> int:
 
     Args:
         order: model, device, context, name (a method's string), kind (transformers' own cache, or None), kernels,
-            threads.
+            threads; and chunk, tokens of the prompt that are read at once (None: all).
     """
     torch.set_num_threads(order["threads"])
     model = choices.make_model(order["model"], order["device"])
@@ -65,7 +65,8 @@ def main(order: dict) -> int:
         own.prefill([text])
         return mark.peak() - before
     policy = choices.make_method(order["name"])
-    decoder = StoreDecoder(model, policy, rows=1, context=order["context"], new_tokens=1, kernels=order["kernels"])
+    reads = {"context": order["context"], "chunk": order.get("chunk")}
+    decoder = StoreDecoder(model, policy, rows=1, new_tokens=1, kernels=order["kernels"], **reads)
     decoder.focus()
     decoder.drop(decoder.prefill(text[:WARM_TOKENS]))
     before = mark.reset()

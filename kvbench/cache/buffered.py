@@ -319,4 +319,7 @@ class BufferedStep(PagedStep):
         return self._open_layers([own], ring=ring)
 
     def _fuse(self) -> FusedStep | None:
-        return self._fuse_at(0) if self.pages.homes is None else super()._fuse()
+        if self.pages.homes is None:
+            return self._fuse_at(0)
+        # On a device a step looks up where all layers' rings flush to, in the pages of one format.
+        return None if self.pages.on_device else super()._fuse()

@@ -26,9 +26,10 @@ class Homes:
         """Lists of a row that are at home in each."""
         flat = [tier for row in table for tier in row]
         self._flat = torch.tensor(flat, device=device)
-        self._within = {
-            tier: torch.tensor([n for n, home in enumerate(flat) if home == tier], device=device) for tier in self.tiers
-        }
+        self._within = [
+            torch.tensor([n for n, home in enumerate(flat) if home == tier], dtype=torch.int64, device=device)
+            for tier in range(max(flat) + 1)
+        ]
         self._parts = [_parts(row, device) for row in table]
 
     def of(self, lists: Tensor) -> Tensor:
@@ -37,8 +38,9 @@ class Homes:
 
     def where(self, tier: int, num_rows: int) -> Tensor:
         """int64 [M]: which of the lists of so many rows, row-major, are at home in a tier."""
+        within = self._within[tier] if tier < len(self._within) else self._within[0][:0]
         rows = torch.arange(num_rows, device=self._device)[:, None] * len(self._flat)
-        return (rows + self._within[tier]).flatten()
+        return (rows + within).flatten()
 
     def in_layer(self, layer: int) -> list[tuple[int, Tensor | None]]:
         """The tiers of a layer with the heads int64 [h] that are at home in each; None = all heads."""

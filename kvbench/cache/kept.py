@@ -1,4 +1,4 @@
-"""What of a layer of a prompt goes where: the layer on its way in, and the tokens of it that one tier takes."""
+"""A layer of a prompt on its way into the cache, and the tokens of it that are kept."""
 
 from dataclasses import dataclass
 

@@ -95,7 +95,7 @@ class Late:
             arrived = torch.cuda.Event()
             arrived.record()
         else:
-            there = numbers.to("cpu", non_blocking=True)
+            there = numbers.to("cpu", non_blocking=True, copy=True)  # the next replay writes to them again
         self._sent.append((there, receivers, arrived))
 
     def collect(self, leave: int = 0) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from kvbench.cache.homes import Homes
 from kvbench.cache.late import Late, Receiver
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend, TierPages, TierTable, Turn
+from kvbench.kernels.backend import Backend, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
+from kvbench.kernels.tier_table import TierTable, Turn
 
 FIRST_PAGES = 64  # what a pool that grows begins with
 

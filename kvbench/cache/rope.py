@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
-from kvbench.kernels.backend import TierPages, Turn
+from kvbench.kernels.backend import TierPages
 from kvbench.kernels.reference.attention import rotate
+from kvbench.kernels.tier_table import Turn
 from kvbench.policy import DecodeView, Policy
 
 

@@ -9,7 +9,8 @@ from kvbench.cache import moves
 from kvbench.cache.holding import Holding
 from kvbench.cache.homes import HomedStep
 from kvbench.cache.reads import StepReads
-from kvbench.kernels.backend import FusedStep, ScoreUpdate, StepRing, StepTarget, TierPages, TierTable
+from kvbench.kernels.backend import FusedStep, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.tier_table import TierTable
 from kvbench.policy import DecodePlan
 
 
@@ -107,7 +108,7 @@ class PagedStep:
     def fused(self) -> FusedStep | None:
         """What does a whole layer in one call, with the same `attend`; None where the backend does not cover the
         step."""
-        if not self.pages.backend.fuses_layers or not self.holding.scores.fuses:
+        if not (self.pages.backend.fuses_layers or self.pages.on_device) or not self.holding.scores.fuses:
             return None
         # No such operation rotates keys between buffer and page, chooses the pages that it reads, or keeps bounds.
         if self.reads is not None or self.pages.formats[0].bounds:
@@ -118,7 +119,7 @@ class PagedStep:
 
     def _fuse(self) -> FusedStep | None:
         if (homes := self.pages.homes) is not None:
-            if homes.by_head or self.pages.on_device:  # a layer's call knows one format to write in
+            if homes.by_head:  # a layer's call knows one format to write in
                 return None
             return HomedStep.of(homes, {tier: self._fuse_at(tier) for tier in homes.tiers})
         spec = self.holding.policy.score
@@ -141,7 +142,7 @@ class PagedStep:
 
     def _fuse_at(self, tier: int) -> FusedStep | None:
         """The same for the layers that are at home in a tier; the others have no slots in it."""
-        own = self.pages.tier(tier, self.lists)
+        own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
         if not self.holding.rope.turn_all_layers([own], self.view):
             return None
         return self._open_layers([own], target=(0, self.page, self.slot))

@@ -128,7 +128,8 @@ class PagesView(SlotsView):
 
     def num_slots(self, tier: int) -> Tensor:
         if self._pages.homes is not None:  # a list holds nothing but at home
-            return sum(self._pages.held(n, self._lists) for n in self._pages.homes.tiers).view(self.shape)
+            held = [self._pages.held(home, self._lists) for home in self._pages.homes.tiers]
+            return torch.stack(held).sum(0).view(self.shape)
         return self._pages.held(tier, self._lists).view(self.shape)
 
     def _tier(self, tier: int) -> TierPages:

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from kvbench.config import files
-from kvbench.config.compose import SHARED
-from kvbench.config.files import FULL
+from kvbench.config.files import FULL, SHARED
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.policy.settings import BudgetRule, TierRule

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.config import files as listing
-from kvbench.config.compose import BY_LAYER, SHARED
+from kvbench.config.files import BY_LAYER, SHARED
 from kvbench.config.settings import read_config
 from kvbench.kernels.format import PageFormat
 from kvbench.policy import ALL_QUERIES, ByLayer, Policy, Ranked, Scored
@@ -163,7 +163,7 @@ def shared(kind: type[Policy]) -> dict[str, Field]:
 def by_layer() -> str:
     """What the settings mean that give layers a precision of their own."""
     meaning = meanings(ByLayer)
-    defaults = {item.name: [] if item.default == () else item.default for item in fields(ByLayer)}
+    defaults: dict[str, object] = {item.name: [] if item.default == () else item.default for item in fields(ByLayer)}
     lines = [f"- `{name}={yaml_value(defaults[name])}`: {meaning[name]}" for name in BY_LAYER]
     return (
         "## Precision by layer\n\nMethods of one precision have these: those that quantise every token, and those that "

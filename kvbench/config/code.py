@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json", ".txt"}
@@ -23,8 +23,13 @@ def meaning(path: Path) -> bytes:
     """What of a source file counts: of Python the syntax tree without docstrings, so that comments, formatting and
     documentation do not; of other files every byte."""
     content = path.read_bytes()
-    if path.suffix != ".py":
-        return content
+    return _meaning_of_python(content) if path.suffix == ".py" else content
+
+
+# A process that makes many runs reads the same files for each; what they say follows from their bytes alone.
+@lru_cache(maxsize=1024)
+def _meaning_of_python(content: bytes) -> bytes:
+    """The syntax tree of a Python file without docstrings."""
     tree = ast.parse(content)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
@@ -137,20 +142,27 @@ def _imported(path: Path) -> Iterator[str]:
     return (name.partition(".")[0] for name in _full_names(path))
 
 
-def _full_names(path: Path) -> Iterator[str]:
+def _full_names(path: Path) -> tuple[str, ...]:
     """The absolute names that a file imports anywhere, but not for type checkers alone; some are names in modules."""
-    todo: list[ast.AST] = [ast.parse(path.read_bytes())]
+    return _names_in(path.read_bytes())
+
+
+@lru_cache(maxsize=1024)
+def _names_in(content: bytes) -> tuple[str, ...]:
+    """What `_full_names` finds in a Python file."""
+    todo: list[ast.AST] = [ast.parse(content)]
+    names: list[str] = []
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             todo += node.orelse
         else:
             todo += ast.iter_child_nodes(node)
+    return tuple(names)
 
 
 def _installed(name: str) -> tuple[str, str]:

@@ -16,15 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.config import files
 from kvbench.errors import unknown_name, unknown_setting
 
-# Settings that all methods have which rank a prompt's tokens, and some others, and that no YAML has to list (a test
-# compares them with the classes in kvbench/policy/, whose import takes seconds).
-BY_LAYER = ("tiers_by_layer", "protect_layers", "protect_tier")  # of methods with one precision
-SHARED = (
-    *("allocation", "alpha", "beta", "table", "chunk", "cut_chunk", "value_aware"),
-    *("protect", "protect_tokens", "threshold"),
-    *BY_LAYER,
-)
-
 
 def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:
     """Compose a configuration without Hydra's command line.
@@ -124,7 +115,7 @@ def with_shared_settings(arguments: Sequence[str]) -> list[str]:
     Args:
         arguments: The command line without the command.
     """
-    shared = {f"method.{name}" for name in SHARED}
+    shared = {f"method.{name}" for name in files.SHARED}
     return [f"++{word}" if word.partition("=")[0] in shared else word for word in arguments]
 
 

@@ -13,6 +13,14 @@ GROUPS = {
     "backend": "which kernels",
     "experiment": "several settings at once",
 }
+# Settings that all methods have which rank a prompt's tokens, and some others, and that no YAML has to list (a test
+# compares them with the classes in kvbench/policy/, whose import takes seconds).
+BY_LAYER = ("tiers_by_layer", "protect_layers", "protect_tier")  # of methods with one precision
+SHARED = (
+    *("allocation", "alpha", "beta", "table", "chunk", "cut_chunk", "value_aware"),
+    *("protect", "protect_tokens", "threshold"),
+    *BY_LAYER,
+)
 
 
 _own_folders: tuple[Path, ...] = ()  # of this process: what `--config-dir` named

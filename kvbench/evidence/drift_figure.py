@@ -100,8 +100,8 @@ def _curve(
     ends = [(one.middle, *(one.values[column].ends or gap)) for one in bins]
     if curve.method != FULL:
         x, low, high = zip(*((at, shown(low), shown(high)) for at, low, high in ends), strict=True)
-        cut = [[min(max(one, room[0]), room[1]) if one == one else one for one in side] for side in (low, high)]
-        axes.fill_between(x, *cut, color=colour, alpha=0.15, linewidth=0, zorder=2)
+        bottom, top = ([min(max(one, room[0]), room[1]) if one == one else one for one in side] for side in (low, high))
+        axes.fill_between(x, bottom, top, color=colour, alpha=0.15, linewidth=0, zorder=2)
         if any(one < room[0] for one in low) or any(one > room[1] for one in high):
             axes.set_title("intervals are cut", fontsize=7, loc="left")
     if column == KL and curve.leaves is not None:

@@ -4,6 +4,7 @@ A decode step reads every matrix for a few rows of numbers, and torch's products
 core's bandwidth. oneDNN puts a matrix into tiles once, when it is loaded. docs/performance.md says what that gains.
 """
 
+import ctypes
 import platform
 from collections import Counter
 
@@ -55,7 +56,7 @@ class PackedLinear(torch.nn.Module):
         return int(torch.ops.mkldnn._nbytes(self._matrix))
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 
     def extra_repr(self) -> str:
@@ -127,4 +128,13 @@ def pack(model: torch.nn.Module) -> int:
     del places  # it holds the plain layers
     for parent, name in found:
         setattr(parent, name, PackedLinear(getattr(parent, name)))
+    for weight in model.parameters():  # one that lies in a mapped file would keep all of the file in memory
+        weight.data = weight.data.clone()
+    _give_back()
     return len(found)
+
+
+def _give_back() -> None:
+    """Has the C library return the memory of the plain matrices, which it would keep for later."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's alone
+        trim(0)

@@ -46,6 +46,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - fastgen: any tier; all queries, far ones apart (`also`); head; the smallest of four sets that suffices; append.
 - pyramid_infer: any tier; a share of the queries; model; in each layer some of what the one below kept; append.
 - zipcache: k16v16, k4v4 and k2v2; some queries as probes, decode update; head; all; `DecodePlan` with demotion.
+- qaq: k4v4, k4v2, k2v4 and k2v2; last w, largest, as bits (`also`: of values); head; all, a tier each; append.
 - triattention: as random_trace, by keys and a table of mean queries; `plan_compact`.
 - dms: any tier; last w, group max, decode update; head; a threshold; `view.find` what leaves the window.
 - random: any tier; none; head; a seeded choice; append. random_trace: with `protect=prompt`, by `plan_compact`.

@@ -192,6 +192,8 @@ class Statistic(ABC):
         in_chunks: `of_prompt` answers, too, for what is held of the beginning of a prompt that is read in chunks: its
             positions have gaps, and differ from head to head; `q` are queries of the newest chunk, and `attention` of
             all queries adds to what earlier ones gave. Otherwise such prompts are refused.
+        extremes: Where its numbers and not their order decide what is held: the smallest and the largest one, for
+            projections of bytes without data.
         words: What it is, for docs/methods.md.
     """
 
@@ -199,6 +201,7 @@ class Statistic(ABC):
     also: ClassVar[tuple[str, ...]] = ()
     by_queries: ClassVar[bool] = False
     in_chunks: ClassVar[bool] = False
+    extremes: ClassVar[tuple[float, float] | None] = None
     words: ClassVar[str] = ""
 
     @abstractmethod

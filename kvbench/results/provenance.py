@@ -22,7 +22,10 @@ from kvbench.config.version import VERSION
 # What an answer depends on, beside the task, the method and the backend that runs: these folders of kvbench/ ...
 ANSWER_FOLDERS = ("policy", "cache", "engine", "models", "runs")
 # ... and these parts of kernels/. The reference counts for every backend, which takes from it what it has not itself.
-ANSWER_KERNELS = ("format.py", "pool.py", "table.py", "memory.py", "backend.py", "reference")
+ANSWER_KERNELS = (
+    *("codes.py", "format.py", "pool.py", "table.py", "tier_table.py", "memory.py", "backend.py"),
+    "reference",
+)
 # Backend -> the folder of kernels/ with its code.
 BACKEND_FOLDERS = {"torch": "reference", "cpu": "cpu", "triton": "gpu"}
 

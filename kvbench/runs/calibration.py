@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config import files
 from kvbench.config.code import hash_files
-from kvbench.config.compose import BY_LAYER
+from kvbench.config.files import BY_LAYER
 from kvbench.config.settings import copy_config
 from kvbench.errors import unknown_name
 from kvbench.results import provenance

@@ -106,10 +106,12 @@ def project_shares(
     if len(shares) != len(policy.tiers) or policy.residual is not None:
         raise ValueError(f"{type(policy).__name__} has {len(policy.tiers)} tiers, not {len(shares)} shares")
     row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
-    spread = (lists + 0.5) / len(lists) - 0.5
     for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
-        count = (share * tokens + (spread if tier % 2 else -spread) * fmt.tokens_per_page).round().long()
-        store.pages.table.reserve(lists, tier, count.clamp(min=0) if share else torch.zeros_like(lists))
+        own = lists if store.pages.homes is None else store.pages.homes.where(tier, 1)  # lists that hold any in it
+        spread = ((torch.arange(len(own)) + 0.5) / max(1, len(own)) - 0.5) * fmt.tokens_per_page
+        each = share * tokens * len(lists) / max(1, len(own))
+        count = (each + (spread if tier % 2 else -spread)).round().long()
+        store.pages.table.reserve(own, tier, count.clamp(min=0) if share else torch.zeros_like(own))
     return _projection(store.ledger, row, shape, tokens)
 
 
@@ -174,6 +176,7 @@ def _standing_for(statistic: Statistic) -> Statistic:
     @dataclass(frozen=True)
     class Alike(Statistic):
         also = statistic.also
+        extremes = statistic.extremes
         needs = statistic.needs & {"replays"}  # a second pass takes nothing that stays
 
         def of_prompt(self, seen: LayerTensors) -> Tensor:
@@ -196,6 +199,8 @@ def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | 
     """fp32 [N]: what the queries of a prompt give its keys, as `Shadow` says; None where no query counts."""
     if not spec.measures_prompts:
         return None
+    if spec.statistic.extremes is not None:
+        return torch.full((num_tokens,), spec.statistic.extremes[is_even])
     counts = isinstance(spec.statistic, BelowUniform)
     if not spec.prefill_queries or (counts and is_even):
         return torch.zeros(num_tokens)

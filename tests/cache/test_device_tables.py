@@ -11,7 +11,8 @@ from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels.dispatch import get_backend
 
 DIM, HEADS, GROUP = 32, 2, 2
-# Appends; overwrites, and adds to every score, or replaces them; turns keys; demotes; flushes rings; evicts in bulk.
+# Appends; overwrites, and adds to every score, or replaces them; turns keys; demotes; flushes rings; evicts in bulk;
+# has several formats.
 METHODS = (
     "full",
     "h2o budget=12",
@@ -20,6 +21,10 @@ METHODS = (
     "diffkv window=8",
     "kivi residual_tokens=8 group=8",
     "kv_compress budget=16 block=8 continual=true",
+    "int4 tiers_by_layer=fp16",  # whose layers differ, and then heads
+    "int4 tiers_by_layer=fp16/int4",
+    "kivi residual_tokens=8 group=8 tiers_by_layer=k4v4",
+    "qaq key_error=100.0",  # four tiers
 )
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 

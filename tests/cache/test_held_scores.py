@@ -195,7 +195,7 @@ def test_hidden_states_and_projections_are_the_model_s(tiny_model):
     assert len(shown) == 2  # once per layer; nothing is noted while decoding
     for (hidden, projection, keys), layer in zip(shown, loaded.model.model.layers, strict=True):
         module = layer.self_attn
-        assert hidden.shape == (17, 384) and not module._forward_pre_hooks
+        assert hidden.shape == (17, loaded.model.config.hidden_size) and not module._forward_pre_hooks
         plain = (hidden @ module.k_proj.weight.T).view(17, 2, 64).transpose(0, 1)
         assert (keys - plain).abs().max() < 1e-4
         x = torch.randn(6, 64)

@@ -16,6 +16,7 @@ from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.methods.quest import Quest
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.uniform import Uniform
+from kvbench.sizing.project import project, project_shares
 
 LAYERS, HEADS, GROUP, DIM, SCALE = 3, 2, 3, 32, 0.2
 PROMPTS, STEPS = (37, 50), 40
@@ -220,3 +221,18 @@ def test_a_step_that_does_not_fit_changes_nothing(case):
                 store.attend(layer, q, q[:, :HEADS], q[:, :HEADS], SCALE)
             store.end_step()
     assert torch.equal(store.pages.table.num_slots, before[0]) and store.pages.pool.num_free == before[1]
+
+
+def test_stored_shares_are_projected_on_lists_at_home():
+    """What a stored run says of each tier is put into the lists that are at home in it; a tier at home nowhere has
+    none."""
+    policy = Uniform(tier="int8", tiers_by_layer="fp16/k2v2 2*int4")
+    shape = store_of(policy).shape
+    found = project_shares(policy, shape, 2040, 8, [1 / 6, 1 / 6, 4 / 6])
+    least, most = project(policy, shape, 2040, 8)
+    assert least.resident_bytes == most.resident_bytes
+    for item in ("payload_bytes", "quant_meta_bytes"):
+        assert found.items[item] == pytest.approx(most.items[item], rel=0.05)  # lists are spread around the mean
+    everywhere = Uniform(tier="int8", protect_layers=[0, 1, 2])
+    assert project(everywhere, shape, 60, 4)[0].items["payload_bytes"] == 64 * LAYERS * HEADS * DIM * 4
+    assert project_shares(everywhere, shape, 60, 4, [0.0, 1.0]).items["payload_bytes"] > 0

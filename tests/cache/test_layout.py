@@ -73,7 +73,7 @@ def test_keys_with_scales_per_channel():
     ("told", "said"),
     [
         ({"tiers": ()}, "Declared has 0 tiers"),
-        ({"tiers": (Tier(),) * 4}, "Declared has 4 tiers"),
+        ({"tiers": (Tier(),) * 5}, "Declared has 5 tiers"),
         ({"tiers": (Tier(k_bits=4, k_group=5),)}, "k_group=5 does not divide the head dim 16"),
         ({"tiers": (Tier(v_bits=4, v_group=5),)}, "v_group=5 does not divide the head dim 16"),
         ({"tiers": (CHANNEL,)}, "need a residual buffer"),

@@ -41,7 +41,7 @@ SAID = {
 class Priced(Gpu):
     """The GPU's backend, of which a prompt's scores are computed at once: they are no part of a step."""
 
-    column_scores = Reference.column_scores
+    column_scores, takes_lse = Reference.column_scores, False
 
 
 @cache

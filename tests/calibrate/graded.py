@@ -56,6 +56,8 @@ class Bench:
                 places=(),
                 quantisation="",
                 tensor_parallel=1,
+                linear="plain",
+                remark="",
             ),
             load_task=self.load_task,
             make_engine=lambda cfg, model, policy, prompts=None: Engine(self, cfg, policy),

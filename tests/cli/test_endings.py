@@ -227,6 +227,7 @@ def test_only_what_is_kept_is_promised(monkeypatch, capsys, words, kept):
     assert said.startswith("\nstopped by SIGINT; ") and said.endswith(" ".join(["python -m kvbench", *words]) + "\n")
 
 
+@pytest.mark.long
 def test_equal_sweeps_share_the_work(tmp_path, start):
     """The same sweep twice at once: both end with 0, one waits and says for whom, and no answer is computed twice."""
     methods = ("full", "kivi")
@@ -244,6 +245,7 @@ def test_equal_sweeps_share_the_work(tmp_path, start):
     assert all([session.num_done for session in record.sessions] == [30] for record in found.values())
 
 
+@pytest.mark.long
 def test_sweeps_in_opposite_order(tmp_path, start):
     """Three sweeps over the same runs in different orders never wait in a circle; one that is killed lets the others
     go on, and every run is whole."""

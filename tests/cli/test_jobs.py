@@ -42,6 +42,7 @@ def forked(work, *words, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_jobs_in_other_processes(work):
     """One job ends well, one has a bad setting, one is killed: the end names each, shows the run that is there, and the
     code is the worst; the same command goes on, and loses nothing."""
@@ -62,6 +63,7 @@ def test_jobs_in_other_processes(work):
     assert not list(work.parent.rglob("kvbench-forking*"))
 
 
+@pytest.mark.long
 def test_sweep_of_failed_runs_fails(work):
     """Where every run failed, the exit code says so under any launcher, and the table shows them as failed."""
     code, out, said = forked(work, "method=snapkv,kivi", FAIL="1")

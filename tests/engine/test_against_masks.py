@@ -159,7 +159,7 @@ def masked_nll(model, prompt, gold, masks):
     """Mean negative log-likelihood of the gold tokens behind the first, read one by one."""
     with masked(model, masks):
         cache = DynamicCache()
-        model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+        model(torch.tensor([prompt]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         total = torch.zeros(())
         for index, token in enumerate(gold[:-1]):
             place = torch.tensor([[len(prompt) + index]])

@@ -88,7 +88,7 @@ def peak(model, store: Counted, tokens: int, mode: str) -> int:
 
 
 def test_a_prompt_of_128k_tokens_fits_into_80_gb(llama):
-    """With the full cache, with a quarter of it, and with a quarter that all layers compete for; in chunks with less."""
+    """With the full cache, a quarter of it, and a quarter that all layers compete for; in chunks with less."""
     shape = hf.model_shape(llama)
     assert 16.0e9 < sum(weight.nbytes for weight in llama.parameters()) < 16.1e9
     full, quarter, together = (

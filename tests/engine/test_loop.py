@@ -21,6 +21,7 @@ from kvbench.engine.runner import NotFinite, Runner
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks
 from kvbench.kernels.gpu import decode, manager, moves, parts
+from kvbench.models.load import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 NO_KERNEL = {"quest": {"widen_bounds"}}
@@ -29,23 +30,27 @@ PROMPT, ALONE = 21, Case((((1,), 3),))
 
 @pytest.fixture(scope="module")
 def loaded():
-    """A model of one layer."""
-    model = choices.make_model("random preset=tiny num_layers=1 dtype=float32", "cpu")
+    """A model of one layer with one KV head: what the interpreter does takes its time."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = {"kind": "random", "preset": "tiny", "overrides": heads, "num_layers": 1, "seed": 0}
+    model = load_model(settings | {"dtype": "float32", "device": "cpu"})
     yield model
     model.model.set_attn_implementation("sdpa")
 
 
-def reading(loaded, method: str, prompts: list[int], new_tokens: int) -> tuple[Runner, list[int], list[int]]:
+def reading(
+    loaded, method: str, prompts: list[int], new_tokens: int, backend: str = "triton"
+) -> tuple[Runner, list[int], list[int]]:
     """A runner that has read prompts of so many tokens, its rows, and their first tokens."""
-    runner = Runner(loaded, choices.make_method(method), backend="triton")
+    runner = Runner(loaded, choices.make_method(method), backend=backend)
     runner.reserve(rows=3, prompt_tokens=max(prompts), new_tokens=new_tokens)
     read = [runner.read(random_tokens(length, seed)) for seed, length in enumerate(prompts)]
     return runner, [row for row, _ in read], [int(logits[0].argmax()) for _, logits in read]
 
 
-def decoded(loaded, method: str, prompts: list[int], steps: int, capture) -> tuple:
+def decoded(loaded, method: str, steps: int, capture, backend: str) -> tuple:
     """Tokens of every step, and each row's report."""
-    runner, rows, first = reading(loaded, method, prompts, steps)
+    runner, rows, first = reading(loaded, method, [PROMPT], steps, backend)
     graphs = StepGraphs(runner, capture)
     tokens = list(graphs.decode(rows, first, steps))
     return tokens, [runner.store.ledger.report(row) for row in rows], graphs.replays
@@ -54,19 +59,20 @@ def decoded(loaded, method: str, prompts: list[int], steps: int, capture) -> tup
 # Appends; overwrites by a search; demotes; flushes rings.
 METHODS = {
     "full": 64,
-    "h2o budget=12": 8,
-    "diffkv window=8": 8,
-    "kivi residual_tokens=8 group=8": 12,
-    "streaming_llm sinks=2 budget=12": 6,
+    "h2o budget=12": 6,
+    "diffkv window=8": 4,
+    "kivi residual_tokens=8 group=8": 5,
+    "streaming_llm sinks=2 budget=12": 5,
 }
 
 
 @pytest.mark.parametrize(("method", "steps"), METHODS.items(), ids=METHODS)
 def test_replayed_steps_are_eager_ones(loaded, method: str, steps: int, monkeypatch: pytest.MonkeyPatch):
-    """Tokens, and bytes over time and at the end; the first step runs, the second is captured, the others replayed."""
+    """Tokens, and bytes over time and at the end, are those of eager steps of the reference; the first step runs, the
+    second is captured, the others are replayed."""
     monkeypatch.setattr(checks, "within", lambda *_: None)  # looks at what indices hold, in main memory alone
-    eager, held, none = decoded(loaded, method, [PROMPT], steps, None)
-    tokens, found, replays = decoded(loaded, method, [PROMPT], steps, record)
+    eager, held, none = decoded(loaded, method, steps, None, "torch")
+    tokens, found, replays = decoded(loaded, method, steps, record, "triton")
     assert (len(eager), none, replays) == (steps, 0, steps - 2)
     assert tokens == eager and found == held
 
@@ -75,8 +81,8 @@ def test_one_capture_serves_all_rows_of_a_batch_size(loaded, monkeypatch: pytest
     """A second loop replays what the first one captured, for another row; steps that share pages run as they are."""
     monkeypatch.setattr(checks, "within", lambda *_: None)
     found = []
-    for capture in (None, record):
-        runner, rows, first = reading(loaded, "full", [9, 30], 16)
+    for capture, backend in ((None, "torch"), (record, "triton")):
+        runner, rows, first = reading(loaded, "full", [9, 30], 16, backend)
         graphs = StepGraphs(runner, capture)
         tokens = [list(graphs.decode(rows[:1], first[:1], 3)), list(graphs.decode(rows[1:], first[1:], 3))]
         replays = graphs.replays
@@ -143,7 +149,7 @@ def step_without_data(loaded, method: str) -> SimpleNamespace:
     state = State(StepRows(rows, there[0]), there[1], lambda *_: None)
     with parts.recording(lambda kernel, *_: launches.append(kernel.__name__)), NothingOnTheHost():
         StepGraphs(runner).step(state)
-    return SimpleNamespace(launches=launches, fallbacks=runner.backend.fallbacks)
+    return SimpleNamespace(launches=launches, tiers=len(store.pages.formats), fallbacks=runner.backend.fallbacks)
 
 
 @pytest.mark.parametrize("method", options("method"))
@@ -154,5 +160,5 @@ def test_a_whole_step_asks_the_host_for_nothing(without_data, method: str):
         found = step_without_data(without_data, method)
     except NotForModel as error:
         pytest.skip(str(error))
-    assert found.launches.count("_attend") == 2
+    assert found.launches.count("_attend") == 2 * -(-found.tiers // 2)  # two layers, and two tiers in a launch
     assert found.fallbacks == NO_KERNEL.get(method, set())

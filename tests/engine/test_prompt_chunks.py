@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from engine_helpers import answers, comparable, engine, random_tokens, request
+from engine_helpers import answers, comparable, engine, own_logits, random_tokens, request
 
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.methods.full import Full
+from kvbench.methods.h2o import H2O
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Policy
@@ -103,3 +104,50 @@ def test_tokens_ahead_need_an_uncompressed_prompt(loaded):
         with pytest.raises(ValueError, match="2 tokens ahead .* 64 tokens in chunks of 32.*full_logits"):
             running.runner.read(random_tokens(64), ahead=(1, 2))
         assert running.runner.open_rows == []
+
+
+def test_segments_behind_a_prompt_in_chunks(loaded):
+    """A context that is read in chunks and a question behind it are the prompt that transformers reads at once, where
+    nothing is lost; rotated channels and a copy per query head change nothing either."""
+    prompt = random_tokens(130)
+    want = own_logits(loaded, prompt, 129)[0]
+    for policy, rotation in (
+        (Full(tier="native"), "none"),
+        (SnapKV(budget=1.0, window=8, tier="native"), "hadamard"),
+        (SnapKV(budget=1.0, window=8, tier="native", granularity="q_head"), "none"),
+    ):
+        with engine(loaded, policy, prefill_chunk=32, rotation=rotation) as running:
+            running.runner.reserve(rows=1, prompt_tokens=100, new_tokens=40)
+            row, _ = running.runner.read(prompt[:100])
+            got = running.runner.append(row, prompt[100:])
+            assert running.store.ledger.report(row)[1]["prompt_chunks"] == 4
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_budget_in_bytes_is_of_the_whole_row(loaded):
+    """It is solved for before the first chunk, and met at the end."""
+    policy = SnapKV(budget="100000B", window=8)
+    asked = [request("a", random_tokens(300), max_new_tokens=12)]
+    held = answers(loaded, policy, asked, prefill_chunk=64)["a", 0]
+    assert 90_000 < held.ledger["resident_bytes"] <= 100_000
+    assert policy.check_outcome({"ledger": held.ledger, "kept": held.kept}) is None
+    assert held.ledger == answers(loaded, policy, asked)["a", 0].ledger | {
+        name: held.ledger[name] for name in ("peak_bytes", "staging_peak_bytes", "one_shot_peak_bytes")
+    }
+
+
+def test_tables_on_a_device_give_the_same(loaded):
+    """Triton's page tables, interpreted, move and count as the reference's do; what plain torch does is named."""
+    pytest.importorskip("triton")
+    found = []
+    for backend in ("torch", "triton"):
+        with engine(loaded, H2O(budget=20), prefill_chunk=24, backend=backend) as running:
+            runner = running.runner
+            runner.reserve(rows=1, prompt_tokens=56, new_tokens=4)
+            row, logits = runner.read(random_tokens(56))
+            found.append((logits, runner.step([row], [5]), runner.store.ledger.report(row)))
+            if backend == "triton":
+                assert {"chunk_attention", "gather_dense"} <= runner.backend.fallbacks
+    for got, want in zip(found[1][:2], found[0][:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert found[1][2] == found[0][2]

@@ -43,7 +43,7 @@ def test_a_backend_that_lacks_an_operation_cannot_be_made():
     """Every operation but the optional ones must be there, or the class cannot be instantiated; the error names
     what is missing."""
     required = set(operations()) - set(OPTIONAL)
-    assert len(required) == 16 and Backend.__abstractmethods__ == required
+    assert len(required) == 17 and Backend.__abstractmethods__ == required
     whole = {name: getattr(Reference, name) for name in required}
     assert type("Whole", (Backend,), whole)().is_reference is False
     for missing in required:
@@ -77,6 +77,7 @@ def test_optional_operations_are_announced(kind):
 
 # What plain torch does for every backend as fast as anything would: no kernel is missing there.
 IN_TORCH = {"region", "write_tracked", "read_tracked", "prefill_attention", "prompt_scores", "prompt_low_counts"}
+IN_TORCH |= {"prefill_attention_with_lse"}
 
 
 def test_what_the_reference_does_for_another_backend_is_noted():

@@ -163,6 +163,7 @@ class TableMachine(RuleBasedStateMachine):
             assert all(len(self.owned[n, 0]) + len(self.owned[n, 1]) <= self.max_pages for n in range(12))
 
 
+@pytest.mark.long
 def test_random_histories_agree_with_the_model():
     """More than ten thousand operations, with exhaustion, full tables, growth and wrap-around among them."""
     for name in ("operations", "exhausted", "refused", "wrapped"):

@@ -28,7 +28,9 @@ METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 SHAPES = ("mha", "gqa3", "gqa7")  # 1, 3 and 7 query heads per KV head
 
 # Values of fields, by name, at which nothing is lost. A `k8v4` becomes the model's own dtype.
-LOSSLESS = {"budget": 1_000_000, "tier": "native", "high": "native", "low": "native", "native": True, "alpha_l": 0.0}
+LOSSLESS = {"budget": 1_000_000, "native": True, "alpha_l": 0.0} | dict.fromkeys(
+    ("tier", "high", "low", "protect_tier"), "native"
+)
 
 
 def lines_of(name: str, word: str) -> list[str]:

@@ -91,7 +91,7 @@ def test_declarations_fit_together(name):
     """What a method declares has the type that the contract names, stays as `__post_init__` left it, and is the same
     for a policy that is made again from its fields."""
     policy, types = policy_of(name), get_type_hints(Declarations)
-    assert 1 <= len(policy.tiers) <= 3 and all(isinstance(tier, Tier) for tier in policy.tiers)
+    assert 1 <= len(policy.tiers) <= 4 and all(isinstance(tier, Tier) for tier in policy.tiers)
     assert isinstance(policy.score, ScoreSpec)
     assert isinstance(policy.residual, Residual | None) and isinstance(policy.reading, ReadSpec | None)
     for item in ("scope", "position_mode", "granularity"):

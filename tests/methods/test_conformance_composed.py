@@ -7,7 +7,7 @@ from engine_helpers import answers, open_settings, random_tokens, request
 from hydra.errors import InstantiationException
 
 from kvbench.cache import ledger
-from kvbench.config.compose import SHARED
+from kvbench.config.files import SHARED
 from kvbench.policy import Ranked, Scored
 from kvbench.rules.declared import declared
 

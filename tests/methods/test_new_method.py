@@ -46,6 +46,7 @@ def test_a_new_method_is_listed(copy):
     assert re.search(r"^  toy +The first part of every prompt\.$", run(copy, "kvbench", "list", "method"), re.MULTILINE)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_new_method_runs(copy):
     """A run on a small random model ends complete, and keeps what the setting on the command line says."""
@@ -88,6 +89,7 @@ def test_the_readme_s_lagkv_is_lagkv(copy):
     assert done.stdout == "[40, 40, 41, 41]\n", done.stderr[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_new_method_is_held_to_the_conformance_tests(copy):
     """The conformance tests of the copy find them by their YAML, and they pass those that ask most of two files."""

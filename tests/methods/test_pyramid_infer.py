@@ -21,8 +21,9 @@ def prompt(layer: int):
     ("budget", "decay", "sinks", "window"), [(20, 0.5, 2, 3), (30, 0.3, 0, 5), (14, 0.9, 4, 6), (9, 0.2, 0, 0)]
 )
 def test_each_layer_keeps_the_best_of_the_layer_below(budget, decay, sinks, window):
-    """Counts fall by the cosine schedule, their mean is the budget; tokens go by weighted recent attention, the mean of
-    all heads, among those that the layer below kept."""
+    """Counts fall by the cosine schedule, their mean is the budget; tokens go by weighted recent attention in the layer
+    below, the mean of all heads, among those that it kept: as the original, where a layer says what the next one reads,
+    so that the first two hold as many. The first layer, which nothing lies below, goes by its own."""
     policy = PyramidInfer(budget=budget, decay=decay, sinks=sinks, window=window, recent_share=0.3, distance_weight=1.5)
     store = make_store(
         policy, num_layers=LAYERS, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, track=("pos",)
@@ -36,16 +37,17 @@ def test_each_layer_keeps_the_best_of_the_layer_below(budget, decay, sinks, wind
     assert sum(map(len, held)) == budget * LAYERS
 
     size, exact = 1.0, []
-    for layer in range(LAYERS):
-        size *= (1 - decay) * (math.cos(math.pi * layer / LAYERS) + 1) / 2 + decay
+    for layer in range(LAYERS):  # what a layer holds comes before what it leaves to the next one
         exact.append(size)
+        size *= (1 - decay) * (math.cos(math.pi * layer / LAYERS) + 1) / 2 + decay
+    assert exact[0] == exact[1]
     own = sinks + window or 1
     for count, part in zip(map(len, held), exact, strict=True):
         assert abs(count - own - part * (budget - own) * LAYERS / sum(exact)) < 1
 
     free = list(range(sinks, LENGTH - window))
     for layer in range(LAYERS):
-        q, k, _ = prompt(layer)
+        q, k, _ = prompt(max(0, layer - 1))
         rows = causal_probabilities(q, k, 0.6).mean(0)[-16:]
         weights = torch.linspace(1.0, 1.5, 16, dtype=torch.float64)
         worth = (rows * weights[:, None]).mean(0)

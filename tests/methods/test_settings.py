@@ -6,7 +6,7 @@ from conformance_helpers import METHODS, settings_of
 from omegaconf import OmegaConf
 from wrong_values import wrong
 
-from kvbench.config.compose import SHARED
+from kvbench.config.files import SHARED
 from kvbench.policy.settings import BudgetRule, check_sizes
 from kvbench.rules.declared import declared
 from kvbench.rules.kinds import Number, Text, Whole

@@ -47,29 +47,45 @@ def test_probes_are_the_newest_and_random_queries():
     assert plain != one  # random ones had a say
 
 
-def test_tokens_go_where_they_belong_when_they_leave_the_window():
-    """Each step's tiers in a loop over attention: the leaving token is salient when few in the window got more."""
-    window, salient, steps = 4, 0.5, 12
+@pytest.mark.parametrize(("share", "newest", "others"), [(0.1, 3, 3), (0.05, 2, 1), (0.04, 2, 1), (0.02, 1, 0)])
+def test_the_newest_probes_are_rounded_up_and_the_random_ones_down(share, newest, others):
+    """Of 30 queries, as the original counts them: it takes those from int(30 - share x 30) on, and int(share x 30)
+    random ones before. Each attends to its own token alone, so that saliency shows who was asked."""
+    lines = torch.eye(LENGTH)
+    store = make_store(ZipCache(probes=share, seed=1), head_dim=LENGTH + 2)
+    asked, plan = [], store.policy.plan_prefill
+    store.policy.plan_prefill = lambda view: asked.append(view.score[0, 0]) or plan(view)
+    k = torch.nn.functional.pad(lines, (0, 2))[None]
+    store.prefill_layer(store.open_row(), 0, k * 200, k, k, 1.0)
+    heard = asked[0] * torch.arange(LENGTH, 0, -1)
+    assert heard[-newest:].tolist() == pytest.approx([1.0] * newest)
+    assert float(heard[:-newest].sum()) == pytest.approx(others, abs=1e-4)
+
+
+@pytest.mark.parametrize(("window", "salient"), [(5, 0.5), (4, 0.25), (1, 0.6), (7, 1.0), (7, 0.0)])
+def test_tokens_go_where_they_belong_when_they_leave_the_window(window, salient):
+    """Each step's tiers in a loop over attention: as the original, the last query of every `window` tokens ranks them,
+    and the share that it attends to least gets fewer bits; they leave one by one."""
+    steps, lower = 18, int((1 - salient) * window)
     store, row, (_, k, _) = read(ZipCache(window=window, salient=salient, **FLAT))
-    received = [dict[int, float]() for _ in range(HEADS)]
     tiers = [{tier: set(held_positions(store, row, tier)[head]) for tier in (0, 1, 2)} for head in range(HEADS)]
+    low = [set[int]() for _ in range(HEADS)]
     for index in range(steps):
         torch.manual_seed(index)
         q, (new_k, new_v), seen = torch.randn(HEADS * GROUP, DIM), torch.randn(2, HEADS, DIM), LENGTH + index
         k = torch.cat([k, new_k[:, None]], 1)
         step_one(store, row, [(q, new_k, new_v)], 0.5)
         for head in range(HEADS):
-            leaving, mean = seen - window, {p: received[head][p] / (seen - p) for p in tiers[head][0]}
-            if leaving in mean:
-                above = sum(value > mean[leaving] for value in mean.values())
+            leaving = seen - window
+            if leaving >= LENGTH:
                 tiers[head][0].remove(leaving)
-                tiers[head][1 if above < salient * window else 2].add(leaving)
+                tiers[head][2 if leaving in low[head] else 1].add(leaving)
             tiers[head][0].add(seen)
-            received[head][seen] = 0.0
-            logits = torch.einsum("gd,nd->gn", q.view(HEADS, GROUP, DIM)[head], k[head]).double() * 0.5
-            shares = logits.softmax(-1).mean(0)
-            for p in tiers[head][0]:
-                received[head][p] += float(shares[p])
+            if (index + 1) % window == 0:
+                logits = torch.einsum("gd,nd->gn", q.view(HEADS, GROUP, DIM)[head], k[head]).double() * 0.5
+                shares = logits.softmax(-1).sum(0)
+                low[head].update(sorted(range(seen + 1 - window, seen + 1), key=lambda p: float(shares[p]))[:lower])
         assert [{t: set(held_positions(store, row, t)[head]) for t in (0, 1, 2)} for head in range(HEADS)] == tiers
-    gone = [{p for p in own[tier] if p >= LENGTH} for own in tiers for tier in (1, 2)]
-    assert all(gone)
+    counts = [[sum(p >= LENGTH for p in own[tier]) for tier in (1, 2)] for own in tiers]
+    whole = (steps - window) // window  # lots that have left altogether: each has its share
+    assert all(high >= whole * (window - lower) and low >= whole * lower for high, low in counts)

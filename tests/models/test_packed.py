@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,6 +137,20 @@ def test_no_matrix_is_held_twice():
     matrices = sum(module.nbytes for module in model.modules() if isinstance(module, packed.PackedLinear))
     now = sum(weight.nbytes for weight in model.parameters()) + matrices
     assert held <= now <= 1.05 * held
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is mapped is told by Linux alone")
+def test_the_file_of_the_weights_is_let_go(tmp_path):
+    """Plain weights may lie in the mapped file; packed ones do not, and neither do those beside them."""
+    plain = load_model(TINY | {"overrides": {"tie_word_embeddings": True}})
+    plain.model.save_pretrained(tmp_path)
+    plain.tokenizer.save_pretrained(tmp_path)
+    loaded = load_model({"kind": "hf", "path": str(tmp_path), "dtype": "float32", "device": "cpu", "linear": "packed"})
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    found, expected = loaded.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_layer_with_two_users_stays_plain():

@@ -34,11 +34,14 @@ def server(tmp_path_factory):
     ) as child:
         assert child.stdout.readline() == "ready\n"
 
-        def run(job, where, *, seconds=None, at=0 if "LD_PRELOAD" in environment else None, kind="", **more):
-            task = {"job": job, "folder": str(where), "seconds": seconds, "at": at, "kind": kind} | more
+        def ask(task):
             child.stdin.write(json.dumps(task) + "\n")
             child.stdin.flush()
             return json.loads(child.stdout.readline())
 
+        def run(job, where, *, seconds=None, at=0 if "LD_PRELOAD" in environment else None, kind="", **more):
+            return ask({"job": job, "folder": str(where), "seconds": seconds, "at": at, "kind": kind} | more)
+
+        run.ask = ask
         yield run
         child.stdin.close()

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 DISK_BYTES, PAGE_BYTES = 4 << 20, 4096
-SWEEP = "-m method=snapkv,kivi model=random model.preset=tiny backend=torch task.length=400 task.items=2 batch_size=2"
+SWEEP = "-m method=snapkv model=random model.preset=tiny backend=torch task.length=400 task.items=2 batch_size=2"
 SWEEP += " task.kinds=[kv,recall] protocol.max_new_tokens=4"
 READERS = {
     "compare": ["out=compare.csv"],

@@ -3,12 +3,15 @@
 Reads lines of JSON and answers each with one. It is a process of its own because a process whose torch has started
 threads cannot be forked. With faults.c loaded into it (LD_PRELOAD), a moment may be a system call.
 
-    job      sweep: a kvbench command, `words`; fake: a slow run on fakes; disk: full_disk_sweep.py with its `pages`,
-             in namespaces of its own; build: a small kernel; convert: the embedded model from the file `gguf`
+    job      sweep: a kvbench command, `words`; fake: a slow run on fakes, or its `shard`; disk: full_disk_sweep.py with
+             its `pages`, in namespaces of its own; build: a small kernel; convert: the embedded model from the file
+             `gguf`
     folder   where the job works: the results, or the cache
     seconds  when to kill it; null = not
     at       which call below the folder goes wrong, from 1 on; 0 = none
     kind     how: kill, torn (half of a write is done before the kill), eio, enospc, short (half of a write is done)
+    beside   true: the child works on while further lines are answered; this line's answer has its `pid`, and a line
+             with this pid as `ended` is answered with how it ended: null where it is at work and `wait` is false
 """
 
 import ctypes
@@ -20,6 +23,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import IO
 
 import fake_parts
 import full_disk_sweep
@@ -38,7 +42,7 @@ def sweep(task: dict) -> int:
 
 def fake(task: dict) -> int:
     """A run of 120 samples on fakes."""
-    fake_parts.main(Path(task["folder"]))
+    fake_parts.main(Path(task["folder"]), task.get("shard"))
     return 0
 
 
@@ -77,30 +81,41 @@ def convert(task: dict) -> int:
 JOBS = {"sweep": sweep, "fake": fake, "disk": disk, "build": build, "convert": convert}
 
 
+def begin(task: dict, said: IO[bytes], outer: int) -> int:
+    """One job in a child, which writes what it says to a file, and the number of its calls to a pipe; gives its id."""
+    shim = ctypes.CDLL(None)
+    child = os.fork()
+    if not child:
+        code = 9
+        try:
+            for number in (1, 2):
+                os.dup2(said.fileno(), number)
+            if task["job"] in ("build", "convert"):
+                os.environ["KVBENCH_CACHE"] = task["folder"]
+            if task["at"] is not None:
+                shim.fault_arm(task["folder"].encode(), ctypes.c_long(task["at"]), KINDS.index(task["kind"]))
+            code = JOBS[task["job"]](task)
+        except BaseException:  # the child must never come back into the loop
+            traceback.print_exc()
+        finally:
+            try:
+                sys.stderr.flush()
+                os.write(outer, str(shim.fault_calls()).encode() if task["at"] is not None else b"0")
+            finally:
+                os._exit(code)
+    return child
+
+
+def how(status: int) -> str | int:
+    """`killed`, or an exit code."""
+    return "killed" if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
 def run(task: dict) -> dict:
     """One job in a child: how it ended (`killed` or its exit code), the calls it made, and what it said."""
-    shim = ctypes.CDLL(None)
     inner, outer = os.pipe()
     with tempfile.TemporaryFile() as said:
-        child = os.fork()
-        if not child:
-            code = 9
-            try:
-                for number in (1, 2):
-                    os.dup2(said.fileno(), number)
-                if task["job"] in ("build", "convert"):
-                    os.environ["KVBENCH_CACHE"] = task["folder"]
-                if task["at"] is not None:
-                    shim.fault_arm(task["folder"].encode(), ctypes.c_long(task["at"]), KINDS.index(task["kind"]))
-                code = JOBS[task["job"]](task)
-            except BaseException:  # the child must never come back into the loop
-                traceback.print_exc()
-            finally:
-                try:
-                    sys.stderr.flush()
-                    os.write(outer, str(shim.fault_calls()).encode() if task["at"] is not None else b"0")
-                finally:
-                    os._exit(code)
+        child = begin(task, said, outer)
         os.close(outer)
         if task["seconds"] is not None:
             time.sleep(task["seconds"])
@@ -110,22 +125,45 @@ def run(task: dict) -> dict:
         os.close(inner)
         said.seek(0)
         text = said.read().decode(errors="replace")
-    ended = "killed" if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    return {"ended": ended, "calls": calls, "said": text}
+    return {"ended": how(status), "calls": calls, "said": text}
 
 
-if __name__ == "__main__":
+def answer(task: dict) -> dict:
+    """What a line asks for: a job to its end, one beside others, or how such a one ended."""
+    if "ended" in task:
+        found, status = os.waitpid(task["ended"], 0 if task["wait"] else os.WNOHANG)
+        return {"ended": how(status) if found else None}
+    if not task.get("beside"):
+        return run(task)
+    with open(os.devnull, "r+b") as nowhere:
+        return {"pid": begin(task, nowhere, nowhere.fileno())}
+
+
+def warm() -> None:
+    """Imports what a sweep imports on its way, and reads what it reads of the code: once, here, not in every child.
+
+    Nothing is run, since a process whose torch has started threads cannot be forked.
+    """
     import hydra  # noqa: F401
+    import lm_eval.tasks  # noqa: F401
+    import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
-    import transformers  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
 
+    import kvbench.cli.main
+    import kvbench.cli.sweeping
     import kvbench.engine.engine
-    import kvbench.results.provenance
     import kvbench.runs.run
     import kvbench.show.figure
     import kvbench.show.table
-    import kvbench.tasks.longctx  # noqa: F401  (imported once, here, not in every child)
+    import kvbench.tasks.longctx  # noqa: F401
+    from kvbench.results.provenance import harness_hash
 
+    harness_hash("torch")
+
+
+if __name__ == "__main__":
+    warm()
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)
+        print(json.dumps(answer(json.loads(line))), flush=True)

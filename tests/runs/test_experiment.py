@@ -10,8 +10,9 @@ from places import CONF
 from kvbench.config import code
 from kvbench.kernels.cpu.abi import ISA_VARIABLE, best_isa
 from kvbench.kernels.dispatch import get_backend
+from kvbench.methods.kvzip import KVzip
 from kvbench.results import provenance
-from kvbench.runs.experiment import check_config, prepare
+from kvbench.runs.experiment import check_config, prepare, reference_config
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -26,6 +27,7 @@ CHANGES = {
     "seed": 1,
     "limit": 7,
     "fidelity__max_tokens": 3,
+    "prefill__chunk": 64,
     "model__fingerprint": "weights-2",
     "model__dtype": "bfloat16",
     "model__device": "cuda",
@@ -40,6 +42,35 @@ def test_hash_sees_each_setting(tmp_path, key):
     """Changing one thing that can change an answer gives another run."""
     base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
     assert prepare(make_cfg(tmp_path, **{key: CHANGES[key]}), "half", make_parts()).hash != base
+
+
+def test_reading_in_chunks_is_a_protocol_of_its_own(tmp_path):
+    """The task's protocol names it, in the run and in its full cache; a configuration of before, which does not say,
+    is the run that reads prompts at once."""
+    plain = prepare(make_cfg(tmp_path), "half", make_parts())
+    null = prepare(make_cfg(tmp_path, prefill__chunk=None), "half", make_parts())
+    assert null.hash == plain.hash and "prefill_chunk" not in null.task.protocol
+    cfg = make_cfg(tmp_path, prefill__chunk=64)
+    chunked = prepare(cfg, "half", make_parts())
+    assert chunked.task.protocol == {**plain.task.protocol, "prefill_chunk": 64}
+    assert chunked.identity["task"]["protocol"]["prefill_chunk"] == 64
+    assert reference_config(cfg).prefill.chunk == 64
+    for value in (0, 1.5, "many", True):
+        with pytest.raises(ValueError, match="prefill.chunk"):
+            check_config(make_cfg(tmp_path, prefill__chunk=value))
+    with pytest.raises(ValueError, match="prefill.size"):
+        check_config(make_cfg(tmp_path, prefill__size=64))
+
+
+def test_a_method_that_cannot_read_in_chunks_loads_no_model(tmp_path):
+    """It is refused before, in one sentence."""
+
+    def load_model(cfg):
+        raise AssertionError("a model was loaded")
+
+    parts = replace(make_parts(), load_model=load_model, make_policy=lambda cfg: KVzip(budget=0.5))
+    with pytest.raises(ValueError, match=r"^prefill.chunk=64 does not go with KVzip, which .*; set prefill.chunk=null"):
+        prepare(make_cfg(tmp_path, prefill__chunk=64), "kvzip", parts)
 
 
 def test_hash_ignores_what_changes_no_answer(tmp_path):

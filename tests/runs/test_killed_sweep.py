@@ -113,6 +113,7 @@ def moment(rng, calls, whole_s):
     return {"seconds": rng.uniform(0, 0.5 * whole_s)}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(36000 if IS_FULL or NUM_KILLS > 100 else 600)
 def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys):
     """SIGKILL at random times and calls of a sweep, then one start to its end: samples, numbers and pictures are the
@@ -149,6 +150,7 @@ def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys)
             print(f"\n{kills} kills of {wholes + 1} sweeps; an unbroken one takes {whole_s:.1f} s and {calls} calls")
 
 
+@pytest.mark.long
 @NEEDS_SHIM
 @pytest.mark.timeout(36000 if IS_FULL else 600)
 def test_refused_calls_end_with_one_message(tmp_path, server, whole):

@@ -2,13 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from fake_parts import make_cfg, make_parts
-from places import ROOT, TESTS
 from test_run_real import StopAfter, compose, samples
 
 from kvbench.cli.endings import Stopped
@@ -57,11 +54,22 @@ def test_four_shards_are_the_whole_run(tmp_path):
     assert sorted(session.num_done for session in split.record.sessions) == [1, 1, 2, 2, 3]
 
 
-def started(results, *shard):
-    """A slow run of fakes as a process of its own."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
-    program = [sys.executable, str(TESTS / "fake_parts.py"), str(results), *shard]
-    return subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
+class Started:
+    """A slow run of fakes in a process of its own, which works beside others; see killed_sweep.py."""
+
+    def __init__(self, server, results, shard=None):
+        self.ask, self.ended = server.ask, None
+        self.pid = server("fake", results, at=None, beside=True, shard=shard)["pid"]
+
+    def poll(self, wait=False):
+        """How it ended: `killed` or its exit code; None while it works."""
+        if self.ended is None:
+            self.ended = self.ask({"ended": self.pid, "wait": wait})["ended"]
+        return self.ended
+
+    def wait(self):
+        """Waits until it has ended; how it did."""
+        return self.poll(wait=True)
 
 
 def finished(results):
@@ -69,19 +77,20 @@ def finished(results):
     return {path.parent.name: path.read_bytes().count(b"\n") for path in results.rglob("samples.jsonl")}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("last", ["3/4", None])
-def test_a_killed_shard_loses_nothing(tmp_path, capsys, last):
+def test_a_killed_shard_loses_nothing(tmp_path, server, capsys, last):
     """Four processes at once, one killed in the middle: its samples are kept and taken over, `status` tells how each
     stands, and either the same shard or the whole run, given again, ends with the records of an unbroken run."""
-    assert started(tmp_path / "whole").wait() == 0
+    assert Started(server, tmp_path / "whole").wait() == 0
     results = tmp_path / "split"
-    workers = {number: started(results, f"{number}/4") for number in (1, 2, 3, 4)}
+    workers = {number: Started(server, results, f"{number}/4") for number in (1, 2, 3, 4)}
     while finished(results).get("3-of-4", 0) < 5:
         assert workers[3].poll() is None
         time.sleep(0.01)
-    workers[3].send_signal(signal.SIGKILL)
-    assert [worker.wait() for worker in workers.values()] == [0, 0, -signal.SIGKILL, 0]
+    os.kill(workers[3].pid, signal.SIGKILL)
+    assert [worker.wait() for worker in workers.values()] == [0, 0, "killed", 0]
     (folder,) = (path.parent for path in results.rglob("run.json") if ".shards" not in path.parts)
     assert main(["status", f"results_dir={results}"]) == 0
     said = capsys.readouterr().out
@@ -94,8 +103,7 @@ def test_a_killed_shard_loses_nothing(tmp_path, capsys, last):
         assert main(["status", f"results_dir={results}"]) == 0
     said = capsys.readouterr().out
     assert "1 runs: 1 running" in said and f"running  3/4: {kept} of 28" in said
-    again = started(results, *([last] if last else []))
-    assert again.wait() == 0
+    assert Started(server, results, last).wait() == 0
     (whole,) = (path.parent for path in (tmp_path / "whole").rglob("run.json"))
     assert len(samples(whole)) == 120 and samples(folder) == samples(whole)
     mine, theirs = RunRecord.load(folder), RunRecord.load(whole)

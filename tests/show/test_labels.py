@@ -17,6 +17,14 @@ def test_labels_say_what_differs():
     assert label_runs(runs, "\n")[1] == "snapkv\nbudget=0.5"
 
 
+def test_prompts_in_chunks_always_show():
+    """Later tokens saw a compressed past, so the label says so beside any run and alone."""
+    whole, chunked = run("snapkv", "a", budget=0.5), run("snapkv", "b", budget=0.5)
+    chunked.protocol = {"prefill_chunk": 512}
+    assert label_runs([whole, chunked]) == ["snapkv", "snapkv prefill.chunk=512"]
+    assert label_runs([chunked]) == ["snapkv prefill.chunk=512"]
+
+
 def test_labels_fall_back():
     """Seeds tell runs apart when the method does not, and the hash when nothing does; the same run twice is one run."""
     assert label_runs([run("h2o", "a", 0, budget=1), run("h2o", "b", 1, budget=1)]) == ["h2o seed=0", "h2o seed=1"]

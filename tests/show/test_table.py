@@ -58,6 +58,21 @@ def test_table_says_once_what_could_not_be_had_of_the_model(tmp_path):
     assert " ".join(console.export_text().split()).count("packed was not done, because of the weather.") == 1
 
 
+def test_table_shows_the_peak_beside_that_of_a_prompt_read_at_once(tmp_path):
+    """Where prompts were read in chunks, and nowhere else; the row and a note say so."""
+    finished = run_experiment(make_cfg(tmp_path), method="half", parts=make_parts(), **QUIET)
+    ledger = finished.record.ledger | {"one_shot_peak_bytes": 4567.0, "one_shot_peak_ratio": 4.567}
+    chunked = dataclasses.replace(finished.record, hash="f" * 64, protocol={"prefill_chunk": 64}, ledger=ledger)
+    said = []
+    for records in ([finished.record], [finished.record, chunked]):
+        console = Console(width=120, record=True, file=io.StringIO())
+        table.show(records, console=console)
+        said.append(" ".join(console.export_text().split()))
+    assert "peak at once" not in said[0] and "prefill.chunk" not in said[0]
+    for part in ("prefill.chunk=64", "4.57 kB", "456.7 %", "later tokens saw a compressed past"):
+        assert part in said[1], part
+
+
 def test_table_names_a_method_that_saves_nothing(tmp_path):
     """A method that holds as much as the full cache is pointed out, one that holds less is not."""
     for ratio, expected in ((1.0, True), (0.5, False)):

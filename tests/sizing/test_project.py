@@ -26,7 +26,8 @@ from kvbench.sizing.stored import policy_of, projected, tier_shares
 
 HEADS, NEW_TOKENS = 2, 16
 # What is kept depends on the data, be it in all or in each head: slack then is not the same to the byte.
-BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv", "cake", "dms", "simlayerkv", "fastgen", "kvzip"}
+BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv", "cake", "dms", "simlayerkv", "fastgen"}
+BY_DATA |= {"kvzip", "qaq"}
 METHODS = sorted(set(files.options("method")) - {"leankv"})  # another name of diffkv
 LONG = "KVBENCH_FULL_TESTS"  # set by `make test-bytes`
 
@@ -62,9 +63,13 @@ def check(method, model, lengths):
         assert found.fp16_bytes == outcome.ledger["fp16_bytes"]
         if method in BY_DATA:
             # Heads that all keep as much have last pages that are all as full: half a page each is what is not known.
-            is_alike = method in ("cake", "kvzip")
-            half_pages = outcome.ledger["page_bytes"] * outcome.kept["lists"] / 2 if is_alike else 0
-            assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0.01, abs=half_pages), length
+            # A list of four tiers has as many last pages, and a tier of less than a page may be in few lists.
+            last_pages = {"cake": 1, "kvzip": 1, "qaq": 4}.get(method, 0)
+            half_pages = outcome.ledger["page_bytes"] * outcome.kept["lists"] * last_pages / 2
+            for item in ("payload_bytes", "quant_meta_bytes"):
+                assert found.items[item] == pytest.approx(measured[item], rel=0.02 if last_pages > 1 else 0.01), length
+            room = 0.01 * measured["resident_bytes"] + half_pages
+            assert found.resident_bytes == pytest.approx(measured["resident_bytes"], rel=0, abs=room), length
         else:
             assert found.items == measured, length
 
@@ -100,8 +105,9 @@ def test_a_projection_is_near_what_a_run_holds_where_data_decide(method):
 @pytest.mark.skipif(not os.environ.get(LONG), reason=f"takes minutes; `make test-bytes` sets {LONG}")
 @pytest.mark.parametrize("method", sorted(name for name in METHODS if not open_settings(name)))
 def test_a_projection_is_what_the_embedded_model_holds(method, embedded_model):
-    """The same on SmolLM2-135M, whose 90 lists leave slack little room."""
-    check(method, embedded_model, (512, 1024, 2048))
+    """The same on SmolLM2-135M, whose 90 lists leave slack little room: to the byte at any length, and where data
+    decide within 1 % once last pages, of which many lists can have equally full ones, are a small part."""
+    check(method, embedded_model, (2048, 3072, 4096) if method in BY_DATA else (512, 1024, 2048))
 
 
 def test_a_large_cache_is_counted_without_its_memory():

@@ -37,15 +37,14 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
   long inside = n;  // slots whose register stays within the V region
   if (w + kTiles * kLanes > W) inside = (T * S - w - kLanes) / S + 1;
   inside = inside < 0 || T * S < w + kLanes ? 0 : inside < n ? inside : n;
-  uint8_t copy[kLanes * kUnit];
   const uint8_t* row = codes + w * kUnit;
-  for (long t = 0, until = inside;; until = t + 1) {  // one loop for both, as it is compiled for every kind and every number of heads
-    for (; t < until; t++, row += S * kUnit) step(row, t);
-    if (kTiles > 1 || t == n) break;
-    std::memset(copy, 0, sizeof copy);
-    std::memcpy(copy, codes + (t * S + w) * kUnit, (W - w) * kUnit);
-    row = copy;
-  }
+  for (long t = 0; t < inside; t++, row += S * kUnit) step(row, t);
+  if constexpr (kTiles == 1)  // several registers at once are always inside
+    for (long t = inside; t < n; t++, row += S * kUnit) {
+      uint8_t copy[kLanes * 4] = {0};
+      std::memcpy(copy, row, (W - w) * kUnit);
+      step(copy, t);
+    }
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++)
 #pragma GCC unroll 8

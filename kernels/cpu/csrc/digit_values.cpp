@@ -55,10 +55,10 @@ KVB_INLINE void digit_values(const DigitValues& v, long w, long padded, float* s
       ahead.end = ahead.at + v.S * v.T;
     }
     row = *page + v.codes + w;
-#pragma GCC unroll 2
-    for (; at < end; at += 4) {
-      ahead.some((4 * v.S + 63) / 64);
+    for (; at < end; at += 8) {  // a page holds a multiple of eight, and the weights past the last slot are zero
+      ahead.some((8 * v.S + 63) / 64);
       quad(at);
+      quad(at + 4);
     }
     at = end;
   }

@@ -91,10 +91,9 @@ def test_low_counts_equal_those_of_the_full_matrix(isa: str):
     assert not cpu_scores.column_scores(q, torch.zeros_like(k), scale, queries=-1, below_uniform=True).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(dtype: torch.dtype, isa: str):
+def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(isa: str):
     """A head is summed by one thread in one order; a prompt that is part of a longer tensor is read as it lies."""
-    q, k, scale = prompt("7:1", 513, dtype)
+    q, k, scale = prompt("7:1", 513)
     threads = torch.get_num_threads()
     try:
         found = []
@@ -105,47 +104,6 @@ def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(dtype: tor
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_sums_are_the_same_bits_in_whatever_room(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """KV heads are taken one at a time, some at a time or all at once, as their logits have room."""
-    make = torch.Generator().manual_seed(3)
-    q, k = torch.randn(10, 130, 32, generator=make).to(dtype), torch.randn(5, 130, 32, generator=make).to(dtype)
-    found, block = [], scores_block(dtype)
-    for heads in (5, 2, 1, 0):
-        monkeypatch.setattr(cpu_scores, "ROOM_BYTES", heads * 2 * block * 130 * 4)
-        found.append(cpu_scores.column_scores(q, k, 0.3, queries=-1))
-    assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-def scores_block(dtype: torch.dtype) -> int:
-    """Queries at a time, of a prompt that has at least as many."""
-    fast = dtype == torch.bfloat16 and cpu_scores._multiplies_bf16()
-    return cpu_scores.BF16_BLOCK if fast else cpu_scores.BLOCK
-
-
-def test_products_of_bf16_leave_the_precision_of_others_alone(monkeypatch: pytest.MonkeyPatch):
-    """fp32 is taken for bf16 while a bf16 prompt's logits are made, not for an fp32 prompt's, and not behind them, even
-    where they fail."""
-    seen, matmul = [], torch.backends.mkldnn.matmul
-    for name in ("bmm", "baddbmm"):
-        plain = getattr(torch, name)
-        noted = lambda *given, plain=plain, **named: (seen.append(matmul.fp32_precision), plain(*given, **named))  # noqa: E731
-        monkeypatch.setattr(torch, name, noted)
-    monkeypatch.setattr(cpu_scores, "_multiplies_bf16", lambda: True)
-    before = matmul.fp32_precision
-    for dtype in (torch.float32, torch.bfloat16):
-        cpu_scores.column_scores(*prompt("3:1", 31, dtype)[:2], 0.1, queries=-1)
-    assert seen == [before, "bf16"] and before != "bf16" and matmul.fp32_precision == before
-
-    def failing(*given: object, **named: object) -> None:
-        raise RuntimeError("out of paper")
-
-    monkeypatch.setattr(torch, "baddbmm", failing)
-    with pytest.raises(RuntimeError, match="out of paper"):
-        cpu_scores.column_scores(*prompt("3:1", 31, torch.bfloat16)[:2], 0.1, queries=-1)
-    assert matmul.fp32_precision == before
 
 
 def test_a_key_that_is_not_finite_shows_in_its_head_alone(isa: str):
