@@ -75,8 +75,8 @@ class Prompts:
         plan = self._plan(row, first, len(layers), score, extra, layers[0][0])
         begins_with = plan.score if plan.score is not None else score
         for index, (k, v, _) in enumerate(layers):
-            own = (x if x is None else self._ranks.own(x[index], 0).to(k.device) for x in (plan.tier_of, begins_with))
-            tier_of, stored = own
+            tier_of = self._ranks.own(plan.tier_of[index], 0).to(k.device)
+            stored = None if begins_with is None else self._ranks.own(begins_with[index], 0).to(k.device)
             _, part = self._holding.part_of(first + index)
             part.write_prompt(row, first + index - part.first_layer, k, v, tier_of, stored)
         self._ledger.hold(row, staging_bytes=beside_bytes + sum(k.nbytes + v.nbytes for k, v, _ in layers))
