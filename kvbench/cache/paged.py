@@ -134,12 +134,12 @@ class Paged(Holding):
         if not whose:
             return
         due = rows if len(whose) == len(numbers) else to_device(whose, rows.device)
-        self.pages.table.own_all(self.pages.lists_of(due))  # before the plan: what cannot be done is not asked for
-        self.evict(due, whose, self.plans.compact(self.measured_view(due, whose)))
+        lists = self.pages.lists_of(due)
+        self.pages.table.own_all(lists)  # before the plan: what cannot be carried out is not asked for
+        self.evict(lists, whose, self.plans.compact(self.measured_view(due, whose)))
 
-    def evict(self, rows: Tensor, numbers: Sequence[int], plan: CompactPlan) -> None:
-        """Carries out a bulk eviction on rows, whose pages nobody shares."""
-        lists = self.pages.lists_of(rows)
+    def evict(self, lists: Tensor, numbers: Sequence[int], plan: CompactPlan) -> None:
+        """Carries out a bulk eviction on all lists (int64 [M]) of rows, whose pages nobody shares."""
         moves.evict(self.pages, lists, plan)
         if plan.restart_scores:
             self.scores.restart(lists, [self.pages.width(numbers, tier) for tier in range(len(self.pages.formats))])

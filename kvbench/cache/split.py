@@ -95,11 +95,11 @@ class Split:
         plan = self.plans.decode(self.view(rows, numbers)) if asks else DecodePlan()
         steps: list[PagedStep] = []
         for part in self.parts:
-            own = replace(
-                plan,
+            own = DecodePlan(
                 slot=self._share(part, plan.slot),
                 demote_to=self._share(part, plan.demote_to),
                 demote_slot=self._share(part, plan.demote_slot),
+                tier=plan.tier,
             )
             steps.append(part.step(rows.to(part.shape.device), numbers, own))
         return steps
@@ -119,7 +119,7 @@ class Split:
             for tier, each in enumerate(keep):
                 if each is not None:  # a place's own lists may be shorter than the longest of all
                     keep[tier] = each[..., : view.slots(tier).valid.shape[-1]]
-            part.evict(own, whose, replace(plan, keep=keep))
+            part.evict(part.pages.lists_of(own), whose, replace(plan, keep=keep))
 
     def _share(self, part: Paged, x: Tensor | None) -> Tensor | None:
         """A part's share of a tensor [S, L, H, ...] of the whole model, on its device; None of None."""
@@ -171,10 +171,13 @@ class SplitView(SlotsView):
 
     def slots(self, tier: int) -> SlotArrays:
         if tier not in self._arrays:
-            names = self._views[0].slots(tier).extra
+
+            def extra(name: str) -> Tensor:
+                return self._joined(lambda view: view.slots(tier).extra[name])
+
             self._arrays[tier] = SlotArrays(
                 score=self._joined(lambda view: view.slots(tier).score),
-                extra={name: self._joined(lambda view, name=name: view.slots(tier).extra[name]) for name in names},  # type: ignore[misc]
+                extra={name: extra(name) for name in self._views[0].slots(tier).extra},
                 pos=self._joined(lambda view: view.slots(tier).pos),
                 valid=self._joined(lambda view: view.slots(tier).valid),
             )

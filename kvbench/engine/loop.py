@@ -79,8 +79,8 @@ class StepGraphs:
         self._runner, self._store = runner, runner.store
         if not runner.shape.is_whole:
             raise ValueError(
-                f"a captured step is of a cache in one place, and this one lies in {len(runner.shape.parts())} places of "
-                f"{runner.shape.ranks.size} processes; give model.device one device and set "
+                f"a captured step is of a cache in one place, and this one lies in {len(runner.shape.parts())} places "
+                f"of {runner.shape.ranks.size} processes; give model.device one device and set "
                 "model.tensor_parallel=null, or decode with Runner.step"
             )
         if capture is None and runner.device.type == "cuda":

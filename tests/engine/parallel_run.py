@@ -39,8 +39,8 @@ def run(folder, processes=None):
     settings = {"kind": "hf", "path": str(folder), "device": "cpu", "tensor_parallel": processes}
     loaded = load_model(settings)
     requests = [
-        request("a", random_tokens(41), random_tokens(3, seed=1), max_new_tokens=9, num_samples=2),
-        request("b", random_tokens(60), gold=random_tokens(9, seed=2), max_new_tokens=9),
+        request("a", random_tokens(41), random_tokens(3, seed=1), max_new_tokens=6, num_samples=2),
+        request("b", random_tokens(60), gold=random_tokens(6, seed=2), max_new_tokens=6),
     ]
     with pytest.raises(NotForModel, match="2 layers x 1 heads"):  # what all processes refuse, none waits for
         answers(loaded, SnapKV(allocation="table", table=[[1.0], [1.0]]), requests)

@@ -12,20 +12,17 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
-from kvbench.methods.tova import TOVA
 
 CPU = torch.device("cpu")
 METHODS = {
     "full": Full(),
     "snapkv": SnapKV(budget=0.5, window=8, decode_every=4),
     "snapkv, bytes": SnapKV(budget="60KiB", window=8, decode_every=4),
-    "snapkv, ada": SnapKV(budget=0.5, window=8, allocation="ada"),
     "snapkv, global": SnapKV(budget=0.5, window=8, allocation="global"),
     "kivi": Kivi(group=8, residual_tokens=16),
     "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16),
     "kv_compress": KVCompress(budget=32, block=8, continual=True),
     "h2o": H2O(budget=24),
-    "tova": TOVA(budget=24),
 }
 
 
@@ -38,8 +35,8 @@ def in_two(loaded, first=1):
 def requests():
     """Returns prompts of two lengths: one with a second segment and two answers, one whose answer is forced, too."""
     return [
-        request("a", random_tokens(41), random_tokens(3, seed=1), max_new_tokens=9, num_samples=2),
-        request("b", random_tokens(60), gold=random_tokens(9, seed=2), max_new_tokens=9),
+        request("a", random_tokens(41), random_tokens(3, seed=1), max_new_tokens=6, num_samples=2),
+        request("b", random_tokens(60), gold=random_tokens(6, seed=2), max_new_tokens=6),
     ]
 
 
