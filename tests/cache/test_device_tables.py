@@ -1,12 +1,14 @@
 """Stores whose pages and tables lie on a device against stores in main memory: the same tokens in the same bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
 from kvbench.bench.choices import make_method
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape, Place, StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels.dispatch import get_backend
 
@@ -30,11 +32,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns
 
 
 class Twins:
-    """One store per backend; both get the same tokens, and after each call they hold the same."""
+    """One store per backend; both get the same tokens, and after each call they hold the same. With two layers, the
+    device's store has each in a place of its own."""
 
-    def __init__(self, method: str, pages: int | None = None, page_bytes: int | str = "auto") -> None:
+    def __init__(
+        self, method: str, pages: int | None = None, page_bytes: int | str = "auto", num_layers: int = 1
+    ) -> None:
+        self.layers = range(num_layers)
         shape = ModelShape(
-            num_layers=1,
+            num_layers=num_layers,
             num_q_heads=HEADS * GROUP,
             num_kv_heads=HEADS,
             head_dim=DIM,
@@ -43,10 +49,12 @@ class Twins:
             inv_freq=torch.ones(DIM // 2),
         )
 
+        places = tuple(Place(shape.device, 1) for _ in self.layers)
+
         def made(backend: str, budget_bytes: int | None) -> CompressedStore:
             return CompressedStore(
                 make_method(method),
-                shape,
+                replace(shape, places=places) if backend == "triton" and num_layers > 1 else shape,
                 rows=3,
                 max_prompt_tokens=24,
                 max_new_tokens=16,
@@ -64,21 +72,22 @@ class Twins:
 
     def read(self, length: int) -> int:
         """Reads a prompt into a row of both."""
-        given = [self.random(n, length) for n in (HEADS * GROUP, HEADS, HEADS)]
+        given = [[self.random(n, length) for n in (HEADS * GROUP, HEADS, HEADS)] for _ in self.layers]
         rows = set()
         for store in self.stores:
             rows.add(row := store.open_row())
-            store.prefill_layer(row, 0, *given, 0.2)
+            for layer in self.layers:
+                store.prefill_layer(row, layer, *given[layer], 0.2)
         (row,) = rows
         return row
 
     def step(self, rows: list[int]) -> None:
         """One token for each of the rows."""
-        given = [self.random(len(rows), n) for n in (HEADS * GROUP, HEADS, HEADS)]
+        given = [[self.random(len(rows), n) for n in (HEADS * GROUP, HEADS, HEADS)] for _ in self.layers]
         outs = []
         for store in self.stores:
             store.begin_step(rows)
-            outs.append(store.attend(0, *given, 0.2))
+            outs.append(torch.stack([store.attend(layer, *given[layer], 0.2) for layer in self.layers]))
             store.end_step()
         torch.testing.assert_close(*outs, rtol=0, atol=2e-5)
 
@@ -89,7 +98,8 @@ class Twins:
             assert device.ledger.report(row) == host.ledger.report(row)
         assert device.ledger.shared_bytes == host.ledger.shared_bytes
         assert device.used_bytes == host.used_bytes
-        assert len(set(device.pages.pool.free_ids().tolist())) == device.pages.pool.num_free
+        for part in device.holding.parts:
+            assert len(set(part.pages.pool.free_ids().tolist())) == part.pages.pool.num_free
 
     def each(self, act) -> list:
         """What a call gives on both."""
@@ -117,6 +127,21 @@ def test_rows_hold_the_same_whoever_keeps_the_tables(method: str):
     twins.agree([again, copy])
     twins.each(lambda store: [store.close_row(row) for row in (again, copy)])
     assert [store.pages.pool.num_used for store in twins.stores] == [0, 0]
+
+
+# Its lists compete over the layers, and what is due follows from all of them; and layers of several formats.
+@pytest.mark.parametrize("method", ["kv_compress budget=20 block=8 continual=true", "int4 tiers_by_layer=fp16,int4"])
+def test_two_places_on_a_device_hold_what_one_does(method: str):
+    """Each place keeps tables of its own layer, and is told what one plan for both of them says."""
+    twins = Twins(method, num_layers=2)
+    rows = [twins.read(21), twins.read(12)]
+    device = twins.stores[1]
+    assert [part.pages.shape[1] for part in device.holding.parts] == [1, 1]
+    for _ in range(10):
+        twins.step(rows)
+    twins.agree(rows)
+    twins.each(lambda store: [store.close_row(row) for row in rows])
+    assert [part.pages.pool.num_used for part in device.holding.parts] == [0, 0]
 
 
 # Pages of 16 tokens each.

@@ -10,10 +10,12 @@ from kvbench.cache.layout import Place, StoreOptions
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, placement
+from kvbench.engine.loop import StepGraphs
 from kvbench.engine.runner import Runner
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.full import Full
 from kvbench.models.devices import Devices
+from kvbench.models.load import LoadedModel
 from kvbench.models.random_weights import random_config
 from kvbench.policy import ScoreSpec, Statistic
 
@@ -113,3 +115,30 @@ def test_a_method_that_needs_whole_layers_is_refused_over_processes(tiny_model):
             options=StoreOptions(),
             backend=get_backend("torch", CPU),
         )
+
+
+def test_chunks_and_captured_steps_are_of_one_place(tiny_model):
+    """A runner whose cache lies in two places refuses prompts in chunks, and the loop that captures steps refuses it;
+    both name the settings and what works instead."""
+    loaded = in_two(tiny_model("llama", "gqa3", 64, num_layers=3))
+    with pytest.raises(
+        ValueError, match=r"prefill.chunk=8 needs .* model.device spreads its layers over 2 devices; set"
+    ):
+        Runner(loaded, Full(), chunk=8)
+    runner = Runner(loaded, Full())
+    runner.reserve(rows=1, prompt_tokens=20, new_tokens=4)
+    with pytest.raises(
+        ValueError, match=r"in 2 places of 1 processes; give model.device one device and .* Runner.step"
+    ):
+        StepGraphs(runner)
+    loaded.model.set_attn_implementation("sdpa")
+
+
+def test_prompts_are_replayed_only_where_they_were_read():
+    """What a prompt cache has of a model is not taken for the same weights quantised, or in other places."""
+    plain = {"fingerprint": "weights", "dtype": torch.float32, "device": CPU, "name": "", "max_tokens": 1}
+    plain |= {"model": None, "tokenizer": None, "chat_template": False}
+    one = LoadedModel(**plain)
+    others = [LoadedModel(**plain, quantisation="int8"), LoadedModel(**plain, places=((CPU, 1), (META, 2)))]
+    assert LoadedModel(**plain).decides == one.decides
+    assert len({one.decides, *(other.decides for other in others)}) == 3

@@ -206,3 +206,30 @@ def test_another_word_is_refused():
     """With the words that there are."""
     with pytest.raises(ValueError, match=r"model.linear=pakced does not exist. Did you mean packed\?"):
         load_model(TINY | {"linear": "pakced"})
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "processes", "other"),
+    [("int8", 1, "model.quantisation=int8"), (None, 2, "model.tensor_parallel=2")],
+)
+def test_matrices_that_are_not_plain_are_refused(quantisation, processes, other):
+    """Before a model is loaded, by both settings and the remedy; a plain one goes with everything."""
+    assert packed.read_linear("plain", quantisation, processes) == "plain"
+    assert packed.read_linear("packed", None, 1) == "packed"
+    key = other.partition("=")[0]
+    with pytest.raises(ValueError, match=f"^model.linear=packed .* {other} leaves other .* or {key}=null$"):
+        packed.read_linear("packed", quantisation, processes)
+
+
+def test_layers_in_two_places_are_packed_alike():
+    """A model whose layers share two places of main memory gives the logits of one in one place."""
+    found = []
+    for device in ("cpu", ["cpu", "cpu"]):
+        loaded = load_model({**TINY, "linear": "packed", "device": device})
+        runner = Runner(loaded, Critical(budget=0.5, window=8), options=StoreOptions(track=("pos",)))
+        runner.reserve(rows=1, prompt_tokens=40, new_tokens=2)
+        row, logits = runner.read(random_tokens(40))
+        found.append((runner.step([row], [7]), logits[-1], held_positions(runner.store, row)))
+        assert (loaded.linear, len(runner.store.holding.parts)) == ("packed", 1 if device == "cpu" else 2)
+    for one, two in zip(found[0][:2], found[1][:2], strict=True):
+        assert torch.equal(one, two)

@@ -73,6 +73,24 @@ def test_a_method_that_cannot_read_in_chunks_loads_no_model(tmp_path):
         prepare(make_cfg(tmp_path, prefill__chunk=64), "kvzip", parts)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "device",
+            ["cuda:0", "cuda:1", "cuda:1"],
+            r"model.device spreads its layers over 3 devices; .*name one device",
+        ),
+        ("tensor_parallel", 2, r"model.tensor_parallel=2 divides its heads; .*or model.tensor_parallel=null"),
+    ],
+)
+def test_chunks_of_a_spread_model_load_no_model(tmp_path, key, value, message):
+    """They are refused before, by both settings and the remedy; without chunks the same model is not."""
+    check_config(make_cfg(tmp_path, **{f"model__{key}": value}))
+    with pytest.raises(ValueError, match=f"^prefill.chunk=64 needs a cache in one place, and {message}"):
+        check_config(make_cfg(tmp_path, prefill__chunk=64, **{f"model__{key}": value}))
+
+
 def test_hash_ignores_what_changes_no_answer(tmp_path):
     """Where results go, whether to resume, and the comparison are not part of the identity."""
     base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
