@@ -312,8 +312,8 @@ class BufferedStep(PagedStep):
             most_leaving=rings.most_leaving,
         )
         if self.pages.on_device:
-            tables = self.pages.step_tiers(self.numbers, self.lists, lambda _: None)
-            return self._open_tables(tables, held=held, ring=ring)
+            table = self.pages.step_tiers(self.numbers, self.lists, lambda _: None)[tier]
+            return self._open_tables([table], held=held, ring=ring)
         own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
         own.num_k, own.num_v = held
         return self._open_layers([own], ring=ring)

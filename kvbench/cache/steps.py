@@ -128,10 +128,7 @@ class PagedStep:
             update = "replace" if spec.decode_replace else "add"
         target = self.tier, self.page, self.slot
         if self.pages.on_device:
-            rope = self.holding.rope
-            tables = self.pages.step_tiers(self.numbers, self.lists, partial(rope.turn_of, self.view))
-            turn = rope.stripping(self.tokens_seen)
-            return self._open_tables(tables, target=target, update=update, turn=turn)
+            return self._open_tables(self._tables, target=target, update=update, turn=self._turn)
         tiers = [
             self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
             for tier in range(len(self.pages.formats))
@@ -142,10 +139,23 @@ class PagedStep:
 
     def _fuse_at(self, tier: int) -> FusedStep | None:
         """The same for the layers that are at home in a tier; the others have no slots in it."""
+        target = 0, self.page, self.slot
+        if self.pages.on_device:
+            return self._open_tables([self._tables[tier]], target=target, turn=self._turn)
         own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
         if not self.holding.rope.turn_all_layers([own], self.view):
             return None
-        return self._open_layers([own], target=(0, self.page, self.slot))
+        return self._open_layers([own], target=target)
+
+    @cached_property
+    def _tables(self) -> list[TierTable]:
+        """The tiers as the step reads them from tables on a device."""
+        return self.pages.step_tiers(self.numbers, self.lists, partial(self.holding.rope.turn_of, self.view))
+
+    @cached_property
+    def _turn(self) -> tuple[Tensor, Tensor] | None:
+        """What takes the position out of the new token's key."""
+        return self.holding.rope.stripping(self.tokens_seen)
 
     def _open_layers(
         self,

@@ -143,7 +143,7 @@ class TableMachine(RuleBasedStateMachine):
         TableMachine.wrapped += pool.end > pool.num_pages
         assert pool.allocated_bytes == pool.num_pages * 36
         assert table.allocated_bytes == 12 * 4 * (
-            self.max_pages * (2 if len(self.tokens) == 3 else 1) + len(self.tokens)
+            self.max_pages * (2 if len(self.tokens) > 2 else 1) + len(self.tokens)
         )
         lists = torch.arange(12)
         for tier in range(len(self.tokens)):

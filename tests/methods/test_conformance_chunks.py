@@ -19,6 +19,7 @@ REFUSED = {
     "fastgen": "FastGen, which measures tokens by Profile",
     "keyformer": "Keyformer, which measures tokens by GumbelAttention",
     "zipcache": "ZipCache, which measures tokens by ProbedSaliency",
+    "qaq": "QAQ, which measures tokens by NeededBits",
 }
 # Of an observation window longer than the chunk, and those whose budget is larger than this prompt.
 SMALLER = {
@@ -42,7 +43,15 @@ COMPOSED = [
     "knorm allocation=ada chunk=4 tier=k8v4",
     "h2o protect=sinks",
 ]
-WORKS = [case for case in [*cases(), *COMPOSED] if case.split()[0] not in REFUSED]
+BY_LAYER = [case for case in cases() if "tiers_by_layer" in case or "protect_layers" in case]
+WORKS = [case for case in [*cases(), *COMPOSED] if case.split()[0] not in REFUSED and case not in BY_LAYER]
+
+
+@pytest.mark.parametrize("case", BY_LAYER)
+def test_layers_of_other_precisions_say_so_too(case):
+    """A chunk's plan knows one tier for all lists."""
+    with pytest.raises(ValueError, match="keeps layers or heads at precisions of their own; .*give all layers one"):
+        check_chunk(policy_of(case), CHUNK)
 
 
 @pytest.fixture
