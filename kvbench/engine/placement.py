@@ -65,7 +65,8 @@ def check(model: PreTrainedModel, name: str) -> None:
         UnsupportedModel: With the reason and what works instead.
     """
     devices = sorted({str(weight.device) for weight in model.parameters()})
-    if OFFLOADED & set(devices) or {device.partition(":")[0] for device in devices} == {"cpu", "cuda"}:
+    spread = len(devices) > 1 or getattr(model, "hf_device_map", None)  # else it is an outline, which nobody offloaded
+    if (spread and OFFLOADED & set(devices)) or {device.partition(":")[0] for device in devices} == {"cpu", "cuda"}:
         raise UnsupportedModel(
             f"{name}: its weights lie on {' and '.join(devices)}, some of them outside of the devices that compute; "
             "load it onto GPUs alone, without offload (model.device=cuda:0, or [cuda:0,cuda:1] for several)"
