@@ -56,9 +56,10 @@ def hash_files(files: dict[str, Path]) -> str:
     return digest.hexdigest()
 
 
-# Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read and show. What they
-# hand on (resolved settings, weights, prompts, references) has hashes of its own. Every library not named here counts.
-HANDS_ON = {"datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
+# Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read, put weights on their
+# devices, and show. What they hand on (resolved settings, weights, prompts, references) has hashes of its own. Every
+# library not named here counts.
+HANDS_ON = {"accelerate", "datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
 
 
 # Libraries whose requirements are a platform's and not a computation's: what kvbench takes of them, it imports itself.

@@ -41,7 +41,7 @@ def test_a_resumed_run_keeps_the_machine_of_each_session(stored, monkeypatch, ca
     lines = (stored / "samples.jsonl").read_bytes().splitlines(keepends=True)
     (stored / "samples.jsonl").write_bytes(b"".join(lines[:2]))
     real = provenance.machine
-    monkeypatch.setattr(provenance, "machine", lambda device: replaced(real(device), "cpu (Other)"))
+    monkeypatch.setattr(provenance, "machine", lambda *given, **more: replaced(real(*given, **more), "cpu (Other)"))
     assert cli.main(["experiment=paper", "limit=6", "batch_size=2", "reference=none"]) == 0
     first, second = RunRecord.load(stored).sessions
     assert second.machine.device == "cpu (Other)" != first.machine.device
