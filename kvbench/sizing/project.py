@@ -64,7 +64,10 @@ def project(
         ValueError: The method does not fit the model.
     """
     least, most = _both(policy, shape, min(prompt_tokens, GLANCE_TOKENS), 0, options)
-    if is_one_number(least, most):  # then it is one at any length, and half the work shows which
+    measures = policy.score.measures_prompts or policy.score.decode_update
+    if is_one_number(least, most) and not (measures and prompt_tokens > GLANCE_TOKENS and _keeps_all(policy, least)):
+        # Then it is one at any length, and half the work shows which. A method that keeps all of a short prompt may be
+        # one whose windows are longer, and decides later.
         only = _run(policy, shape, prompt_tokens, new_tokens, options, is_even=True)
         return only, only
     return _both(policy, shape, prompt_tokens, new_tokens, options)
@@ -75,6 +78,12 @@ def _both(
 ) -> tuple[Projection, Projection]:
     peaked, even = (_run(policy, shape, prompt_tokens, new_tokens, options, is_even) for is_even in (False, True))
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
+
+
+def _keeps_all(policy: Policy, found: Projection) -> bool:
+    """True where as much is held as of all tokens; a method that holds less has begun to decide."""
+    bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
+    return 32 * found.items["payload_bytes"] >= bits * found.fp16_bytes
 
 
 def is_one_number(least: Projection, most: Projection) -> bool:
@@ -127,9 +136,8 @@ def _run(
     given = None if score is None else score.expand(heads * store.copies, -1)
     if given is not None and (also := policy.score.statistic.also):
         given = given.expand(1 + len(also), -1, -1)
-    if (
-        given is not None and policy.scope != "head"
-    ):  # heads that compete get unequal shares, and pages that are not full
+    if given is not None and policy.scope != "head" and hasattr(policy, "budget"):
+        # Heads that compete for a budget get unequal shares, and pages that are not full.
         share = torch.linspace(0.5, 1.5, given.shape[-2])[:, None]  # of each list, whatever else is ranked beside
         given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
     for layer in range(shape.num_layers):

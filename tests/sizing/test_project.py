@@ -88,6 +88,16 @@ def test_several_scores_of_lists_that_compete_are_projected():
     assert 0 < least.resident_bytes <= most.resident_bytes < most.fp16_bytes
 
 
+def test_a_window_longer_than_the_first_glance_is_seen():
+    """A method that keeps all of a prompt shorter than its windows decides later, and has a range then."""
+    shape = find_shape("smollm2-135m").store_shape
+    lazy = make_policy(OmegaConf.merge(read_config(files.path_of("method", "simlayerkv")), {"recent": 1500}))
+    least, most = project(lazy, shape, 4000, 2)
+    assert least.resident_bytes < 0.5 * most.resident_bytes and most.resident_bytes > 0.99 * most.fp16_bytes
+    short, whole = project(lazy, shape, 1400, 2)
+    assert short == whole
+
+
 def test_rotated_channels_are_projected():
     """A rotation, of the store or of a format, changes no byte (it once failed: one channel stands for all)."""
     shape, int4 = find_shape("smollm2-135m").store_shape, method_of("int4")
