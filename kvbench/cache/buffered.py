@@ -194,10 +194,11 @@ class BufferedStep(PagedStep):
                 held = table.reserve(own, tier, grown.clamp(min=0), at_most=at_most)
                 done.append((own, tier, held))
             if self.pages.pool.others is not None:
-                for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
-                    if self.pages.on_device:
+                if self.pages.on_device:
+                    for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
                         self._own_by_masks(tier, lists, chosen)
-                table.own([] if self.pages.on_device else self._written(lists))
+                else:
+                    table.own(self._written(lists))
         except BaseException:
             for own, tier, held in done:
                 table.truncate(own, tier, held)

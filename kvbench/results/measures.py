@@ -155,17 +155,23 @@ TOP1 = Measure(
 )
 FIDELITY = {measure.name: measure for measure in (NLL, KL, TOP1)}
 
+
+def _of_full(name: str, title: str, short: str) -> Measure:
+    """Bytes of a sample's ledger, as a share of an FP16 full cache of the same tokens."""
+    return Measure(
+        name=name,
+        title=title,
+        short=short,
+        numerator=("ledger", f"{name}_bytes"),
+        denominator=("ledger", "fp16_bytes"),
+        in_run=("ledger", f"{name}_ratio"),
+        unit=PERCENT_OF_FULL,
+        scale=100.0,
+    )
+
+
 # Cache bytes per sample, beside an FP16 full cache of the same tokens; `run.json` has NAME_bytes and NAME_ratio.
-RESIDENT = Measure(
-    name="resident",
-    title="resident bytes at the end",
-    short="resident",
-    numerator=("ledger", "resident_bytes"),
-    denominator=("ledger", "fp16_bytes"),
-    in_run=("ledger", "resident_ratio"),
-    unit=PERCENT_OF_FULL,
-    scale=100.0,
-)
+RESIDENT = _of_full("resident", "resident bytes at the end", "resident")
 AVERAGE = Measure(
     name="average",
     title="bytes averaged over the answer",
@@ -175,31 +181,13 @@ AVERAGE = Measure(
     unit=PERCENT_OF_FULL,
     scale=100.0,
 )
-PEAK = Measure(
-    name="peak",
-    title="bytes at the worst moment",
-    short="peak",
-    numerator=("ledger", "peak_bytes"),
-    denominator=("ledger", "fp16_bytes"),
-    in_run=("ledger", "peak_ratio"),
-    unit=PERCENT_OF_FULL,
-    scale=100.0,
-)
+PEAK = _of_full("peak", "bytes at the worst moment", "peak")
 BYTES = (RESIDENT, AVERAGE, PEAK)
 # Of prompts that were read in chunks.
-ONE_SHOT_PEAK = Measure(
-    name="one_shot_peak",
-    title="bytes at the worst moment, had prompts been read at once",
-    short="peak at once",
-    numerator=("ledger", "one_shot_peak_bytes"),
-    denominator=("ledger", "fp16_bytes"),
-    in_run=("ledger", "one_shot_peak_ratio"),
-    unit=PERCENT_OF_FULL,
-    scale=100.0,
-)
+ONE_SHOT_PEAK = _of_full("one_shot_peak", "bytes at the worst moment, had prompts been read at once", "peak at once")
 # Bytes of the ledger that are sums or something else than an item.
-NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "staging_peak_bytes", "fp16_bytes", "page_bytes"}
-NOT_ITEMS |= {"one_shot_peak_bytes"}
+NOT_ITEMS = {"resident_bytes", "average_bytes", "peak_bytes", "one_shot_peak_bytes", "staging_peak_bytes"}
+NOT_ITEMS |= {"fp16_bytes", "page_bytes"}
 # Of what reading all that is kept takes; only methods that choose what to read have it.
 READ = Measure(
     name="read",
