@@ -64,11 +64,14 @@ class CAKE(Scored):
         tier: Precision of what is kept.
 
     Source: CAKE (Qin et al. 2025, arXiv 2503.12491), from the paper alone, since its code carries no licence that
-        says so: preference score, eviction indicator.
+        says so: preference score, eviction indicator. Beside the paper, figures of its code's configuration: gamma 200
+        with a window of 32, and the temperatures (tau1, tau2) for 128 and 1,024 tokens a layer: Llama-3.1-8B (1.6, 0.6)
+        and (1.6, 0.4), Mistral-7B-v0.3 (1.0, 0.8) and (0.8, 0.5), Qwen2.5-7B (0.4, 0.6) and (1.5, 0.6), Llama-2-7B
+        (0.9, 2.3) and (1.9, 1.8), Llama-2-13B (1.8, 2.0) and (0.5, 0.4).
     Differs: the paper's cascade evicts from earlier layers again while later ones are read, which ends at these budgets
         and lowers the prompt's peak; here all layers are planned at the end (`prefill.chunk` lowers the peak too). The
-        temperatures are tuned per model there; 1 weighs both plainly. Variances are those of the window's queries
-        themselves; one kept set per KV head, by the mean of its query heads; the pool is SnapKV's.
+        temperatures are tuned per model and budget there; 1 weighs both plainly. Variances are those of the window's
+        queries themselves; one kept set per KV head, by the mean of its query heads; the pool is SnapKV's.
     """
 
     allocation: Allocation = "preference"
