@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model suite format style types docs findings composition test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite format style types docs findings composition formats test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -37,6 +37,9 @@ findings: ## make the tables and pictures of docs/findings.md again from its sam
 FOLDER ?= composition
 composition: ## which score with which allocation at equal bytes, every combination at three budgets, into FOLDER (hours)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/composition.py $(FOLDER)
+
+formats: ## what each storage format loses at which bytes, as it is and rotated, into FOLDER (an hour)
+	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/formats.py $(FOLDER)
 
 test: setup model ## install, fetch the embedded model, run every test in one process more than there are cores, at most 4 (each takes up to 3 GB)
 	@$(MAKE) --no-print-directory suite
