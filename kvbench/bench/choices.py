@@ -8,11 +8,14 @@ from typing import Any
 
 import yaml
 
+from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import options, path_of
 from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 from kvbench.rules.declared import declared
+
+_STORE = "store."
 
 
 def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
@@ -52,6 +55,20 @@ def make_method(text: str) -> Policy:
     from kvbench.runs.parts import make_policy
 
     return make_policy(read_choice("method", text))
+
+
+def make_cache(text: str) -> tuple[Policy, StoreOptions]:
+    """The policy and the layout of memory that a string asks for, such as `int4 store.rotation=hadamard`."""
+    from kvbench.runs.parts import store_options
+
+    words = str(text).split()
+    layout = {key: yaml.safe_load(value) for key, sign, value in map(_parts, words) if key.startswith(_STORE) and sign}
+    method = " ".join(word for word in words if _parts(word)[0] not in layout)
+    return make_method(method), store_options({key.removeprefix(_STORE): value for key, value in layout.items()})
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    return word.partition("=")
 
 
 def make_model(text: str, device: str) -> LoadedModel:

@@ -41,7 +41,7 @@ class WholeModel(Common):
 
     Args:
         model: A choice of model=, then settings of it.
-        methods: Choices of method=, then settings of each.
+        methods: Choices of method=, then settings of each, and of the store: `int4 store.rotation=hadamard`.
         context: Prompt tokens.
         steps: Decode steps in each timing.
     """
@@ -59,7 +59,7 @@ class WholeModel(Common):
         if not self.methods or len(set(self.methods)) != len(self.methods):
             raise ValueError(f"methods={self.methods} must be one or more, each once")
         for text in self.methods:
-            choices.make_method(text)
+            choices.make_cache(text)
         choices.read_choice("model", self.model)
 
     @property
@@ -206,10 +206,9 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
     if model.device.type == "cuda":
         variants.append(static_variant(settings, model, prompts, answers, settings.context + room))
     for method in settings.methods:
-        policy = choices.make_method(method)
-        decoder = StoreDecoder(
-            model, policy, rows=batch, context=settings.context, new_tokens=room, kernels=settings.kernels
-        )
+        policy, options = choices.make_cache(method)
+        sizes = {"rows": batch, "context": settings.context, "new_tokens": room}
+        decoder = StoreDecoder(model, policy, **sizes, kernels=settings.kernels, options=options)
         decoder.focus()
         for prompt in prompts:
             decoder.prefill(prompt)
@@ -257,10 +256,9 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
             exact = _own_answer(own[OWN]).clone()
         made = [_own_prompt(name + mark, decoder, prompt, exact) for name, decoder in own.items()]
         for method in settings.methods:
-            policy = choices.make_method(method)
-            decoder = StoreDecoder(
-                model, policy, rows=1, context=settings.context, new_tokens=1, kernels=settings.kernels
-            )
+            policy, options = choices.make_cache(method)
+            sizes = {"rows": 1, "context": settings.context, "new_tokens": 1}
+            decoder = StoreDecoder(model, policy, **sizes, kernels=settings.kernels, options=options)
             made.append(_store_prompt(method + mark, decoder, prompt, exact))
         for variant in made:
             variant.tolerance = tolerance(FULL_TOLERANCE, model)

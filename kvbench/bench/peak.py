@@ -64,9 +64,9 @@ def main(order: dict) -> int:
         before = mark.reset()
         own.prefill([text])
         return mark.peak() - before
-    policy = choices.make_method(order["name"])
+    policy, options = choices.make_cache(order["name"])
     reads = {"context": order["context"], "chunk": order.get("chunk")}
-    decoder = StoreDecoder(model, policy, rows=1, new_tokens=1, kernels=order["kernels"], **reads)
+    decoder = StoreDecoder(model, policy, rows=1, new_tokens=1, kernels=order["kernels"], options=options, **reads)
     decoder.focus()
     decoder.drop(decoder.prefill(text[:WARM_TOKENS]))
     before = mark.reset()

@@ -98,6 +98,17 @@ def test_thread_count_is_given_back():
         torch.set_num_threads(before)
 
 
+def test_a_row_may_have_a_layout_of_its_own():
+    """`store.` words go to the store, the others to the method; wrong ones are refused before anything runs."""
+    policy, options = choices.make_cache("int4 tier=k4v2 store.rotation=hadamard store.track=[pos]")
+    assert [tier.name for tier in policy.tiers] == [tier.name for tier in choices.make_method("int4 tier=k4v2").tiers]
+    assert (options.rotation, options.track) == ("hadamard", ("pos",))
+    assert choices.make_cache("full")[1].rotation == "none"
+    for words, said in (("store.spin=1", "store.spin"), ("store.rotation=left", "store.rotation='left'")):
+        with pytest.raises(ValueError, match=said):
+            decode.Settings(**COMMON, methods=[f"int4 {words}"]).check()
+
+
 def test_both_decoders_give_the_same_logits(model):
     """The two ways to drive the same model agree at every step in the model's own precision, batch for batch."""
     text = choices.sample_tokens(model, 2, 40)
