@@ -23,8 +23,9 @@ from kvbench.show.palette import STYLES, method_style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH_IN = 3.4  # a column of a paper with two
+WIDTH_IN = 3.4  # a column of a paper with two; more where names are longer than `NAMES_IN`
 LEFT_IN, NAMES_IN = 0.68, 0.92  # axis words, and names right of the panel
+BESIDE_IN = 0.12  # between the panel and the names, and behind them
 TOP_IN, BOTTOM_IN = 0.1, 0.4
 LEAST_HEIGHT_IN = 1.75  # of the panel
 LINE_IN = LINE_HEIGHT * (SIZE - 1) / 72
@@ -52,10 +53,10 @@ def figure(panel: Panel, axis: str) -> "Figure | None":
     tall = max(LEAST_HEIGHT_IN, (len(lines) + 1) * LINE_HEIGHT * SIZE / 72)
     foot = 0.06 + LINE_IN * len(words)
     height = TOP_IN + tall + BOTTOM_IN + foot
-    made = Figure(figsize=(WIDTH_IN, height))
-    axes = made.add_axes((LEFT_IN / WIDTH_IN, (BOTTOM_IN + foot) / height, 0, tall / height))
-    place = axes.get_position()
-    axes.set_position((place.x0, place.y0, (WIDTH_IN - LEFT_IN - NAMES_IN) / WIDTH_IN, place.height))
+    width = WIDTH_IN - NAMES_IN + max([NAMES_IN, *(_width_in(name) + BESIDE_IN for name, *_ in lines)])
+    made = Figure(figsize=(width, height))
+    panel_in = WIDTH_IN - LEFT_IN - NAMES_IN
+    axes = made.add_axes((LEFT_IN / width, (BOTTOM_IN + foot) / height, panel_in / width, tall / height))
     draw_frame(axes, drawing, limits_of(drawing))
     ends = []
     for name, method, style, points in lines:
@@ -76,6 +77,14 @@ def figure(panel: Panel, axis: str) -> "Figure | None":
     axes.set_ylabel(f"{what},\ndifference to the full cache" if panel.reference else what)
     made.text(0.02, 0.03 / height, "\n".join(words), fontsize=SIZE - 1, color=GREY, va="bottom", linespacing=1.3)
     return made
+
+
+def _width_in(name: str) -> float:
+    """How wide a name is beside the panel, in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    return TextPath((0, 0), name.replace("$", r"\$"), prop=FontProperties(size=SIZE)).get_extents().width / 72
 
 
 def _lines(drawing: Drawing) -> list[tuple[str, str, str, list[Point]]]:

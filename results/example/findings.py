@@ -238,6 +238,8 @@ def tables() -> Iterator[tuple[str, str]]:
                 _equal_bytes(title),
             ),
         )
+    headings = "format|bytes, %|gold NLL|NLL - full's [95 %]|rotated: gold NLL|NLL - full's [95 %]".split("|")
+    yield "formats", markdown(headings, _formats())
 
 
 KINDS = ("kv", "multikey", "passkey", "recall")
@@ -290,6 +292,22 @@ def _equal_bytes(length: str) -> Iterator[list[str]]:
             for metric in keys:
                 own = cells[name].get((metric, at))
                 line.append(f"{between(own, 'difference', metric, 'low', 'high')}{verdict(own)}" if own else "")
+        yield line
+
+
+def _formats() -> Iterator[list[str]]:
+    """A line for each format, by its bytes; those that rotate by themselves have no second form."""
+    found: dict[str, dict[bool, Row]] = {}
+    for row in read(HERE / "formats.csv"):
+        words = row["run"].split()
+        name = next((word.removeprefix("tier=") for word in words if word.startswith("tier=")), words[0])
+        found.setdefault(name, {})["rotation=hadamard" in words] = row
+    for name, forms in sorted(found.items(), key=lambda item: float(item[1][False]["resident"])):
+        line = [name, f"{100 * float(forms[False]['resident']):.1f}"]
+        for row in (forms.get(False), forms.get(True)):
+            beside = row is not None and name != "full"
+            line.append(number(row["score"], "nll") if row else "")
+            line.append(between(row, "quality", "nll", "quality_low", "quality_high") if beside else "")
         yield line
 
 

@@ -2,9 +2,9 @@
 
     python results/example/formats.py FOLDER [NAME=VALUE ...]      (make formats FOLDER=...)
 
-Every token is kept, in one format after another, as it is and (`rotated`) with its channels rotated first; beside them
-are methods with several formats. One process reads each prompt once for all of them. Run again, it goes on where it was
-ended; with all runs there it only writes `formats.csv` into the folder. With `tables=only` it runs nothing.
+Every token is kept, in one format after another, as it is and (`rotated`) with its channels rotated first. One process
+reads each prompt once for all of them. Run again, it goes on where it was ended; with all runs there it only writes
+`formats.csv` and `formats.png` into the folder. With `tables=only` it runs nothing.
 
 Settings: `items` questions of each of four kinds (25), `length` tokens of a prompt (512), `rows` per batch (25),
 `memory` for prompts (5GiB), `formats`, `rotated` and `methods` (those below), `model` (tiny: random weights, to see
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from PIL import Image
 
 import kvbench
 from kvbench.cli.main import main as command
@@ -33,8 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "tables": "too",
     # By the names of their methods: full first, since the others are compared with it.
     "methods": (
-        "full fp8 int8 fp8_per_token_head int8_per_token_head turboquant_k8v4 turboquant_4bit turboquant_3bit nvfp4 "
-        "diffkv kivi minikv"
+        "full fp8 int8 fp8_per_token_head int8_per_token_head turboquant_k8v4 turboquant_4bit turboquant_3bit nvfp4"
     ).split(),
     # By the names of their tiers, for all tokens.
     "formats": "int4 k4v2 k3v3 k2v2 mxfp4 lloyd-k4v4 lloyd-k4v3 lloyd-k3v3 lloyd-k4v2 lloyd-k3v2".split(),
@@ -70,12 +70,16 @@ def study(folder: Path, asked: dict[str, Any]) -> None:
 
 
 def table(folder: Path) -> None:
-    """Writes formats.csv: what `kvbench pareto` says of the runs."""
+    """Writes what `kvbench pareto` says of the runs, formats.csv and formats.png."""
     with tempfile.TemporaryDirectory() as place:
-        words = ["pareto", "metric=nll", "axes=[resident]", "kinds=[png]", f"results_dir={folder}", f"out={place}"]
+        words = ["pareto", "metric=nll", "axes=[resident]", "kinds=[png]"]
+        words += [f"results_dir={folder}", f"out={place}"]
         if code := command(words):
             raise SystemExit(code)
         shutil.copy(Path(place) / "pareto.csv", folder / "formats.csv")
+        (picture,) = Path(place).glob("*.png")
+        with Image.open(picture) as drawn:  # few colours take a third of the bytes
+            drawn.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(folder / "formats.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import frontier_figure
+from kvbench.evidence import frontier_figure, frontier_one
 from kvbench.evidence.averages import averages
 from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier_layout import Drawing, spread, ticks
@@ -358,6 +358,22 @@ def test_one_panel_fits_a_column(sweep):
     for text in (axes.xaxis.label, axes.yaxis.label, *made.texts):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= page.x1 and box.y0 >= -1
+
+
+def test_long_names_stay_inside_the_picture_of_a_column(tmp_path):
+    """layout=one takes the width that its names need, and the panel keeps its own."""
+    widths = []
+    for folder, name in (("short", "snap"), ("long", "a_method_with_a_long_name_and_more_$words$")):
+        store(tmp_path / folder, "full", SCORES, ratio=1.0)
+        store(tmp_path / folder, name, flips(SCORES, 10, 0), ratio=0.25)
+        with rc_context(STYLE):
+            made = frontier_one.figure(panel_of(tmp_path / folder), "resident")
+            made.draw(renderer := FigureCanvasAgg(made).get_renderer())
+        (axes,) = made.axes
+        boxes = [Text.get_window_extent(text, renderer) for text in axes.texts]
+        assert boxes and all(box.x1 < made.bbox.x1 for box in boxes)
+        widths.append(axes.get_window_extent().width)
+    assert widths[0] == pytest.approx(widths[1])
 
 
 def test_vector_pictures_are_the_same_twice(sweep, tmp_path, capsys):
