@@ -44,9 +44,9 @@ struct Ahead {
 // The levels of a kind's codes, repeated where there are fewer than a table has room for, so that no look-up has to clear upper bits.
 // `every` holds them, for as long as the book is used.
 template <int kKind> KVB_INLINE Book book_of(const float* levels, float* every) {
-  if constexpr (kKind != kBook2 && kKind != kBook3) return load_book(levels);
-  for (int i = 0; i < 16; i++) every[i] = levels[i & ((1 << bits_of(kKind)) - 1)];
-  return load_book(every);
+  if constexpr (kKind == kBook2 || kKind == kBook3)
+    for (int i = 0; i < 16; i++) every[i] = levels[i & ((1 << bits_of(kKind)) - 1)];
+  return load_book(kKind == kBook2 || kKind == kBook3 ? every : levels);
 }
 
 // One register of elements, before and after its planes are taken apart.
