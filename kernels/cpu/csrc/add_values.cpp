@@ -26,13 +26,23 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
 #pragma GCC unroll 8
       for (int g = 0; g < G; g++) factor[p][g] = splat(from[p][g * weights.head_stride + t]);
 #pragma GCC unroll 8
-    for (int u = 0; u < kTiles; u++)
+    for (int u = 0; u < kTiles; u++) {
+      if constexpr (kKind == kFp8 && kTiles % 2 == 0) {
+        if (u % 2) continue;
+        Vec x[2];
+        load_fp8(row + u * kLanes, &x[0], &x[1]);
+#pragma GCC unroll 8
+        for (int g = 0; g < G; g++)
+          for (int i = 0; i < 2; i++) acc[u + i][0][g] = fma(x[i], factor[0][g], acc[u + i][0][g]);
+        continue;
+      }
       for_planes<kKind, kFirst, kLast>(
           row + u * kLanes * kUnit, [&] { return load_upper(codes + t * S, W, w + u * kLanes); }, book,
           [&](int p, Vec x) __attribute__((always_inline)) {
 #pragma GCC unroll 8
             for (int g = 0; g < G; g++) acc[u][p][g] = fma(x, factor[kGrouped ? p : 0][g], acc[u][p][g]);
           });
+    }
   };
   long inside = n;  // slots whose register stays within the V region
   if (w + kTiles * kLanes > W) inside = (T * S - w - kLanes) / S + 1;
@@ -55,17 +65,18 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
 
 template <int kKind, int G, int kTiles, int kFirst, bool kGrouped>
 KVB_INLINE void value_planes(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
-  constexpr int P = planes_of(kKind), kLimit = kRegisters >= 32 ? 4 : 2, kLast = kFirst + kLimit < P ? kFirst + kLimit : P;
+  constexpr int P = planes_of(kKind), kLimit = kRegisters >= 32 || kKind == kBook3 ? 4 : 2, kLast = kFirst + kLimit < P ? kFirst + kLimit : P;
   value_tile<kKind, G, kTiles, kFirst, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
   if constexpr (kLast < P) value_planes<kKind, G, kTiles, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
 }
 
 template <int kKind, int G, bool kGrouped>
 void add_values(const uint8_t* codes, long W, long T, long n, Weights weights, long padded, const float* levels, float* sum) {
-  const Book book = load_book(levels);
+  float every[16];
+  const Book book = book_of<kKind>(levels, every);
   // Several registers of a row at once share the broadcast weights, and give the adders something to do while one waits. A group
   // of channels must not change between them.
-  constexpr int kWide = kGrouped || kRegisters < 32 ? 1 : planes_of(kKind) == 1 ? 4 : planes_of(kKind) == 2 ? 2 : 1;
+  constexpr int kWide = kGrouped || planes_of(kKind) > 2 ? 1 : kRegisters >= 32 ? 4 / planes_of(kKind) : 2 / planes_of(kKind);
   long w = 0;
   for (; w + kWide * kLanes <= W; w += kWide * kLanes)
     value_planes<kKind, G, kWide, 0, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);

@@ -3,16 +3,17 @@
 
 namespace kvb {
 
-// kTiles registers of slots from `slot` on against G queries; bytes (or elements) [first, last) of each slot.
-template <int kKind, int G, int kTiles>
+// kTiles registers of slots from `slot` on against G queries; bytes (or elements) [first, last) of each slot. With kApart each plane has sums
+// of its own, [P][G].
+template <int kKind, int G, int kTiles, bool kApart>
 KVB_INLINE void dot_tile(const uint8_t* codes, long T, long W, long slot, const float* q, int first, int last, const Book& book, float* out,
                          long out_stride) {
-  constexpr int P = planes_of(kKind), kUnit = unit_bytes_of(kKind);
-  Vec sum[kTiles][G];
+  constexpr int P = planes_of(kKind), kUnit = unit_bytes_of(kKind), kSums = kApart ? P * G : G;
+  Vec sum[kTiles][kSums];
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++)
 #pragma GCC unroll 8
-    for (int g = 0; g < G; g++) sum[u][g] = splat(0.0f);
+    for (int g = 0; g < kSums; g++) sum[u][g] = splat(0.0f);
   const uint8_t* row = codes + (first * T + slot) * kUnit;
   const long behind = W / 2;
   for (int w = first; w < last; w++, row += T * kUnit) {
@@ -24,6 +25,10 @@ KVB_INLINE void dot_tile(const uint8_t* codes, long T, long W, long slot, const 
       for (int u = 0; u < kTiles; u++) {
         auto keep = [&](int p, Vec x) { value[u][p] = x; };
         auto upper = [&] { return shift_then_256(load_u8(codes + (W + w % behind) * T + slot + u * kLanes), w >= behind); };
+        if constexpr (kKind == kFp8 && kTiles % 2 == 0) {
+          if (u % 2 == 0) load_fp8(row + u * kLanes, &value[u][0], &value[u + 1][0]);
+          continue;
+        }
         if (half == 0) for_planes<kKind, 0, kPart>(row + u * kLanes * kUnit, upper, book, keep);
         else for_planes<kKind, P - kPart, P>(row + u * kLanes * kUnit, upper, book, keep);
       }
@@ -32,38 +37,46 @@ KVB_INLINE void dot_tile(const uint8_t* codes, long T, long W, long slot, const 
 #pragma GCC unroll 8
         for (int g = 0; g < G; g++) {
           const Vec factor = splat(q[(g * P + half * kPart + p) * kQueryStride + w]);
+          const int to = kApart ? p * G + g : g;
 #pragma GCC unroll 8
-          for (int u = 0; u < kTiles; u++) sum[u][g] = fma(value[u][p], factor, sum[u][g]);
+          for (int u = 0; u < kTiles; u++) sum[u][to] = fma(value[u][p], factor, sum[u][to]);
         }
     }
   }
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++)
 #pragma GCC unroll 8
-    for (int g = 0; g < G; g++) store(out + g * out_stride + u * kLanes, sum[u][g]);
+    for (int g = 0; g < kSums; g++) store(out + g * out_stride + u * kLanes, sum[u][g]);
 }
 
 // See KeyDots.
-template <int kKind, int G>
+template <int kKind, int G, bool kApart>
 void key_dots(const uint8_t* codes, long T, long W, long begin, long end, const float* q, int first, int last, const float* levels, float* out,
               long out_stride) {
-  const Book book = load_book(levels);
-  constexpr int kTiles = kRegisters >= 32 ? (G >= 4 || planes_of(kKind) > 2 ? 2 : 4) : (G >= 4 ? 1 : 2);
+  float every[16];
+  const Book book = book_of<kKind>(levels, every);
+  constexpr int kSums = kApart ? planes_of(kKind) * G : G;
+  constexpr int kTiles = kRegisters >= 32 ? (kSums >= 4 || planes_of(kKind) > 2 ? 2 : 4) : (kSums >= 4 && !(kApart && kSums <= 6) ? 1 : 2);
   long slot = begin;
   for (; end - slot >= kLanes * kTiles; slot += kLanes * kTiles)
-    dot_tile<kKind, G, kTiles>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
+    dot_tile<kKind, G, kTiles, kApart>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
   for (; end - slot >= kLanes; slot += kLanes)
-    dot_tile<kKind, G, 1>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
+    dot_tile<kKind, G, 1, kApart>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
   if (slot < end) {  // the rest: a whole register that begins early enough to stay inside the page
     const long early = slot + kLanes <= T ? slot : T > kLanes ? T - kLanes : 0;
-    float spare[G * kLanes];
-    dot_tile<kKind, G, 1>(codes, T, W, early, q, first, last, book, spare, kLanes);
-    for (int g = 0; g < G; g++)
+    float spare[kSums * kLanes];
+    dot_tile<kKind, G, 1, kApart>(codes, T, W, early, q, first, last, book, spare, kLanes);
+    for (int g = 0; g < kSums; g++)
       for (long t = slot; t < end; t++) out[g * out_stride + t - begin] = spare[g * kLanes + t - early];
   }
 }
 
 const KeyDots kKeyDots[kMaxGroup][kNumKinds] = {
-    KVB_KINDS(key_dots, 1), KVB_KINDS(key_dots, 2), KVB_KINDS(key_dots, 3), KVB_KINDS(key_dots, 4)};
+    KVB_KINDS(key_dots, 1, false), KVB_KINDS(key_dots, 2, false), KVB_KINDS(key_dots, 3, false), KVB_KINDS(key_dots, 4, false)};
+
+const KeyDots kKeyDotsApart[kMaxGroup][2] = {{key_dots<kCode4, 1, true>, key_dots<kBook4, 1, true>},
+                                             {key_dots<kCode4, 2, true>, key_dots<kBook4, 2, true>},
+                                             {key_dots<kCode4, 3, true>, key_dots<kBook4, 3, true>},
+                                             {key_dots<kCode4, 4, true>, key_dots<kBook4, 4, true>}};
 
 }  // namespace kvb

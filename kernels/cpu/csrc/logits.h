@@ -44,6 +44,20 @@ static void all_dots(const Code& code, const uint8_t* codes, long T, long W, lon
                                                               code.levels, out + g * stride, stride);
 }
 
+// Where the dots of query head g with a plane lie: up to four heads at a time have one plane's, then the other's.
+static long row_apart(long G, long g, long plane) {
+  const long begin = g / kMaxGroup * kMaxGroup;
+  return begin + g + plane * std::min<long>(kMaxGroup, G - begin);
+}
+
+// The dots of slots [0, n) with each of two planes, in rows of `stride` (row_apart).
+static void all_dots_apart(const Code& code, const uint8_t* codes, long T, long W, long n, const float* q, long G, int first, int last, float* out,
+                           long stride) {
+  for (long g = 0; g < G; g += kMaxGroup)
+    kKeyDotsApart[std::min<long>(kMaxGroup, G - g) - 1][code.kind == kBook4](codes, T, W, 0, n, q + g * 2 * kQueryStride, first, last, code.levels,
+                                                                            out + 2 * g * stride, stride);
+}
+
 #if KVB_DIGITS
 // Logits straight from the digits of all G queries.
 static void all_digit_logits(int kind, const uint8_t* codes, long T, long W, long begin, long end, const int8_t* digits, const float* back,
@@ -125,6 +139,11 @@ static std::pair<long, long> key_bytes_of_group(const Tier& tier, const TierPlan
   return p.k_width % channels ? std::make_pair(0L, p.k_width) : std::make_pair(first, first + channels);
 }
 
+// Whether groups of channels lie in one plane each, so that one pass over their bytes makes the dots of two groups.
+static bool keys_apart(const Tier& tier, const TierPlan& p, long D) {
+  return scaled(tier.k) && !tier.k_channel_group && tier.k.groups > 1 && planes_of(tier.k.kind) == 2 && p.k_width % (D / tier.k.groups) == 0;
+}
+
 // Queries of one list as page_logits wants them.
 static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& p, const float* q, Scratch& s) {
   const long G = call.group_size, D = call.head_dim, groups = scaled(tier.k) && !tier.k_channel_group ? tier.k.groups : 1;
@@ -134,6 +153,11 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
   s.q_sum.resize(groups * G);
   s.q_digits.resize(groups * G * kDigits * kQueryBytes);
   s.q_back.resize(groups * G);
+  if (keys_apart(tier, p, D) && !keys_by_digits(tier.k.kind, p.k_width, 0, channels)) {
+    for (long r = 0; r < groups; r++) arrange_queries(q, G, D, P, r * channels, (r + 1) * channels, s.q.data(), &s.q_sum[r * G]);
+    arrange_queries(q, G, D, P, 0, D, s.q.data(), s.q_back.data());
+    return;
+  }
   for (long r = 0; r < groups; r++) {
     float* to = s.q.data() + r * G * P * kQueryStride;
     arrange_queries(q, G, D, P, r * channels, (r + 1) * channels, to, &s.q_sum[r * G]);
@@ -203,10 +227,13 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     }
     return;
   }
-  const long groups = tier.k.groups, padded = (T + kLanes - 1) / kLanes * kLanes;
+  const long groups = tier.k.groups, padded = (T + kLanes - 1) / kLanes * kLanes, channels = D / groups;
   s.k_meta.resize(2 * padded);
-  if (groups > 1) s.dots.resize(G * padded);
-  for (long r = 0; r < groups; r++) {
+  const bool apart = keys_apart(tier, p, D) && !keys_by_digits(kind, W, 0, channels);
+  if (groups > 1) s.dots.resize((apart ? 2 : 1) * G * padded);
+  for (long index = 0; index < groups; index++) {
+    // Apart, the groups of the same bytes come one after the other.
+    const long r = apart ? index / 2 + index % 2 * (W / channels) : index;
     const auto [first, last] = key_bytes_of_group(tier, p, D, r);
 #if KVB_DIGITS
     if (keys_by_digits(kind, W, first, last)) {
@@ -224,18 +251,20 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     else for (long t = 0; t < n; t++) zero[t] = -half * by[t];
     ahead.rest();
     const long dots_stride = groups > 1 ? padded : stride;
-    all_dots(tier.k, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
+    if (!apart) all_dots(tier.k, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
+    else if (index % 2 == 0) all_dots_apart(tier.k, codes, T, W, n, s.q.data(), G, first, last, dots, dots_stride);
     for (long g = 0; g < G; g++) {
       const Vec total = splat(s.q_sum[r * G + g]);
+      const float* found = dots + (apart ? row_apart(G, g, index % 2) : g) * dots_stride;
       long t = 0;
       for (; t + kLanes <= n; t += kLanes) {
-        Vec x = mul(scale, fma(load(by + t), load(dots + g * dots_stride + t), mul(load(zero + t), total)));
-        if (r) x = add(x, load(out + g * stride + t));
+        Vec x = mul(scale, fma(load(by + t), load(found + t), mul(load(zero + t), total)));
+        if (index) x = add(x, load(out + g * stride + t));
         store(out + g * stride + t, x);
       }
       for (; t < n; t++) {
-        const float x = call.scale * (by[t] * dots[g * dots_stride + t] + zero[t] * s.q_sum[r * G + g]);
-        out[g * stride + t] = r ? out[g * stride + t] + x : x;
+        const float x = call.scale * (by[t] * found[t] + zero[t] * s.q_sum[r * G + g]);
+        out[g * stride + t] = index ? out[g * stride + t] + x : x;
       }
     }
   }

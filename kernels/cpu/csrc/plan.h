@@ -103,8 +103,13 @@ static float scale_of(const Code& code, const uint8_t* p) {
 // n scales that lie side by side.
 static void widen_scales(const Code& code, const uint8_t* p, long n, float* out) {
   if (code.scale == kF16Scale) return widen<kF16>(p, n, out);
-  const float *values = code.scale == kE4m3Scale ? kFp8Values.value : kE8m0Values.value, unit = float(code.unit);
-  for (long i = 0; i < n; i++) out[i] = values[p[i]] * unit;
+  const float unit = float(code.unit);
+  if (code.scale == kE4m3Scale) {
+    widen<kFp8>(p, n, out);
+    for (long i = 0; i < n; i++) out[i] *= unit;
+  } else {
+    for (long i = 0; i < n; i++) out[i] = kE8m0Values.value[p[i]] * unit;
+  }
 }
 
 static long row_of(const Call& call, long list) { return list / call.num_heads * call.seq_stride + list % call.num_heads; }

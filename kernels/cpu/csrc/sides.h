@@ -41,6 +41,14 @@ struct Ahead {
   __attribute__((always_inline)) void rest() { some(lines() + 2); }
 };
 
+// The levels of a kind's codes, repeated where there are fewer than a table has room for, so that no look-up has to clear upper bits.
+// `every` holds them, for as long as the book is used.
+template <int kKind> KVB_INLINE Book book_of(const float* levels, float* every) {
+  if constexpr (kKind == kBook2 || kKind == kBook3)
+    for (int i = 0; i < 16; i++) every[i] = levels[i & ((1 << bits_of(kKind)) - 1)];
+  return load_book(kKind == kBook2 || kKind == kBook3 ? every : levels);
+}
+
 // One register of elements, before and after its planes are taken apart.
 template <int kKind> KVB_INLINE Vec load_elements(const uint8_t* p) {
   if constexpr (kKind == kF16) return load_f16(p);
@@ -51,8 +59,12 @@ template <int kKind> KVB_INLINE Vec load_elements(const uint8_t* p) {
 
 template <int kKind, int kPlane> KVB_INLINE Vec element(Ints packed, const Book& book) {
   if constexpr (kKind < kBook2) return plane<kPlane * bits_of(kKind), bits_of(kKind)>(packed);
-  else if constexpr (kKind != kBook3) return look_up(book, code_bits<kPlane * bits_of(kKind), (1 << bits_of(kKind)) - 1>(packed));
-  else return look_up(book, either(code_bits<2 * kPlane, 3>(packed), code_bits<2 * kPlane + 6, 4>(packed)));
+  else if constexpr (kKind == kBook2) return look_up<2>(book, shifted<2 * kPlane>(packed));
+  else if constexpr (kKind == kBook4) return look_up<4>(book, kPlane ? shifted<4>(packed) : masked<15>(packed));
+  else {
+    const Ints code = masked<0x103>(shifted<2 * kPlane>(packed));
+    return look_up<3>(book, either(code, shifted<6>(code)));
+  }
 }
 
 // Calls f(plane, vector) for the planes [kFirst, kLast) of the elements at p; of 3 bits, the upper ones from upper().
@@ -132,6 +144,8 @@ struct Weights {
 typedef void (*AddValues)(const uint8_t*, long, long, long, Weights, long, const float*, float*);
 
 extern const KeyDots kKeyDots[kMaxGroup][kNumKinds];
+// The same for codes of 4 bits (kCode4, kBook4), the dots of each of the two planes apart: out[(plane * G + g) * out_stride + slot - begin].
+extern const KeyDots kKeyDotsApart[kMaxGroup][2];
 extern const AddValues kAddValues[2][kMaxGroup][kNumKinds];  // the second ones for several groups of channels
 
 }  // namespace kvb

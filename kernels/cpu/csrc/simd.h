@@ -19,6 +19,7 @@
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVBENCH_PORTABLE)
 #define KVB_PATH "avx2"
+#define KVB_FP8_PAIRS 1  // two registers of e4m3 floats are widened together, in one of fp16
 #include <immintrin.h>
 #else
 #define KVB_PATH "portable"
@@ -131,13 +132,14 @@ KVB_INLINE Vec load_fp8(const uint8_t* p) {
   const Vec x = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
   return _mm512_mask_mov_ps(x, _mm256_cmpeq_epi16_mask(size, _mm256_set1_epi16(0x7f)), _mm512_set1_ps(NAN));
 }
-// Bits of codes, and the levels that they stand for.
-template <int kShift, int kMask> KVB_INLINE Ints code_bits(Ints x) { return _mm512_and_si512(_mm512_srli_epi32(x, kShift), _mm512_set1_epi32(kMask)); }
+// Bits of codes, and the levels that they stand for: whole numbers below 256. Above up to 3 bits may lie anything, above 4 nothing.
+template <int kMask> KVB_INLINE Ints masked(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi32(kMask)); }
+template <int kShift> KVB_INLINE Ints shifted(Ints x) { return kShift ? _mm512_srli_epi32(x, kShift) : x; }
 KVB_INLINE Ints either(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 KVB_INLINE Ints shift_then_256(Ints x, int shift) { return _mm512_slli_epi32(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), 8); }
 typedef Vec Book;
 KVB_INLINE Book load_book(const float* levels) { return load(levels); }
-KVB_INLINE Vec look_up(const Book& book, Ints codes) { return _mm512_permutexvar_ps(codes, book); }
+template <int kBits> KVB_INLINE Vec look_up(const Book& book, Ints codes) { return _mm512_permutexvar_ps(codes, book); }
 KVB_INLINE Vec round_of(Vec x) { return _mm512_roundscale_ps(x, 8); }
 KVB_INLINE Vec times_power_of_two(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 
@@ -179,23 +181,38 @@ KVB_INLINE Vec load_f16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si1
 KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-KVB_INLINE Vec load_fp8(const uint8_t* p) {
-  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), size = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
-  const __m128i half = _mm_or_si128(_mm_slli_epi16(_mm_xor_si128(wide, size), 8), _mm_slli_epi16(size, 7));
-  const Vec x = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
-  const Ints none = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f)));
-  return _mm256_blendv_ps(x, _mm256_set1_ps(NAN), _mm256_castsi256_ps(none));
+KVB_INLINE void load_fp8(const uint8_t* p, Vec* low, Vec* high) {
+  // The sign lies in bits 7 to 15, and after the shift in 14 and 15, of which fp16 has it in 15.
+  const Ints wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  const Ints half = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff))), full = _mm256_set1_epi16(0x3f80);
+  const Ints none = _mm256_cmpeq_epi16(_mm256_and_si256(half, full), full);  // all bits set, which fp16 reads as NaN
+  const Ints both = _mm256_or_si256(half, none);
+  *low = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(both)), _mm256_set1_ps(256.0f));
+  *high = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(both, 1)), _mm256_set1_ps(256.0f));
 }
-template <int kShift, int kMask> KVB_INLINE Ints code_bits(Ints x) { return _mm256_and_si256(_mm256_srli_epi32(x, kShift), _mm256_set1_epi32(kMask)); }
+KVB_INLINE Vec load_fp8(const uint8_t* p) {
+  const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7), _mm_set1_epi16(short(0xbfff)));
+  const __m128i full = _mm_set1_epi16(0x3f80), none = _mm_cmpeq_epi16(_mm_and_si128(half, full), full);
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, none)), _mm256_set1_ps(256.0f));
+}
+template <int kMask> KVB_INLINE Ints masked(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi32(kMask)); }
+template <int kShift> KVB_INLINE Ints shifted(Ints x) { return kShift ? _mm256_srli_epi32(x, kShift) : x; }
 KVB_INLINE Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 KVB_INLINE Ints shift_then_256(Ints x, int shift) { return _mm256_slli_epi32(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), 8); }
+// Up to eight levels as floats, which the lower three bits of a lane choose from; sixteen as bytes, which are chosen before they are widened.
 struct Book {
-  Vec low, high;
+  Vec eight;
+  Ints sixteen;
 };
-KVB_INLINE Book load_book(const float* levels) { return {load(levels), load(levels + 8)}; }
-KVB_INLINE Vec look_up(const Book& book, Ints codes) {
-  const Vec low = _mm256_permutevar8x32_ps(book.low, codes), high = _mm256_permutevar8x32_ps(book.high, codes);
-  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+KVB_INLINE Book load_book(const float* levels) {
+  alignas(32) uint8_t bytes[32];
+  for (int i = 0; i < 32; i++) bytes[i] = uint8_t(levels[i % 16]);
+  return {load(levels), _mm256_load_si256((const __m256i*)bytes)};
+}
+template <int kBits> KVB_INLINE Vec look_up(const Book& book, Ints codes) {
+  if constexpr (kBits < 4) return _mm256_permutevar8x32_ps(book.eight, codes);
+  const Ints lowest_bytes = _mm256_or_si256(codes, _mm256_set1_epi32(int(0x80808000)));  // the others become 0
+  return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(book.sixteen, lowest_bytes));
 }
 KVB_INLINE Vec round_of(Vec x) { return _mm256_round_ps(x, 8); }
 KVB_INLINE Vec times_power_of_two(Vec x, Vec n) {
@@ -273,14 +290,16 @@ KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return load_halves(p, [](uint16_t half) { return scalar_bf16(half); });
 }
 KVB_INLINE Vec load_fp8(const uint8_t* p) { return Vec{kFp8Values.value[p[0]], kFp8Values.value[p[1]], kFp8Values.value[p[2]], kFp8Values.value[p[3]]}; }
-template <int kShift, int kMask> KVB_INLINE Ints code_bits(Ints x) { return (x >> kShift) & kMask; }
+template <int kMask> KVB_INLINE Ints masked(Ints x) { return x & kMask; }
+template <int kShift> KVB_INLINE Ints shifted(Ints x) { return x >> kShift; }
 KVB_INLINE Ints either(Ints a, Ints b) { return a | b; }
 KVB_INLINE Ints shift_then_256(Ints x, int shift) { return x >> shift << 8; }
 struct Book {
   const float* levels;
 };
 KVB_INLINE Book load_book(const float* levels) { return {levels}; }
-KVB_INLINE Vec look_up(const Book& book, Ints codes) {
+template <int kBits> KVB_INLINE Vec look_up(const Book& book, Ints codes) {
+  codes &= (1 << kBits) - 1;
   return Vec{book.levels[codes[0]], book.levels[codes[1]], book.levels[codes[2]], book.levels[codes[3]]};
 }
 KVB_INLINE Vec round_of(Vec x) {
@@ -294,6 +313,13 @@ KVB_INLINE Vec times_power_of_two(Vec x, Vec n) {
   return x * power;
 }
 
+#endif
+
+#if !defined(KVB_FP8_PAIRS)
+KVB_INLINE void load_fp8(const uint8_t* p, Vec* low, Vec* high) {
+  *low = load_fp8(p);
+  *high = load_fp8(p + kLanes);
+}
 #endif
 
 // e^x for x <= 0, to 2e-7 of itself (4e-7 below e^-20); below -87 it stays at e^-87, and NaN stays NaN.
