@@ -33,6 +33,8 @@ FORMATS = {
     "lloyd": ("4,3", 64, "fp16", {"k_code": "lloyd", "v_code": "lloyd"}),
     "lloyd2": ("3,2", 80, "fp16", {"k_code": "lloyd", "v_code": "lloyd", "k_groups": 2}),
     "fp4": ("4,4", 64, "fp16", {"k_code": "nvfp4", "v_code": "mxfp4", "k_groups": 4, "v_groups": 2}),
+    "few-channels": ("16,16", 64, "fp16", {"k_channels": 39}),
+    "few-channels80": ("16,4", 80, "bf16", {"k_channels": 33}),
     "kivi8-symmetric": ("4,4", 64, "fp16", {"k_channel_group": 8, "symmetric": True}),
 }
 
