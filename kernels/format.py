@@ -3,8 +3,8 @@
 A page is a run of `page_bytes` bytes that holds the slots of one (sequence, layer, KV head) and one tier. Its regions,
 in order (T slots of D channels):
 
-- K codes [D * k_bits / 8, T] (of keys with fewer channels, the first of them): transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
-  bits the lower two come first, and behind them the third
+- K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
+  bits the lower two come first, and behind them the third; of keys with fewer channels than values, the first ones
 - V codes [T, D * v_bits / 8]: slot after slot, planar likewise
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
 - V scale, V zero: fp16 [groups, T], likewise

@@ -123,9 +123,7 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
     dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
     if tier.native:
         bits = dtype.itemsize * 8
-        return SlotFormat(
-            head_dim=shape.head_dim, k_bits=bits, v_bits=bits, dtype=dtype, track=track, k_channels=few
-        )
+        return SlotFormat(head_dim=shape.head_dim, k_bits=bits, v_bits=bits, dtype=dtype, track=track, k_channels=few)
     channel = tier.k_axis == "channel"
     return SlotFormat(
         head_dim=shape.head_dim,

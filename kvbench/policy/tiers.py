@@ -71,8 +71,8 @@ class Tier:
                 raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
         if not 0 < self.k_kept <= 1 or (self.k_kept < 1 and self.k_bits < 16 and not self.native):
             raise ValueError(
-                f"k_kept={self.k_kept} with k_bits={self.k_bits} must be a share of the key channels in (0, 1], and 1 for "
-                "keys of fewer than 16 bits"
+                f"k_kept={self.k_kept} with k_bits={self.k_bits} must be a share of the key channels in (0, 1], and 1 "
+                "for keys of fewer than 16 bits"
             )
         for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
             if value < 1:
