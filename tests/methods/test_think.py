@@ -29,13 +29,7 @@ def tokens(count: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
 def filled(policy: Policy, length: int, rows: int = 1, seed: int = 0, **options):
     """A store with one prompt, and the prompt."""
     store = make_store(
-        policy,
-        num_layers=LAYERS,
-        num_q_heads=HEADS * GROUP,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        rows=rows,
-        **options,
+        policy, num_layers=LAYERS, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, rows=rows, **options
     )
     prompt = tokens(length, seed)
     return store, read(store, prompt), prompt
