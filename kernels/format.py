@@ -4,7 +4,7 @@ A page is a run of `page_bytes` bytes that holds the slots of one (sequence, lay
 in order (T slots of D channels):
 
 - K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
-  bits the lower two come first, and behind them the third
+  bits the lower two come first, and behind them the third; of keys with fewer channels than values, the first ones
 - V codes [T, D * v_bits / 8]: slot after slot, planar likewise
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
 - V scale, V zero: fp16 [groups, T], likewise
@@ -47,6 +47,7 @@ class SlotFormat:
         v_code: How values are coded, likewise.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
+        k_channels: Channels that are stored of a key, the first ones; the others read as 0. Of elements only; 0 = all.
     """
 
     head_dim: int
@@ -61,6 +62,7 @@ class SlotFormat:
     v_code: str = ""
     dtype: torch.dtype = torch.float16
     track: tuple[str, ...] = ()
+    k_channels: int = 0
 
     def __post_init__(self) -> None:
         for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
@@ -72,6 +74,10 @@ class SlotFormat:
                 )
             if self.head_dim * bits % 8:
                 raise ValueError(f"head_dim={self.head_dim} x {side}={bits} is not a whole number of bytes")
+        if not 0 <= self.k_channels <= self.head_dim:
+            raise ValueError(f"k_channels={self.k_channels} must be 0 (all) to head_dim={self.head_dim}")
+        if self.k_channels and self.k_bits < 16:
+            raise ValueError(f"k_channels={self.k_channels} goes with keys of 16 bits, not with k_bits={self.k_bits}")
         for name, groups in (("k_groups", self.k_groups), ("v_groups", self.v_groups)):
             if groups < 1 or self.head_dim % groups:
                 raise ValueError(
@@ -104,6 +110,11 @@ class SlotFormat:
         return self._code(self.v_code, self.v_bits)
 
     @property
+    def key_channels(self) -> int:
+        """Channels that are stored of a key."""
+        return self.k_channels or self.head_dim
+
+    @property
     def k_coded(self) -> bool:
         """Keys have scales."""
         return self.keys is not None and self.keys.scale != "none"
@@ -126,7 +137,7 @@ class SlotFormat:
     @property
     def k_code_bytes(self) -> int:
         """Key bytes of one slot without metadata."""
-        return self.head_dim * self.k_bits // 8
+        return self.key_channels * self.k_bits // 8
 
     @property
     def v_code_bytes(self) -> int:

@@ -65,7 +65,7 @@ def _struct(name: str, fields: str) -> type[ctypes.Structure]:
 
 TierStruct = _struct(
     "Tier",
-    "i slots_per_page num_columns k_channel_group unused c k v "
+    "i slots_per_page num_columns k_channel_group k_channels c k v "
     "l k_codes v_codes k_scale k_zero v_scale v_zero score pos p ids num_k num_v scores cos sin",
 )
 RingStruct = _struct(
@@ -226,6 +226,7 @@ def format_struct(fmt: PageFormat) -> ctypes.Structure:
     return TierStruct(
         slots_per_page=fmt.tokens_per_page,
         k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
+        k_channels=slot.k_channels,
         k=_code_struct(fmt, slot.keys, slot.k_groups),
         v=_code_struct(fmt, slot.values, slot.v_groups),
         **offsets,

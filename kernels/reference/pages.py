@@ -6,6 +6,7 @@ Arguments and results of the public functions are those of the `Backend` methods
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import checks
@@ -64,7 +65,7 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
     form = fmt.slot
     codes = region(pages, fmt, "k_codes")
     if not form.channel_keys:
-        side = _encode(k, form.keys, form.k_groups, fmt)
+        side = _encode(k[:, : form.key_channels], form.keys, form.k_groups, fmt)
         codes[page, :, slot] = side.codes
         _write_metadata(pages, fmt, "k", page, slot, side)
         return
@@ -132,7 +133,7 @@ def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Ten
     D]), None where the code has none."""
     form = fmt.slot
     if form.keys is None:
-        return codes.float()
+        return F.pad(codes.float(), (0, 0, 0, form.head_dim - form.key_channels))
     values = quant.unpack(codes, form.k_bits, dim=1)
     if form.channel_keys:
         shape = values.shape

@@ -70,6 +70,13 @@ class CheckedPlans:
             if not plan.score.is_floating_point():
                 raise self._error("plan_prefill", when, f"score is {_dtype(plan.score)}, but it must be float32")
             judge(~torch.isfinite(plan.score), "score must be finite")
+        if self._policy.score.orders_channels:
+            dim = self._pages.formats[0].slot.head_dim
+            order = self._whole(plan.channels, "channels", (*shape[:2], dim), "plan_prefill", when)
+            each = torch.arange(dim, device=order.device)
+            judge(order.long().sort(-1).values != each, "channels must name every key channel of a list once")
+        elif plan.channels is not None:
+            raise self._error("plan_prefill", when, "channels are ordered, but the method's statistic measures none")
         return plan
 
     def decode(self, view: DecodeView) -> DecodePlan:

@@ -127,8 +127,8 @@ class Ledger:
         Returns:
             `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes`
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
-            tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters;
-            `free_list_bytes` one free-list entry per page; `resident_bytes` their sum.
+            tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables, counters and
+            orders of key channels; `free_list_bytes` one free-list entry per page; `resident_bytes` their sum.
         """
         total = dict.fromkeys(ITEMS, 0)
         formats = self._pages.formats

@@ -139,6 +139,11 @@ class ScoreSpec:
         return self.prefill_queries != 0 or not self.statistic.by_queries
 
     @property
+    def orders_channels(self) -> bool:
+        """Whether the channels of a prompt's keys are measured too, so that plans put them into an order."""
+        return self.statistic.answers("of_channels")
+
+    @property
     def only_keys_and_values(self) -> bool:
         """Whether a prompt's keys and values are all that is looked at, so that they can be scored at any time."""
         return not (self.prefill_queries or self.slot_queries or self.statistic.needs - {"before_rope"})

@@ -1,5 +1,6 @@
 """Precision tiers: how one slot's key and value are stored. Methods import `Tier` from `kvbench.policy`."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -31,6 +32,8 @@ class Tier:
         v_code: Likewise for values.
         turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
             keys and values. The store rotates all tiers of a method alike.
+        k_kept: Share of the key channels that is stored, in (0, 1]: the first of the order that the plan of a prompt
+            gives (`PrefillPlan.channels`); attention takes the others for 0. Below 1 for keys of 16 bits only.
         native: Store the model's own dtype; the bits are ignored. For exactness tests.
     """
 
@@ -46,6 +49,7 @@ class Tier:
     k_code: CodeName = ""
     v_code: CodeName = ""
     turned: Turned = "none"
+    k_kept: float = 1.0
     native: bool = False
 
     def __post_init__(self) -> None:
@@ -65,13 +69,20 @@ class Tier:
         for name, value in (("k_group", self.k_group), ("v_group", self.v_group)):
             if value < 0:
                 raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
+        if not 0 < self.k_kept <= 1 or (self.k_kept < 1 and self.k_bits < 16 and not self.native):
+            raise ValueError(
+                f"k_kept={self.k_kept} with k_bits={self.k_bits} must be a share of the key channels in (0, 1], and 1 "
+                "for keys of fewer than 16 bits"
+            )
         for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be >= 1")
 
     @property
     def name(self) -> str:
-        """Short label such as `k8v4`, `k2v2-channel32`, `nvfp4` or `native`."""
+        """Short label such as `k8v4`, `k2v2-channel32`, `k16v16-keys0.6`, `nvfp4` or `native`."""
+        if self.k_kept < 1:
+            return f"{replace(self, k_kept=1.0).name}-keys{self.k_kept:g}"
         if self.native:
             return "native"
         if self.has_form or self.fp8:
@@ -83,6 +94,10 @@ class Tier:
     def has_form(self) -> bool:
         """The format says itself how its codes are made; `symmetric` and splits are not for its user to choose."""
         return bool(self.k_code or self.v_code) or self.turned != "none" or self == NAMED["int8_per_token_head"]
+
+    def key_channels(self, head_dim: int) -> int:
+        """Channels of a key that are stored."""
+        return max(1, math.ceil(self.k_kept * head_dim - 1e-9))
 
     def split_by_bits(self, splits: dict[int, int]) -> "Tier":
         """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""

@@ -24,7 +24,7 @@ struct Code {
 };
 
 struct Tier {
-  int32_t slots_per_page, num_columns, k_channel_group, unused;
+  int32_t slots_per_page, num_columns, k_channel_group, k_channels;  // channels stored of a key, the first ones; 0 = all
   Code k, v;
   int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero, score, pos;  // byte offsets in a page, -1 where not tracked
   const int64_t *ids, *num_k, *num_v;                                      // [list, columns], [list], [list]
@@ -81,6 +81,7 @@ struct Plan {
   Buffer acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]
 };
 
+static long key_channels(const Tier& tier, long D) { return tier.k_channels ? tier.k_channels : D; }
 static bool scaled(const Code& code) { return code.scale != kNoScale; }
 static long scale_bytes(const Code& code) { return code.scale == kF16Scale ? 2 : 1; }
 
@@ -137,7 +138,7 @@ static void make_plan(const Call& call, Plan& plan) {
     plan.chunks_per_list += p.num_chunks;
     p.score_begin = plan.score_slots;
     plan.score_slots += p.num_chunks * p.chunk_slots;
-    p.k_width = plan.D / planes_of(tier.k.kind);
+    p.k_width = key_channels(tier, plan.D) / planes_of(tier.k.kind);
     p.v_width = plan.D / planes_of(tier.v.kind);
     p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
     p.v_direct = true;

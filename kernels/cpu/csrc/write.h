@@ -161,6 +161,7 @@ static void put_metadata(const Tier& tier, const Code& code, uint8_t* page, int6
 }
 
 static void write_key(const Tier& tier, uint8_t* page, long slot, const float* x, long D, Encoder& e) {
+  D = key_channels(tier, D);
   e.encode(tier.k, tier.k_channel_group > 0, x, D);
   const long width = units_of(tier.k.kind, D / planes_of(tier.k.kind)), unit = unit_bytes_of(tier.k.kind), T = tier.slots_per_page;
   uint8_t* to = page + tier.k_codes + slot * unit;
@@ -201,12 +202,13 @@ static void write_key_group(const Tier& tier, uint8_t* page, long slot, const fl
 static void read_side(const Tier& tier, const uint8_t* page, long slot, bool key, long D, float* out) {
   const Code& code = key ? tier.k : tier.v;
   const int kind = code.kind, unit = unit_bytes_of(kind);
-  const long T = tier.slots_per_page, width = D / planes_of(kind), units = units_of(kind, width);
+  const long held = key ? key_channels(tier, D) : D, T = tier.slots_per_page, width = held / planes_of(kind), units = units_of(kind, width);
   uint8_t row[kMaxChannels * 4];
   if (key)
     for (long w = 0; w < units; w++) std::memcpy(row + w * unit, page + tier.k_codes + (w * T + slot) * unit, unit);
   else std::memcpy(row, page + tier.v_codes + slot * units * unit, units * unit);
-  for (long d = 0; d < D; d++) {
+  std::fill(out + held, out + D, 0.0f);
+  for (long d = 0; d < held; d++) {
     out[d] = scalar_element(kind, row, int(width), int(d));
     if (kind >= kBook2) out[d] = code.levels[int(out[d])];
   }
@@ -230,7 +232,7 @@ static void copy_strided(const uint8_t* from, uint8_t* to, long rows, long strid
 
 static void move_slot(const Tier& tier, const uint8_t* from, long source, uint8_t* to, long target, long D) {
   const int k_kind = tier.k.kind, v_kind = tier.v.kind;
-  const long T = tier.slots_per_page, k_unit = unit_bytes_of(k_kind), k_units = units_of(k_kind, D / planes_of(k_kind));
+  const long T = tier.slots_per_page, k_unit = unit_bytes_of(k_kind), k_units = units_of(k_kind, key_channels(tier, D) / planes_of(k_kind));
   const long v_row = units_of(v_kind, D / planes_of(v_kind)) * unit_bytes_of(v_kind);
   copy_strided(from + tier.k_codes + source * k_unit, to + tier.k_codes + target * k_unit, k_units, T * k_unit, k_unit);
   std::memcpy(to + tier.v_codes + target * v_row, from + tier.v_codes + source * v_row, v_row);
