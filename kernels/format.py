@@ -45,6 +45,8 @@ class SlotFormat:
         fp8: Where no code is named: 8-bit sides are e4m3 floats without metadata.
         k_code: How keys are coded, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
         v_code: How values are coded, likewise.
+        k_table: Of `book` keys: the level of each code; empty = equally far apart.
+        v_table: Likewise for values.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
     """
@@ -59,6 +61,8 @@ class SlotFormat:
     fp8: bool = False
     k_code: str = ""
     v_code: str = ""
+    k_table: tuple[int, ...] = ()
+    v_table: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float16
     track: tuple[str, ...] = ()
 
@@ -87,21 +91,21 @@ class SlotFormat:
                 f"{keys.name}; set it to 0"
             )
 
-    def _code(self, name: str, bits: int) -> Code | None:
+    def _code(self, name: str, bits: int, table: tuple[int, ...]) -> Code | None:
         if bits >= 16:
             return None
         plain = "e4m3" if self.fp8 and bits == 8 else "symmetric" if self.symmetric else "min_max"
-        return code_of(name or plain, bits)
+        return code_of(name or plain, bits, table)
 
     @cached_property
     def keys(self) -> Code | None:
         """How keys are coded; None = elements of `dtype`."""
-        return self._code(self.k_code, self.k_bits)
+        return self._code(self.k_code, self.k_bits, self.k_table)
 
     @cached_property
     def values(self) -> Code | None:
         """How values are coded; None = elements of `dtype`."""
-        return self._code(self.v_code, self.v_bits)
+        return self._code(self.v_code, self.v_bits, self.v_table)
 
     @property
     def k_coded(self) -> bool:

@@ -35,6 +35,7 @@ _FP8_KIND = 7
 _BOOK_KINDS = {2: 8, 3: 9, 4: 10}
 _SCALES: dict[Scale, int] = {"none": 0, "fp16": 1, "e4m3": 2, "e8m0": 3}
 _FITS: dict[Fit, int] = {"largest": 1, "norm": 2}
+_LEVELS = 3
 
 
 # These mirror the structs of the same names in csrc/plan.h, reduce.h and step.h.
@@ -66,7 +67,8 @@ def _struct(name: str, fields: str) -> type[ctypes.Structure]:
 TierStruct = _struct(
     "Tier",
     "i slots_per_page num_columns k_channel_group unused c k v "
-    "l k_codes v_codes k_scale k_zero v_scale v_zero score pos p ids num_k num_v scores cos sin",
+    "l k_codes v_codes k_scale k_zero v_scale v_zero score pos "
+    "p ids num_k num_v scores cos sin channel_scale channel_zero",
 )
 RingStruct = _struct(
     "Ring",
@@ -200,13 +202,13 @@ def check(status: int) -> None:
 def _code_struct(fmt: PageFormat, code: Code | None, groups: int) -> CodeStruct:
     if code is None:
         return CodeStruct(kind=ELEMENT_KINDS[fmt.slot.dtype], groups=groups)
-    in_table = code.magnitudes or code.bits == 3
+    in_table = code.magnitudes or code.levels or code.bits == 3
     kind = _FP8_KIND if code.is_float else _BOOK_KINDS[code.bits] if in_table else _CODE_KINDS[code.bits]
     struct = CodeStruct(
         kind=kind,
         groups=groups,
         scale=_SCALES[code.scale],
-        fit=0 if code.is_uniform else _FITS[code.fit],
+        fit=0 if code.is_uniform else _LEVELS if code.levels else _FITS[code.fit],
         zero=int(code.zero),
         centre=code.centre,
         unit=code.unit,
@@ -258,6 +260,10 @@ def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, k
         tables = angle.cos(), angle.sin()
         keep += tables
         entry.cos, entry.sin = (x.data_ptr() for x in tables)
+    if tier.channels is not None:
+        own = plain(tier.channels.scale), plain(tier.channels.zero)
+        keep += own
+        entry.channel_scale, entry.channel_zero = (x.data_ptr() for x in own)
 
 
 def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:

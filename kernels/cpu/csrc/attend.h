@@ -65,9 +65,10 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   const long k_alive = ring ? std::max(num_k, total - ring->k_length) : 0, v_alive = ring ? std::max(num_v, total - ring->v_length) : 0;
   for (long at = 0; at < held_k; at += T) {
     const long held = std::min(T, held_k - at), index = at / T;
-    if (tier.cos) {
+    if (tier.cos || tier.channel_scale) {
       const long angle = (list / call.num_heads * tier.num_columns + begin / T + index) * (call.rotated / 2) * T;
-      rotated_logits(call, tier, p, pages[index], held, tier.cos + angle, tier.sin + angle, q, s, p_chunk + at, stride);
+      const float *cos = tier.cos ? tier.cos + angle : nullptr, *sin = tier.cos ? tier.sin + angle : nullptr;
+      rotated_logits(call, tier, p, pages[index], held, head, cos, sin, q, s, p_chunk + at, stride);
     } else {
       const long ahead_by = index + kNextPages, first_value = ahead_by - (held_k + T - 1) / T;
       const Ahead ahead = first_value < 0               ? keys_ahead(tier, p, pages[ahead_by])

@@ -13,7 +13,7 @@ constexpr float kLowest = -1e30f;
 constexpr long kChunkSlots = 2048;  // less, and the work that each chunk begins with shows; more, and few lists leave threads idle
 
 enum Scale { kNoScale, kF16Scale, kE4m3Scale, kE8m0Scale };
-enum Fit { kUniform, kLargest, kNorm };
+enum Fit { kUniform, kLargest, kNorm, kLevels };
 
 // How the numbers of one side are written: kernels/codes.py.
 struct Code {
@@ -30,6 +30,7 @@ struct Tier {
   const int64_t *ids, *num_k, *num_v;                                      // [list, columns], [list], [list]
   float* scores;                                                           // [list, columns * slots], or null
   const float *cos, *sin;                                                  // [S, columns, rotated / 2, slots], or null
+  const float *channel_scale, *channel_zero;                               // [head, D] of keys, or null where pages have their own
 };
 
 struct Ring {

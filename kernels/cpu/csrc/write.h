@@ -115,6 +115,34 @@ static void encode_scaled(const float* x, long n, const Code& code, uint8_t* cod
   else if (code.fit != kNorm) encode_magnitudes(x, n, code, by, true, codes);
 }
 
+// Codes of n numbers that are levels of a table already, once `zero` is taken off and they are divided by `by`.
+static void encode_levels(const float* x, long n, const Code& code, float zero, float by, uint8_t* codes) {
+  const int last = (1 << bits_of(code.kind)) - 1;
+  for (long i = 0; i < n; i++) {
+    const float level = (x[i] - zero) / by;
+    int found = 0;
+    for (int lower = 0; lower < last; lower++) {
+      const float border = (code.levels[lower] + code.levels[lower + 1]) / 2;
+      found += lower % 2 ? level >= border : level > border;
+    }
+    codes[i] = uint8_t(found);
+  }
+}
+
+// The same with a scale and a zero of their own.
+static void encode_book(const float* x, long n, const Code& code, uint8_t* codes, uint16_t* scale16, uint16_t* zero16) {
+  float low = x[0], high = x[0];
+  bool nan = false;
+  for (long i = 0; i < n; i++) low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high, nan |= x[i] != x[i];
+  if (nan) low = high = NAN;
+  low += 0.0f;
+  *scale16 = to_f16((high - low + 0.0f) / 255.0f);
+  *zero16 = to_f16(low);
+  const float by = scalar_f16(*scale16);
+  if (by > 0 && by < INFINITY) encode_levels(x, n, code, scalar_f16(*zero16), by, codes);
+  else std::memset(codes, 0, n);
+}
+
 // Elements of a side that is not coded.
 static void encode_elements(const float* x, long D, int kind, uint8_t* out) {
   if (kind == kF32) {
@@ -138,12 +166,14 @@ struct Encoder {
   // Codes or elements of one vector into `bytes`, metadata into `scale` and `zero`.
   void encode(const Code& code, bool metadata_first, const float* x, long D) {
     if (!scaled(code)) {
-      encode_elements(x, D, code.kind, bytes);
-      return;
+      if (!is_code(code.kind)) return encode_elements(x, D, code.kind, bytes);
+      encode_levels(x, D, code, 0.0f, 1.0f, codes);
+      return pack(codes, code.kind, D, bytes);
     }
     const long n = D / code.groups;
     for (int r = 0; r < code.groups; r++)
-      if (code.fit == kUniform) encode_group(x + r * n, n, bits_of(code.kind), !code.zero, metadata_first, codes + r * n, scale + r, zero + r);
+      if (code.fit == kLevels) encode_book(x + r * n, n, code, codes + r * n, scale + r, zero + r);
+      else if (code.fit == kUniform) encode_group(x + r * n, n, bits_of(code.kind), !code.zero, metadata_first, codes + r * n, scale + r, zero + r);
       else encode_scaled(x + r * n, n, code, codes + r * n, scale + r);
     if (code.kind == kFp8) std::memcpy(bytes, codes, D);
     else pack(codes, code.kind, D, bytes);
