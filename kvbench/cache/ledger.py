@@ -24,6 +24,7 @@ ITEMS = (
     "residual_slack_bytes",
     "table_bytes",
     "free_list_bytes",
+    "book_bytes",
 )
 
 
@@ -72,7 +73,8 @@ class Ledger:
         self._parts, self._shape, self._ranks = holding.parts, shape, shape.ranks
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
-        self.fit = Fit(policy, self._pages, lambda: sum(self.fixed_row_bytes()), first.paged_slots)
+        self.fit = Fit(policy, self._pages, lambda: self._beside_bytes, first.paged_slots)
+        self._open: set[int] = set()
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
     # What is held now.
@@ -90,13 +92,24 @@ class Ledger:
         return fixed * size + self._counters.repeated_bytes + solved, rings * size
 
     @property
+    def book_bytes(self) -> int:
+        """Bytes of a model's codebooks, which all rows share and each is billed as if it were alone."""
+        return sum(part.pages.book_bytes for part in self._parts) * self._ranks.size
+
+    @property
+    def _beside_bytes(self) -> int:
+        """Bytes of one row that do not depend on its tokens."""
+        return sum(self.fixed_row_bytes()) + self.book_bytes
+
+    @property
     def _page_bytes(self) -> int:
         """Bytes of a page with its free-list entry."""
         return self._pages.pool.page_bytes + self._pages.pool.free_list.element_size()
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
-        """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters and rings."""
-        return self._num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes())
+        """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
+        codebooks."""
+        return self._num_pages(rows) * self._page_bytes + self._beside_bytes
 
     def _num_pages(self, rows: Tensor) -> Tensor:
         """int64 [S]: pages of rows, on the first place's device."""
@@ -108,14 +121,14 @@ class Ledger:
 
     @property
     def shared_bytes(self) -> int:
-        """What the rows together hold less than their resident bytes say, because they share pages.
+        """What the rows together hold less than their resident bytes say, because they share pages and codebooks.
 
         A row's own bytes are those that it would hold alone, so that they do not depend on what is beside it. The sum
         over all open rows, less this, is what is really held.
         """
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
-        return num_pages * self._page_bytes
+        return num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
 
     def row_bytes(self, row: int) -> int:
         """Resident bytes of one row."""
@@ -128,7 +141,8 @@ class Ledger:
             `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes`
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
             tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters;
-            `free_list_bytes` one free-list entry per page; `resident_bytes` their sum.
+            `free_list_bytes` one free-list entry per page; `book_bytes` codebooks of the model beside the pages;
+            `resident_bytes` their sum.
         """
         total = dict.fromkeys(ITEMS, 0)
         formats = self._pages.formats
@@ -155,6 +169,7 @@ class Ledger:
         total["slack_bytes"] = num_pages * pool.page_bytes - filled
         total["free_list_bytes"] = num_pages * pool.free_list.element_size()
         total["table_bytes"], rings = self.fixed_row_bytes()
+        total["book_bytes"] = self.book_bytes
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
         total["resident_bytes"] = sum(total[name] for name in ITEMS)
         return total
@@ -165,6 +180,11 @@ class Ledger:
         """Begins a row anew."""
         self._pages.late.collect()
         self.meters[row] = RowMeter()
+        self._open.add(row)
+
+    def close(self, row: int) -> None:
+        """Notes that a row holds nothing any more."""
+        self._open.discard(row)
 
     def fork(self, source: int, row: int) -> None:
         """Begins a row that was copied: it has the peaks of its source, and no steps of its own yet."""
@@ -244,7 +264,7 @@ class Ledger:
             stepped = [(self.meters[row], self._counters.seen[row]) for row in numbers]
 
             def receive(num_pages: list[int]) -> None:
-                page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
+                page_bytes, fixed = self._page_bytes, self._beside_bytes
                 for (meter, tokens), count in zip(stepped, num_pages, strict=True):
                     resident = count * page_bytes + fixed
                     meter.peak_bytes = max(meter.peak_bytes, resident)

@@ -30,6 +30,8 @@ def check_chunk(policy: Policy, chunk: int | None) -> None:
         reason = f"measures tokens by {type(spec.statistic).__name__}, which has to see the whole prompt at once"
     elif spec.measures_prompts and policy.residual is not None:
         reason = "drops tokens whose keys share scales with others behind a residual buffer, where none can go alone"
+    elif policy.codebooks is not None:
+        reason = "codes keys and values by tables that belong to a layer, which a chunk is not written with"
     elif policy.by_layer is not None:
         reason = "keeps layers or heads at precisions of their own"
         remedy = "set prefill.chunk=null, or give all layers one precision"

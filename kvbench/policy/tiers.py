@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from kvbench.rules.kinds import shown
 
 ALLOWED_BITS = (1, 2, 3, 4, 8, 16)
-CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4"]
+CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4", "book", "book_channels"]
 Turned = Literal["none", "keys", "both"]
 
 
@@ -27,7 +27,9 @@ class Tier:
         symmetric: Codes are centred on zero and no zero point is stored.
         fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
         k_code: What key codes stand for: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
-            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks.
+            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks;
+            `book`: levels of a calibrated table, with scale and zero; `book_channels`: with scales that belong to a
+            channel for good (`CodeBooks`).
         v_code: Likewise for values.
         turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
             keys and values. The store rotates all tiers of a method alike.

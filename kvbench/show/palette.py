@@ -61,7 +61,7 @@ def method_style(method: str) -> tuple[str, str]:
 # The items of the byte ledger, each with its own colour in every picture and on the report's page, there or not.
 ITEMS = (
     *("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes", "residual_bytes", "residual_slack_bytes"),
-    *("free_list_bytes", "table_bytes"),
+    *("free_list_bytes", "table_bytes", "book_bytes"),
 )
 
 
