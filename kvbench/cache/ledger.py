@@ -73,14 +73,14 @@ class Ledger:
         self._parts, self._shape, self._ranks = holding.parts, shape, shape.ranks
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
-        self.fit = Fit(policy, self._pages, lambda: self._beside_bytes, first.paged_slots)
+        self.fit = Fit(policy, self._pages, lambda: sum(self.fixed_row_bytes()), first.paged_slots)
         self._open: set[int] = set()
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
     # What is held now.
 
-    def fixed_row_bytes(self) -> tuple[int, int]:
-        """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings)."""
+    def fixed_row_bytes(self) -> tuple[int, int, int]:
+        """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings, codebooks)."""
         fixed = rings = 0
         for part in self._parts:
             counters, ring = part.row_bytes
@@ -89,17 +89,12 @@ class Ledger:
             rings += ring
         solved = self.fit.tokens.element_size() * (self.fit.budget is not None)
         size = self._ranks.size  # processes hold alike many heads
-        return fixed * size + self._counters.repeated_bytes + solved, rings * size
+        return fixed * size + self._counters.repeated_bytes + solved, rings * size, self.book_bytes
 
     @property
     def book_bytes(self) -> int:
         """Bytes of a model's codebooks, which all rows share and each is billed as if it were alone."""
         return sum(part.pages.book_bytes for part in self._parts) * self._ranks.size
-
-    @property
-    def _beside_bytes(self) -> int:
-        """Bytes of one row that do not depend on its tokens."""
-        return sum(self.fixed_row_bytes()) + self.book_bytes
 
     @property
     def _page_bytes(self) -> int:
@@ -109,7 +104,7 @@ class Ledger:
     def resident_bytes(self, rows: Tensor) -> Tensor:
         """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
         codebooks."""
-        return self._num_pages(rows) * self._page_bytes + self._beside_bytes
+        return self._num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes())
 
     def _num_pages(self, rows: Tensor) -> Tensor:
         """int64 [S]: pages of rows, on the first place's device."""
@@ -168,8 +163,7 @@ class Ledger:
         pool = self._pages.pool
         total["slack_bytes"] = num_pages * pool.page_bytes - filled
         total["free_list_bytes"] = num_pages * pool.free_list.element_size()
-        total["table_bytes"], rings = self.fixed_row_bytes()
-        total["book_bytes"] = self.book_bytes
+        total["table_bytes"], rings, total["book_bytes"] = self.fixed_row_bytes()
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
         total["resident_bytes"] = sum(total[name] for name in ITEMS)
         return total
@@ -264,7 +258,7 @@ class Ledger:
             stepped = [(self.meters[row], self._counters.seen[row]) for row in numbers]
 
             def receive(num_pages: list[int]) -> None:
-                page_bytes, fixed = self._page_bytes, self._beside_bytes
+                page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
                 for (meter, tokens), count in zip(stepped, num_pages, strict=True):
                     resident = count * page_bytes + fixed
                     meter.peak_bytes = max(meter.peak_bytes, resident)

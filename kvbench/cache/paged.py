@@ -74,7 +74,7 @@ class Paged(Holding):
         """
         lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
         position = torch.arange(tier_of.shape[1] - k.shape[1], tier_of.shape[1], device=k.device)
-        reslot.replan(self.pages, lists, tier_of, pos, self.rope.strip(k, position), v, peak)
+        reslot.replan(self.pages, layer, lists, tier_of, pos, self.rope.strip(k, position), v, peak)
 
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; see `CompressedStore.append_chunk`."""

@@ -30,12 +30,10 @@ def check_chunk(policy: Policy, chunk: int | None) -> None:
         reason = f"measures tokens by {type(spec.statistic).__name__}, which has to see the whole prompt at once"
     elif spec.measures_prompts and policy.residual is not None:
         reason = "drops tokens whose keys share scales with others behind a residual buffer, where none can go alone"
-    elif policy.codebooks is not None:
-        reason = "codes keys and values by tables that belong to a layer, which a chunk is not written with"
     elif policy.by_layer is not None:
         reason = "keeps layers or heads at precisions of their own"
         remedy = "set prefill.chunk=null, or give all layers one precision"
-    elif len(policy.tiers) > 1 and "pos" not in spec.track:
+    elif len(policy.tiers) > 1 and "pos" not in spec.track and policy.position_mode != "pre_rope":
         reason = "moves tokens between tiers without tracking their positions"
     elif spec.prefill_queries == ALL_QUERIES and spec.query_reduce != "sum":
         reason = f"takes the {spec.query_reduce} over all queries of the prompt, which does not add up over chunks"
