@@ -25,7 +25,7 @@ TABLES = sum(2 * 2**bits for bits in WIDTHS)
 @dataclass(kw_only=True)
 class KVQuant(Policy):
     """Stores keys as they are before the rotary embedding and values as codes of tables that a calibration found for
-    each layer, and the first tokens of a prompt in 16 bits.
+    each layer, their outliers apart, and the first tokens of a prompt in 16 bits.
 
     A key's scale and zero belong to its channel for good and lie beside the pages, so that every token is coded as it
     comes; a value vector has its own. Keys are rotated when they are read.
@@ -35,24 +35,32 @@ class KVQuant(Policy):
         books: The model's tables and scales: the path of a file that `kvbench books` wrote, or a list of lists. null =
             none, then the model is refused.
         sinks: First tokens of a prompt that stay in 16 bits; >= 0.
+        outliers: Elements of each key and of each value whose rest, what their code misses, is kept apart in 16 bits
+            with a byte that says which one it is; >= 0.
         native: Store the model's own dtype instead (lossless; for tests).
 
     Source: KVQuant (Hooper et al. 2024), sections 3.1 to 3.3 and 3.5, from memory; SqueezeAILab/KVQuant.
-    Differs: no outliers are kept apart in a sparse matrix; instead `kvbench books` can leave some of a channel's
-        numbers outside its range, which are clipped. The tables are those of plain k-means, where the paper weighs
-        numbers by squared gradients, and their levels are whole numbers from 0 to 255 of a vector's or channel's range.
-        Sinks lie in a page of their own in each head, whose empty rest is billed.
+    Differs: outliers are so many of every vector (1 of 64 is 1.6 %), where the paper takes those beyond a threshold, 1 %
+        in all: of a value the largest, which its scale does not span then, and of a key those that their codes miss by
+        most. They lie in the slot, as what is added to the code's level, not in a sparse matrix. The tables are those
+        of plain k-means, where the paper weighs numbers by squared gradients, and their levels are whole numbers from 0
+        to 255 of a vector's or channel's range. Sinks lie in a page of their own in each head, whose empty rest is
+        billed.
     """
 
     bits: Annotated[int, Choice(WIDTHS, unit="bits")] = 4
     books: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
     sinks: Annotated[int, Whole(0, MAX_TOKENS, unit="tokens")] = 1
+    outliers: Annotated[int, Whole(0, 8, unit="elements")] = 1
     native: bool = False
 
     position_mode = "pre_rope"
 
     def __post_init__(self) -> None:
-        coded = Tier(k_bits=self.bits, v_bits=self.bits, k_code="book_channels", v_code="book")
+        bits, apart = self.bits, self.outliers
+        coded = Tier(
+            k_bits=bits, v_bits=bits, k_code="book_channels", v_code="book", k_apart=apart, v_apart=apart
+        )
         whole = Tier(native=self.native)
         self.tiers = (whole if self.native else coded, whole)[: 2 if self.sinks else 1]
         if self.books is not None:  # the numbers themselves, so that a run's identity does not hang on a path

@@ -43,7 +43,7 @@ class CodeStruct(ctypes.Structure):
     """How the numbers of one side are written."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "groups", "scale", "fit", "zero", "centre")),
+        *((name, ctypes.c_int32) for name in ("kind", "groups", "scale", "fit", "zero", "centre", "apart", "unused")),
         ("unit", ctypes.c_double),
         ("deviation", ctypes.c_double),
         ("levels", ctypes.c_float * 16),
@@ -67,7 +67,7 @@ def _struct(name: str, fields: str) -> type[ctypes.Structure]:
 TierStruct = _struct(
     "Tier",
     "i slots_per_page num_columns k_channel_group unused c k v "
-    "l k_codes v_codes k_scale k_zero v_scale v_zero score pos "
+    "l k_codes v_codes k_scale k_zero v_scale v_zero k_apart k_where v_apart v_where score pos "
     "p ids num_k num_v scores cos sin channel_scale channel_zero",
 )
 RingStruct = _struct(
@@ -199,7 +199,7 @@ def check(status: int) -> None:
         raise AssertionError(_REFUSED[status])
 
 
-def _code_struct(fmt: PageFormat, code: Code | None, groups: int) -> CodeStruct:
+def _code_struct(fmt: PageFormat, code: Code | None, groups: int, apart: int) -> CodeStruct:
     if code is None:
         return CodeStruct(kind=ELEMENT_KINDS[fmt.slot.dtype], groups=groups)
     in_table = code.magnitudes or code.levels or code.bits == 3
@@ -211,6 +211,7 @@ def _code_struct(fmt: PageFormat, code: Code | None, groups: int) -> CodeStruct:
         fit=0 if code.is_uniform else _LEVELS if code.levels else _FITS[code.fit],
         zero=int(code.zero),
         centre=code.centre,
+        apart=apart,
         unit=code.unit,
         deviation=code.deviation,
     )
@@ -223,13 +224,14 @@ def _code_struct(fmt: PageFormat, code: Code | None, groups: int) -> CodeStruct:
 def format_struct(fmt: PageFormat) -> ctypes.Structure:
     """A struct with what the C++ side must know of a format, to be copied: filling one field by field takes longer."""
     slot = fmt.slot
-    offsets = {name: fmt.regions[name][0] for name in ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero")}
+    regions = ("codes", "scale", "zero", "apart", "where")
+    offsets = {name: fmt.regions[name][0] for name in (f"{side}_{each}" for side in "kv" for each in regions)}
     tracked = {name: fmt.regions[name][0] if name in slot.track else -1 for name in ("score", "pos")}
     return TierStruct(
         slots_per_page=fmt.tokens_per_page,
         k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
-        k=_code_struct(fmt, slot.keys, slot.k_groups),
-        v=_code_struct(fmt, slot.values, slot.v_groups),
+        k=_code_struct(fmt, slot.keys, slot.k_groups, slot.k_apart),
+        v=_code_struct(fmt, slot.values, slot.v_groups, slot.v_apart),
         **offsets,
         **tracked,
     )

@@ -107,6 +107,10 @@ static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p
       x[t] = tier.k.zero ? x[t] * scale + scalar_f16(zero) : (x[t] - float(tier.k.centre)) * scale;
     }
   }
+  for (long t = 0; t < n && tier.k.apart; t++)
+    for_apart(tier.k, page + tier.k_apart, page + tier.k_where, T, t, D, [&](long d, float rest) {
+      s.dense[d * T + t] += tier.channel_scale ? rest * tier.channel_scale[head * D + d] : rest;
+    });
   for (long d = 0; d < half; d++) {
     float *a = &s.dense[d * T], *b = a + half * T;
     for (long t = 0; t < n; t++) {
