@@ -59,8 +59,18 @@ class Books:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables, one for each level, and of the scales and zeros of key channels, two for each."""
-        return self._tables.nbytes + self._scale.nbytes + self._zero.nbytes
+        """All bytes."""
+        return self.table_bytes + self.channel_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables, one for each level; processes that divide the heads repeat them."""
+        return self._tables.nbytes
+
+    @property
+    def channel_bytes(self) -> int:
+        """Bytes of the scales and zeros of key channels, two for each."""
+        return self._scale.nbytes + self._zero.nbytes
 
     def format(self, tier: int, layer: int) -> PageFormat:
         """The format of a tier's pages in a layer."""

@@ -94,7 +94,8 @@ class Ledger:
     @property
     def book_bytes(self) -> int:
         """Bytes of a model's codebooks, which all rows share and each is billed as if it were alone."""
-        return sum(part.pages.book_bytes for part in self._parts) * self._ranks.size
+        found = [part.pages.books for part in self._parts if part.pages.books is not None]
+        return sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in found)
 
     @property
     def _page_bytes(self) -> int:

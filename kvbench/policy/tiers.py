@@ -81,7 +81,8 @@ class Tier:
         if self.native:
             return "native"
         if self.has_form or self.fp8:
-            other = "fp8" if self.fp8 else f"{self.k_code or self.v_code}-k{self.k_bits}v{self.v_bits}"
+            code = (self.k_code or self.v_code).removesuffix("_channels")
+            other = "fp8" if self.fp8 else f"{code}-k{self.k_bits}v{self.v_bits}"
             return next((name for name, tier in NAMED.items() if tier == self), other)
         return f"k{self.k_bits}v{self.v_bits}" + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
 

@@ -34,7 +34,7 @@ METHODS = (
     *("lagkv", "cake", "headkv", "turboquant_4bit", "triattention", "keyformer"),
     *("simlayerkv", "dms", "fastgen", "pyramid_infer", "q_hitter", "zipcache"),
     *("random_trace", "kvpress", "nvfp4", "fp8_per_token_head", "turboquant_3bit", "int8_per_token_head"),
-    *("turboquant_k8v4",),
+    *("turboquant_k8v4", "kvquant"),
 )
 FULL_STYLE = (BLACK, "*")
 
