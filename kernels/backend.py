@@ -164,7 +164,8 @@ class Backend(ABC):
         Returns:
             k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P,
             groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, k_apart and v_apart [P, n, T]
-            fp16, k_where and v_where [P, n, T] uint8, score [P, T] fp32, pos [P, T] int32, k_low and k_high [P, D] elements.
+            fp16, k_where and v_where [P, n, T] uint8, score [P, T] fp32, pos [P, T] int32, k_low and k_high [P, D]
+            elements.
         """
 
     @abstractmethod

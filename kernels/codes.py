@@ -147,8 +147,8 @@ def _book(name: str, bits: int, levels: tuple[int, ...]) -> Code:
     rises = all(low < high for low, high in zip(levels, levels[1:], strict=False))
     if len(levels) != last + 1 or not rises or levels[0] < 0 or levels[-1] > BOOK_TOP:
         raise ValueError(
-            f"a table of {bits} bits has {last + 1} whole numbers from 0 to {BOOK_TOP} in ascending order, but this one "
-            f"is {levels}"
+            f"a table of {bits} bits has {last + 1} whole numbers from 0 to {BOOK_TOP} in ascending order, but this "
+            f"one is {levels}"
         )
     if name == "book_channels":
         return Code(name=name, bits=bits, scale="none", levels=levels)

@@ -8,8 +8,8 @@ in order (T slots of D channels):
 - V codes [T, D * v_bits / 8]: slot after slot, planar likewise
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
 - V scale, V zero: fp16 [groups, T], likewise
-- K apart, V apart: fp16 [n, T], what n elements of each vector have beyond what their codes stand for; K where, V where:
-  a byte [n, T], which elements these are
+- K apart, V apart: fp16 [n, T], what n elements of each vector have beyond what their codes stand for; K where, V
+  where: bytes [n, T], which elements these are
 - score: fp32 [T], when tracked
 - pos: int32 [T], when tracked
 - K low, K high: elements [D], the smallest and largest value per key channel of the page, where steps choose pages by
@@ -91,7 +91,10 @@ class SlotFormat:
                 )
         if self.k_channel_group % TOKEN_QUANTUM:
             raise ValueError(f"k_channel_group={self.k_channel_group} must be a multiple of {TOKEN_QUANTUM} tokens")
-        for side, apart, code, groups in (("k", self.k_apart, self.keys, 1), ("v", self.v_apart, self.values, self.v_groups)):
+        for side, apart, code, groups in (
+            ("k", self.k_apart, self.keys, 1),
+            ("v", self.v_apart, self.values, self.v_groups),
+        ):
             levels = code is not None and bool(code.levels) and groups == 1
             if apart and not (levels and 0 < apart < self.head_dim <= 256):
                 raise ValueError(
@@ -153,14 +156,16 @@ class SlotFormat:
 
     @property
     def k_meta_bytes(self) -> float:
-        """Key scale, zero and outlier bytes per slot (a fraction when channel groups are longer than the head dim allows)."""
+        """Key scale, zero and outlier bytes per slot (a fraction when channel groups are longer than the head dim)."""
         scales = self.head_dim / self.k_channel_group if self.channel_keys else self.k_groups
         return 0.0 if self.keys is None else float(self.keys.scale_bytes * scales + APART_BYTES * self.k_apart)
 
     @property
     def v_meta_bytes(self) -> float:
         """Value scale, zero and outlier bytes per slot."""
-        return 0.0 if self.values is None else float(self.values.scale_bytes * self.v_groups + APART_BYTES * self.v_apart)
+        return (
+            0.0 if self.values is None else float(self.values.scale_bytes * self.v_groups + APART_BYTES * self.v_apart)
+        )
 
     @property
     def track_bytes(self) -> int:

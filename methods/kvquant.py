@@ -40,9 +40,9 @@ class KVQuant(Policy):
         native: Store the model's own dtype instead (lossless; for tests).
 
     Source: KVQuant (Hooper et al. 2024), sections 3.1 to 3.3 and 3.5, from memory; SqueezeAILab/KVQuant.
-    Differs: outliers are so many of every vector (1 of 64 is 1.6 %), where the paper takes those beyond a threshold, 1 %
-        in all: of a value the largest, which its scale does not span then, and of a key those that their codes miss by
-        most. They lie in the slot, as what is added to the code's level, not in a sparse matrix. The tables are those
+    Differs: outliers are so many of every vector (1 of 64 is 1.6 %), where the paper takes those beyond a threshold,
+        1 % in all: of a value the largest, which its scale does not span then, and of a key those that their codes miss
+        by most. They lie in the slot, as what is added to the code's level, not in a sparse matrix. The tables are those
         of plain k-means, where the paper weighs numbers by squared gradients, and their levels are whole numbers from 0
         to 255 of a vector's or channel's range. Sinks lie in a page of their own in each head, whose empty rest is
         billed.
@@ -58,9 +58,7 @@ class KVQuant(Policy):
 
     def __post_init__(self) -> None:
         bits, apart = self.bits, self.outliers
-        coded = Tier(
-            k_bits=bits, v_bits=bits, k_code="book_channels", v_code="book", k_apart=apart, v_apart=apart
-        )
+        coded = Tier(k_bits=bits, v_bits=bits, k_code="book_channels", v_code="book", k_apart=apart, v_apart=apart)
         whole = Tier(native=self.native)
         self.tiers = (whole if self.native else coded, whole)[: 2 if self.sinks else 1]
         if self.books is not None:  # the numbers themselves, so that a run's identity does not hang on a path
@@ -100,8 +98,8 @@ def _read(rows: Sequence[Sequence[float]], bits: int) -> CodeBooks:
     tables = [[row[at : at + size] for row in rows] for at in (first, first + size)]
     if half < 1 or odd or any(level not in range(256) for table in tables for row in table for level in row):
         raise ValueError(
-            f"method.books: a line has {TABLES} levels from 0 to 255 and then a scale and a zero for each key channel of "
-            f"a layer, but this one has {len(rows[0])} numbers and is none; `kvbench books` writes such a file"
+            f"method.books: a line has {TABLES} levels from 0 to 255 and then a scale and a zero for each key channel "
+            f"of a layer, but this one has {len(rows[0])} numbers and is none; `kvbench books` writes such a file"
         )
     keys, values = (tuple(tuple(map(int, row)) for row in table) for table in tables)
     return CodeBooks(

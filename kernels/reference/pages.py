@@ -43,8 +43,8 @@ def _numbers(raw: Tensor, code: Code | None, name: str) -> Tensor:
 
 @dataclass
 class _Side:
-    """Encoded vectors: bytes or elements [M, W]; scales and zeros [M, groups] where their code has them; and of elements
-    whose rest is kept apart which they are, and the rest, [M, n]."""
+    """Encoded vectors: bytes or elements [M, W]; scales and zeros [M, groups] where their code has them; and where the
+    rest of some elements is kept apart which these are, and the rest, [M, n]."""
 
     codes: Tensor
     scale: Tensor | None = None

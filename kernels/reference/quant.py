@@ -163,9 +163,7 @@ def decode(codes: Tensor, scale: Tensor | None, zero: Tensor | None, code: Code)
     return levels if scale is None else (levels - code.centre) * load_scale(scale, code)
 
 
-def encode_apart(
-    x: Tensor, code: Code, count: int
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """As `encode` with a calibrated table, and what some elements have beyond their codes: with a scale the largest
     ones, which it does not span then, else those that their codes miss by most.
 
@@ -189,9 +187,7 @@ def encode_apart(
     return codes, scale, zero, where.to(torch.uint8), rest.half()
 
 
-def _encode_levels(
-    x: Tensor, code: Code, apart: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _encode_levels(x: Tensor, code: Code, apart: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Codes of a calibrated table, with fp16 scale and zero [..., 1] where it has them: those that are stored are those
     that numbers are coded with. Elements `apart` (int64 [..., count]) do not count for them."""
     scale = zero = None

@@ -147,7 +147,7 @@ def _of_layer(keys: Tensor, values: Tensor, outside: float) -> Tensor:
 
 
 def _levels(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
-    """Numbers as levels of their range, those outside of it at its ends; of a range that is no longer than a point, 0."""
+    """Numbers as levels of their range, those outside of it at its ends; 0 where the range is one point."""
     return ((x - zero) / torch.where(scale > 0, scale, torch.inf)).clamp(0, BOOK_TOP)
 
 

@@ -22,7 +22,9 @@ def test_tables_are_those_of_k_means(size):
     """Every level is the mean of what lies nearest to it, but for rounding, and no level that moves by three is
     better; a good deal better than levels that are equally far apart."""
     dice = random.Random(size)
-    numbers = [min(255.0, max(0.0, dice.gauss(90, 25) if dice.random() < 0.7 else dice.gauss(180, 10))) for _ in range(4000)]
+    numbers = [
+        min(255.0, max(0.0, dice.gauss(90, 25) if dice.random() < 0.7 else dice.gauss(180, 10))) for _ in range(4000)
+    ]
     found = books.table_of(books._counts(torch.tensor(numbers).double()), size).tolist()
     assert len(found) == size and found == sorted(set(found))
     for index, level in enumerate(found):
@@ -40,7 +42,7 @@ def test_fewer_numbers_than_levels_still_make_a_table(numbers, size):
     """Levels make room for one another within a byte, and one of them is what all numbers are."""
     found = books.table_of(books._counts(torch.tensor(numbers).double()), size).tolist()
     assert len(found) == size == len(set(found)) and found == sorted(found)
-    assert 0 <= found[0] and found[-1] <= 255 and round(numbers[0]) in found
+    assert found[0] >= 0 and found[-1] <= 255 and round(numbers[0]) in found
 
 
 @pytest.mark.parametrize(("outside", "sinks"), [(0.0, 0), (0.2, 3)])

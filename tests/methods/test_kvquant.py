@@ -233,23 +233,18 @@ def test_a_model_without_its_books_is_refused(books):
 
 def test_books_of_other_heads_are_refused():
     """The width of a head shows only in the store."""
-    with pytest.raises(NotForModel, match="the books have 16 key channels per layer, but the model has 2 KV heads of 16"):
+    with pytest.raises(
+        NotForModel, match="the books have 16 key channels per layer, but the model has 2 KV heads of 16"
+    ):
         store_of(KVQuant(books=kvquant_books(HEADS, 8, LAYERS)))
 
 
-@pytest.mark.parametrize(
-    "books",
-    [
-        [[1.0] * 56],
-        [[1.0] * 59],
-        [[0.5] * 60],
-        [[256.0] * 60],
-        [[-1.0] * 60],
-    ],
-)
+@pytest.mark.parametrize("books", [[[1.0] * 56], [[1.0] * 59], [[0.5] * 60], [[256.0] * 60], [[-1.0] * 60]])
 def test_lines_that_are_no_books_are_refused(books):
     """Without scales, with an odd number of them, and with levels that are no whole numbers below 256."""
-    with pytest.raises(ValueError, match="method.books: a line has 56 levels from 0 to 255 and then a scale and a zero"):
+    with pytest.raises(
+        ValueError, match="method.books: a line has 56 levels from 0 to 255 and then a scale and a zero"
+    ):
         KVQuant(books=books)
 
 
@@ -269,3 +264,16 @@ def test_a_run_that_never_coded_is_caught():
 
     assert complaint(0, 4) is None and complaint(1, 4) is None
     assert complaint(0, 5) == "5 tokens seen but none was quantised"
+
+
+def test_triton_takes_the_reference_and_says_so():
+    """Without kernels for calibrated tables, the GPU backend gives the reference's output and names what it lacked."""
+    pytest.importorskip("triton")
+    policy, (q, k, v), found = KVQuant(bits=3, books=BOOKS, sinks=2), inputs(23), []
+    for backend in ("torch", "triton"):
+        store = store_of(policy, backend)
+        row = read(store, 20, q, k, v)
+        found.append([step(store, row, at, q, k, v) for at in range(20, 23)])
+    assert store.pages.backend.fallbacks == {"paged_decode", "write_keys", "write_values"}
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() < 1e-5
