@@ -42,10 +42,9 @@ class KVQuant(Policy):
     Source: KVQuant (Hooper et al. 2024), sections 3.1 to 3.3 and 3.5, from memory; SqueezeAILab/KVQuant.
     Differs: outliers are so many of every vector (1 of 64 is 1.6 %), where the paper takes those beyond a threshold,
         1 % in all: of a value the largest, which its scale does not span then, and of a key those that their codes miss
-        by most. They lie in the slot, as what is added to the code's level, not in a sparse matrix. The tables are those
-        of plain k-means, where the paper weighs numbers by squared gradients, and their levels are whole numbers from 0
-        to 255 of a vector's or channel's range. Sinks lie in a page of their own in each head, whose empty rest is
-        billed.
+        by most. They lie in the slot, as what is added to the code's level, not in a sparse matrix. The tables are of
+        plain k-means, where the paper weighs numbers by squared gradients, and their levels are whole numbers from 0 to
+        255 of a vector's or channel's range. Sinks lie in a page of their own in each head, whose empty rest is billed.
     """
 
     bits: Annotated[int, Choice(WIDTHS, unit="bits")] = 4

@@ -31,7 +31,7 @@ class Tier:
             `book`: levels of a calibrated table, with scale and zero; `book_channels`: with scales that belong to a
             channel for good (`CodeBooks`).
         v_code: Likewise for values.
-        k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart in 16 bits, with their channel.
+        k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart, in 16 bits and a byte.
         v_apart: Likewise of `book` values.
         turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
             keys and values. The store rotates all tiers of a method alike.
