@@ -185,6 +185,9 @@ def tier_pages(pages: Tensor, tier: TierPages, lists: tuple[int, ...], head_dim:
         vectors("rotation", angles, (lists[0], columns * fmt.tokens_per_page, half), device)
         if not 0 < 2 * half <= head_dim:
             raise _refuse("rotation", f"{half} angles per slot", f"a key has {head_dim} channels, two for each angle")
+    if (channels := tier.channels) is not None:
+        for name, x in (("scale", channels.scale), ("zero", channels.zero)):
+            vectors(f"the channels' {name}", x, (lists[-1], head_dim), device)
 
 
 def _tiers(pages: Tensor, tiers: list[TierPages], lists: tuple[int, ...], head_dim: int) -> None:

@@ -88,6 +88,8 @@ class Holding:
         lists, homes = self.pages.layer_lists(rows, layer), self.pages.homes
         present = range(len(self.pages.formats)) if homes is None else [tier for tier, _ in homes.in_layer(layer)]
         tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in present]
+        if self.pages.books is not None:
+            self.pages.books.attach(tiers, layer)
         return tiers, None
 
     def view(self, rows: Tensor, numbers: Sequence[int] = ()) -> PagesView:

@@ -136,6 +136,8 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
         fp8=tier.fp8,
         k_code=tier.k_code,
         v_code=tier.v_code,
+        k_apart=tier.k_apart,
+        v_apart=tier.v_apart,
         dtype=dtype,
         track=track,
         k_channels=few,

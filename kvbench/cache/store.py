@@ -152,6 +152,7 @@ class CompressedStore:
         self._end()
         for part in self.holding.parts:
             part.clear(part.lists(row))
+        self.ledger.close(row)
         self._free_rows.append(row)
 
     def fork_row(self, source: int, *, share: bool = True) -> int:

@@ -204,6 +204,23 @@ class ReadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodeBooks:
+    """What a calibration found of a model for tiers of the codes `book_channels` (keys) and `book` (values).
+
+    Args:
+        keys: Per layer, the level of each key code, in ascending order and from 0 to 255.
+        values: Likewise for values.
+        scale: Per layer, for each channel of each KV head what a key's level is multiplied by.
+        zero: Likewise what is added then.
+    """
+
+    keys: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    scale: tuple[tuple[float, ...], ...]
+    zero: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TierTable:
     """Which of a method's tiers its tier 0 stands for, layer by layer.
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from kvbench.rules.kinds import shown
 
 ALLOWED_BITS = (1, 2, 3, 4, 8, 16)
-CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4"]
+CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4", "book", "book_channels"]
 Turned = Literal["none", "keys", "both"]
 
 
@@ -28,8 +28,12 @@ class Tier:
         symmetric: Codes are centred on zero and no zero point is stored.
         fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
         k_code: What key codes stand for: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
-            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks.
+            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks;
+            `book`: levels of a calibrated table, with scale and zero; `book_channels`: with scales that belong to a
+            channel for good (`CodeBooks`).
         v_code: Likewise for values.
+        k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart, in 16 bits and a byte.
+        v_apart: Likewise of `book` values.
         turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
             keys and values. The store rotates all tiers of a method alike.
         k_kept: Share of the key channels that is stored, in (0, 1]: the first of the order that the plan of a prompt
@@ -48,6 +52,8 @@ class Tier:
     fp8: bool = False
     k_code: CodeName = ""
     v_code: CodeName = ""
+    k_apart: int = 0
+    v_apart: int = 0
     turned: Turned = "none"
     k_kept: float = 1.0
     native: bool = False
@@ -86,7 +92,8 @@ class Tier:
         if self.native:
             return "native"
         if self.has_form or self.fp8:
-            other = "fp8" if self.fp8 else f"{self.k_code or self.v_code}-k{self.k_bits}v{self.v_bits}"
+            code = (self.k_code or self.v_code).removesuffix("_channels")
+            other = "fp8" if self.fp8 else f"{code}-k{self.k_bits}v{self.v_bits}"
             return next((name for name, tier in NAMED.items() if tier == self), other)
         return f"k{self.k_bits}v{self.v_bits}" + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
 
