@@ -207,8 +207,15 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
         variants.append(static_variant(settings, model, prompts, answers, settings.context + room))
     for method in settings.methods:
         policy, options = choices.make_cache(method)
-        sizes = {"rows": batch, "context": settings.context, "new_tokens": room}
-        decoder = StoreDecoder(model, policy, **sizes, kernels=settings.kernels, options=options)
+        decoder = StoreDecoder(
+            model,
+            policy,
+            rows=batch,
+            context=settings.context,
+            new_tokens=room,
+            kernels=settings.kernels,
+            options=options,
+        )
         decoder.focus()
         for prompt in prompts:
             decoder.prefill(prompt)
@@ -257,8 +264,9 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
         made = [_own_prompt(name + mark, decoder, prompt, exact) for name, decoder in own.items()]
         for method in settings.methods:
             policy, options = choices.make_cache(method)
-            sizes = {"rows": 1, "context": settings.context, "new_tokens": 1}
-            decoder = StoreDecoder(model, policy, **sizes, kernels=settings.kernels, options=options)
+            decoder = StoreDecoder(
+                model, policy, rows=1, context=settings.context, new_tokens=1, kernels=settings.kernels, options=options
+            )
             made.append(_store_prompt(method + mark, decoder, prompt, exact))
         for variant in made:
             variant.tolerance = tolerance(FULL_TOLERANCE, model)
