@@ -21,6 +21,20 @@ ScoreUpdate = Literal["add", "replace"]
 StepTarget = tuple[int, Tensor, Tensor]  # tier, page and slot (int64 [S, L, H]) that a step's new token is written to
 
 
+@dataclass(frozen=True)
+class Channels:
+    """What the levels that key codes stand for are multiplied by, and what is added then, channel by channel; before
+    keys are rotated.
+
+    Args:
+        scale: fp32 [H, D].
+        zero: fp32 [H, D].
+    """
+
+    scale: Tensor
+    zero: Tensor
+
+
 @dataclass
 class TierPages:
     """One tier of one layer, for the sequences of a step.
@@ -31,6 +45,7 @@ class TierPages:
         num_k: int64 [S, H] keys held; slot i < num_k is read.
         num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
         rotation: fp32 angles [S, m * T, D / 2] to rotate the stored keys by (cache-relative positions), or None.
+        channels: Scales of keys that belong to a channel for good, or None where a page has its own.
     """
 
     fmt: PageFormat
@@ -38,6 +53,7 @@ class TierPages:
     num_k: Tensor
     num_v: Tensor
     rotation: Tensor | None = None
+    channels: Channels | None = None
 
 
 @dataclass
@@ -147,8 +163,9 @@ class Backend(ABC):
 
         Returns:
             k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P,
-            groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, score [P, T] fp32, pos [P, T]
-            int32, k_low and k_high [P, D] elements.
+            groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, k_apart and v_apart [P, n, T]
+            fp16, k_where and v_where [P, n, T] uint8, score [P, T] fp32, pos [P, T] int32, k_low and k_high [P, D]
+            elements.
         """
 
     @abstractmethod

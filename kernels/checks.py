@@ -179,10 +179,15 @@ def tier_pages(pages: Tensor, tier: TierPages, lists: tuple[int, ...], head_dim:
     if tier.num_v is not tier.num_k:
         index("num_v", tier.num_v, lists, device)
     if (angles := tier.rotation) is not None:
+        if fmt.slot.key_channels < head_dim:
+            raise _refuse("rotation", "of keys without all channels", "their pairs are not there")
         half = angles.shape[-1]
         vectors("rotation", angles, (lists[0], columns * fmt.tokens_per_page, half), device)
         if not 0 < 2 * half <= head_dim:
             raise _refuse("rotation", f"{half} angles per slot", f"a key has {head_dim} channels, two for each angle")
+    if (channels := tier.channels) is not None:
+        for name, x in (("scale", channels.scale), ("zero", channels.zero)):
+            vectors(f"the channels' {name}", x, (lists[-1], head_dim), device)
 
 
 def _tiers(pages: Tensor, tiers: list[TierPages], lists: tuple[int, ...], head_dim: int) -> None:

@@ -11,6 +11,11 @@ for a small float:
   scale gives the decoded vector the length of the vector that was stored.
 - `nvfp4`, `mxfp4`: e2m1, floats of 4 bits, as a table of halves: value = scale * magnitude / 2. NVFP4 has an e4m3
   scale, MXFP4 a power of two.
+- `book`: a code stands for a level of a table in ascending order, whole numbers from 0 to 255 that are not equally far
+  apart; value = scale * level + zero, where level 0 is the group's smallest number and 255 its largest. The table is
+  the format's (`SlotFormat.k_table`, `v_table`), found by calibration; without one, levels are equally far apart.
+- `book_channels`: the same without scales in the page: what is written is levels already, nearest ones are stored.
+  Scales belong to a channel for good and lie beside the pages (`backend.Channels`).
 
 Magnitudes are whole numbers below 128, so that a backend may multiply them in 8 bits.
 """
@@ -50,6 +55,7 @@ class Code:
         unit: Factor on a scale that turns levels into values.
         deviation: With `norm`: levels per standard deviation of the group.
         centre: What is taken off a level.
+        levels: Of calibrated tables: what each code stands for, in ascending order.
     """
 
     name: str
@@ -61,6 +67,7 @@ class Code:
     unit: float = 1.0
     deviation: float = 0.0
     centre: int = 0
+    levels: tuple[int, ...] = ()
 
     @property
     def is_float(self) -> bool:
@@ -70,7 +77,7 @@ class Code:
     @property
     def is_uniform(self) -> bool:
         """Levels are equally far apart."""
-        return not (self.magnitudes or self.is_float)
+        return not (self.magnitudes or self.levels or self.is_float)
 
     @property
     def scale_bytes(self) -> int:
@@ -81,34 +88,45 @@ class Code:
     def table(self) -> tuple[int, ...]:
         """The level of every code, a whole number below 256; value = (level - centre) * unit * scale + zero."""
         if not self.magnitudes:
-            return tuple(range(2**self.bits))
+            return self.levels or tuple(range(2**self.bits))
         return tuple(self.centre + sign * size for sign in (1, -1) for size in self.magnitudes)
 
     @property
     def midpoints(self) -> tuple[float, ...]:
-        """Where one magnitude ends and the next begins; a number on the border takes the even code."""
-        return tuple((a + b) / 2 for a, b in zip(self.magnitudes, self.magnitudes[1:], strict=False))
+        """Where one magnitude (or level) ends and the next begins; a number on the border takes the even code."""
+        sizes = self.magnitudes or self.levels
+        return tuple((a + b) / 2 for a, b in zip(sizes, sizes[1:], strict=False))
 
 
-NAMES = ("min_max", "symmetric", "e4m3", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4")
+NAMES = ("min_max", "symmetric", "e4m3", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4", "book", "book_channels")
+BOOK_TOP = 255  # the largest level of a calibrated table
 
 
 @cache
-def code_of(name: str, bits: int) -> Code:
+def code_of(name: str, bits: int, levels: tuple[int, ...] = ()) -> Code:
     """The code of a name and a number of bits.
 
+    Args:
+        name: One of `NAMES`.
+        bits: Bits per number.
+        levels: Of `book` and `book_channels`: the table, 2^bits whole numbers from 0 to 255 in ascending order; empty =
+            equally far apart.
+
     Raises:
-        ValueError: There is none, with what there is.
+        ValueError: There is none, with what there is; or the table is none for it.
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} names no code; choose one of {', '.join(NAMES)}")
     allowed = {"min_max": BITS, "symmetric": BITS[1:], "lloyd": tuple(_LLOYD), "nvfp4": (4,), "mxfp4": (4,)}
+    allowed |= dict.fromkeys(("book", "book_channels"), (2, 3, 4))
     if bits not in (wanted := allowed.get(name, (8,))):
         raise ValueError(f"{name} codes of {bits} bits do not exist; choose {' or '.join(map(str, wanted))} bits")
     if name == "min_max":
         return Code(name=name, bits=bits, zero=True, fit="range")
     if name == "symmetric":
         return Code(name=name, bits=bits, centre=2 ** (bits - 1))
+    if name.startswith("book"):
+        return _book(name, bits, levels)
     if name == "lloyd":
         magnitudes, deviation = _LLOYD[bits]
         return Code(name=name, bits=bits, fit="norm", magnitudes=magnitudes, deviation=deviation, centre=magnitudes[-1])
@@ -116,3 +134,22 @@ def code_of(name: str, bits: int) -> Code:
         scale: Scale = "e4m3" if name == "nvfp4" else "e8m0"
         return Code(name=name, bits=bits, scale=scale, magnitudes=_E2M1, unit=0.5, centre=_E2M1[-1])
     return Code(name=name, bits=bits, scale="none" if name == "e4m3" else "fp16")
+
+
+def _book(name: str, bits: int, levels: tuple[int, ...]) -> Code:
+    """A code of a calibrated table.
+
+    Raises:
+        ValueError: The levels are none.
+    """
+    last = 2**bits - 1
+    levels = levels or tuple(round(BOOK_TOP * code / last) for code in range(last + 1))
+    rises = all(low < high for low, high in zip(levels, levels[1:], strict=False))
+    if len(levels) != last + 1 or not rises or levels[0] < 0 or levels[-1] > BOOK_TOP:
+        raise ValueError(
+            f"a table of {bits} bits has {last + 1} whole numbers from 0 to {BOOK_TOP} in ascending order, but this "
+            f"one is {levels}"
+        )
+    if name == "book_channels":
+        return Code(name=name, bits=bits, scale="none", levels=levels)
+    return Code(name=name, bits=bits, zero=True, fit="range", levels=levels)

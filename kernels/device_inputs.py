@@ -26,6 +26,7 @@ TRACK = ("score", "pos")
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FORMATS: dict[str, dict] = {
     "k16v16": {"k_bits": 16, "v_bits": 16},
+    "k16v16, 39 key channels": {"k_bits": 16, "v_bits": 16, "k_channels": 39},
     "k16v16 bf16": {"k_bits": 16, "v_bits": 16, "dtype": torch.bfloat16},
     **{f"k{k}v{v}": {"k_bits": k, "v_bits": v} for k, v in ((8, 8), (8, 4), (4, 4), (4, 2), (2, 2), (2, 1), (1, 1))},
     "k4v2 symmetric": {"k_bits": 4, "v_bits": 2, "symmetric": True},

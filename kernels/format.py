@@ -4,10 +4,12 @@ A page is a run of `page_bytes` bytes that holds the slots of one (sequence, lay
 in order (T slots of D channels):
 
 - K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
-  bits the lower two come first, and behind them the third
+  bits the lower two come first, and behind them the third; of keys with fewer channels than values, the first ones
 - V codes [T, D * v_bits / 8]: slot after slot, planar likewise
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
 - V scale, V zero: fp16 [groups, T], likewise
+- K apart, V apart: fp16 [n, T], what n elements of each vector have beyond what their codes stand for; K where, V
+  where: bytes [n, T], which elements these are
 - score: fp32 [T], when tracked
 - pos: int32 [T], when tracked
 - K low, K high: elements [D], the smallest and largest value per key channel of the page, where steps choose pages by
@@ -27,6 +29,7 @@ import torch
 
 from kvbench.kernels.codes import BITS, SCALE_BYTES, Code, code_of
 
+APART_BYTES = 3  # of an element whose rest is kept apart: 16 bits, and which one it is
 TOKEN_QUANTUM = 8  # slots per page are a multiple of this: 8 slots x 2 bytes = one 16-byte lane of metadata
 
 
@@ -45,8 +48,13 @@ class SlotFormat:
         fp8: Where no code is named: 8-bit sides are e4m3 floats without metadata.
         k_code: How keys are coded, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
         v_code: How values are coded, likewise.
+        k_table: Of `book` keys: the level of each code; empty = equally far apart.
+        v_table: Likewise for values.
+        k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart in 16 bits.
+        v_apart: Likewise of `book` values with one group.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
+        k_channels: Channels that are stored of a key, the first ones; the others read as 0. Of elements only; 0 = all.
     """
 
     head_dim: int
@@ -59,8 +67,13 @@ class SlotFormat:
     fp8: bool = False
     k_code: str = ""
     v_code: str = ""
+    k_table: tuple[int, ...] = ()
+    v_table: tuple[int, ...] = ()
+    k_apart: int = 0
+    v_apart: int = 0
     dtype: torch.dtype = torch.float16
     track: tuple[str, ...] = ()
+    k_channels: int = 0
 
     def __post_init__(self) -> None:
         for side, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
@@ -72,6 +85,10 @@ class SlotFormat:
                 )
             if self.head_dim * bits % 8:
                 raise ValueError(f"head_dim={self.head_dim} x {side}={bits} is not a whole number of bytes")
+        if not 0 <= self.k_channels <= self.head_dim:
+            raise ValueError(f"k_channels={self.k_channels} must be 0 (all) to head_dim={self.head_dim}")
+        if self.k_channels and self.k_bits < 16:
+            raise ValueError(f"k_channels={self.k_channels} goes with keys of 16 bits, not with k_bits={self.k_bits}")
         for name, groups in (("k_groups", self.k_groups), ("v_groups", self.v_groups)):
             if groups < 1 or self.head_dim % groups:
                 raise ValueError(
@@ -80,6 +97,16 @@ class SlotFormat:
                 )
         if self.k_channel_group % TOKEN_QUANTUM:
             raise ValueError(f"k_channel_group={self.k_channel_group} must be a multiple of {TOKEN_QUANTUM} tokens")
+        for side, apart, code, groups in (
+            ("k", self.k_apart, self.keys, 1),
+            ("v", self.v_apart, self.values, self.v_groups),
+        ):
+            levels = code is not None and bool(code.levels) and groups == 1
+            if apart and not (levels and 0 < apart < self.head_dim <= 256):
+                raise ValueError(
+                    f"{side}_apart={apart} goes with codes of calibrated tables in one group, and fewer elements than "
+                    f"the at most 256 of a vector, of which there are {self.head_dim}; set it to 0"
+                )
         keys, _ = self.keys, self.values  # a code that does not exist is refused here
         if self.k_channel_group and keys is not None and not keys.is_uniform and keys.scale != "none":
             raise ValueError(
@@ -87,21 +114,26 @@ class SlotFormat:
                 f"{keys.name}; set it to 0"
             )
 
-    def _code(self, name: str, bits: int) -> Code | None:
+    def _code(self, name: str, bits: int, table: tuple[int, ...]) -> Code | None:
         if bits >= 16:
             return None
         plain = "e4m3" if self.fp8 and bits == 8 else "symmetric" if self.symmetric else "min_max"
-        return code_of(name or plain, bits)
+        return code_of(name or plain, bits, table)
 
     @cached_property
     def keys(self) -> Code | None:
         """How keys are coded; None = elements of `dtype`."""
-        return self._code(self.k_code, self.k_bits)
+        return self._code(self.k_code, self.k_bits, self.k_table)
 
     @cached_property
     def values(self) -> Code | None:
         """How values are coded; None = elements of `dtype`."""
-        return self._code(self.v_code, self.v_bits)
+        return self._code(self.v_code, self.v_bits, self.v_table)
+
+    @property
+    def key_channels(self) -> int:
+        """Channels that are stored of a key."""
+        return self.k_channels or self.head_dim
 
     @property
     def k_coded(self) -> bool:
@@ -126,7 +158,7 @@ class SlotFormat:
     @property
     def k_code_bytes(self) -> int:
         """Key bytes of one slot without metadata."""
-        return self.head_dim * self.k_bits // 8
+        return self.key_channels * self.k_bits // 8
 
     @property
     def v_code_bytes(self) -> int:
@@ -135,14 +167,16 @@ class SlotFormat:
 
     @property
     def k_meta_bytes(self) -> float:
-        """Key scale and zero bytes per slot (a fraction when channel groups are longer than the head dim allows)."""
+        """Key scale, zero and outlier bytes per slot (a fraction when channel groups are longer than the head dim)."""
         scales = self.head_dim / self.k_channel_group if self.channel_keys else self.k_groups
-        return 0.0 if self.keys is None else float(self.keys.scale_bytes * scales)
+        return 0.0 if self.keys is None else float(self.keys.scale_bytes * scales + APART_BYTES * self.k_apart)
 
     @property
     def v_meta_bytes(self) -> float:
-        """Value scale and zero bytes per slot."""
-        return 0.0 if self.values is None else float(self.values.scale_bytes * self.v_groups)
+        """Value scale, zero and outlier bytes per slot."""
+        return (
+            0.0 if self.values is None else float(self.values.scale_bytes * self.v_groups + APART_BYTES * self.v_apart)
+        )
 
     @property
     def track_bytes(self) -> int:
@@ -211,6 +245,8 @@ class PageFormat:
         for side, code, scales in (("k", slot.keys, k_scales), ("v", slot.values, slot.v_groups * tokens)):
             lengths[f"{side}_scale"] = 0 if code is None else SCALE_BYTES[code.scale] * scales
             lengths[f"{side}_zero"] = 2 * scales * (code is not None and code.zero)
+        for side, apart in (("k", slot.k_apart), ("v", slot.v_apart)):
+            lengths |= {f"{side}_apart": 2 * apart * tokens, f"{side}_where": apart * tokens}
         lengths |= {"score": 4 * tokens * ("score" in slot.track), "pos": 4 * tokens * ("pos" in slot.track)}
         if self.bounds:
             lengths |= dict.fromkeys(("k_low", "k_high"), self.bounds_bytes // 2)

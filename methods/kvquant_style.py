@@ -23,9 +23,10 @@ class KVQuantStyle(ByLayer):
 
     Source: KVQuant (Hooper et al. 2024), its per-channel, pre-RoPE keys and per-token values alone;
         SqueezeAILab/KVQuant.
-    Differs: this is not the whole method. Codes are uniform, not non-uniform by calibrated sensitivity; no outliers are
-        kept apart in a sparse matrix; the first token is not kept in 16 bits. Key scales are taken from each group of
-        tokens while running, not from calibration data, which is why whole groups wait in 16 bits.
+    Differs: this is not the whole method, of which `kvquant` has more. Codes are uniform, not non-uniform by calibrated
+        sensitivity; no outliers are kept apart in a sparse matrix; the first token is not kept in 16 bits. Key scales
+        are taken from each group of tokens while running, not from calibration data, which is why whole groups wait in
+        16 bits.
     """
 
     bits: Annotated[int, Choice((1, 2, 4, 8), unit="bits")] = 4

@@ -35,6 +35,7 @@ _FP8_KIND = 7
 _BOOK_KINDS = {2: 8, 3: 9, 4: 10}
 _SCALES: dict[Scale, int] = {"none": 0, "fp16": 1, "e4m3": 2, "e8m0": 3}
 _FITS: dict[Fit, int] = {"largest": 1, "norm": 2}
+_LEVELS = 3
 
 
 # These mirror the structs of the same names in csrc/plan.h, reduce.h and step.h.
@@ -42,7 +43,7 @@ class CodeStruct(ctypes.Structure):
     """How the numbers of one side are written."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "groups", "scale", "fit", "zero", "centre")),
+        *((name, ctypes.c_int32) for name in ("kind", "groups", "scale", "fit", "zero", "centre", "apart", "unused")),
         ("unit", ctypes.c_double),
         ("deviation", ctypes.c_double),
         ("levels", ctypes.c_float * 16),
@@ -65,8 +66,9 @@ def _struct(name: str, fields: str) -> type[ctypes.Structure]:
 
 TierStruct = _struct(
     "Tier",
-    "i slots_per_page num_columns k_channel_group unused c k v "
-    "l k_codes v_codes k_scale k_zero v_scale v_zero score pos p ids num_k num_v scores cos sin",
+    "i slots_per_page num_columns k_channel_group k_channels c k v "
+    "l k_codes v_codes k_scale k_zero v_scale v_zero k_apart k_where v_apart v_where score pos "
+    "p ids num_k num_v scores cos sin channel_scale channel_zero",
 )
 RingStruct = _struct(
     "Ring",
@@ -197,18 +199,19 @@ def check(status: int) -> None:
         raise AssertionError(_REFUSED[status])
 
 
-def _code_struct(fmt: PageFormat, code: Code | None, groups: int) -> CodeStruct:
+def _code_struct(fmt: PageFormat, code: Code | None, groups: int, apart: int) -> CodeStruct:
     if code is None:
         return CodeStruct(kind=ELEMENT_KINDS[fmt.slot.dtype], groups=groups)
-    in_table = code.magnitudes or code.bits == 3
+    in_table = code.magnitudes or code.levels or code.bits == 3
     kind = _FP8_KIND if code.is_float else _BOOK_KINDS[code.bits] if in_table else _CODE_KINDS[code.bits]
     struct = CodeStruct(
         kind=kind,
         groups=groups,
         scale=_SCALES[code.scale],
-        fit=0 if code.is_uniform else _FITS[code.fit],
+        fit=0 if code.is_uniform else _LEVELS if code.levels else _FITS[code.fit],
         zero=int(code.zero),
         centre=code.centre,
+        apart=apart,
         unit=code.unit,
         deviation=code.deviation,
     )
@@ -221,13 +224,15 @@ def _code_struct(fmt: PageFormat, code: Code | None, groups: int) -> CodeStruct:
 def format_struct(fmt: PageFormat) -> ctypes.Structure:
     """A struct with what the C++ side must know of a format, to be copied: filling one field by field takes longer."""
     slot = fmt.slot
-    offsets = {name: fmt.regions[name][0] for name in ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero")}
+    regions = ("codes", "scale", "zero", "apart", "where")
+    offsets = {name: fmt.regions[name][0] for name in (f"{side}_{each}" for side in "kv" for each in regions)}
     tracked = {name: fmt.regions[name][0] if name in slot.track else -1 for name in ("score", "pos")}
     return TierStruct(
         slots_per_page=fmt.tokens_per_page,
         k_channel_group=slot.k_channel_group if slot.channel_keys else 0,
-        k=_code_struct(fmt, slot.keys, slot.k_groups),
-        v=_code_struct(fmt, slot.values, slot.v_groups),
+        k_channels=slot.k_channels,
+        k=_code_struct(fmt, slot.keys, slot.k_groups, slot.k_apart),
+        v=_code_struct(fmt, slot.values, slot.v_groups, slot.v_apart),
         **offsets,
         **tracked,
     )
@@ -258,6 +263,10 @@ def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, k
         tables = angle.cos(), angle.sin()
         keep += tables
         entry.cos, entry.sin = (x.data_ptr() for x in tables)
+    if tier.channels is not None:
+        own = plain(tier.channels.scale), plain(tier.channels.zero)
+        keep += own
+        entry.channel_scale, entry.channel_zero = (x.data_ptr() for x in own)
 
 
 def ring_struct(ring: Ring, keep: list[Tensor]) -> ctypes.Structure:

@@ -84,6 +84,8 @@ def open_step(
     head_dim = tiers[0].fmt.slot.head_dim
     if pages.device.type != "cpu" or not pages.is_contiguous() or head_dim > load().max_channels:
         return None
+    if any(tier.channels is not None for tier in tiers):  # which are a layer's
+        return None
     if ring is not None and not (ring.k.dtype in ELEMENT_KINDS and ring.k.is_contiguous() and ring.v.is_contiguous()):
         return None
     tensors = [pages]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvbench.kernels import checks
 from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.codes import BITS, code_of
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields as gpu_fields
@@ -44,6 +45,20 @@ class Gpu(Reference):
     is_reference = False
     takes_lse = True
     keeps_tables = True
+    # No table that a calibration found: the reference does what pages with one are asked for.
+    codes = frozenset(
+        code_of(name, bits)
+        for name, widths in {
+            "min_max": BITS,
+            "symmetric": BITS[1:],
+            "lloyd": (2, 3, 4),
+            "nvfp4": (4,),
+            "mxfp4": (4,),
+            "e4m3": (8,),
+            "e4m3_scaled": (8,),
+        }.items()
+        for bits in widths
+    )
 
     def refusal(self, device: torch.device) -> str:
         """Why the kernels cannot run on a device, with a remedy; empty where they can."""

@@ -42,7 +42,8 @@ def _slot_values(
     P: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, OFF: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
     GROUPS: tl.constexpr, CHANNEL: tl.constexpr, CODE: tl.constexpr, ELEM: tl.constexpr,
 ):  # fmt: skip
-    """Channels of single slots, fp32, in the broadcast shape of `base`, `slot` and `channel`; 0 where masked.
+    """Channels of single slots, fp32, in the broadcast shape of `base`, `slot` and `channel`; 0 where masked, and of
+    channels that keys are stored without.
 
     A code times its fp16 scale is exact in fp32, so nothing depends on whether the zero is added in the same step.
     """
@@ -51,7 +52,8 @@ def _slot_values(
             cell = channel * T + slot
         else:
             cell = slot * D + channel
-        return tl.load((base + OFF).to(tl.pointer_type(ELEM)) + cell, mask=mask, other=0.0).to(tl.float32)
+        held = mask & (channel < W)
+        return tl.load((base + OFF).to(tl.pointer_type(ELEM)) + cell, mask=held, other=0.0).to(tl.float32)
     else:
         if KEYS:
             cell = (channel % W) * T + slot

@@ -124,7 +124,7 @@ def side_layout(fmt: PageFormat, side: str, least: int = MIN_DOT) -> SideLayout:
         (slot.keys, slot.k_bits, slot.k_groups) if side == "k" else (slot.values, slot.v_bits, slot.v_groups)
     )
     planes = 1 if code is None else 8 if bits == 3 else 8 // bits
-    width = slot.head_dim // planes
+    width = (slot.key_channels if side == "k" else slot.head_dim) // planes
     return SideLayout(
         BITS=0 if code is not None and code.is_float else bits,
         P=planes,

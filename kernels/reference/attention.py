@@ -34,6 +34,14 @@ def rotate(x: Tensor, angle: Tensor, dim: int = -1) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim)
 
 
+def _of_channels(tier: TierPages, keys: Tensor) -> Tensor:
+    """Keys [S, H, m, D, T] with the scales of their channels, where those lie beside the pages."""
+    if tier.channels is None:
+        return keys
+    scale, zero = (x[:, None, :, None] for x in (tier.channels.scale, tier.channels.zero))
+    return keys * scale + zero
+
+
 def _ring_ordinals(num_tokens: Tensor, start: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Which token each ring entry holds, int64 [S, H, R], and whether it is live (bool)."""
     last = num_tokens[..., None] - 1
@@ -60,7 +68,7 @@ def paged_decode(
     logits, values, widths = [], [], []
     for tier in tiers:
         keys, vals = read_pages(pages, tier.fmt, tier.ids.flatten())
-        keys = keys.unflatten(0, tier.ids.shape)  # [S, H, m, D, T]
+        keys = _of_channels(tier, keys.unflatten(0, tier.ids.shape))  # [S, H, m, D, T]
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
         slot = torch.arange(width, device=q.device)
         if tier.rotation is None:
@@ -171,7 +179,7 @@ def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tu
     keys, values, live = [], [], []
     for tier in tiers:
         k, v = read_pages(pages, tier.fmt, tier.ids.flatten())
-        k = k.unflatten(0, tier.ids.shape).transpose(3, 4).flatten(2, 3)
+        k = _of_channels(tier, k.unflatten(0, tier.ids.shape)).transpose(3, 4).flatten(2, 3)
         v = v.unflatten(0, tier.ids.shape).flatten(2, 3)
         slot = torch.arange(k.shape[2], device=k.device)
         if tier.rotation is not None:

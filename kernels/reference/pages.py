@@ -6,6 +6,7 @@ Arguments and results of the public functions are those of the `Backend` methods
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import checks
@@ -30,6 +31,8 @@ def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
         return _numbers(raw, slot.values, name).unflatten(1, (slot.v_groups, tokens))
     if name in ("k_low", "k_high"):
         return raw.view(slot.dtype)
+    if name.endswith(("apart", "where")):
+        return (raw.view(torch.float16) if name.endswith("apart") else raw).unflatten(1, (-1, tokens))
     return raw.view(torch.float32 if name == "score" else torch.int32)
 
 
@@ -41,18 +44,24 @@ def _numbers(raw: Tensor, code: Code | None, name: str) -> Tensor:
 
 @dataclass
 class _Side:
-    """Encoded vectors: bytes or elements [M, W]; scales and zeros [M, groups] where their code has them."""
+    """Encoded vectors: bytes or elements [M, W]; scales and zeros [M, groups] where their code has them; and where the
+    rest of some elements is kept apart which these are, and the rest, [M, n]."""
 
     codes: Tensor
     scale: Tensor | None = None
     zero: Tensor | None = None
+    where: Tensor | None = None
+    apart: Tensor | None = None
 
 
-def _encode(x: Tensor, code: Code | None, groups: int, fmt: PageFormat) -> _Side:
+def _encode(x: Tensor, code: Code | None, groups: int, apart: int, fmt: PageFormat) -> _Side:
     """Encodes vectors [M, D] with one scale per group of channels; without a code, as elements."""
     slot = fmt.slot
     if code is None:
         return _Side(x.to(slot.dtype))
+    if apart:
+        codes, scale, zero, where, rest = quant.encode_apart(x, code, apart)
+        return _Side(quant.pack(codes, code.bits), scale, zero, where, rest)
     codes, *metadata = quant.encode(x.unflatten(-1, (groups, -1)), code, metadata_first=slot.channel_keys)
     return _Side(quant.pack(codes.flatten(-2), code.bits), *(None if m is None else m[..., 0] for m in metadata))
 
@@ -64,7 +73,7 @@ def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Te
     form = fmt.slot
     codes = region(pages, fmt, "k_codes")
     if not form.channel_keys:
-        side = _encode(k, form.keys, form.k_groups, fmt)
+        side = _encode(k[:, : form.key_channels], form.keys, form.k_groups, form.k_apart, fmt)
         codes[page, :, slot] = side.codes
         _write_metadata(pages, fmt, "k", page, slot, side)
         return
@@ -85,14 +94,14 @@ def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: 
     """Encodes values [M, D] and writes them to their slots."""
     checks.write(pages, fmt, page, slot, v, keys=False)
     checks.within(fmt, len(pages), page, slot)
-    side = _encode(v, fmt.slot.values, fmt.slot.v_groups, fmt)
+    side = _encode(v, fmt.slot.values, fmt.slot.v_groups, fmt.slot.v_apart, fmt)
     region(pages, fmt, "v_codes")[page, slot] = side.codes
     _write_metadata(pages, fmt, "v", page, slot, side)
 
 
 def _write_metadata(pages: Tensor, fmt: PageFormat, kind: str, page: Tensor, slot: Tensor, side: _Side) -> None:
-    """Writes the scales and zeros, where there are any, of keys (kind `k`) or values (`v`)."""
-    for name, stored in (("scale", side.scale), ("zero", side.zero)):
+    """Writes the scales, zeros and outliers, where there are any, of keys (kind `k`) or values (`v`)."""
+    for name, stored in (("scale", side.scale), ("zero", side.zero), ("where", side.where), ("apart", side.apart)):
         if stored is not None:
             region(pages, fmt, f"{kind}_{name}")[page, :, slot] = stored
 
@@ -127,12 +136,16 @@ def write_tracked(
         region(pages, fmt, "pos")[page, slot] = pos.to(torch.int32)
 
 
-def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+_META = ("scale", "zero", "where", "apart")
+_Meta = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _decode_keys(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
     """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group,
     D]), None where the code has none."""
-    form = fmt.slot
+    form, (scale, zero, *apart) = fmt.slot, meta
     if form.keys is None:
-        return codes.float()
+        return F.pad(codes.float(), (0, 0, 0, form.head_dim - form.key_channels))
     values = quant.unpack(codes, form.k_bits, dim=1)
     if form.channel_keys:
         shape = values.shape
@@ -141,17 +154,35 @@ def _decode_keys(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Ten
         return quant.decode(values, scale, zero, form.keys).reshape(shape)
     values = values.unflatten(1, (form.k_groups, -1))
     scale, zero = (None if x is None else x[:, :, None] for x in (scale, zero))
-    return quant.decode(values, scale, zero, form.keys).flatten(1, 2)
+    return _with_rest(quant.decode(values, scale, zero, form.keys).flatten(1, 2), 1, *apart)
 
 
-def _decode_values(fmt: PageFormat, codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+def _decode_values(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
     """fp32 values [X, n, D] from codes [X, n, W] and metadata [X, groups, n], absent as in `_decode_keys`."""
     form = fmt.slot
     if form.values is None:
         return codes.float()
     values = quant.unpack(codes, form.v_bits).unflatten(-1, (form.v_groups, -1))
-    scale, zero = (None if x is None else x.transpose(1, 2)[..., None] for x in (scale, zero))
-    return quant.decode(values, scale, zero, form.values).flatten(-2)
+    scale, zero, where, apart = (None if x is None else x.transpose(1, 2) for x in meta)
+    scale, zero = (None if x is None else x[..., None] for x in (scale, zero))
+    return _with_rest(quant.decode(values, scale, zero, form.values).flatten(-2), 2, where, apart)
+
+
+def _with_rest(values: Tensor, dim: int, where: Tensor | None, apart: Tensor | None) -> Tensor:
+    """Adds what is kept apart; of slots that were never written, to whatever element."""
+    if where is None or apart is None:
+        return values
+    return values.scatter_add(dim, where.long().clamp(max=values.shape[dim] - 1), apart.float())
+
+
+def _metadata(pages: Tensor, fmt: PageFormat, side: str, page: Tensor, slot: Tensor | None = None) -> _Meta:
+    """What lies beside the codes of pages, or of one slot of each; None for what the format has not."""
+    views = [region(pages, fmt, f"{side}_{n}") if fmt.regions[f"{side}_{n}"][1] else None for n in _META]
+    if slot is None:
+        scale, zero, where, apart = (None if view is None else view[page] for view in views)
+    else:
+        scale, zero, where, apart = (None if view is None else view[page, :, slot][..., None] for view in views)
+    return scale, zero, where, apart
 
 
 def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,10 +197,8 @@ def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Ten
         keys fp32 [X, D, T] (transposed, as they lie in the page) and values fp32 [X, T, D]. Slots never written hold
         anything, also NaN.
     """
-    k_meta = [region(pages, fmt, n)[ids] if fmt.regions[n][1] else None for n in ("k_scale", "k_zero")]
-    v_meta = [region(pages, fmt, n)[ids] if fmt.regions[n][1] else None for n in ("v_scale", "v_zero")]
-    keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], *k_meta)
-    return keys, _decode_values(fmt, region(pages, fmt, "v_codes")[ids], *v_meta)
+    keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], _metadata(pages, fmt, "k", ids))
+    return keys, _decode_values(fmt, region(pages, fmt, "v_codes")[ids], _metadata(pages, fmt, "v", ids))
 
 
 def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,14 +209,9 @@ def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tu
         keys, values = read_pages(pages, fmt, page)
         row = torch.arange(len(page), device=page.device)
         return keys[row, :, slot], values[row, slot]
-    k_meta = [
-        region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("k_scale", "k_zero")
-    ]
-    v_meta = [
-        region(pages, fmt, n)[page, :, slot][..., None] if fmt.regions[n][1] else None for n in ("v_scale", "v_zero")
-    ]
-    keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[page, :, slot][..., None], *k_meta)
-    values = _decode_values(fmt, region(pages, fmt, "v_codes")[page, slot][:, None], *v_meta)
+    k_meta, v_meta = (_metadata(pages, fmt, side, page, slot) for side in "kv")
+    keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[page, :, slot][..., None], k_meta)
+    values = _decode_values(fmt, region(pages, fmt, "v_codes")[page, slot][:, None], v_meta)
     return keys[..., 0], values[:, 0]
 
 

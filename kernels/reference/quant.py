@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvbench.kernels.codes import E4M3_LARGEST, Code
+from kvbench.kernels.codes import BOOK_TOP, E4M3_LARGEST, Code
 
 
 def quantize(
@@ -126,6 +126,8 @@ def encode(x: Tensor, code: Code, *, metadata_first: bool = False) -> tuple[Tens
         codes, scale, zero = quantize(x, code.bits, symmetric=not code.zero, metadata_first=metadata_first)
         return codes, scale, zero if code.zero else None
     x = x.float()
+    if code.levels:
+        return _encode_levels(x, code)
     if code.scale == "none":
         return to_fp8(x), None, None
     if code.is_float:
@@ -155,7 +157,51 @@ def decode(codes: Tensor, scale: Tensor | None, zero: Tensor | None, code: Code)
         assert scale is not None, "integer codes have scales"
         return dequantize(codes, scale, zero, code.bits, symmetric=not code.zero)
     levels = from_fp8(codes) if code.is_float else torch.tensor(code.table, device=codes.device)[codes.int()].float()
+    if zero is not None:
+        assert scale is not None, "what has a zero has a scale"
+        return levels * scale.float() + zero.float()
     return levels if scale is None else (levels - code.centre) * load_scale(scale, code)
+
+
+def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """As `encode` with a calibrated table, and what some elements have beyond their codes: with a scale the largest
+    ones, which it does not span then, else those that their codes miss by most.
+
+    Args:
+        x: [..., n].
+        code: `book` or `book_channels`.
+        count: How many elements of a vector; where several are alike, the first ones.
+
+    Returns:
+        codes, scale and zero; which elements, uint8 [..., count]; what they have beyond their codes, fp16 [..., count].
+    """
+    x = x.float()
+    if code.scale != "none":
+        where = x.abs().argsort(dim=-1, descending=True, stable=True)[..., :count]
+        codes, scale, zero = _encode_levels(x, code, where)
+    else:
+        codes, scale, zero = _encode_levels(x, code)
+        missed = (x - decode(codes, scale, zero, code)).abs()
+        where = missed.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    rest = (x - decode(codes, scale, zero, code)).gather(-1, where)
+    return codes, scale, zero, where.to(torch.uint8), rest.half()
+
+
+def _encode_levels(x: Tensor, code: Code, apart: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Codes of a calibrated table, with fp16 scale and zero [..., 1] where it has them: those that are stored are those
+    that numbers are coded with. Elements `apart` (int64 [..., count]) do not count for them."""
+    scale = zero = None
+    if code.scale != "none":
+        low, high = (x if apart is None else x.scatter(-1, apart, end) for end in (math.inf, -math.inf))
+        low = low.amin(-1, keepdim=True) + 0.0
+        scale, zero = ((high.amax(-1, keepdim=True) - low + 0.0) / BOOK_TOP).half(), low.half()
+        by = scale.float()
+        dead = ~((by > 0) & (by < math.inf))
+        x = torch.where(dead, 0.0, (x - zero.float()) / torch.where(dead, 1.0, by))
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for lower, border in enumerate(code.midpoints):
+        codes += (x > border) if lower % 2 == 0 else (x >= border)
+    return codes, scale, zero
 
 
 def _nearest(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:

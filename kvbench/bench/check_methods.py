@@ -41,10 +41,13 @@ SMALL = {
     "protected": 8,
     "skip_near": 2,
 }
-# What belongs to one model, of two layers with two KV heads of width 64: gates, and mean queries for triattention.
+# What belongs to one model, of two layers with two KV heads of width 64: gates, mean queries for triattention, and
+# books for kvquant, whose levels are those of nobody.
+_LEVELS = [code * 255 // (2**bits - 1) for bits in (2, 3, 4) for _ in "kv" for code in range(2**bits)]
 TABLE = {
     "table": [[0.9, 0.1], [0.2, 0.8]],
     "centres": [[round(math.sin(i * (layer + 1)), 3) for i in range(192)] for layer in range(2)],
+    "books": [[*_LEVELS, *[(0.01, 0.02)[layer]] * 128, *[-1.5] * 128] for layer in range(2)],
 }
 MODEL = "random preset=tiny num_layers=2"
 

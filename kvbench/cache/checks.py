@@ -64,12 +64,22 @@ class CheckedPlans:
         judge((tier_of.amin() < EVICT) | (most.amax() >= num_tiers), f"tier_of must hold {self._tiers_in_words}")
         judge(most < 0, "tier_of must keep at least one token of every head")
         if self._policy.position_mode == "pre_rope":
-            judge(tier_of != 0, "position_mode='pre_rope' must keep every token in tier 0")
+            moves = (tier_of < 0) | (tier_of != tier_of[:, :1])
+            moves[..., 1:] |= tier_of[..., 1:] > tier_of[..., :-1]
+            last = ", the first ones in later tiers and all heads alike" if self._num_tiers > 1 else " in tier 0"
+            judge(moves, f"position_mode='pre_rope' must keep every token{last}")
         if plan.score is not None:
             self._check_tensor(plan.score, "score", shape, "plan_prefill", when)
             if not plan.score.is_floating_point():
                 raise self._error("plan_prefill", when, f"score is {_dtype(plan.score)}, but it must be float32")
             judge(~torch.isfinite(plan.score), "score must be finite")
+        if self._policy.score.orders_channels:
+            dim = self._pages.formats[0].slot.head_dim
+            order = self._whole(plan.channels, "channels", (*shape[:2], dim), "plan_prefill", when)
+            each = torch.arange(dim, device=order.device)
+            judge(order.long().sort(-1).values != each, "channels must name every key channel of a list once")
+        elif plan.channels is not None:
+            raise self._error("plan_prefill", when, "channels are ordered, but the method's statistic measures none")
         return plan
 
     def decode(self, view: DecodeView) -> DecodePlan:
@@ -87,6 +97,8 @@ class CheckedPlans:
         if type(plan.tier) is not int or not 0 <= plan.tier < self._num_tiers:
             last = self._num_tiers - 1
             raise self._error("plan_decode", when, f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
+        if plan.tier and self._policy.position_mode == "pre_rope":
+            raise self._error("plan_decode", when, f"tier={plan.tier}, but position_mode='pre_rope' appends to tier 0")
         return self._check_slots(plan, view, when) if plan.slot is not None else plan
 
     def due(self, view: DecodeView) -> Tensor:

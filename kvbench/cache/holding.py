@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvbench.cache.channels import Channels, reorder
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.due import Due
@@ -39,17 +40,20 @@ class Holding:
         self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, turns, first_layer)
         self.plans = CheckedPlans(policy, pages)
         self.due = Due(policy, self.plans, pages.late, pages.on_device)
+        self.channels = Channels(pages.shape[0], shape) if policy.score.orders_channels else None
         self.fit: Fit | None = None  # what a budget in bytes buys; the store's, which knows what else a row holds
 
     @property
     def allocated_bytes(self) -> int:
         """What is held beside the pages."""
-        return 0 if self.scores.queries is None else self.scores.queries.allocated_bytes
+        orders = 0 if self.channels is None else self.channels.allocated_bytes
+        return orders + (0 if self.scores.queries is None else self.scores.queries.allocated_bytes)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of one row beside its pages, whatever it holds: (counters, rings)."""
-        return 0, 0 if self.scores.queries is None else self.scores.queries.row_bytes
+        """Bytes of one row beside its pages, whatever it holds: (counters and orders of channels, rings)."""
+        orders = 0 if self.channels is None else self.channels.row_bytes
+        return orders, 0 if self.scores.queries is None else self.scores.queries.row_bytes
 
     # What is held.
 
@@ -84,6 +88,8 @@ class Holding:
         lists, homes = self.pages.layer_lists(rows, layer), self.pages.homes
         present = range(len(self.pages.formats)) if homes is None else [tier for tier, _ in homes.in_layer(layer)]
         tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in present]
+        if self.pages.books is not None:
+            self.pages.books.attach(tiers, layer)
         return tiers, None
 
     def view(self, rows: Tensor, numbers: Sequence[int] = ()) -> PagesView:
@@ -99,9 +105,14 @@ class Holding:
             self.pages, self.counters, rows, self.policy.score, self.plans.find, measure, self.fit, numbers
         )
 
-    def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as attention over pages takes them."""
-        return self.turns.keys.turn(q), self.turns.keys.turn(k), self.turns.values.turn(v)
+    def turned(self, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [S, Hq, D], keys and values [S, H, D] of one layer of rows int64 [S] (or of tokens of one row) as
+        attention over pages takes them."""
+        q, k = self.turns.keys.turn(q), self.turns.keys.turn(k)
+        if self.channels is not None:
+            order = self.channels.of(rows, layer)
+            q, k = reorder(q, order), reorder(k, order)
+        return q, k, self.turns.values.turn(v)
 
     # Rows.
 
@@ -125,3 +136,5 @@ class Holding:
         self.pages.table.share(*(self.pages.lists_of(row[None]) for row in rows))
         if self.scores.queries is not None:
             self.scores.queries.copy(source, target)
+        if self.channels is not None:
+            self.channels.copy(source, target)

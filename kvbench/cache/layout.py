@@ -118,10 +118,12 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
     Raises:
         ValueError: A group does not divide the head dim.
     """
+    kept = tier.key_channels(shape.head_dim)
+    few = kept if kept < shape.head_dim else 0
     dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16
     if tier.native:
         bits = dtype.itemsize * 8
-        return SlotFormat(head_dim=shape.head_dim, k_bits=bits, v_bits=bits, dtype=dtype, track=track)
+        return SlotFormat(head_dim=shape.head_dim, k_bits=bits, v_bits=bits, dtype=dtype, track=track, k_channels=few)
     channel = tier.k_axis == "channel"
     return SlotFormat(
         head_dim=shape.head_dim,
@@ -134,8 +136,11 @@ def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...]) -> SlotF
         fp8=tier.fp8,
         k_code=tier.k_code,
         v_code=tier.v_code,
+        k_apart=tier.k_apart,
+        v_apart=tier.v_apart,
         dtype=dtype,
         track=track,
+        k_channels=few,
     )
 
 
@@ -159,6 +164,7 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
         raise ValueError(f"{type(policy).__name__} has {len(tiers)} tiers; the page tables hold one to four")
     if policy.by_layer is not None:
         _check_layers(policy, shape)
+    _check_channels(policy, options)
     wanted = {*policy.score.track, *options.track}
     track = tuple(name for name in ("score", "pos") if name in wanted)
     slots = [compile_tier(tier, shape, track) for tier in tiers]
@@ -209,6 +215,32 @@ def _check_layers(policy: Policy, shape: ModelShape) -> None:
     if policy.residual is not None and any(len(set(row)) > 1 for row in table):
         raise ValueError(
             f"{name} has a residual buffer, which leaves a layer's heads together; give {given} one precision per layer"
+        )
+
+
+def _check_channels(policy: Policy, options: StoreOptions) -> None:
+    """Refuses what does not go with keys whose channels have an order of their own.
+
+    Raises:
+        ValueError: Names it.
+    """
+    orders, statistic = policy.score.orders_channels, type(policy.score.statistic).__name__
+    if not orders and all(tier.k_kept == 1 for tier in policy.tiers):
+        return
+    name = type(policy).__name__
+    if not orders:
+        raise ValueError(f"{name} stores some key channels only, but {statistic} does not measure them (of_channels)")
+    looks = policy.compact_every or policy.reading is not None or policy.score.statistic.answers("of_token")
+    if looks or policy.residual is not None or policy.by_layer is not None or policy.in_chunks:
+        raise ValueError(
+            f"{name} orders key channels once, behind the prompt: it cannot measure keys later, read pages by bounds, "
+            "have a residual buffer or precisions by layer, or read a prompt in chunks"
+        )
+    if policy.position_mode != "absolute" or policy.granularity != "kv_head":
+        raise ValueError(f"{name} orders the channels of KV heads' keys, which are stored with their positions")
+    if options.rotation != "none" or any(tier.turned != "none" for tier in policy.tiers):
+        raise ValueError(
+            f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set store.rotation=none"
         )
 
 

@@ -24,6 +24,7 @@ ITEMS = (
     "residual_slack_bytes",
     "table_bytes",
     "free_list_bytes",
+    "book_bytes",
 )
 
 
@@ -73,12 +74,13 @@ class Ledger:
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
         self.fit = Fit(policy, self._pages, lambda: sum(self.fixed_row_bytes()), first.paged_slots)
+        self._open: set[int] = set()
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
     # What is held now.
 
-    def fixed_row_bytes(self) -> tuple[int, int]:
-        """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings)."""
+    def fixed_row_bytes(self) -> tuple[int, int, int]:
+        """Bytes of one row that do not depend on its tokens: (tables and counters, residual rings, codebooks)."""
         fixed = rings = 0
         for part in self._parts:
             counters, ring = part.row_bytes
@@ -87,7 +89,13 @@ class Ledger:
             rings += ring
         solved = self.fit.tokens.element_size() * (self.fit.budget is not None)
         size = self._ranks.size  # processes hold alike many heads
-        return fixed * size + self._counters.repeated_bytes + solved, rings * size
+        return fixed * size + self._counters.repeated_bytes + solved, rings * size, self.book_bytes
+
+    @property
+    def book_bytes(self) -> int:
+        """Bytes of a model's codebooks, which all rows share and each is billed as if it were alone."""
+        found = [part.pages.books for part in self._parts if part.pages.books is not None]
+        return sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in found)
 
     @property
     def _page_bytes(self) -> int:
@@ -95,7 +103,8 @@ class Ledger:
         return self._pages.pool.page_bytes + self._pages.pool.free_list.element_size()
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
-        """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters and rings."""
+        """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
+        codebooks."""
         return self._num_pages(rows) * self._page_bytes + sum(self.fixed_row_bytes())
 
     def _num_pages(self, rows: Tensor) -> Tensor:
@@ -108,14 +117,14 @@ class Ledger:
 
     @property
     def shared_bytes(self) -> int:
-        """What the rows together hold less than their resident bytes say, because they share pages.
+        """What the rows together hold less than their resident bytes say, because they share pages and codebooks.
 
         A row's own bytes are those that it would hold alone, so that they do not depend on what is beside it. The sum
         over all open rows, less this, is what is really held.
         """
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
-        return num_pages * self._page_bytes
+        return num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
 
     def row_bytes(self, row: int) -> int:
         """Resident bytes of one row."""
@@ -127,8 +136,9 @@ class Ledger:
         Returns:
             `payload_bytes` codes and 16-bit elements in pages; `quant_meta_bytes` scales and zeros; `track_bytes`
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
-            tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables and counters;
-            `free_list_bytes` one free-list entry per page; `resident_bytes` their sum.
+            tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables, counters and
+            orders of key channels; `free_list_bytes` one free-list entry per page; `book_bytes` codebooks of the model
+            beside the pages; `resident_bytes` their sum.
         """
         total = dict.fromkeys(ITEMS, 0)
         formats = self._pages.formats
@@ -154,7 +164,7 @@ class Ledger:
         pool = self._pages.pool
         total["slack_bytes"] = num_pages * pool.page_bytes - filled
         total["free_list_bytes"] = num_pages * pool.free_list.element_size()
-        total["table_bytes"], rings = self.fixed_row_bytes()
+        total["table_bytes"], rings, total["book_bytes"] = self.fixed_row_bytes()
         total["residual_slack_bytes"] = rings - total["residual_bytes"]
         total["resident_bytes"] = sum(total[name] for name in ITEMS)
         return total
@@ -165,6 +175,11 @@ class Ledger:
         """Begins a row anew."""
         self._pages.late.collect()
         self.meters[row] = RowMeter()
+        self._open.add(row)
+
+    def close(self, row: int) -> None:
+        """Notes that a row holds nothing any more."""
+        self._open.discard(row)
 
     def fork(self, source: int, row: int) -> None:
         """Begins a row that was copied: it has the peaks of its source, and no steps of its own yet."""

@@ -58,7 +58,8 @@ class Paged(Holding):
         self.pages.table.reserve(prompt.lists, tier, kept.count)
         page, slot = self.pages.table.lookup(prompt.lists[head], tier, kept.ordinal)
         score = 0.0 if prompt.score is None else prompt.score[head, token]
-        self.pages.put(tier, page, slot, prompt.paged_k[head, token], prompt.v[head, token], score=score, pos=token)
+        k, v, of = prompt.paged_k[head, token], prompt.v[head, token], (prompt.layer, head)
+        self.pages.put(tier, page, slot, k, v, score=score, pos=token, of=of)
 
     def extend_prompt(
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
@@ -73,7 +74,7 @@ class Paged(Holding):
         """
         lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
         position = torch.arange(tier_of.shape[1] - k.shape[1], tier_of.shape[1], device=k.device)
-        reslot.replan(self.pages, lists, tier_of, pos, self.rope.strip(k, position), v, peak)
+        reslot.replan(self.pages, layer, lists, tier_of, pos, self.rope.strip(k, position), v, peak)
 
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; see `CompressedStore.append_chunk`."""
@@ -102,6 +103,7 @@ class Paged(Holding):
                 own_v.flatten(0, 1),
                 score=self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0,
                 pos=position.repeat(len(lists)),
+                of=(layer, torch.arange(len(lists), device=k.device).repeat_interleave(chunk)),
             )
         return out
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvbench.cache.books import Books
 from kvbench.cache.homes import Homes
 from kvbench.cache.late import Late, Receiver
 from kvbench.kernels import memory
@@ -54,6 +55,7 @@ class Pages:
         homes: Homes | None = None,
     ) -> None:
         self.homes = homes
+        self.books: Books | None = None  # what a calibration found, where the method has codes of calibrated tables
         self.formats, self.shape, self.backend = formats, shape, backend
         size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
         max_pages = -(-max_slots // min(tokens)) + len(tokens)
@@ -93,8 +95,13 @@ class Pages:
 
     @property
     def allocated_bytes(self) -> int:
-        """What the allocator holds: pool, free list and tables."""
-        return self.pool.allocated_bytes + self.table.allocated_bytes
+        """What the allocator holds: pool, free list, tables and codebooks."""
+        return self.pool.allocated_bytes + self.table.allocated_bytes + self.book_bytes
+
+    @property
+    def book_bytes(self) -> int:
+        """Bytes of the codebooks, which all rows share."""
+        return 0 if self.books is None else self.books.nbytes
 
     @property
     def num_planned(self) -> int:
@@ -258,6 +265,7 @@ class Pages:
         distinct: bool = False,
         score: Tensor | float = 0.0,
         pos: Tensor | None = None,
+        of: tuple[int, Tensor] | None = None,
     ) -> None:
         """Writes slots: keys with the bounds of their pages, values, tracked fields.
 
@@ -269,8 +277,13 @@ class Pages:
             distinct: No page comes twice, as in a decode step.
             score: fp32 [M] or one number, where the format tracks it.
             pos: int64 [M]; None writes no tracked field.
+            of: Whose slots they are: the layer, and the heads int64 [M]; only codebooks ask for it.
         """
         fmt, pages = self.formats[tier], self.pool.pages
+        if self.books is not None and (k is not None or v is not None):
+            assert of is not None, "tables of codes belong to a layer"
+            fmt = self.books.format(tier, of[0])
+            k = None if k is None else self.books.levels(tier, *of, k)
         if k is not None:
             self.backend.write_keys(pages, fmt, page, slot, k)
             if fmt.bounds:

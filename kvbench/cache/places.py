@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+from kvbench.cache.books import Books
 from kvbench.cache.buffered import Buffered
 from kvbench.cache.counters import Counters
 from kvbench.cache.homes import Homes
@@ -72,6 +73,9 @@ def make_holding(
             memory_share=options.memory_share,
             homes=homes_of(first_layer, own),
         )
+        if policy.codebooks is not None:
+            first_head = shape.ranks.index * own.num_kv_heads
+            pages.books = Books(policy.codebooks, pages.formats, own, first_layer, first_head)
         lists = shape.num_layers * shape.num_kv_heads * copies
         at_home = {0: lists} if table is None else Counter(tier for row in table for tier in row)
         pages.at_home = sorted(at_home.items())

@@ -15,13 +15,21 @@ Arrivals = tuple[Tensor, Tensor, Tensor, Tensor]  # head and position int64 [M],
 
 
 def replan(
-    pages: Pages, lists: Tensor, tier_of: Tensor, pos: list[Tensor], k: Tensor, v: Tensor, peak: Callable[[], None]
+    pages: Pages,
+    layer: int,
+    lists: Tensor,
+    tier_of: Tensor,
+    pos: list[Tensor],
+    k: Tensor,
+    v: Tensor,
+    peak: Callable[[], None],
 ) -> None:
     """Carries out a plan for one layer of a prompt: what goes leaves, what changes its tier is encoded again, and the
     newest chunk is written.
 
     Args:
         pages: The pages.
+        layer: The layer that the lists are of.
         lists: int64 [H], which share no page with others.
         tier_of: int8 [H, N] the tier of each position so far; a held one never goes to an earlier tier.
         pos: Per tier, int32 [H, slots] what lies where; is brought up to date.
@@ -38,7 +46,7 @@ def replan(
     for tier in range(len(pages.formats)):
         head, token = (tier_of[:, first:] == tier).nonzero(as_tuple=True)
         chunk = head, first + token, k[head, token], v[head, token]
-        pos[tier] = append(pages, tier, lists, [*arrivals[tier], chunk], pos[tier])
+        pos[tier] = append(pages, tier, layer, lists, [*arrivals[tier], chunk], pos[tier])
 
 
 def keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak: Callable[[], None]) -> None:
@@ -77,12 +85,13 @@ def keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak:
     table.truncate(lists, tier, stays.sum(1))
 
 
-def append(pages: Pages, tier: int, lists: Tensor, arrivals: list[Arrivals], pos: Tensor) -> Tensor:
+def append(pages: Pages, tier: int, layer: int, lists: Tensor, arrivals: list[Arrivals], pos: Tensor) -> Tensor:
     """Writes tokens behind those that lists hold, in the order of their positions.
 
     Args:
         pages: The pages.
         tier: Tier index.
+        layer: The layer that the lists are of.
         lists: int64 [H].
         arrivals: What comes.
         pos: int32 [H, slots] positions of what is there.
@@ -99,7 +108,7 @@ def append(pages: Pages, tier: int, lists: Tensor, arrivals: list[Arrivals], pos
     first = pages.table.reserve(lists, tier, count)
     ordinal = first[head] + torch.arange(len(head), device=head.device) - (count.cumsum(0) - count)[head]
     page, slot = pages.table.lookup(lists[head], tier, ordinal)
-    pages.put(tier, page, slot, k, v, score=0.0, pos=position)
+    pages.put(tier, page, slot, k, v, score=0.0, pos=position, of=(layer, head))
     width = int((first + count).max())
     grown = pos.new_full((len(lists), width), -1)
     grown[:, : pos.shape[1]] = pos[:, :width]

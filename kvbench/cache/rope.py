@@ -15,7 +15,7 @@ class Rope:
 
     Pages hold keys with their rotary position (`absolute`), or without it; those are rotated when they are read, to
     their index in the cache (`cache_relative`) or to their true position (`pre_rope`; nothing may be evicted, so that
-    slot i holds token i).
+    slot i holds token i, behind the tokens of all later tiers).
 
     Args:
         policy: Its `position_mode`, and for `cache_relative` its `cache_positions`.
@@ -34,9 +34,9 @@ class Rope:
                 "rotary embedding is not of the plain kind that allows it; set method.position_mode=absolute or "
                 "method.pre_rope=false where the method has that option"
             )
-        many = len(policy.tiers) > 1 and policy.by_layer is None
-        if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every or many):
-            raise ValueError(f"{name}: position_mode='pre_rope' needs one tier in which slot i stays token i")
+        if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every):
+            raise ValueError(f"{name}: position_mode='pre_rope' needs tiers in which every token stays in its slot")
+        self._in_order = policy.by_layer is None  # else each list has one tier
         # Without rotation nobody reads it.
         self._inv_freq = torch.zeros(0) if shape.inv_freq is None else shape.inv_freq.to(torch.float32)
 
@@ -54,10 +54,13 @@ class Rope:
             view: What the step was planned from; without one, `cache_relative` keys are left as they lie.
         """
         if self.mode == "pre_rope":
-            for tier in tiers:
+            before = torch.zeros_like(tiers[0].num_k[:, 0])
+            for tier in reversed(tiers):
                 width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
-                position = torch.arange(width, device=tier.ids.device).float()
-                tier.rotation = (position[:, None] * self._inv_freq).expand(tier.ids.shape[0], -1, -1)
+                position = before[:, None] + torch.arange(width, device=tier.ids.device)
+                tier.rotation = position[..., None].float() * self._inv_freq
+                if self._in_order:
+                    before = before + tier.num_k[:, 0]
         elif self.mode == "cache_relative" and view is not None:
             (tier,) = tiers  # an index in the cache is defined for one tier
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)

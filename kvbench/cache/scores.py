@@ -70,6 +70,21 @@ class Scores:
         seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale, call=call, replays=replays, lse=lse)
         return _checked(self.spec.statistic, "of_prompt", self.spec.statistic.of_prompt(seen), k, v, q, hidden)
 
+    def of_channels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+        """What the key channels of one layer of a prompt are worth, fp32 [H, D]; None where the method does not ask.
+
+        Args:
+            layer, q, k, v, scale: As for `of_prompt`.
+
+        Raises:
+            ValueError: The statistic's answer is not what the contract says.
+        """
+        if not self.spec.orders_channels:
+            return None
+        seen = PromptTensors(self._measurer, layer, q=q, k=k, v=v, scale=scale)
+        statistic = self.spec.statistic
+        return _checked(statistic, "of_channels", statistic.of_channels(seen), k, v, q, shape=(len(k), k.shape[-1]))
+
     def of_chunk(
         self,
         layer: int,
@@ -266,13 +281,22 @@ def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
         )
 
 
-def _checked(statistic: Statistic, call: str, found: object, k: Tensor, *others: Tensor | None) -> Tensor:
-    """The answer of a statistic about keys [H, n, D] and what else it saw, once it is what the contract says.
+def _checked(
+    statistic: Statistic,
+    call: str,
+    found: object,
+    k: Tensor,
+    *others: Tensor | None,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """The answer of a statistic about keys [H, n, D] and what else it saw, once it is what the contract says; numbers
+    per token unless `shape` says otherwise.
 
     Raises:
         ValueError: Names class, call and rule.
     """
-    shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
+    if shape is None:
+        shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
     name = f"{type(statistic).__name__}.{call}"
     if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
         got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 
 from kvbench.cache import moves
@@ -80,7 +81,8 @@ class PagedStep:
         for tier, heads in pages.parts_of(layer, self.tier):
             chosen = (self.page[:, layer], self.slot[:, layer], k, v)
             page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
-            pages.put(tier, page, slot, keys, values, distinct=True)
+            of = None if pages.books is None else (layer, torch.arange(k.shape[1], device=k.device).repeat(len(k)))
+            pages.put(tier, page, slot, keys, values, distinct=True, of=of)
             if scores.writes_tokens:
                 pages.field(tier, "score")[page, slot] = scores.of_token(keys, values)
         tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
@@ -112,6 +114,8 @@ class PagedStep:
             return None
         # No such operation rotates keys between buffer and page, chooses the pages that it reads, or keeps bounds.
         if self.reads is not None or self.pages.formats[0].bounds:
+            return None
+        if self.pages.books is not None:  # or knows of tables that belong to a layer
             return None
         if self.holding.rope.mode == "pre_rope" and not (self.pages.on_device and self.holding.policy.residual is None):
             return None

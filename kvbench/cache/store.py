@@ -27,7 +27,7 @@ from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
-PromptWatcher = Callable[[Tensor | None, float, Tensor, Tensor, Tensor | None, Tensor | None], None]
+PromptWatcher = Callable[[Tensor | None, float, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ class CompressedStore:
         self._end()
         for part in self.holding.parts:
             part.clear(part.lists(row))
+        self.ledger.close(row)
         self._free_rows.append(row)
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
@@ -232,7 +233,7 @@ class CompressedStore:
             lse: What `prompt_attention` gave beside its output; made again where it is missing and wanted, so that
                 scores do not depend on where a prompt came from.
         """
-        scores, score, last = self.holding.part_of(layer)[1].scores, None, None
+        scores, score, last, channels = self.holding.part_of(layer)[1].scores, None, None, None
         if not scores.spec.only_keys_and_values:
             own = tuple(replace(each, k=self._copied(each.k, 0)) for each in replays)
             if lse is None and q is not None and scores.takes_lse:
@@ -240,12 +241,21 @@ class CompressedStore:
             score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own, lse)
         if scores.queries is not None and q is not None:
             last = scores.queries.last(q, scale)
+        if q is not None:
+            channels = scores.of_channels(layer, q, k, v, scale)
         if self.watcher is not None:
-            self.watcher(q, scale, k, v, score, last)
-        self.place_layer(row, layer, k, v, score, last)
+            self.watcher(q, scale, k, v, score, last, channels)
+        self.place_layer(row, layer, k, v, score, last, channels)
 
     def place_layer(
-        self, row: int, layer: int, k: Tensor, v: Tensor, score: Tensor | None, last: Tensor | None = None
+        self,
+        row: int,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        score: Tensor | None,
+        last: Tensor | None = None,
+        channels: Tensor | None = None,
     ) -> None:
         """Plans and writes one layer of a prompt whose scores are known, or follow from its keys and values.
 
@@ -254,6 +264,7 @@ class CompressedStore:
             score: fp32 [H, N] or [1 + len(also), H, N] as the policy's `ScoreSpec` says; None when it asks for none,
                 or only keys and values are looked at.
             last: What the cache keeps of the prompt's last queries (`QueryRing.last`), or None.
+            channels: fp32 [H, D] what the key channels are worth, or None where the policy does not ask.
         """
         keys, values, (_, part) = self._copied(k, 0), self._copied(v, 0), self.holding.part_of(layer)
         scores, turns = part.scores, part.turns
@@ -261,7 +272,7 @@ class CompressedStore:
             score = scores.of_prompt(layer, None, keys, values, math.nan)
         if scores.queries is not None and last is not None:
             scores.queries.hold_prompt(row, layer - part.first_layer, last, k.shape[1])
-        self._prompts.place(row, layer, turns.keys.turn(keys), turns.values.turn(values), score)
+        self._prompts.place(row, layer, turns.keys.turn(keys), turns.values.turn(values), score, channels)
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
         """Says that the prompt of an empty row comes in chunks (`read_chunk`).
@@ -301,8 +312,9 @@ class CompressedStore:
         _, part = self.holding.part_of(layer)
         part.pages.late.collect()
         self.holding.forget(row)
-        q, k, v = part.turned(q, k, v)
-        out = part.append(row, layer - part.first_layer, q, self._copied(k, 0), self._copied(v, 0), scale)
+        own, whose = layer - part.first_layer, torch.tensor([row], device=k.device)
+        q, k, v = (x.transpose(0, 1) for x in part.turned(whose, own, *(x.transpose(0, 1) for x in (q, k, v))))
+        out = part.append(row, own, q, self._copied(k, 0), self._copied(v, 0), scale)
         if layer + 1 == self.shape.num_layers:
             seen = self.counters.seen[row] + k.shape[1]
             for each in self.holding.parts:
@@ -347,7 +359,7 @@ class CompressedStore:
         step, layers, own = self._steps[index], self._layers[index], layer - part.first_layer
         if (queries := part.scores.queries) is not None:
             queries.hold_step(step.rows, own, q, scale, step.tokens_seen)
-        q, k, v = part.turned(q, k, v)
+        q, k, v = part.turned(step.rows, own, q, k, v)
         k, v = self._copied(k, 1), self._copied(v, 1)
         if not (isinstance(layers, FusedStep) and layers.strips):
             k = step.strip(k)

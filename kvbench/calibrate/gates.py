@@ -55,14 +55,15 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def write_table(path: str, table: Tensor) -> None:
+def write_table(path: str, table: Tensor, form: str = ".4f") -> None:
     """Writes numbers as `kvbench.policy.read_table` reads them: a line per layer, parted by tabs.
 
     Args:
         path: The file.
         table: [layers, numbers].
+        form: How a number is written.
     """
-    text = "".join("\t".join(f"{number:.4f}" for number in row) + "\n" for row in table.tolist())
+    text = "".join("\t".join(f"{number:{form}}" for number in row) + "\n" for row in table.tolist())
     write_file(Path(path), text.encode("ascii"))
 
 

@@ -28,7 +28,7 @@ PARTS = {
     "quant meta": ("quant_meta_bytes",),
     "track": ("track_bytes",),
     "buffer": ("residual_bytes", "residual_slack_bytes"),
-    "rest": ("slack_bytes", "table_bytes", "free_list_bytes"),
+    "rest": ("slack_bytes", "table_bytes", "free_list_bytes", "book_bytes"),
 }
 Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
 

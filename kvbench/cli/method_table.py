@@ -102,6 +102,8 @@ def memory(policy: Policy) -> str:
         small, large = map(token_bytes, pages)
         per_channel = (large - small) / 64
         fixed = small - 64 * per_channel
+        if pages[0].slot.k_channels:  # whole channels, which no line through two head dims meets
+            per_channel, fixed = round(large / 128, 1), 0
         each = ("d" if per_channel == 1 else f"{per_channel:g} d") + (f" + {fixed:g}" if fixed else "")
         if policy.residual is not None:
             count = count.replace(")", " - R)")

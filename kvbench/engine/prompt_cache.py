@@ -18,7 +18,8 @@ from kvbench.engine.long_logits import Logits
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import ScoreSpec
 
-Layer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # keys, values, scores, last queries
+# Keys, values, scores, last queries, what the key channels are worth.
+Layer = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 Queries = tuple[Tensor, float]  # queries, factor on the logits
 
 
@@ -39,17 +40,25 @@ class Recording:
     overflow: bool = False
 
     def add(
-        self, q: Tensor | None, scale: float, k: Tensor, v: Tensor, score: Tensor | None, last: Tensor | None = None
+        self,
+        q: Tensor | None,
+        scale: float,
+        k: Tensor,
+        v: Tensor,
+        score: Tensor | None,
+        last: Tensor | None = None,
+        channels: Tensor | None = None,
     ) -> None:
-        """Copies one layer: queries [Hq, N, D], keys and values [H, N, D], scores and last queries, as the store was
-        given them."""
-        held = (k, v, score, last, q) if self.keeps_queries else (k, v, score, last)
+        """Copies one layer: queries [Hq, N, D], keys and values [H, N, D], scores, last queries and what channels are
+        worth, as the store was given them."""
+        measures = score, last, channels
+        held = (k, v, *measures, q) if self.keeps_queries else (k, v, *measures)
         self.num_bytes += sum(x.nbytes for x in held if x is not None)
         self.overflow = self.overflow or self.num_bytes > self.limit_bytes
         try:
             if not self.overflow:
-                score, last = (None if x is None else x.clone() for x in (score, last))
-                self.layers.append((k.clone(), v.clone(), score, last))
+                score, last, channels = (None if x is None else x.clone() for x in measures)
+                self.layers.append((k.clone(), v.clone(), score, last, channels))
                 if self.keeps_queries and q is not None:
                     self.queries.append((q.clone(), scale))
         except Exception as error:

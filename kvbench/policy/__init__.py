@@ -23,6 +23,7 @@ How the methods of the field map onto it (tiers; statistics; scope; prompt; deco
 - pyramidkv, ada_snapkv: snapkv with `allocation`; `ada` has scope layer, `global` scope model.
 - kivi: channel keys; none; head; all; `Residual` (oldest value, all keys), flushed after attention.
 - kvquant_style: as kivi, but keys per channel before the rotary embedding (`pre_rope`); `Residual` of one group.
+- kvquant: codes of calibrated tables (`CodeBooks`), and k16v16 for the first tokens; none; head; all; append.
 - minikv: channel keys; all queries, sum; head or model; heavy and recent; `Residual` (all), before attention.
 - kv_compress: k16v16; last 8 or all but near, squared, pooled; model; blocks ranked over all layers and heads;
   `plan_compact` before every step that begins over the budget.
@@ -59,7 +60,7 @@ from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget
 from kvbench.policy.by_layer import ByLayer
 from kvbench.policy.chunked import CHUNK, check_chunk, check_chunk_place
-from kvbench.policy.declare import ALL_QUERIES, Probe, ReadSpec, Residual, ScoreSpec, TierTable
+from kvbench.policy.declare import ALL_QUERIES, CodeBooks, Probe, ReadSpec, Residual, ScoreSpec, TierTable
 from kvbench.policy.heavy import HeavyHitters
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
@@ -104,6 +105,7 @@ __all__ = [
     "CHUNK",
     "ByLayer",
     "Choice",
+    "CodeBooks",
     "CompactPlan",
     "DecodePlan",
     "DecodeView",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ReadSpec, Residual, ScoreSpec, TierTable
+from kvbench.policy.declare import CodeBooks, ReadSpec, Residual, ScoreSpec, TierTable
 from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import DecodeView, PrefillView
@@ -28,6 +28,7 @@ class Declarations:
         tiers: One to four precision formats; tier 0 takes new tokens.
         by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then know no
             other tier than 0. None = each tier is what it is everywhere.
+        codebooks: The tables of tiers whose codes are calibrated, which lie beside the pages; None = there are no such.
         score: The attention statistics that the method needs; none by default.
         reading: Which pages decode steps read; None = all of them.
         residual: The 16-bit buffer in front of tier 0; None = no buffer.
@@ -35,7 +36,8 @@ class Declarations:
             layers for `model`, otherwise one.
         position_mode: How keys are stored: `absolute` with the rotary position of their token; `cache_relative` without
             it, and rotated to their index in the cache when they are read (see `cache_positions`); `pre_rope` without
-            it, and rotated to their token's position when they are read.
+            it, and rotated to their token's position when they are read: tokens stay where they are written, and
+            where there are several tiers, the first ones of a prompt lie in the later tiers, in all heads alike.
         granularity: `kv_head`, or `q_head`, which stores every query head's copy and is billed for it.
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
         compact_every: Decode steps of a sequence between calls of `plan_compact`; 0 = never called. A method that
@@ -49,6 +51,7 @@ class Declarations:
 
     tiers: tuple[Tier, ...] = (Tier(),)
     by_layer: TierTable | None = None
+    codebooks: CodeBooks | None = None
     score: ScoreSpec = ScoreSpec()
     reading: ReadSpec | None = None
     residual: Residual | None = None

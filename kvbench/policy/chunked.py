@@ -33,7 +33,7 @@ def check_chunk(policy: Policy, chunk: int | None) -> None:
     elif policy.by_layer is not None:
         reason = "keeps layers or heads at precisions of their own"
         remedy = "set prefill.chunk=null, or give all layers one precision"
-    elif len(policy.tiers) > 1 and "pos" not in spec.track:
+    elif len(policy.tiers) > 1 and "pos" not in spec.track and policy.position_mode != "pre_rope":
         reason = "moves tokens between tiers without tracking their positions"
     elif spec.prefill_queries == ALL_QUERIES and spec.query_reduce != "sum":
         reason = f"takes the {spec.query_reduce} over all queries of the prompt, which does not add up over chunks"

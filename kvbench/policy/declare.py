@@ -139,6 +139,11 @@ class ScoreSpec:
         return self.prefill_queries != 0 or not self.statistic.by_queries
 
     @property
+    def orders_channels(self) -> bool:
+        """Whether the channels of a prompt's keys are measured too, so that plans put them into an order."""
+        return self.statistic.answers("of_channels")
+
+    @property
     def only_keys_and_values(self) -> bool:
         """Whether a prompt's keys and values are all that is looked at, so that they can be scored at any time."""
         return not (self.prefill_queries or self.slot_queries or self.statistic.needs - {"before_rope"})
@@ -196,6 +201,23 @@ class ReadSpec:
             raise ValueError(f"min_pages={self.min_pages} must be >= 1 and dense_layers={self.dense_layers} >= 0")
         if self.group_reduce not in ("mean", "max"):
             raise ValueError(f"group_reduce={self.group_reduce!r} must be 'mean' or 'max'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeBooks:
+    """What a calibration found of a model for tiers of the codes `book_channels` (keys) and `book` (values).
+
+    Args:
+        keys: Per layer, the level of each key code, in ascending order and from 0 to 255.
+        values: Likewise for values.
+        scale: Per layer, for each channel of each KV head what a key's level is multiplied by.
+        zero: Likewise what is added then.
+    """
+
+    keys: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    scale: tuple[tuple[float, ...], ...]
+    zero: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

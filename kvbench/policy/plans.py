@@ -19,10 +19,14 @@ class PrefillPlan:
     Args:
         tier_of: int8 (or wider integers) [V, H, N]: the tier of each token, or `EVICT`. Every head keeps at least one.
         score: fp32 [V, H, N], finite, to store with the slots instead of `view.score`, or None.
+        channels: int64 [V, H, D], where the policy's statistic measures channels (`of_channels`), else None: every
+            list's key channels, each once, the one that counts most first. Tiers of few key channels (`Tier.k_kept`)
+            hold the first ones.
     """
 
     tier_of: Tensor
     score: Tensor | None = None
+    channels: Tensor | None = None
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 Need = Literal["before_rope", "output_projection", "hidden_states", "attention_call", "replays"]
 NEEDS: tuple[Need, ...] = get_args(Need)
+Answer = Literal["of_slots", "of_token", "of_step", "of_channels"]
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ class Statistic(ABC):
 
     A subclass is decorated with `@dataclass(frozen=True)`. It answers for a prompt, and where it can for more:
     `of_slots` is asked at every bulk eviction, and its answer is what the policy finds in `DecodeView.slots`;
-    `of_token` is asked when a token is written, and its answer is stored where the ScoreSpec tracks `score`.
+    `of_token` is asked when a token is written, and its answer is stored where the ScoreSpec tracks `score`;
+    `of_channels` is asked beside `of_prompt`, and its answer orders the channels of keys (`PrefillPlan.channels`).
 
     Attributes:
         needs: What it looks at beside queries, keys and values: `before_rope` rotary positions taken off or put on,
@@ -227,6 +229,10 @@ class Statistic(ABC):
         """
         return probability
 
+    def of_channels(self, seen: LayerTensors) -> Tensor:
+        """fp32 [H, D]: what each channel of the keys of a prompt is worth; the plan finds it as `view.channels`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define of_channels")
+
     def check(self, spec: Asked) -> None:  # noqa: B027 - most statistics go with everything
         """Refuses settings of a ScoreSpec that the statistic does not go with.
 
@@ -234,7 +240,7 @@ class Statistic(ABC):
             ValueError: Names them.
         """
 
-    def answers(self, what: Literal["of_slots", "of_token", "of_step"]) -> bool:
+    def answers(self, what: Answer) -> bool:
         """Whether it defines one of the optional answers."""
         return getattr(type(self), what) is not getattr(Statistic, what)
 
@@ -332,7 +338,10 @@ class WithValueNorms(Statistic):
     def check(self, spec: Asked) -> None:
         self.ranks.check(spec)
 
-    def answers(self, what: Literal["of_slots", "of_token", "of_step"]) -> bool:
+    def of_channels(self, seen: LayerTensors) -> Tensor:
+        return self.ranks.of_channels(seen)
+
+    def answers(self, what: Answer) -> bool:
         return self.ranks.answers(what)
 
     def _beside(self, found: Tensor, seen: LayerTensors) -> Tensor:

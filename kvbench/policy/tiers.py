@@ -1,5 +1,6 @@
 """Precision tiers: how one slot's key and value are stored. Methods import `Tier` from `kvbench.policy`."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -7,7 +8,7 @@ from typing import Literal, get_args
 from kvbench.rules.kinds import shown
 
 ALLOWED_BITS = (1, 2, 3, 4, 8, 16)
-CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4"]
+CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4", "book", "book_channels"]
 Turned = Literal["none", "keys", "both"]
 
 
@@ -27,10 +28,16 @@ class Tier:
         symmetric: Codes are centred on zero and no zero point is stored.
         fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
         k_code: What key codes stand for: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
-            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks.
+            `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`, `mxfp4`: e2m1 floats in blocks;
+            `book`: levels of a calibrated table, with scale and zero; `book_channels`: with scales that belong to a
+            channel for good (`CodeBooks`).
         v_code: Likewise for values.
+        k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart, in 16 bits and a byte.
+        v_apart: Likewise of `book` values.
         turned: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
             keys and values. The store rotates all tiers of a method alike.
+        k_kept: Share of the key channels that is stored, in (0, 1]: the first of the order that the plan of a prompt
+            gives (`PrefillPlan.channels`); attention takes the others for 0. Below 1 for keys of 16 bits only.
         native: Store the model's own dtype; the bits are ignored. For exactness tests.
     """
 
@@ -45,7 +52,10 @@ class Tier:
     fp8: bool = False
     k_code: CodeName = ""
     v_code: CodeName = ""
+    k_apart: int = 0
+    v_apart: int = 0
     turned: Turned = "none"
+    k_kept: float = 1.0
     native: bool = False
 
     def __post_init__(self) -> None:
@@ -65,17 +75,25 @@ class Tier:
         for name, value in (("k_group", self.k_group), ("v_group", self.v_group)):
             if value < 0:
                 raise ValueError(f"{name}={value} must be >= 0 (0 = the whole vector)")
+        if not 0 < self.k_kept <= 1 or (self.k_kept < 1 and self.k_bits < 16 and not self.native):
+            raise ValueError(
+                f"k_kept={self.k_kept} with k_bits={self.k_bits} must be a share of the key channels in (0, 1], and 1 "
+                "for keys of fewer than 16 bits"
+            )
         for name, value in (("k_splits", self.k_splits), ("v_splits", self.v_splits)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be >= 1")
 
     @property
     def name(self) -> str:
-        """Short label such as `k8v4`, `k2v2-channel32`, `nvfp4` or `native`."""
+        """Short label such as `k8v4`, `k2v2-channel32`, `k16v16-keys0.6`, `nvfp4` or `native`."""
+        if self.k_kept < 1:
+            return f"{replace(self, k_kept=1.0).name}-keys{self.k_kept:g}"
         if self.native:
             return "native"
         if self.has_form or self.fp8:
-            other = "fp8" if self.fp8 else f"{self.k_code or self.v_code}-k{self.k_bits}v{self.v_bits}"
+            code = (self.k_code or self.v_code).removesuffix("_channels")
+            other = "fp8" if self.fp8 else f"{code}-k{self.k_bits}v{self.v_bits}"
             return next((name for name, tier in NAMED.items() if tier == self), other)
         return f"k{self.k_bits}v{self.v_bits}" + (f"-channel{self.k_group}" if self.k_axis == "channel" else "")
 
@@ -83,6 +101,10 @@ class Tier:
     def has_form(self) -> bool:
         """The format says itself how its codes are made; `symmetric` and splits are not for its user to choose."""
         return bool(self.k_code or self.v_code) or self.turned != "none" or self == NAMED["int8_per_token_head"]
+
+    def key_channels(self, head_dim: int) -> int:
+        """Channels of a key that are stored."""
+        return max(1, math.ceil(self.k_kept * head_dim - 1e-9))
 
     def split_by_bits(self, splits: dict[int, int]) -> "Tier":
         """The same tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""

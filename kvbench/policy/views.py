@@ -29,6 +29,7 @@ class PrefillView:
         byte_tokens: Tokens per KV head that the method's budget in bytes buys; None = slots alone count.
         prompt_tokens: Tokens of the whole prompt, which budgets are of; None = N.
         held: bool [V, H, N] tokens that are not gone; None = none is.
+        channels: fp32 [V, H, D] what each key channel is worth, as the policy's statistic says; None where it does not.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PrefillView:
         byte_tokens: int | None = None,
         prompt_tokens: int | None = None,
         held: Tensor | None = None,
+        channels: Tensor | None = None,
     ) -> None:
         self.num_tokens = num_tokens
         self.prompt_tokens = num_tokens if prompt_tokens is None else prompt_tokens
@@ -56,7 +58,7 @@ class PrefillView:
         self.extra = extra or {}
         self.instruction_tokens = instruction_tokens
         self._byte_tokens = byte_tokens
-        self._score = score
+        self._score, self._channels = score, channels
 
     @property
     def score(self) -> Tensor:
@@ -71,6 +73,20 @@ class PrefillView:
                 "prefill_queries, or with a statistic that looks at no query"
             )
         return self._score
+
+    @property
+    def channels(self) -> Tensor:
+        """What each key channel is worth, fp32 [V, H, D].
+
+        Raises:
+            ValueError: The policy's statistic does not say.
+        """
+        if self._channels is None:
+            raise ValueError(
+                "the view of a prompt has no channels, since the method's statistic does not measure them; define "
+                "of_channels"
+            )
+        return self._channels
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> int:
         """Tokens per KV head that a budget allows in a tier, at least 1 and at most the prompt."""

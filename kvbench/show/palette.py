@@ -34,7 +34,7 @@ METHODS = (
     *("lagkv", "cake", "headkv", "turboquant_4bit", "triattention", "keyformer"),
     *("simlayerkv", "dms", "fastgen", "pyramid_infer", "q_hitter", "zipcache"),
     *("random_trace", "kvpress", "nvfp4", "fp8_per_token_head", "turboquant_3bit", "int8_per_token_head"),
-    *("turboquant_k8v4",),
+    *("turboquant_k8v4", "think", "kvquant"),
 )
 FULL_STYLE = (BLACK, "*")
 
@@ -61,7 +61,7 @@ def method_style(method: str) -> tuple[str, str]:
 # The items of the byte ledger, each with its own colour in every picture and on the report's page, there or not.
 ITEMS = (
     *("payload_bytes", "quant_meta_bytes", "track_bytes", "slack_bytes", "residual_bytes", "residual_slack_bytes"),
-    *("free_list_bytes", "table_bytes"),
+    *("free_list_bytes", "table_bytes", "book_bytes"),
 )
 
 

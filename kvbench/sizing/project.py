@@ -140,8 +140,9 @@ def _run(
         # Heads that compete for a budget get unequal shares, and pages that are not full.
         share = torch.linspace(0.5, 1.5, given.shape[-2])[:, None]  # of each list, whatever else is ranked beside
         given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
+    channels = torch.zeros(heads, shape.head_dim) if policy.score.orders_channels else None
     for layer in range(shape.num_layers):
-        store.place_layer(row, layer, prompt, prompt, given)
+        store.place_layer(row, layer, prompt, prompt, given, channels=channels)
     rows, q, kv = torch.tensor([row]), nothing.expand(1, shape.num_q_heads, 1), nothing.expand(1, heads, 1)
     for _ in range(new_tokens):
         store.begin_step(rows)

@@ -27,6 +27,7 @@ METHODS = (
     "int4 tiers_by_layer=fp16/int4",
     "kivi residual_tokens=8 group=8 tiers_by_layer=k4v4",
     "qaq key_error=100.0",  # four tiers
+    "think window=4",  # keys of fewer channels, and an order of channels for each list
 )
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 

@@ -252,8 +252,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.count("shared pages" if others else "no shared page")
         shared = sum(others.values()) * (self.page_bytes + 4)
         assert shared == store.ledger.shared_bytes
-        fixed, ring = store.ledger.fixed_row_bytes()
-        assert ring == 0
+        fixed, ring, books = store.ledger.fixed_row_bytes()
+        assert ring == books == 0
         total = (ROWS - len(self.slow.rows)) * fixed + len(free) * (self.page_bytes + 4) - shared
         for row, owner in self.slow.rows.items():
             items = store.ledger.itemise(row)

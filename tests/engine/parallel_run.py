@@ -16,7 +16,9 @@ from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
+from kvbench.methods.kvquant import KVQuant
 from kvbench.methods.snapkv import SnapKV
+from kvbench.methods.think import ThinK
 from kvbench.methods.tova import TOVA
 from kvbench.methods.triattention import TriAttention
 from kvbench.methods.uniform import Uniform
@@ -31,7 +33,9 @@ METHODS = {
     "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16),
     "kv_compress": KVCompress(budget=32, block=8, continual=True),
     "triattention": TriAttention(**open_settings("triattention"), budget=4, decode_every=4),
+    "kvquant": KVQuant(**open_settings("kvquant")),
     "uniform, by head": Uniform(tier="int4", tiers_by_layer="fp16/int4,int4"),
+    "think": ThinK(window=8, keep_channels=0.5),
     "tova": TOVA(budget=24, per_head=False),
 }
 

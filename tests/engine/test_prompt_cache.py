@@ -18,6 +18,7 @@ from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.methods.think import ThinK
 from kvbench.policy import LayerTensors, Need, Scored, Statistic
 
 # Settings of several methods in an order in which they find scores of their own kind, of another kind, and none.
@@ -103,6 +104,15 @@ def test_a_prompt_serves_no_model_that_computes_otherwise(loaded, tiny_model, fo
     assert outcomes(loaded, policy, prompts, requests) and prompts.num_reused == 1
 
 
+def test_what_channels_are_worth_is_kept_with_the_scores(loaded):
+    """Two settings of a method that orders key channels read a prompt once, and keep what fresh runs keep."""
+    prompts = PromptCache(2**30)
+    for keep in (1.0, 0.5):
+        policy = ThinK(keep_channels=keep, window=8)
+        assert outcomes(loaded, policy, prompts) == outcomes(loaded, policy)
+    assert prompts.num_read == prompts.num_reused == 4
+
+
 def test_kept_queries_serve_every_statistic(loaded, forwards):
     """With its queries kept, the model runs over a prompt once for all methods, and the records are still those of
     fresh runs to the bit."""
@@ -111,6 +121,7 @@ def test_kept_queries_serve_every_statistic(loaded, forwards):
         Critical(budget=0.5, window=8),
         ExpectedAttention(budget=0.5, sinks=2, decode_every=3),
         SnapKV(budget=0.5, window=8, decode_every=2),
+        ThinK(window=8),
     ]
     prompts = PromptCache(2**30, keeps_queries=True)
     swept = [outcomes(loaded, policy, prompts) for policy in settings]

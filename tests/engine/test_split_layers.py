@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_helpers import answers, comparable, random_tokens, request
+from engine_helpers import answers, comparable, kvquant_books, random_tokens, request
 
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
 from kvbench.methods.h2o import H2O
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
+from kvbench.methods.kvquant import KVQuant
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.uniform import Uniform
 
@@ -24,6 +25,7 @@ METHODS = {
     "diffkv": DiffKV(alpha_h=2.0, alpha_l=0.5, window=16),
     "kv_compress": KVCompress(budget=32, block=8, continual=True),
     "h2o": H2O(budget=24),
+    "kvquant": KVQuant(bits=3, books=kvquant_books(layers=3)),
     "uniform, by layer": Uniform(tier="int4", protect_layers=[0]),
     "kivi, by layer": Kivi(group=8, residual_tokens=16, tiers_by_layer="k2v2,k4v4,k2v2"),
     "snapkv, by head, bytes": SnapKV(budget="50KiB", window=8, tiers_by_layer="fp16/int4,int4,int4/fp16"),

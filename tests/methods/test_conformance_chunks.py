@@ -15,6 +15,7 @@ REFUSED = {
     "kvzip": "KVzip, which reads the whole prompt a second time",
     "kvpress": "KVPress, which measures tokens by PressScore",
     "minikv": "MiniKV, which drops tokens whose keys share scales",
+    "think": "ThinK, which decides once",
     "simlayerkv": "SimLayerKV, which decides once",
     "fastgen": "FastGen, which measures tokens by Profile",
     "keyformer": "Keyformer, which measures tokens by GumbelAttention",

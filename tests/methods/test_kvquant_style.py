@@ -171,7 +171,7 @@ def test_policies_that_lose_slots_are_refused():
     class Evicting(Plain):
         acts_in_decode = True
 
-    with pytest.raises(ValueError, match="Evicting: position_mode='pre_rope' needs one tier in which slot i stays"):
+    with pytest.raises(ValueError, match="Evicting: position_mode='pre_rope' needs tiers in which every token stays"):
         make_store(Evicting(), inv_freq=INV_FREQ, head_dim=DIM)
 
 

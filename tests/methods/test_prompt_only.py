@@ -10,7 +10,7 @@ from kvbench.runs.parts import make_policy
 PROMPT_ONLY = {
     *("cake", "fastgen", "headkv", "pyramid_infer"),
     *("ada_pyramidkv", "ada_snapkv", "chunkkv", "critical", "expected_attention", "full", "h2o_factory", "keydiff"),
-    *("knorm", "kv_compress", "kvpress", "kvzip", "lagkv", "pyramidkv", "random", "snapkv", "vatp"),
+    *("knorm", "kv_compress", "kvpress", "kvzip", "lagkv", "pyramidkv", "random", "snapkv", "think", "vatp"),
 }
 
 

@@ -90,11 +90,12 @@ static void add_scaled(float weight, const float* x, long n, float* sum) {
   for (; i < n; i++) sum[i] += weight * x[i];
 }
 
-// Logits of the first n slots of a page whose keys are rotated first; cos and sin are [rotated / 2][T].
-static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, const float* cos,
+// Logits of the first n slots of a page whose keys get the scales of their channels, or are rotated, first; cos and sin are
+// [rotated / 2][T].
+static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, long head, const float* cos,
                            const float* sin, const float* q, Scratch& s, float* out, long stride) {
   const int kind = tier.k.kind, unit = unit_bytes_of(kind);
-  const long G = call.group_size, D = call.head_dim, T = p.slots, half = call.rotated / 2, channels = D / tier.k.groups;
+  const long G = call.group_size, D = call.head_dim, T = p.slots, half = cos ? call.rotated / 2 : 0, channels = D / tier.k.groups;
   s.dense.resize(D * T);
   for (long d = 0; d < D; d++) {
     float* x = &s.dense[d * T];
@@ -107,6 +108,10 @@ static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p
       const int code = code_at(kind, p.k_width, d, [&](long w) { return column[w * T]; });
       x[t] = kind >= kBook2 ? tier.k.levels[code] : float(code);
     }
+    if (tier.channel_scale) {
+      const float by = tier.channel_scale[head * D + d], zero = tier.channel_zero[head * D + d];
+      for (long t = 0; t < n; t++) x[t] = x[t] * by + zero;
+    }
     if (!scaled(tier.k)) continue;
     for (long t = 0; t < n; t++) {
       const long at = tier.k_channel_group ? t / tier.k_channel_group * D + d : d / channels * T + t;
@@ -116,6 +121,10 @@ static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p
       x[t] = tier.k.zero ? x[t] * scale + scalar_f16(zero) : (x[t] - float(tier.k.centre)) * scale;
     }
   }
+  for (long t = 0; t < n && tier.k.apart; t++)
+    for_apart(tier.k, page + tier.k_apart, page + tier.k_where, T, t, D, [&](long d, float rest) {
+      s.dense[d * T + t] += tier.channel_scale ? rest * tier.channel_scale[head * D + d] : rest;
+    });
   for (long d = 0; d < half; d++) {
     float *a = &s.dense[d * T], *b = a + half * T;
     for (long t = 0; t < n; t++) {

@@ -13,23 +13,24 @@ constexpr float kLowest = -1e30f;
 constexpr long kChunkSlots = 2048;  // less, and the work that each chunk begins with shows; more, and few lists leave threads idle
 
 enum Scale { kNoScale, kF16Scale, kE4m3Scale, kE8m0Scale };
-enum Fit { kUniform, kLargest, kNorm };
+enum Fit { kUniform, kLargest, kNorm, kLevels };
 
 // How the numbers of one side are written: kernels/codes.py.
 struct Code {
-  int32_t kind, groups, scale, fit, zero, centre;
+  int32_t kind, groups, scale, fit, zero, centre, apart, unused;  // apart: elements of a vector whose rest is kept apart
   double unit, deviation;
   float levels[16];   // of every code, where they lie in a table
   uint8_t table[16];  // the same
 };
 
 struct Tier {
-  int32_t slots_per_page, num_columns, k_channel_group, unused;
+  int32_t slots_per_page, num_columns, k_channel_group, k_channels;  // channels stored of a key, the first ones; 0 = all
   Code k, v;
-  int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero, score, pos;  // byte offsets in a page, -1 where not tracked
+  int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero, k_apart, k_where, v_apart, v_where, score, pos;  // byte offsets in a page, -1 where not tracked
   const int64_t *ids, *num_k, *num_v;                                      // [list, columns], [list], [list]
   float* scores;                                                           // [list, columns * slots], or null
   const float *cos, *sin;                                                  // [S, columns, rotated / 2, slots], or null
+  const float *channel_scale, *channel_zero;                               // [head, D] of keys, or null where pages have their own
 };
 
 struct Ring {
@@ -80,6 +81,17 @@ struct Plan {
   std::vector<float> max, sum;  // [list][chunk][G]
   Buffer acc, probability;      // [list][chunk][G][D]; [list][G][score_slots]
 };
+
+static long key_channels(const Tier& tier, long D) { return tier.k_channels ? tier.k_channels : D; }
+
+// Calls f(element, rest) for what the elements of a slot of T have beyond their codes.
+template <class F> static void for_apart(const Code& code, const uint8_t* apart, const uint8_t* where, long T, long slot, long D, F f) {
+  for (long i = 0; i < code.apart; i++) {
+    uint16_t half;
+    std::memcpy(&half, apart + 2 * (i * T + slot), 2);
+    if (where[i * T + slot] < D) f(long(where[i * T + slot]), scalar_f16(half));
+  }
+}
 
 static bool scaled(const Code& code) { return code.scale != kNoScale; }
 static long scale_bytes(const Code& code) { return code.scale == kF16Scale ? 2 : 1; }
@@ -137,7 +149,7 @@ static void make_plan(const Call& call, Plan& plan) {
     plan.chunks_per_list += p.num_chunks;
     p.score_begin = plan.score_slots;
     plan.score_slots += p.num_chunks * p.chunk_slots;
-    p.k_width = plan.D / planes_of(tier.k.kind);
+    p.k_width = key_channels(tier, plan.D) / planes_of(tier.k.kind);
     p.v_width = plan.D / planes_of(tier.v.kind);
     p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
     p.v_direct = true;

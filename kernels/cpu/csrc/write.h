@@ -115,6 +115,46 @@ static void encode_scaled(const float* x, long n, const Code& code, uint8_t* cod
   else if (code.fit != kNorm) encode_magnitudes(x, n, code, by, true, codes);
 }
 
+// Codes of n numbers that are levels of a table already, once `zero` is taken off and they are divided by `by`.
+static void encode_levels(const float* x, long n, const Code& code, float zero, float by, uint8_t* codes) {
+  const int last = (1 << bits_of(code.kind)) - 1;
+  for (long i = 0; i < n; i++) {
+    const float level = (x[i] - zero) / by;
+    int found = 0;
+    for (int lower = 0; lower < last; lower++) {
+      const float border = (code.levels[lower] + code.levels[lower + 1]) / 2;
+      found += lower % 2 ? level >= border : level > border;
+    }
+    codes[i] = uint8_t(found);
+  }
+}
+
+// The largest ones of n sizes, from the largest on, the first of equal ones first, and before them what is no number.
+static void largest_of(const float* size, long n, long count, uint8_t* where, bool* taken) {
+  std::fill(taken, taken + n, false);
+  for (long i = 0; i < count; i++) {
+    long best = -1;
+    for (long d = 0; d < n; d++)
+      if (!taken[d] && (best < 0 || size[d] > size[best] || (size[d] != size[d] && size[best] == size[best]))) best = d;
+    taken[where[i] = uint8_t(best)] = true;
+  }
+}
+
+// The same with a scale and a zero of their own, which those that are `taken` do not count for.
+static void encode_book(const float* x, long n, const Code& code, const bool* taken, uint8_t* codes, uint16_t* scale16, uint16_t* zero16) {
+  float low = INFINITY, high = -INFINITY;
+  bool nan = false;
+  for (long i = 0; i < n; i++)
+    if (!taken[i]) low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high, nan |= x[i] != x[i];
+  if (nan) low = high = NAN;
+  low += 0.0f;
+  *scale16 = to_f16((high - low + 0.0f) / 255.0f);
+  *zero16 = to_f16(low);
+  const float by = scalar_f16(*scale16);
+  if (by > 0 && by < INFINITY) encode_levels(x, n, code, scalar_f16(*zero16), by, codes);
+  else std::memset(codes, 0, n);
+}
+
 // Elements of a side that is not coded.
 static void encode_elements(const float* x, long D, int kind, uint8_t* out) {
   if (kind == kF32) {
@@ -134,21 +174,52 @@ static void encode_elements(const float* x, long D, int kind, uint8_t* out) {
 struct Encoder {
   uint8_t codes[kMaxChannels], bytes[kMaxChannels * 4];
   uint16_t scale[kMaxChannels], zero[kMaxChannels];
+  uint16_t apart[kMaxChannels];  // what elements `where` have beyond their codes
+  uint8_t where[kMaxChannels];
+  bool taken[kMaxChannels];
 
   // Codes or elements of one vector into `bytes`, metadata into `scale` and `zero`.
   void encode(const Code& code, bool metadata_first, const float* x, long D) {
     if (!scaled(code)) {
-      encode_elements(x, D, code.kind, bytes);
-      return;
+      if (!is_code(code.kind)) return encode_elements(x, D, code.kind, bytes);
+      encode_levels(x, D, code, 0.0f, 1.0f, codes);
+      if (code.apart) {
+        float missed[kMaxChannels];
+        for (long d = 0; d < D; d++) missed[d] = std::fabs(x[d] - code.levels[codes[d]]);
+        largest_of(missed, D, code.apart, where, taken);
+        for (long i = 0; i < code.apart; i++) apart[i] = to_f16(x[where[i]] - code.levels[codes[where[i]]]);
+      }
+      return pack(codes, code.kind, D, bytes);
     }
     const long n = D / code.groups;
+    if (code.fit == kLevels) {
+      std::fill(taken, taken + D, false);
+      if (code.apart) {
+        float size[kMaxChannels];
+        for (long d = 0; d < D; d++) size[d] = std::fabs(x[d]);
+        largest_of(size, D, code.apart, where, taken);
+      }
+    }
     for (int r = 0; r < code.groups; r++)
-      if (code.fit == kUniform) encode_group(x + r * n, n, bits_of(code.kind), !code.zero, metadata_first, codes + r * n, scale + r, zero + r);
+      if (code.fit == kLevels) encode_book(x + r * n, n, code, taken + r * n, codes + r * n, scale + r, zero + r);
+      else if (code.fit == kUniform) encode_group(x + r * n, n, bits_of(code.kind), !code.zero, metadata_first, codes + r * n, scale + r, zero + r);
       else encode_scaled(x + r * n, n, code, codes + r * n, scale + r);
+    for (long i = 0; i < code.apart; i++) {
+      const float coded = code.levels[codes[where[i]]] * scalar_f16(scale[0]);
+      apart[i] = to_f16(x[where[i]] - (coded + scalar_f16(zero[0])));
+    }
     if (code.kind == kFp8) std::memcpy(bytes, codes, D);
     else pack(codes, code.kind, D, bytes);
   }
 };
+
+static void put_apart(const Tier& tier, const Code& code, uint8_t* apart, uint8_t* where, long slot, const Encoder& e) {
+  for (long i = 0; i < code.apart; i++) {
+    const long at = i * tier.slots_per_page + slot;
+    std::memcpy(apart + 2 * at, e.apart + i, 2);
+    where[at] = e.where[i];
+  }
+}
 
 static void put_metadata(const Tier& tier, const Code& code, uint8_t* page, int64_t scale_at, int64_t zero_at, long slot, const Encoder& e) {
   if (!scaled(code)) return;
@@ -161,6 +232,7 @@ static void put_metadata(const Tier& tier, const Code& code, uint8_t* page, int6
 }
 
 static void write_key(const Tier& tier, uint8_t* page, long slot, const float* x, long D, Encoder& e) {
+  D = key_channels(tier, D);
   e.encode(tier.k, tier.k_channel_group > 0, x, D);
   const long width = units_of(tier.k.kind, D / planes_of(tier.k.kind)), unit = unit_bytes_of(tier.k.kind), T = tier.slots_per_page;
   uint8_t* to = page + tier.k_codes + slot * unit;
@@ -169,6 +241,7 @@ static void write_key(const Tier& tier, uint8_t* page, long slot, const float* x
   else
     for (long w = 0; w < width; w++) std::memcpy(to + w * T * unit, e.bytes + w * unit, unit);
   put_metadata(tier, tier.k, page, tier.k_scale, tier.k_zero, slot, e);
+  put_apart(tier, tier.k, page + tier.k_apart, page + tier.k_where, slot, e);
 }
 
 static void write_value(const Tier& tier, uint8_t* page, long slot, const float* x, long D, Encoder& e) {
@@ -176,6 +249,7 @@ static void write_value(const Tier& tier, uint8_t* page, long slot, const float*
   const long row = units_of(tier.v.kind, D / planes_of(tier.v.kind)) * unit_bytes_of(tier.v.kind);
   std::memcpy(page + tier.v_codes + slot * row, e.bytes, row);
   put_metadata(tier, tier.v, page, tier.v_scale, tier.v_zero, slot, e);
+  put_apart(tier, tier.v, page + tier.v_apart, page + tier.v_where, slot, e);
 }
 
 // A group of consecutive tokens with one key scale per channel; rows[t] is a token's key.
@@ -201,16 +275,19 @@ static void write_key_group(const Tier& tier, uint8_t* page, long slot, const fl
 static void read_side(const Tier& tier, const uint8_t* page, long slot, bool key, long D, float* out) {
   const Code& code = key ? tier.k : tier.v;
   const int kind = code.kind, unit = unit_bytes_of(kind);
-  const long T = tier.slots_per_page, width = D / planes_of(kind), units = units_of(kind, width);
+  const long held = key ? key_channels(tier, D) : D, T = tier.slots_per_page, width = held / planes_of(kind), units = units_of(kind, width);
   uint8_t row[kMaxChannels * 4];
   if (key)
     for (long w = 0; w < units; w++) std::memcpy(row + w * unit, page + tier.k_codes + (w * T + slot) * unit, unit);
   else std::memcpy(row, page + tier.v_codes + slot * units * unit, units * unit);
-  for (long d = 0; d < D; d++) {
+  std::fill(out + held, out + D, 0.0f);
+  for (long d = 0; d < held; d++) {
     out[d] = scalar_element(kind, row, int(width), int(d));
     if (kind >= kBook2) out[d] = code.levels[int(out[d])];
   }
-  if (!scaled(code)) return;
+  const uint8_t *apart = page + (key ? tier.k_apart : tier.v_apart), *where = page + (key ? tier.k_where : tier.v_where);
+  auto add_rest = [&] { for_apart(code, apart, where, T, slot, D, [&](long d, float rest) { out[d] += rest; }); };
+  if (!scaled(code)) return add_rest();
   const bool channel = key && tier.k_channel_group;
   const long channels = D / code.groups;
   const uint8_t *scales = page + (key ? tier.k_scale : tier.v_scale), *zeros = page + (key ? tier.k_zero : tier.v_zero);
@@ -221,6 +298,7 @@ static void read_side(const Tier& tier, const uint8_t* page, long slot, bool key
     if (code.zero) std::memcpy(&zero, zeros + 2 * at, 2);
     out[d] = code.zero ? out[d] * scale + scalar_f16(zero) : (out[d] - float(code.centre)) * scale;
   }
+  add_rest();
 }
 
 // Copies `rows` runs of `unit` bytes that lie `stride` apart.
@@ -230,17 +308,19 @@ static void copy_strided(const uint8_t* from, uint8_t* to, long rows, long strid
 
 static void move_slot(const Tier& tier, const uint8_t* from, long source, uint8_t* to, long target, long D) {
   const int k_kind = tier.k.kind, v_kind = tier.v.kind;
-  const long T = tier.slots_per_page, k_unit = unit_bytes_of(k_kind), k_units = units_of(k_kind, D / planes_of(k_kind));
+  const long T = tier.slots_per_page, k_unit = unit_bytes_of(k_kind), k_units = units_of(k_kind, key_channels(tier, D) / planes_of(k_kind));
   const long v_row = units_of(v_kind, D / planes_of(v_kind)) * unit_bytes_of(v_kind);
   copy_strided(from + tier.k_codes + source * k_unit, to + tier.k_codes + target * k_unit, k_units, T * k_unit, k_unit);
   std::memcpy(to + tier.v_codes + target * v_row, from + tier.v_codes + source * v_row, v_row);
-  auto copy_metadata = [&](const Code& code, int64_t scales, int64_t zeros) {
+  auto copy_metadata = [&](const Code& code, int64_t scales, int64_t zeros, int64_t apart, int64_t where) {
+    copy_strided(from + apart + 2 * source, to + apart + 2 * target, code.apart, 2 * T, 2);
+    copy_strided(from + where + source, to + where + target, code.apart, T, 1);
     const long unit = scale_bytes(code);
     if (scaled(code)) copy_strided(from + scales + unit * source, to + scales + unit * target, code.groups, unit * T, unit);
     if (code.zero) copy_strided(from + zeros + 2 * source, to + zeros + 2 * target, code.groups, 2 * T, 2);
   };
-  copy_metadata(tier.k, tier.k_scale, tier.k_zero);
-  copy_metadata(tier.v, tier.v_scale, tier.v_zero);
+  copy_metadata(tier.k, tier.k_scale, tier.k_zero, tier.k_apart, tier.k_where);
+  copy_metadata(tier.v, tier.v_scale, tier.v_zero, tier.v_apart, tier.v_where);
   for (int64_t at : {tier.score, tier.pos})
     if (at >= 0) std::memcpy(to + at + 4 * target, from + at + 4 * source, 4);
 }

@@ -68,6 +68,8 @@ FORMATS = {  # bits, head dim, query heads per KV head, rule, power, format
     "nvfp4": ("4,4", 64, 4, "max", 1, {"k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4}),
     "mxfp4": ("4,4", 128, 1, "mean", 1, {"k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 4, "v_groups": 4}),
     "kivi8": ("2,2", 64, 1, "mean", 1, {"k_channel_group": 8, "symmetric": True}),
+    "few-channels": ("16,16", 64, 3, "max", 1, {"k_channels": 39}),
+    "few-channels80": ("16,4", 80, 2, "sum", 1, {"k_channels": 17}),
     "dim8": ("16,16", 8, 3, "max", 1, {}),
 }
 

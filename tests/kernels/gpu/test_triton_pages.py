@@ -33,6 +33,8 @@ FORMATS = {
     "lloyd": ("4,3", 64, "fp16", {"k_code": "lloyd", "v_code": "lloyd"}),
     "lloyd2": ("3,2", 80, "fp16", {"k_code": "lloyd", "v_code": "lloyd", "k_groups": 2}),
     "fp4": ("4,4", 64, "fp16", {"k_code": "nvfp4", "v_code": "mxfp4", "k_groups": 4, "v_groups": 2}),
+    "few-channels": ("16,16", 64, "fp16", {"k_channels": 39}),
+    "few-channels80": ("16,4", 80, "bf16", {"k_channels": 33}),
     "kivi8-symmetric": ("4,4", 64, "fp16", {"k_channel_group": 8, "symmetric": True}),
 }
 
@@ -116,11 +118,17 @@ def test_e4m3_rounds_like_torch():
     assert torch.equal(got.cpu(), want)
 
 
-@pytest.mark.parametrize(("source", "target"), [("8,4", "4,2"), ("16,16", "8,1"), ("4,2", "2,2")])
-def test_demotion_writes_the_bytes_of_reading_and_writing_again(source: str, target: str):
+@pytest.mark.parametrize(
+    ("source", "target", "channels"),
+    [
+        *(("8,4", "4,2", (0, 0)), ("16,16", "8,1", (0, 0)), ("4,2", "2,2", (0, 0))),
+        *(("16,16", "16,4", (0, 33)), ("16,16", "16,4", (33, 0))),
+    ],
+)
+def test_demotion_writes_the_bytes_of_reading_and_writing_again(source: str, target: str, channels: tuple[int, int]):
     """Codes, scales, score and position of demoted slots; entries without a target leave everything as it is."""
-    origin = tier_format(source, 80, track=TRACK, k_groups=1 if source == "16,16" else 2)
-    lower = tier_format(target, 80, track=TRACK, v_groups=2)
+    origin = tier_format(source, 80, track=TRACK, k_groups=1 if source == "16,16" else 2, k_channels=channels[0])
+    lower = tier_format(target, 80, track=TRACK, v_groups=2, k_channels=channels[1])
     page, slot = places(origin)
     page, slot = page[:12], slot[:12]
     x = hard_vectors(12, 80)

@@ -51,6 +51,7 @@ CASES = {  # formats, head dim, query heads per KV head
     "symmetric": (["4,4"], 64, 3, {"symmetric": True}),
     "fp8": (["8,8"], 64, 1, {"fp8": True}),
     "channel": (["2,2"], 64, 3, {"k_channel_group": 32, "v_groups": 2}),
+    "few-channels": (["16,16", "16,16"], 64, 3, {"k_channels": 39}),
     "dim16": (["4,4", "8,2"], 16, 7, {}),
 }
 

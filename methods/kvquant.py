@@ -1,0 +1,109 @@
+"""KVQuant: keys per channel before the rotary embedding, by tables and scales that a calibration found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvbench.policy import (
+    MAX_TOKENS,
+    Choice,
+    CodeBooks,
+    NotForModel,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    TableOrPath,
+    Tier,
+    Whole,
+    read_table,
+)
+
+WIDTHS = (2, 3, 4)  # bits that books have tables for; of each, the keys' table and then the values'
+TABLES = sum(2 * 2**bits for bits in WIDTHS)
+
+
+@dataclass(kw_only=True)
+class KVQuant(Policy):
+    """Stores keys as they are before the rotary embedding and values as codes of tables that a calibration found for
+    each layer, their outliers apart, and the first tokens of a prompt in 16 bits.
+
+    A key's scale and zero belong to its channel for good and lie beside the pages, so that every token is coded as it
+    comes; a value vector has its own. Keys are rotated when they are read.
+
+    Args:
+        bits: 2, 3 or 4 for keys and values.
+        books: The model's tables and scales: the path of a file that `kvbench books` wrote, or a list of lists. null =
+            none, then the model is refused.
+        sinks: First tokens of a prompt that stay in 16 bits; >= 0.
+        outliers: Elements of each key and of each value whose rest, what their code misses, is kept apart in 16 bits
+            with a byte that says which one it is; >= 0.
+        native: Store the model's own dtype instead (lossless; for tests).
+
+    Source: KVQuant (Hooper et al. 2024), sections 3.1 to 3.3 and 3.5, from memory; SqueezeAILab/KVQuant.
+    Differs: outliers are so many of every vector (1 of 64 is 1.6 %), where the paper takes those beyond a threshold,
+        1 % in all: of a value the largest, which its scale does not span then, and of a key those that their codes miss
+        by most. They lie in the slot, as what is added to the code's level, not in a sparse matrix. The tables are of
+        plain k-means, where the paper weighs numbers by squared gradients, and their levels are whole numbers from 0 to
+        255 of a vector's or channel's range. Sinks lie in a page of their own in each head, whose empty rest is billed.
+    """
+
+    bits: Annotated[int, Choice(WIDTHS, unit="bits")] = 4
+    books: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
+    sinks: Annotated[int, Whole(0, MAX_TOKENS, unit="tokens")] = 1
+    outliers: Annotated[int, Whole(0, 8, unit="elements")] = 1
+    native: bool = False
+
+    position_mode = "pre_rope"
+
+    def __post_init__(self) -> None:
+        bits, apart = self.bits, self.outliers
+        coded = Tier(k_bits=bits, v_bits=bits, k_code="book_channels", v_code="book", k_apart=apart, v_apart=apart)
+        whole = Tier(native=self.native)
+        self.tiers = (whole if self.native else coded, whole)[: 2 if self.sinks else 1]
+        if self.books is not None:  # the numbers themselves, so that a run's identity does not hang on a path
+            self.books = read_table(self.books, "books")
+            self.codebooks = None if self.native else _read(self.books, self.bits)
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        super().check_model(num_layers, num_kv_heads)
+        found = 0 if self.codebooks is None else len(self.codebooks.scale)
+        fits = self.codebooks is not None and len(self.codebooks.scale[0]) % num_kv_heads == 0
+        if not self.native and (found != num_layers or not fits):
+            raise NotForModel(
+                f"method.books has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
+                "kvquant needs the books of this model, which `kvbench books` measures: give them as method.books=PATH"
+            )
+
+    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+        tier_of = view.filled(0)
+        tier_of[..., : self.sinks] = len(self.tiers) - 1
+        return PrefillPlan(tier_of=tier_of)
+
+    def check_outcome(self, record: dict) -> str | None:
+        kept = record.get("kept", {})
+        if kept and kept["tokens_seen"] > self.sinks and kept["slots_per_tier"][0] == 0:
+            return f"{kept['tokens_seen']} tokens seen but none was quantised"
+        return None
+
+
+def _read(rows: Sequence[Sequence[float]], bits: int) -> CodeBooks:
+    """The books of a width, from lines with the tables of all widths and then the scales and zeros of key channels.
+
+    Raises:
+        ValueError: The lines are no books.
+    """
+    half, odd = divmod(len(rows[0]) - TABLES, 2)
+    first, size = sum(2 * 2**each for each in WIDTHS if each < bits), 2**bits
+    tables = [[row[at : at + size] for row in rows] for at in (first, first + size)]
+    if half < 1 or odd or any(level not in range(256) for table in tables for row in table for level in row):
+        raise ValueError(
+            f"method.books: a line has {TABLES} levels from 0 to 255 and then a scale and a zero for each key channel "
+            f"of a layer, but this one has {len(rows[0])} numbers and is none; `kvbench books` writes such a file"
+        )
+    keys, values = (tuple(tuple(map(int, row)) for row in table) for table in tables)
+    return CodeBooks(
+        keys=keys,
+        values=values,
+        scale=tuple(tuple(row[TABLES : TABLES + half]) for row in rows),
+        zero=tuple(tuple(row[TABLES + half :]) for row in rows),
+    )

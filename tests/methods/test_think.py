@@ -1,0 +1,333 @@
+"""ThinK: which channels go, what attention sees then, and what is held; with the parts of the cache that it needs."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from store_helpers import make_store, plain_attention, step_one
+
+from kvbench.cache.channels import Channels
+from kvbench.cache.layout import StoreOptions, compile_formats
+from kvbench.kernels.format import SlotFormat
+from kvbench.methods.think import ChannelLogits, ThinK
+from kvbench.policy import Policy, PrefillPlan, Probability, ScoreSpec, Tier, check_chunk
+
+LAYERS, HEADS, GROUP, DIM, WINDOW, SCALE = 2, 2, 3, 20, 6, 0.3
+
+
+def tokens(count: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Queries [L, Hq, n, D], keys and values [L, H, n, D], with channels of very different sizes in every list."""
+    make = torch.Generator().manual_seed(seed)
+    q = torch.randn(LAYERS, HEADS * GROUP, count, DIM, generator=make)
+    k, v = (torch.randn(LAYERS, HEADS, count, DIM, generator=make) for _ in range(2))
+    sizes = torch.rand(LAYERS, HEADS, 1, DIM, generator=torch.Generator().manual_seed(9)) * 3  # the lists' own
+    return q, k * sizes, v
+
+
+def filled(policy: Policy, length: int, rows: int = 1, seed: int = 0, **options):
+    """A store with one prompt, and the prompt."""
+    store = make_store(
+        policy, num_layers=LAYERS, num_q_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, rows=rows, **options
+    )
+    prompt = tokens(length, seed)
+    return store, read(store, prompt), prompt
+
+
+def read(store, prompt) -> int:
+    """Reads a prompt into a row of its own."""
+    row = store.open_row()
+    for layer in range(LAYERS):
+        store.prefill_layer(row, layer, *(x[layer] for x in prompt), SCALE)
+    return row
+
+
+def thinned(prompt, keep: float, window: int = WINDOW) -> torch.Tensor:
+    """The oracle: keys [L, H, n, D] with 0 where a channel goes, as the official code says it, list by list."""
+    q, k, _ = prompt
+    k = k.clone()
+    before = k.shape[2] - window
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            own = q[layer, head * GROUP : (head + 1) * GROUP, -window:].double()
+            worth = own.pow(2).mean(1).sum(0) * prompt[1][layer, head].double().pow(2).mean(0)
+            pruned = worth.topk(DIM - math.ceil(keep * DIM - 1e-9), largest=False).indices
+            k[layer, head, :before, pruned] = 0.0
+    return k
+
+
+def step(store, row: int, new) -> list[torch.Tensor]:
+    """A decode step by token 0 of `new`."""
+    return step_one(store, row, [tuple(x[layer, :, 0] for x in new) for layer in range(LAYERS)], SCALE)
+
+
+def expected(prompt, keys: torch.Tensor, news) -> list[torch.Tensor]:
+    """What the last of some steps gives, layer by layer."""
+    k = torch.cat([keys, *(new[1] for new in news)], 2)
+    v = torch.cat([prompt[2], *(new[2] for new in news)], 2)
+    return [plain_attention(news[-1][0][layer, :, 0], k[layer], v[layer], SCALE) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.6, 0.25, 0.01])
+def test_attention_misses_the_weakest_channels_of_the_prompt(keep):
+    """Steps equal attention over keys whose weakest channels are 0; the window's and new tokens' keys are whole."""
+    store, row, prompt = filled(ThinK(keep_channels=keep, window=WINDOW, native=True), 40)
+    keys, news = thinned(prompt, keep), []
+    assert bool((keys == 0).any()) == (keep < 1) and bool((keys[:, :, -WINDOW:] != 0).all())
+    for index in range(3):
+        news.append(tokens(1, seed=index + 1))
+        for got, want in zip(step(store, row, news[-1]), expected(prompt, keys, news), strict=True):
+            torch.testing.assert_close(got[0], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1])
+def test_prompts_as_short_as_the_window_are_whole(length):
+    """A channel goes of tokens before the window only."""
+    store, row, prompt = filled(ThinK(keep_channels=0.1, window=WINDOW, native=True), length)
+    new = tokens(1, seed=3)
+    keys = thinned(prompt, 0.1) if length > WINDOW else prompt[1]
+    for got, want in zip(step(store, row, new), expected(prompt, keys, [new]), strict=True):
+        torch.testing.assert_close(got[0], want, rtol=0, atol=2e-6)
+
+
+def test_rows_have_orders_of_their_own_and_forks_take_theirs_along():
+    """Two prompts in one batch, and a fork whose source is closed and taken by another prompt."""
+    store, row, prompt = filled(ThinK(keep_channels=0.5, window=WINDOW, native=True), 30, rows=3)
+    other = tokens(25, seed=7)
+    second, fork = read(store, other), store.fork_row(row)
+    store.close_row(row)
+    third = read(store, tokens(50, seed=8))
+    assert third == row
+    new = tokens(2, seed=4)
+    news = [tuple(x[:, :, index : index + 1] for x in new) for index in range(2)]
+    store.begin_step(torch.tensor([fork, second]))
+    for layer in range(LAYERS):
+        out = store.attend(layer, *(x[layer].transpose(0, 1) for x in new), SCALE)
+        for got, text, one in zip(out, (prompt, other), news, strict=True):
+            want = expected(text, thinned(text, 0.5), [one])[layer]
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+    store.end_step()
+
+
+def test_a_later_segment_sees_the_same_keys():
+    """A segment that comes at once attends to pruned keys in its list's order, and is stored whole."""
+    store, row, prompt = filled(ThinK(keep_channels=0.5, window=WINDOW, native=True), 30)
+    segment, keys = tokens(4, seed=5), thinned(prompt, 0.5)
+    assert store.takes_chunks
+    for layer in range(LAYERS):
+        out = store.append_chunk(row, layer, *(x[layer] for x in segment), SCALE)
+        for index in range(4):
+            k, v = (
+                torch.cat([own[layer], x[layer, :, : index + 1]], 1)
+                for own, x in ((keys, segment[1]), (prompt[2], segment[2]))
+            )
+            want = plain_attention(segment[0][layer, :, index], k, v, SCALE)
+            torch.testing.assert_close(out[:, index], want, rtol=0, atol=2e-6)
+    new = tokens(1, seed=6)
+    for got, want in zip(step(store, row, new), expected(prompt, keys, [segment, new]), strict=True):
+        torch.testing.assert_close(got[0], want, rtol=0, atol=2e-6)
+
+
+def test_snapkv_chooses_the_tokens_that_stay():
+    """With `keep_tokens` the window's attention, max-pooled, says which tokens before it stay, thin."""
+    store, row, prompt = filled(ThinK(keep_channels=0.5, window=WINDOW, keep_tokens=0.5, native=True), 40)
+    q, k, v = prompt
+    new, keys = tokens(1, seed=3), thinned(prompt, 0.5)
+    outs = step(store, row, new)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            own = q[layer, head * GROUP : (head + 1) * GROUP, -WINDOW:]
+            logits = own @ k[layer, head].T * SCALE
+            logits = logits + torch.full((WINDOW, 40), float("-inf")).triu(40 - WINDOW + 1)
+            score = logits.softmax(-1).sum(1).mean(0)[: 40 - WINDOW]
+            score = torch.nn.functional.max_pool1d(score[None], 7, 1, 3)[0]
+            best = score.sort(descending=True, stable=True).indices[: 20 - WINDOW]  # a pool makes ties
+            stays = torch.cat([best, torch.arange(40 - WINDOW, 40)])
+            have = (
+                torch.cat([x[layer, head, stays], y[layer, head]])[None]
+                for x, y in zip((keys, v), new[1:], strict=True)
+            )
+            want = plain_attention(new[0][layer, head * GROUP : (head + 1) * GROUP, 0], *have, SCALE)
+            torch.testing.assert_close(outs[layer][0, head * GROUP : (head + 1) * GROUP], want, rtol=0, atol=2e-6)
+    assert store.ledger.report(row)[1]["slots_per_tier"] == [(WINDOW + 1) * 4, (20 - WINDOW) * 4]
+
+
+# Bytes ----
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.6, 0.25])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_bytes_are_the_closed_formula(keep, head_dim):
+    """2 d of a value and 2 ceil(d keep) of a thin key; the order is a byte per channel, layer and head, and all of it
+    is what the tensors have."""
+    policy = ThinK(keep_channels=keep)
+    store = make_store(policy, num_layers=LAYERS, num_q_heads=4, num_kv_heads=HEADS, head_dim=head_dim, rows=3)
+    row, length, new = store.open_row(), 300, 5
+    for layer in range(LAYERS):
+        q, k, v = (torch.randn(heads, length, head_dim) for heads in (4, HEADS, HEADS))
+        store.prefill_layer(row, layer, q, k, v, 0.1)
+    for _ in range(new):
+        step_one(store, row, [tuple(torch.randn(heads, head_dim) for heads in (4, HEADS, HEADS))] * LAYERS)
+    items, lists = store.ledger.itemise(row), LAYERS * HEADS
+    thin, whole = length - 32, 32 + new
+    kept = math.ceil(head_dim * keep - 1e-9)
+    assert items["payload_bytes"] == lists * 2 * (thin * (kept + head_dim) + whole * 2 * head_dim)
+    assert items["quant_meta_bytes"] == items["track_bytes"] == items["residual_bytes"] == 0
+    size = store.pages.pool.page_bytes
+    per_page = [size // (16 * (kept_k + head_dim)) * 8 for kept_k in (head_dim, kept)]
+    pages = lists * sum(-(-count // each) for count, each in zip((whole, thin), per_page, strict=True))
+    assert items["slack_bytes"] == pages * size - items["payload_bytes"]
+    orders = store.holding.channels
+    assert isinstance(orders, Channels) and orders.allocated_bytes == 3 * lists * head_dim
+    tables = store.pages.table.allocated_bytes // 3 + store.counters.row_bytes
+    assert items["table_bytes"] == tables + lists * head_dim
+    assert items["resident_bytes"] == pages * (size + 4) + tables + lists * head_dim
+    held = store.pages.pool.allocated_bytes + store.pages.table.allocated_bytes + store.counters.allocated_bytes
+    assert store.allocated_bytes == held + orders.allocated_bytes
+
+
+def test_thin_pages_hold_nothing_of_what_was_dropped():
+    """Half of the channels, whose bytes are the same whatever the dropped ones were: nothing is masked."""
+    prompt = tokens(40)
+    dropped = (thinned(prompt, 0.5) == 0) & (torch.arange(40) < 40 - WINDOW)[:, None]
+    louder = prompt[1].masked_fill(dropped, 0.0)
+    louder[dropped] = prompt[1][dropped] * 0.9  # not so much that another channel goes
+    found = []
+    for keys in (prompt[1], louder):
+        store, _, _ = filled(ThinK(keep_channels=0.5, window=WINDOW), 1, rows=2)
+        row = read(store, (prompt[0], keys, prompt[2]))
+        lists, slots = store.pages.lists_of(torch.tensor([row])), torch.arange(40 - WINDOW)
+        each = lists.repeat_interleave(len(slots))
+        page, slot = store.pages.table.lookup(each, 1, slots.repeat(len(lists)))
+        found.append(store.pages.field(1, "k_codes")[page, :, slot])  # [slots of all lists, channels]
+        assert found[-1].shape[1] == 10
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("keep", [0.6, 0.3])
+def test_a_projection_bills_the_same(keep):
+    """`kvbench bytes` counts what a store holds, orders included."""
+    from kvbench.sizing.project import project
+
+    store, row, _ = filled(ThinK(keep_channels=keep, window=WINDOW), 60)
+    step(store, row, tokens(1, seed=1))
+    shape = replace(store.shape, dtype=torch.float32)
+    (least, most) = project(ThinK(keep_channels=keep, window=WINDOW), shape, 60, 1)
+    mine = store.ledger.itemise(row)
+    assert least == most
+    for item in ("payload_bytes", "slack_bytes", "free_list_bytes"):
+        assert least.items[item] == mine[item]
+
+
+# What is refused ----
+
+
+@dataclass(frozen=True)
+class Plain(Probability):
+    """Measures no channels."""
+
+
+@dataclass(frozen=True)
+class Crooked(Probability):
+    """Measures channels, of too few."""
+
+    in_chunks: ClassVar[bool] = False
+
+    def of_channels(self, seen):
+        return seen.k.sum(1)[:, 1:]
+
+
+@dataclass(kw_only=True)
+class Declared(Policy):
+    """A method of the given declarations."""
+
+    in_chunks = False
+
+
+def declared(**declarations) -> Policy:
+    """A policy with thin keys, and with other declarations."""
+    policy = Declared()
+    policy.tiers = (Tier(), Tier(k_kept=0.5))
+    policy.score = ScoreSpec(statistic=ChannelLogits(), prefill_queries=4)
+    for name, value in declarations.items():
+        setattr(policy, name, value)
+    return policy
+
+
+REFUSED = {
+    "statistic": ({"score": ScoreSpec(statistic=Plain(), prefill_queries=4)}, "Plain does not measure them"),
+    "chunks": ({"in_chunks": True}, "or read a prompt in chunks"),
+    "compact": ({"compact_every": 4}, "it cannot measure keys later"),
+    "position": ({"position_mode": "pre_rope"}, "which are stored with their positions"),
+    "granularity": ({"granularity": "q_head"}, "orders the channels of KV heads' keys"),
+    "turned": ({"tiers": (Tier(turned="keys"), Tier(k_kept=0.5))}, "mixes the key channels"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_with_an_order_of_channels_is_refused(case):
+    """Each in a sentence, before anything is read."""
+    changes, said = REFUSED[case]
+    shape = make_store(ThinK()).shape
+    with pytest.raises(ValueError, match=said):
+        compile_formats(declared(**changes), shape, StoreOptions())
+    assert len(compile_formats(declared(), shape, StoreOptions())) == 2
+
+
+def test_settings_that_do_not_fit_are_refused():
+    """Rotation, chunks, coded keys of few channels, and shares out of range."""
+    with pytest.raises(ValueError, match=r"store.rotation=hadamard mixes the key channels that ThinK tells apart"):
+        make_store(ThinK(), rotation="hadamard")
+    with pytest.raises(ValueError, match="prefill.chunk=64 does not go with ThinK, which decides once"):
+        check_chunk(ThinK(), 64)
+    for wrong in (0.0, 1.1, "half"):
+        with pytest.raises(ValueError, match="keep_channels="):
+            ThinK(keep_channels=wrong)
+    for kept, bits in ((0.0, 16), (1.5, 16), (0.5, 8)):
+        with pytest.raises(ValueError, match=rf"k_kept={kept} with k_bits={bits} must be a share"):
+            Tier(k_kept=kept, k_bits=bits)
+    with pytest.raises(ValueError, match="k_channels=5 goes with keys of 16 bits, not with k_bits=8"):
+        SlotFormat(head_dim=16, k_bits=8, v_bits=8, k_channels=5)
+    with pytest.raises(ValueError, match=r"k_channels=17 must be 0 \(all\) to head_dim=16"):
+        SlotFormat(head_dim=16, k_bits=16, v_bits=16, k_channels=17)
+    assert Tier(k_kept=0.6).name == "k16v16-keys0.6" and Tier(k_kept=0.5, native=True).name == "native-keys0.5"
+
+
+@pytest.mark.parametrize(
+    ("channels", "said"),
+    [
+        (None, "channels is None, but it must be a tensor"),
+        (torch.zeros(1, HEADS, DIM), "channels is float32, but it must hold integers"),
+        (torch.zeros(1, HEADS, DIM, dtype=torch.int64), "channels must name every key channel of a list once"),
+    ],
+)
+def test_a_plan_orders_all_channels(channels, said):
+    """Each of them once, in every list; and only where the statistic measures them."""
+
+    class Wrong(ThinK):
+        def plan_prefill(self, view):
+            return PrefillPlan(tier_of=view.filled(0), channels=channels)
+
+    with pytest.raises(ValueError, match=said):
+        filled(Wrong(window=WINDOW), 20)
+
+    class Extra(Policy):
+        def plan_prefill(self, view):
+            return PrefillPlan(tier_of=view.filled(0), channels=torch.arange(DIM).expand(1, HEADS, DIM))
+
+    with pytest.raises(ValueError, match="the method's statistic measures none"):
+        filled(Extra(), 20)
+
+
+def test_a_statistic_measures_every_channel():
+    """And its answer has one number for each."""
+    with pytest.raises(ValueError, match=r"Crooked.of_channels gave .* \(2, 19\), but it must give .* \(2, 20\)"):
+        filled(declared(score=ScoreSpec(statistic=Crooked(), prefill_queries=4)), 20)
+
+    class Looks(Policy):
+        def plan_prefill(self, view):
+            return PrefillPlan(tier_of=view.filled(0), channels=view.channels)
+
+    with pytest.raises(ValueError, match="the view of a prompt has no channels"):
+        filled(Looks(), 20)
