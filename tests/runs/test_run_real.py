@@ -9,7 +9,7 @@ from engine_helpers import open_settings
 from omegaconf import OmegaConf
 
 from kvbench.config import files as listing
-from kvbench.runs.parts import Loaders, default_parts
+from kvbench.runs.parts import Loaders, Parts, default_parts
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -32,11 +32,11 @@ def compose(method: str, results_dir: Path) -> OmegaConf:
 
 
 class StopAfter:
-    """The real loaders, with a task that is interrupted when its n-th answer is scored."""
+    """These loaders, with a task that is interrupted when its n-th answer is scored."""
 
-    def __init__(self, count: int) -> None:
-        self.left, self.own = count, default_parts()
-        self.parts = replace(self.own, load_task=self.load_task)
+    def __init__(self, count: int, own: Parts) -> None:
+        self.left, self.own = count, own
+        self.parts = replace(own, load_task=self.load_task)
 
     def load_task(self, *arguments, **named):
         """The task with a scorer that counts down."""
@@ -57,17 +57,25 @@ def samples(folder: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in ("timing", "seal")} for row in rows]
 
 
+@pytest.fixture(scope="module")
+def shared() -> Parts:
+    """Loaders that make the model and the questions once for all methods, which takes as long as the answers do."""
+    return Loaders().parts()
+
+
 @pytest.mark.parametrize("method", listing.options("method"))
-def test_interrupted_run_equals_a_whole_one(tmp_path, method):
+def test_interrupted_run_equals_a_whole_one(tmp_path, shared, method):
     """Stopped twice inside a batch and resumed, every method leaves the tokens and bytes of an unbroken run."""
-    whole = run_experiment(compose(method, tmp_path / "whole"), method=method, **QUIET)
+    whole = run_experiment(compose(method, tmp_path / "whole"), method=method, parts=shared, **QUIET)
     assert whole.record.counts.ok == whole.record.counts.total == 6
     assert all(row["fidelity"] and row["ledger"]["resident_bytes"] > 0 for row in samples(whole.folder))
     cut = compose(method, tmp_path / "cut")
     for count in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            run_experiment(cut, method=method, parts=StopAfter(count).parts, **QUIET)
-    resumed = run_experiment(cut, method=method, **QUIET)
+            run_experiment(cut, method=method, parts=StopAfter(count, shared).parts, **QUIET)
+    # One method's run goes on with a model and questions of its own, as a new process has.
+    again = default_parts() if method == "diffkv" else shared
+    resumed = run_experiment(cut, method=method, parts=again, **QUIET)
     assert [session.num_done for session in resumed.record.sessions] == [1, 2, 3]
     assert samples(resumed.folder) == samples(whole.folder)
     assert resumed.record.metrics == whole.record.metrics
