@@ -70,6 +70,9 @@ class Layout:
         pos: A position per slot.
         k_code: How keys are coded where they are no integers, as in `slow_codes`.
         v_code: Likewise.
+        k_apart: Elements of a key whose rest is kept apart, in 16 bits beside a byte that says which one.
+        v_apart: Likewise of a value.
+        k_channels: Channels that are stored of a key, 0 for all.
     """
 
     dim: int
@@ -86,6 +89,9 @@ class Layout:
     pos: bool = False
     k_code: str = ""
     v_code: str = ""
+    k_apart: int = 0
+    v_apart: int = 0
+    k_channels: int = 0
 
     def coded(self, bits: int) -> bool:
         """The side holds integer codes."""
@@ -101,14 +107,20 @@ class Layout:
         k_scales = self.dim * (tokens // self.k_channel_group) if self.channel else tokens * self.k_groups
         k, v = self.coded(self.k_bits), self.coded(self.v_bits)
         k_unit, v_unit = (1 if code in ("nvfp4", "mxfp4") else 2 for code in (self.k_code, self.v_code))
-        k_zero, v_zero = (not (self.symmetric or code) for code in (self.k_code, self.v_code))
+        if self.k_code == "book_channels":  # their scales belong to a channel for good and lie in no page
+            k_unit = 0
+        k_zero, v_zero = (not self.symmetric and code in ("", "book") for code in (self.k_code, self.v_code))
         return {
-            "k_codes": tokens * self.dim * self.k_bits // 8,
+            "k_codes": tokens * (self.k_channels or self.dim) * self.k_bits // 8,
             "v_codes": tokens * self.dim * self.v_bits // 8,
             "k_scale": k_unit * k_scales if k else 0,
             "k_zero": 2 * k_scales if k and k_zero else 0,
             "v_scale": v_unit * tokens * self.v_groups if v else 0,
             "v_zero": 2 * tokens * self.v_groups if v and v_zero else 0,
+            "k_apart": 2 * tokens * self.k_apart,
+            "k_where": tokens * self.k_apart,
+            "v_apart": 2 * tokens * self.v_apart,
+            "v_where": tokens * self.v_apart,
             "score": 4 * tokens if self.score else 0,
             "pos": 4 * tokens if self.pos else 0,
         }

@@ -137,7 +137,7 @@ def test_demotion_writes_the_bytes_of_reading_and_writing_again(source: str, tar
     torch_pages.write_values(want, origin, page, slot, x.flip(0))
     torch_pages.write_tracked(want, origin, page, slot, torch.rand(12), torch.arange(12))
     got = want.to(DEVICE, copy=True)
-    onto, at = torch.where(torch.arange(12) % 3 == 1, -1, 6 + torch.arange(12) % 2), torch.arange(12) * 2
+    onto, at = torch.where(torch.arange(12) % 3 == 1, -1, 6 + torch.arange(12) % 2), torch.arange(12) * 5 % 16
     keep = onto >= 0
     k, v = torch_pages.read_slots(want, origin, page[keep], slot[keep])
     torch_pages.write_keys(want, lower, onto[keep], at[keep], k)
