@@ -32,7 +32,7 @@ WANTED = EVERY if os.environ.get("KVBENCH_FULL_TESTS") or DEVICE == "cuda" else 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 # What the kernels do not do yet, by method; everything else runs in kernels from the prompt to the last token.
-SLOW = {"quest": {"widen_bounds"}}
+SLOW = {"quest": {"widen_bounds"}, "kvquant": {"paged_decode", "write_keys", "write_values"}}
 
 
 @pytest.mark.parametrize(("method", "case"), WANTED)
