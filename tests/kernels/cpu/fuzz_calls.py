@@ -34,6 +34,10 @@ def random_slot(dice: random.Random, head_dim: int, track: tuple[str, ...], *, p
     while True:
         dtype = dice.choice((torch.float16, torch.bfloat16, torch.float32))
         bits = [dice.choice((*BITS, dtype.itemsize * 8)) for _ in "kv"]
+        codes = [dice.choice(("", *NAMES)) for _ in "kv"]
+        tables = [random_table(dice, *side) for side in zip(codes, bits, strict=True)]
+        apart = [dice.choice((0, 1, 3)) if code.startswith("book") else 0 for code in codes]
+        thin = bits[0] >= 16 and dice.random() < 0.3
         try:
             slot = SlotFormat(
                 head_dim,
@@ -43,15 +47,27 @@ def random_slot(dice: random.Random, head_dim: int, track: tuple[str, ...], *, p
                 v_groups=dice.choice((1, 1, 2, 4, 8)),
                 symmetric=dice.random() < 0.3,
                 fp8=dice.random() < 0.2,
-                k_code=dice.choice(("", *NAMES)),
-                v_code=dice.choice(("", *NAMES)),
+                k_code=codes[0],
+                v_code=codes[1],
+                k_table=tables[0],
+                v_table=tables[1],
+                k_apart=apart[0],
+                v_apart=apart[1],
                 dtype=dtype,
                 track=track,
+                k_channels=dice.randint(1, head_dim) if thin else 0,
             )
         except ValueError:
             continue
         if not (slot.channel_keys and slot.k_groups > 1):
             return slot
+
+
+def random_table(dice: random.Random, code: str, bits: int) -> tuple[int, ...]:
+    """Levels for a code of a calibrated table; now and then none, which makes them equally far apart."""
+    if not code.startswith("book") or bits > 8 or dice.random() < 0.3:
+        return ()
+    return tuple(sorted(dice.sample(range(256), 2**bits)))
 
 
 def random_format(dice: random.Random, slot: SlotFormat, *, bounds: bool = False) -> PageFormat:

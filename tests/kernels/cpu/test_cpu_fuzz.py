@@ -28,10 +28,15 @@ def test_random_calls_are_right_or_refused():
 
 def test_every_code_is_drawn():
     """A code that is declared is a code that the fuzzer tries, without being named there."""
-    dice, drawn = random.Random(0), set()
-    for _ in range(500):
+    dice, drawn, others = random.Random(0), set(), set()
+    for _ in range(1500):
         slot = random_slot(dice, 64, ())
-        drawn |= {side for side in (slot.keys, slot.values) if side is not None}
+        for side, apart, table in ((slot.keys, slot.k_apart, slot.k_table), (slot.values, slot.v_apart, slot.v_table)):
+            if side is not None:
+                drawn.add(side if not table else code_of(side.name, side.bits))
+                others |= {(side.name, "apart")} if apart else set()
+                others |= {(side.name, "table")} if table else set()
+        others |= {("elements", "thin")} if 0 < slot.k_channels < 64 else set()
     declared = set()
     for name in NAMES:
         for bits in BITS:
@@ -40,4 +45,6 @@ def test_every_code_is_drawn():
             except ValueError:
                 continue
     assert drawn == declared
+    books = {(name, what) for name in NAMES if name.startswith("book") for what in ("apart", "table")}
+    assert others == {("elements", "thin")} | books
     assert len(declared) > 15
