@@ -50,8 +50,8 @@ class SlotFormat:
         v_code: How values are coded, likewise.
         k_table: Of `book` keys: the level of each code; empty = equally far apart.
         v_table: Likewise for values.
-        k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart in 16 bits.
-        v_apart: Likewise of `book` values with one group.
+        k_apart: Of keys of a calibrated table in one group: elements of each vector whose rest is kept apart in 16 bits.
+        v_apart: Likewise of values.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
         k_channels: Channels that are stored of a key, the first ones; the others read as 0. Of elements only; 0 = all.
@@ -98,7 +98,7 @@ class SlotFormat:
         if self.k_channel_group % TOKEN_QUANTUM:
             raise ValueError(f"k_channel_group={self.k_channel_group} must be a multiple of {TOKEN_QUANTUM} tokens")
         for side, apart, code, groups in (
-            ("k", self.k_apart, self.keys, 1),
+            ("k", self.k_apart, self.keys, self.k_groups),
             ("v", self.v_apart, self.values, self.v_groups),
         ):
             levels = code is not None and bool(code.levels) and groups == 1
