@@ -73,3 +73,9 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     call = ctypes.CDLL(None).madvise
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return call
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; torch's go on with the stack of its own code."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

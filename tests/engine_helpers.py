@@ -76,6 +76,7 @@ def engine(
     fidelity_max_tokens=64,
     fidelity_per_token=False,
     prefill_chunk=None,
+    capture="auto",
     **store,
 ):
     """Gives an Engine, and takes its attention out of the model again, which other tests share."""
@@ -90,13 +91,15 @@ def engine(
             fidelity_max_tokens=fidelity_max_tokens,
             fidelity_per_token=fidelity_per_token,
             prefill_chunk=prefill_chunk,
+            capture=capture,
         )
     finally:
         loaded.model.set_attn_implementation("sdpa")
 
 
-def answers(loaded, policy, requests, *, on_step=None, sizing=None, own=False, **settings) -> dict:
-    """Runs requests; returns (sample_id, repeat) -> Outcome, after checking that every page and row came back."""
+def answers(loaded, policy, requests, *, on_step=None, sizing=None, own=False, counts=None, **settings) -> dict:
+    """Runs requests; returns (sample_id, repeat) -> Outcome, after checking that every page and row came back; and
+    tells a dict, if there is one, how the steps were made."""
     outcomes = {}
 
     def keep(outcome):
@@ -107,6 +110,8 @@ def answers(loaded, policy, requests, *, on_step=None, sizing=None, own=False, *
     with engine(loaded, policy, **settings) as running:
         watch = (lambda step: on_step(running, step)) if on_step else None
         running.run(requests, on_outcome=keep, on_step=watch, sizing=sizing, own=own)
+        if counts is not None:
+            counts |= running.steps.counts
         store = running.store
         assert store.pages.pool.num_used == 0
         assert sorted(store.pages.pool.free_ids().tolist()) == list(range(store.pages.pool.num_pages))

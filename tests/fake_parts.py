@@ -72,7 +72,7 @@ class FakeEngine:
 
     def __init__(self, cfg: object, policy: FakePolicy, *, pause_s: float = 0.0, statuses: dict | None = None) -> None:
         self.cfg, self.policy, self.pause_s, self.statuses = cfg, policy, pause_s, statuses or {}
-        self.backend = SimpleNamespace(name="torch", isa="", fallbacks=set())
+        self.backend, self.graphs = SimpleNamespace(name="torch", isa="", fallbacks=set()), {}
         self.seen: list[str] = []
 
     def text_of(self, ids) -> str:

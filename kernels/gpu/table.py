@@ -245,6 +245,8 @@ class DeviceTable(PageTable):
             _, there = self._named(lists, tier)
             index = torch.arange(self.max_pages, device=lists.device).expand(len(lists), -1)
             self._own(lists, tier, index, there)
+        if self.pool.others is not None and not bool(self.pool.others.any()):
+            self.pool.others = None
 
     def _named(self, lists: Tensor, tier: int) -> tuple[Tensor, Tensor]:
         """Page ids of lists, int64 [M, max_pages], and bool: the list holds the page."""

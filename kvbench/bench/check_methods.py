@@ -1,7 +1,8 @@
 """Checks every method through the whole engine on a device: `python -m kvbench.bench.check_methods`.
 
 A small random model answers the same prompts twice, with the GPU kernels and with plain torch. Tokens, bytes and what
-was kept must be the same. Needs torch, triton and transformers alone; exit status 0 when everything passed.
+was kept must be the same. With --graphs, the GPU kernels answer twice, with decode steps from a CUDA graph and one by
+one. Needs torch, triton and transformers alone; exit status 0 when everything passed.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -50,6 +51,7 @@ TABLE = {
     "books": [[*_LEVELS, *[(0.01, 0.02)[layer]] * 128, *[-1.5] * 128] for layer in range(2)],
 }
 MODEL = "random preset=tiny num_layers=2"
+LONGER = 10  # times as many tokens with graphs: the first steps are warm-up and capture
 
 
 @dataclass(frozen=True)
@@ -96,51 +98,76 @@ def small_model(device: str, dtype: str) -> LoadedModel:
     return choices.make_model(f"{MODEL} dtype={dtype}", device)
 
 
-def answer(model: LoadedModel, method: str, case: Case, backend: str) -> tuple[list[Outcome], set[str]]:
-    """The outcomes of a case in order, and the operations that the backend had no kernel for."""
+def answer(
+    model: LoadedModel, method: str, case: Case, backend: str, graphs: bool | None = None
+) -> tuple[list[Outcome], set[str], dict[str, int]]:
+    """The outcomes of a case in order, the operations that the backend had no kernel for, and how steps were made.
+
+    Args:
+        model: Answers.
+        method: Name of conf/method.
+        case: The prompts.
+        backend: Whose kernels.
+        graphs: Answer at length, with decode steps from graphs or without; None = as short as the case says.
+    """
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changes(method, case).items())
     policy = choices.make_method(f"{method} {words}")
     make, requests = torch.Generator().manual_seed(1), []
     for index, (segments, tokens) in enumerate(case.prompts):
         parts = tuple(tuple(torch.randint(1, 257, (n,), generator=make).tolist()) for n in segments)
-        requests.append(
-            Request(sample_id=str(index), subset="check", segments=parts, max_new_tokens=tokens, min_new_tokens=tokens)
-        )
+        least = tokens if graphs is None else 0  # tokens that may not come yet are the host's business
+        asked = Request(sample_id=str(index), subset="check", segments=parts, max_new_tokens=tokens)
+        if graphs is not None:
+            gold = tuple(torch.randint(1, 257, (tokens * LONGER,), generator=make).tolist())
+            asked = replace(asked, max_new_tokens=tokens * LONGER, gold=gold)
+        requests.append(replace(asked, min_new_tokens=least))
     engine = Engine(
-        model, policy, store=StoreOptions(), batch_size=len(requests), seed=0, backend=backend, fidelity_max_tokens=0
+        model,
+        policy,
+        store=StoreOptions(),
+        batch_size=len(requests),
+        seed=0,
+        backend=backend,
+        fidelity_max_tokens=0 if graphs is None else None,
+        capture="auto" if graphs else None,
     )
     found: list[Outcome] = []
     engine.run(requests, on_outcome=found.append)
     found.sort(key=lambda outcome: outcome.sample_id)
-    return found, engine.backend.fallbacks
+    return found, engine.backend.fallbacks, engine.graphs
 
 
 def differing(mine: Outcome, theirs: Outcome) -> int:
-    """How many of status, tokens, bytes and kept slots differ between two outcomes."""
-    pairs = [(getattr(mine, name), getattr(theirs, name)) for name in ("status", "token_ids", "ledger", "kept")]
+    """How many of status, tokens, bytes, kept slots and fidelity differ between two outcomes."""
+    names = ("status", "token_ids", "ledger", "kept", "fidelity")
+    pairs = [(getattr(mine, name), getattr(theirs, name)) for name in names]
     return sum(a != b for a, b in pairs) + (mine.status != "ok")
 
 
-def check(device: str, dtype: str, methods: list[str], cases: list[str]) -> Iterator[Finding]:
-    """Answers every case with both backends and compares.
+def check(device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False) -> Iterator[Finding]:
+    """Answers every case with both backends, or with graphs and without, and compares.
 
     Args:
         device: Where the model and the cache lie.
         dtype: The model's dtype.
         methods: Names of conf/method.
         cases: Keys of `CASES`.
+        graphs: Compare graphs with none; where none was replayed, that is no success.
     """
     model = small_model(device, dtype)
     for method in methods:
         for name in cases:
             try:
-                want, _ = answer(model, method, CASES[name], "torch")
+                if graphs:
+                    want, _, _ = answer(model, method, CASES[name], "triton", False)
+                else:
+                    want, _, _ = answer(model, method, CASES[name], "torch")
             except NotForModel as error:  # such as a package that it needs and that is not there
                 print(f"{method} is left out: {error}", file=sys.stderr)
                 break
             try:
-                got, fallbacks = answer(model, method, CASES[name], "triton")
-                worst = float(sum(map(differing, got, want)))
+                got, fallbacks, counts = answer(model, method, CASES[name], "triton", True if graphs else None)
+                worst = float(sum(map(differing, got, want)) + (graphs and not counts.get("replayed")))
             except Exception as error:  # compilers and drivers have kinds of their own; the other cases still run
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
                 worst, fallbacks = float("nan"), set()
@@ -156,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--method", nargs="*", choices=known, default=known)
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--graphs", action="store_true", help="compare steps from a CUDA graph with steps one by one")
     chosen = parser.parse_args(argv)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees none here; run this on a machine with one", file=sys.stderr)
@@ -166,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"torch {torch.__version__}, TRITON_INTERPRET={os.environ.get('TRITON_INTERPRET', '')}")
-    return report(check(chosen.device, chosen.dtype, chosen.method, chosen.case))
+    return report(check(chosen.device, chosen.dtype, chosen.method, chosen.case, graphs=chosen.graphs))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ STAGES = (
         "kvbench.bench.check_methods",
         "kvbench.bench.check_methods --device cpu --method full --case 'one token'",
     ),
+    Stage("check-graphs", 240, "kvbench.bench.check_methods --graphs --case 'a row that ends early'"),
     Stage("check-methods-bf16", 180, "kvbench.bench.check_methods --dtype bfloat16 --case 'a row that ends early'"),
     Stage(
         "attention",

@@ -63,6 +63,10 @@ class Buffered(Paged):
         smallest = min(fmt.tokens_per_page for fmt in self.pages.formats)
         return -(-max(self.ring.most_leaving) // smallest)
 
+    @property
+    def held_counts(self) -> list[Tensor]:
+        return [*super().held_counts, self.ring.num_k, self.ring.num_v, self.ring.num_tokens]
+
     def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
         counts = self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
         if (homes := self.pages.homes) is None:

@@ -62,6 +62,11 @@ class Holding:
         """Pages that a list takes in a step at most."""
         return 1
 
+    @property
+    def held_counts(self) -> list[Tensor]:
+        """All that says how much lists hold; every number of the ledger follows from them and from the tokens seen."""
+        return [self.pages.table.num_slots]
+
     def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that pages hold, int64 in the shape of `lists`."""
         held = self.pages.held(tier, lists)

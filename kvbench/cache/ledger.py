@@ -240,6 +240,10 @@ class Ledger:
         self._pages.late.collect()
         self.meters[row] = replace(self.meters[row], sum_bytes=0.0, sum_ratio=0.0, steps=0)
 
+    def leave(self, row: int) -> None:
+        """Leaves steps of a row that are under way out of what it reports: they came after its end."""
+        self.meters[row] = replace(self.meters[row])
+
     @contextmanager
     def aside(self, row: int) -> Iterator[None]:
         """Leaves what happens to a row out of its averages: what is read between two answers is no answer."""

@@ -57,6 +57,14 @@ class Answer:
         return self._due[0] if self._due else None
 
     @property
+    def most_left(self) -> int:
+        """Tokens that are still to come at most, each of which the model alone decides; 0 where a rule has a say."""
+        thoughts = self.request.thoughts
+        if self.banned or (thoughts is not None and thoughts.budget_tokens is not None):
+            return 0
+        return min(self._most_tokens, self.room) - len(self.token_ids)
+
+    @property
     def unread(self) -> list[int]:
         """Tokens of a finished answer that the model has not read, and that a conversation goes on from."""
         return self.token_ids[-1:] if self.finish == "length" else []

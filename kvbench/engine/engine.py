@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
+from kvbench.engine.ahead import Spoiled, Steps
 from kvbench.engine.answer import Answer
 from kvbench.engine.contexts import SharedContexts
 from kvbench.engine.conversation import Forced, next_turn
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.following import make_runner
 from kvbench.engine.long_logits import Logits, take
+from kvbench.engine.loop import Capture
 from kvbench.engine.needs import Needs
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
@@ -20,7 +23,7 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row, Sample
 from kvbench.engine.runner import NotFinite
 from kvbench.engine.sampling import row_generator
-from kvbench.kernels.memory import is_out_of_memory
+from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 
@@ -39,6 +42,7 @@ class Engine:
         fidelity_per_token: Outcomes say what was measured of each forced token.
         prompts: Shared by engines that run the same prompts of one model under other settings; None reads every prompt.
         prefill_chunk: Tokens of a prompt that are read before the method compresses; None = all.
+        capture: What captures decode steps; `auto` = a CUDA graph on a GPU, and nothing elsewhere; None = nothing.
 
     Raises:
         UnsupportedModel: The model's attention cannot be held in the store.
@@ -58,6 +62,7 @@ class Engine:
         fidelity_per_token: bool = False,
         prompts: PromptCache | None = None,
         prefill_chunk: int | None = None,
+        capture: Capture | Literal["auto"] | None = "auto",
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be >= 1")
@@ -67,11 +72,17 @@ class Engine:
         self.fidelity_per_token = fidelity_per_token
         self.backend, self.shape = self.runner.backend, self.runner.shape
         self.end_ids = tuple(model.eos_token_ids)
+        self.steps = Steps(self.runner, capture)
 
     @property
     def store(self) -> CompressedStore:
         """The cache of the requests that are being answered."""
         return self.runner.store
+
+    @property
+    def graphs(self) -> dict[str, int]:
+        """How decode steps were made (`Steps.counts`); empty where no graphs are used, or there was no step."""
+        return self.steps.counts if self.steps.runs and any(self.steps.counts.values()) else {}
 
     def text_of(self, ids: Sequence[int]) -> str:
         """What tokens say, special tokens shown."""
@@ -94,7 +105,8 @@ class Engine:
         Args:
             requests: What to answer.
             on_outcome: Called once per (sample, repeat), as soon as the sample is finished.
-            on_step: Called after every decode step with `decode_tokens_per_s`, `cache_bytes`, `live_rows`.
+            on_step: Called after every decode step or run of steps (`engine.ahead`) with `decode_tokens_per_s`,
+                `cache_bytes`, `live_rows`.
             sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run
                 must count the same bytes as an uninterrupted one.
             own: Force the first answer that each request gets here, in place of its gold answer; for the full cache,
@@ -145,13 +157,14 @@ class Engine:
         while True:
             try:
                 rows = max(rows_of) * size + self._contexts.num_rows
+                self.steps.forget()
                 self.runner.reserve(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
                 return size, None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 if size == 1:
-                    return size, _reason(error)
+                    return size, first_line(error)
             size //= 2
 
     def _run_group(self, group: list[Request]) -> None:
@@ -162,13 +175,18 @@ class Engine:
             self._decode(self._prefill_group(group, finished), finished)
             return
         except BaseException as error:
-            if error is self._callers or not is_out_of_memory(error):
+            was_spoiled = isinstance(error, Spoiled)
+            if error is self._callers or not (was_spoiled or is_out_of_memory(error)):
                 self._close_all()
                 raise
-            reason = _reason(error)
+            reason = first_line(error)
         # Here, not in the handler: until that ends, the error holds every tensor of the pass that failed.
         self._close_all()
         left = [r for r in group if r.sample_id not in finished]
+        if was_spoiled:  # step by step it is known which layer began it
+            self.steps.alone.update(r.sample_id for r in left)
+            self._run_group(left)
+            return
         if len(left) == 1:
             self._fail(left[0], "oom", reason, None)
             return
@@ -197,7 +215,7 @@ class Engine:
             sample = Sample(request, prefill_s, self._needs.rows(request), shares_context=shares)
             sample.probe_s = None if replays or shares else self.runner.probe_s or None
             for repeat in range(request.num_samples if request.max_new_tokens else 0):
-                own = row if repeat == 0 else self.runner.fork(row)
+                own = row if repeat == 0 else self.steps.fork(row, request)
                 answer = Answer(request, self.loaded.tokenizer, self.end_ids, self._needs.room(request))
                 random = row_generator(self.seed, request.sample_id, repeat, self.runner.device)
                 generator = random if request.temperature > 0 else None
@@ -206,7 +224,7 @@ class Engine:
                 )
                 rows.append((free, sample))
             if self._needs.own and request.max_new_tokens:
-                sample.own = self.runner.fork(row), logits
+                sample.own = self.steps.fork(row, request), logits
             forced: list[Row] = []
             if reference is not None:
                 forced.append(self._force(row, request, logits, self._needs.forced(request), reference))
@@ -216,7 +234,7 @@ class Engine:
                 )
             for place, state in enumerate(forced):
                 if place or request.max_new_tokens:
-                    state.row = self.runner.fork(row)
+                    state.row = self.steps.fork(row, request)
                 rows.append((state, sample))
         return rows
 
@@ -276,7 +294,7 @@ class Engine:
             spoiled: dict[str, int] = {}
             for state, sample in rows:  # it grows where an answer that ended is forced next
                 try:
-                    token = state.next_token()
+                    token = state.coming()
                     while token is None and next_turn(self.runner, state):
                         token = state.next_token()
                 except NotFinite as error:
@@ -298,21 +316,13 @@ class Engine:
                 rows = self._drop_bad(rows, spoiled, finished)
             if not rows:
                 return
-            begin = time.perf_counter()
-            logits, bad = self.runner.try_step([state.row for state, _ in rows], tokens)
-            elapsed = time.perf_counter() - begin
-            for index, (state, _) in enumerate(rows):
-                state.logits = logits[index]
-                state.timing["decode_s"] += elapsed
-                state.timing["decode_share_s"] += elapsed / len(rows)
-                state.timing["decode_tokens"] += 1
-                state.timing["row_steps"] += len(rows)
+            bad, rate = self.steps.make([state for state, _ in rows], tokens)
             if bad:
                 layers = {rows[index][0].request.sample_id: layer for index, layer in bad.items()}
                 rows = self._drop_bad(rows, layers, finished)
             if self._on_step:
-                used, rate = self.store.used_bytes, len(tokens) / elapsed
-                self._on_step({"decode_tokens_per_s": rate, "cache_bytes": used, "live_rows": len(tokens)})
+                told = {"decode_tokens_per_s": rate, "cache_bytes": self.store.used_bytes}
+                self._on_step(told | {"live_rows": len(tokens)})
 
     def _force_own(self, state: Row, sample: Sample) -> ForcedRow | None:
         """The row in which an answer that has just ended is forced, where that is wanted."""
@@ -346,7 +356,7 @@ class Engine:
     def _finish(self, state: Row, sample: Sample, finished: set[str]) -> None:
         """Records a finished row, and hands out the sample's outcomes once all its rows are over."""
         if isinstance(state, ForcedRow):
-            sample.take(state)
+            sample.keep(state)
             if not state.request.max_new_tokens and not sample.outcomes:  # there is no answer: its bytes are the text's
                 sample.outcomes[0] = self._outcome(state, sample, 0)
         elif isinstance(state, AnswerRow):
@@ -365,7 +375,7 @@ class Engine:
         """What a finished row says of its sample."""
         steps = state.timing.pop("row_steps")
         state.timing["batch_rows"] = steps / state.timing["decode_tokens"] if state.timing["decode_tokens"] else 0.0
-        held, kept = self.runner.report(state.row)
+        held, kept = state.report or self.runner.report(state.row)
         told = Outcome(sample_id=state.request.sample_id, repeat=repeat, ledger=held, kept=kept)
         told.num_prompt_tokens = state.request.num_prompt_tokens
         told.timing = {"prefill_s": sample.prefill_s, **state.timing}
@@ -392,9 +402,3 @@ class Engine:
             failed = Outcome(sample_id=request.sample_id, repeat=repeat, status=status, message=message)
             failed.nan_layer, failed.num_prompt_tokens = layer, request.num_prompt_tokens
             self._hand_out(failed)
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what an error says; torch's go on with the stack of its own code."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -29,9 +29,18 @@ class ChoiceMeter:
 
     def add(self, logits: Tensor) -> None:
         """Scores the next token under logits fp32 [vocabulary]."""
-        token, logp = self.gold[len(self.nll)], torch.log_softmax(logits, -1)
-        self.nll.append(-float(logp[token]))
-        self.hit.append(int(logp.argmax()) == token)
+        self.take(self.measure(len(self.nll), logits).tolist())
+
+    def measure(self, index: int, logits: Tensor) -> Tensor:
+        """What `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for nothing."""
+        token, logp = self.gold[index], torch.log_softmax(logits, -1)
+        return torch.stack([logp[token], (logp.argmax() == token).float()])
+
+    def take(self, measured: list[float]) -> None:
+        """Takes what was measured on the next token."""
+        logp, is_best = measured
+        self.nll.append(-logp)
+        self.hit.append(bool(is_best))
 
     def report(self) -> dict:
         """The journal's record of this choice: `loglikelihood` (nats), `greedy`, `num_tokens`."""
@@ -66,15 +75,24 @@ class FidelityMeter:
 
     def add(self, logits: Tensor) -> None:
         """Scores the next gold token under logits fp32 [vocabulary]."""
-        index = len(self.nll)
+        self.take(self.measure(len(self.nll), logits).tolist())
+
+    def measure(self, index: int, logits: Tensor) -> Tensor:
+        """What `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for nothing."""
         # One row at a time: of a long text, all rows at once would be gigabytes for a second time.
         logp, ref = torch.log_softmax(logits, -1), torch.log_softmax(self.reference[index], -1)
-        best = int(logp.argmax())
-        self.nll.append(-float(logp[self.gold[index]]))
-        self.nll_full.append(-float(ref[self.gold[index]]))
-        self.kl.append(float((ref.exp() * (ref - logp)).sum().clamp(min=0.0)))
-        self.agree.append(best == int(ref.argmax()))
-        self.hit.append(best == self.gold[index])
+        best, token = logp.argmax(), self.gold[index]
+        kl = (ref.exp() * (ref - logp)).sum().clamp(min=0.0)
+        return torch.stack([logp[token], ref[token], kl, (best == ref.argmax()).float(), (best == token).float()])
+
+    def take(self, measured: list[float]) -> None:
+        """Takes what was measured on the next gold token."""
+        logp, ref, kl, agrees, is_best = measured
+        self.nll.append(-logp)
+        self.nll_full.append(-ref)
+        self.kl.append(kl)
+        self.agree.append(bool(agrees))
+        self.hit.append(bool(is_best))
 
     def report(self) -> dict:
         """The journal's `fidelity` record.

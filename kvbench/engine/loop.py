@@ -37,11 +37,13 @@ class State:
         rows: The rows.
         tokens: int64 [S] tokens to be read next; each step puts its own there.
         told: Takes what a step chose and which logits were finite, in the order of the steps.
+        logits: fp32 [S, vocabulary] of the last step; where that was captured, the next replay writes over them.
     """
 
     rows: StepRows
     tokens: Tensor
     told: Callable[[list[int], list[bool]], None]
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class StepGraphs:
 
     Attributes:
         replays: Steps that were replayed.
+        eager: Steps that ran as they are, and those that were captured.
 
     Raises:
         ValueError: The cache lies in several places or processes.
@@ -88,7 +91,7 @@ class StepGraphs:
         self._capture = capture
         self._warm: set[int] = set()  # batch sizes whose kernels are compiled, and whose small tables are made
         self._captured: dict[int, _Captured] = {}
-        self.replays = 0
+        self.replays = self.eager = 0
 
     def decode(self, rows: Sequence[int], tokens: Sequence[int], steps: int) -> Iterator[list[int]]:
         """Feeds one token per row and then, `steps` times in all, the most likely next one.
@@ -120,7 +123,7 @@ class StepGraphs:
         late.collect()
         given = 0
         for _ in range(steps):
-            state = self._next(state)
+            state = self.advance(state)
             late.collect(leave=ahead)
             yield from chosen[given:]
             given = len(chosen)
@@ -137,6 +140,7 @@ class StepGraphs:
         logits = hf.forward(runner.loaded.model, session, state.tokens[:, None], positions, past, num_logits=1)[:, 0]
         chosen = logits.argmax(-1)
         state.tokens.copy_(chosen)
+        state.logits = logits
 
         def bind() -> Receiver:
             told = state.told
@@ -145,19 +149,22 @@ class StepGraphs:
         store.pages.late.post(torch.cat([chosen, torch.isfinite(logits).all(1).long()]), bind)
         store.end_step()
 
-    def _next(self, state: State) -> State:
+    def advance(self, state: State) -> State:
         """Makes one step, replayed where it can be; returns where the next one reads."""
         size = len(state.rows.numbers)
         held = self._captured.get(size)
         if self._capture is None or not self._store.next_step_is_plain(state.rows.numbers):
+            self.eager += 1
             self.step(state)
-        elif held is not None and self._store.takes_pages(held.most_pages):
+            return state
+        if held is not None and self._store.takes_pages(held.most_pages):
             self._enter(held.state, state)
             held.replay()
             self._store.pages.late.send_again(held.tape)
             self.replays += 1
             return held.state
-        elif held is None and size in self._warm and self._store.has_pages_for(size):
+        self.eager += 1
+        if held is None and size in self._warm and self._store.has_pages_for(size):
             self._captured[size] = self._run_captured(state, self._capture)
         else:
             self.step(state)

@@ -21,11 +21,15 @@ class Row(ABC):
         request: What it belongs to.
         logits: fp32 [vocabulary], for the next token.
         timing: Seconds, tokens and rows of its steps so far.
+        ready: The token to feed where it is known without logits; None in it = the row is over.
+        report: What `Runner.report` said when the row ended, where the device has made a step more since.
     """
 
     row: int
     request: Request
     logits: Tensor
+    ready: list[int | None] = field(default_factory=list)
+    report: tuple[dict, dict] | None = None
     timing: dict = field(
         default_factory=lambda: {"decode_s": 0.0, "decode_share_s": 0.0, "decode_tokens": 0, "row_steps": 0}
     )
@@ -33,6 +37,21 @@ class Row(ABC):
     @abstractmethod
     def next_token(self) -> int | None:
         """Consumes the logits; the token to feed, or None when the row is over."""
+
+    @abstractmethod
+    def steps_alone(self) -> int:
+        """Steps, up to the row's end, whose tokens nobody but the device has to know before the next one; 0 = none."""
+
+    def note_step(self, seconds: float, num_rows: int) -> None:
+        """Notes the time of a step that fed so many rows."""
+        self.timing["decode_s"] += seconds
+        self.timing["decode_share_s"] += seconds / num_rows
+        self.timing["decode_tokens"] += 1
+        self.timing["row_steps"] += num_rows
+
+    def coming(self) -> int | None:
+        """The token to feed, which a run of steps left, or from the logits; None when the row is over."""
+        return self.ready.pop() if self.ready else self.next_token()
 
 
 @dataclass(kw_only=True)
@@ -60,8 +79,16 @@ class AnswerRow(Row):
         if token in banned:  # noted, so that it is known how often answers would have ended here
             self.answer.wants_to_end()
             token = choose_token(self.logits, self.request, self.generator, banned)
+        return self.take(token)
+
+    def take(self, token: int) -> int | None:
+        """Takes the model's first choice; the token to feed, or None when the row is over."""
         self.answer.add(token)
         return None if self.answer.finish else token
+
+    def steps_alone(self) -> int:
+        # A turn goes on with the row as it was when the answer ended; and draws come from the host's own order.
+        return 0 if self.generator is not None or self.request.turns else self.answer.most_left
 
 
 @dataclass(kw_only=True)
@@ -79,9 +106,16 @@ class ForcedRow(Row):
     ends: tuple[int, ...] = ()
 
     def next_token(self) -> int | None:
-        self.meter.add(self.logits)
+        return self.take(self.meter.measure(len(self.meter.nll), self.logits).tolist())
+
+    def take(self, measured: list[float]) -> int | None:
+        """Takes what the meter measured on the next token; the token to feed, or None when the row is over."""
+        self.meter.take(measured)
         done = len(self.meter.nll)
         return None if self.meter.done or done in self.ends else self.meter.gold[done - 1]
+
+    def steps_alone(self) -> int:
+        return 0 if self.ends else len(self.meter.gold) - len(self.meter.nll)
 
 
 @dataclass
@@ -103,7 +137,7 @@ class Sample:
     shares_context: bool = False
     probe_s: float | None = None  # of prefill_s; None without a second pass, or not measured
 
-    def take(self, row: ForcedRow) -> None:
+    def keep(self, row: ForcedRow) -> None:
         """Keeps what a forced row measured."""
         if isinstance(row.meter, FidelityMeter):
             self.fidelity, self.drift = row.meter.report(), row.meter.drift()

@@ -204,6 +204,9 @@ class RunRecord:
     backend_fallbacks: list[str] = field(default_factory=list)
     """Operations that plain torch did because the backend has no kernel for them; speed is no claim where there are
     any."""
+    graphs: dict[str, int] = field(default_factory=dict)
+    """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` beside them, and
+    `one_at_a_time`, for which the host waits. Empty where no graphs are used, as on a CPU."""
     seed: int = 0
     """Seed of sampling, data and policy."""
     versions: Versions | None = None

@@ -76,6 +76,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     record.ledger = summary.ledger(records)
     # A run that was stopped and goes on keeps what its earlier sessions named.
     record.backend_fallbacks = sorted({*record.backend_fallbacks, *experiment.engine.backend.fallbacks})
+    record.graphs = experiment.engine.graphs or record.graphs
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
     ok = [dict(item) for item in records if item["status"] == "ok"]
@@ -151,6 +152,7 @@ def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], 
                     compute_missing(experiment, mine, session, requests=requests, done=done)
                 finally:
                     own.backend_fallbacks = sorted({*own.backend_fallbacks, *experiment.engine.backend.fallbacks})
+                    own.graphs = experiment.engine.graphs or own.graphs
             own.status = "complete"
             own.save(place)
 

@@ -1,0 +1,209 @@
+"""The engine's decode steps: one at a time, or on a GPU a run of them that waits for nothing.
+
+In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
+host learns of them while the next step is under way (`engine.loop`). A row that ended is therefore in one step too
+many, of which nothing counts: neither tokens nor bytes nor what is measured. What the host has to have a say in is made
+one step at a time: a random choice, a token that may not come yet, thoughts with a budget, conversations, a bulk
+eviction that is due, pages that rows share, and a pool that may be too full.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.before import Before
+from kvbench.cache.late import Receiver, to_device
+from kvbench.cache.store import StepRows
+from kvbench.engine.loop import Capture, State, StepGraphs, cuda_graph
+from kvbench.engine.requests import Request
+from kvbench.engine.rows import AnswerRow, ForcedRow, Row
+from kvbench.engine.runner import Runner
+
+MOST_STEPS = 64  # of a run: in between, progress is shown and what graders found is written
+
+
+class Spoiled(ArithmeticError):
+    """Logits of a run of steps were not finite; which layer began it is known only where steps are made one by one."""
+
+
+class Steps:
+    """Makes the decode steps of an engine.
+
+    Args:
+        runner: Makes them.
+        capture: What captures a step; `auto` = a CUDA graph where there is CUDA; None = there are no runs.
+
+    Attributes:
+        runs: Whether runs are made: of a cache in one place, where the backend keeps its tables.
+        counts: Steps that replayed a graph, that ran eagerly within a run, and that were made one at a time.
+        alone: Requests whose steps are made one at a time, come what may.
+    """
+
+    def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:
+        if capture == "auto":
+            capture = cuda_graph if runner.device.type == "cuda" else None
+        self._runner, self._capture = runner, capture
+        self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
+        self.counts = {"replayed": 0, "eager_in_runs": 0, "one_at_a_time": 0}
+        self.alone: set[str] = set()
+        self._graphs: StepGraphs | None = None
+        self._before: Before | None = None
+
+    def forget(self) -> None:
+        """Forgets what was captured, and the cache that it was captured of, before a new one is made."""
+        self._graphs = self._before = None
+
+    def _loop(self) -> tuple[StepGraphs, Before]:
+        """What runs steps of the cache that there is now."""
+        if self._graphs is None or self._before is None:
+            self._graphs, self._before = StepGraphs(self._runner, self._capture), Before(self._runner.store)
+        return self._graphs, self._before
+
+    def fork(self, row: int, request: Request) -> int:
+        """A row that holds what another one does; in pages of its own where runs are made, which cannot copy them."""
+        in_runs = self.runs and request.temperature == 0 and not request.turns
+        return self._runner.fork(row, share=not in_runs)
+
+    def make(self, rows: Sequence[Row], tokens: Sequence[int]) -> tuple[dict[int, int], float]:
+        """Makes one step or several, and notes their times in the rows.
+
+        Args:
+            rows: Their `logits`, or `ready`, say what comes next.
+            tokens: What to feed them.
+
+        Returns:
+            Of rows whose logits were not finite, their index and the first bad layer; and tokens per second.
+
+        Raises:
+            Spoiled: Logits of a run were not finite; the rows can only be closed, and read again.
+        """
+        if self.runs and self.alone.isdisjoint(row.request.sample_id for row in rows):
+            most = min(MOST_STEPS, *(row.steps_alone() for row in rows))
+            if most > 1 and self._is_free([row.row for row in rows]):
+                return {}, self._run(rows, tokens, most)
+        begin = time.perf_counter()
+        logits, bad = self._runner.try_step([row.row for row in rows], tokens)
+        elapsed = time.perf_counter() - begin
+        self.counts["one_at_a_time"] += 1
+        for index, row in enumerate(rows):
+            row.logits = logits[index]
+            row.note_step(elapsed, len(rows))
+        return bad, len(tokens) / elapsed
+
+    def _is_free(self, numbers: list[int]) -> bool:
+        """Whether the next step of rows needs nothing of the host, and has pages for sure."""
+        store = self._runner.store
+        return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
+
+    def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> float:
+        """Makes up to so many steps, until a row has ended, and at most one more; returns tokens per second."""
+        (graphs, before), numbers = self._loop(), [row.row for row in rows]
+        late, device = self._runner.store.pages.late, self._runner.device
+        replays, eager = graphs.replays, graphs.eager
+        late.collect()
+        told = _Told(rows, most, device)
+        state = State(StepRows(list(numbers), to_device(numbers, device)), to_device(tokens, device), told.choose)
+        # Whether a bulk eviction is due has to be known before the next step.
+        ahead = 0 if self._runner.policy.compact_every else 1
+        made, begin = 0, time.perf_counter()
+        while made < most and not told.over and (not made or self._is_free(numbers)):
+            before.note()
+            state = graphs.advance(state)
+            sent = told.force(state, made, late.post)
+            late.send()
+            made += 1
+            late.collect(leave=ahead * sent)
+            told.take()
+        ended = list(told.over) if told.steps < made else []
+        for index in ended:
+            self._runner.store.ledger.leave(numbers[index])
+        late.collect()
+        for index in ended:
+            with before.told(numbers[index]):
+                rows[index].report = self._runner.report(numbers[index])
+        told.take()
+        self.counts["replayed"] += graphs.replays - replays
+        self.counts["eager_in_runs"] += graphs.eager - eager
+        return told.num_tokens / (time.perf_counter() - begin)
+
+
+class _Told:
+    """What a run tells the host, and what the rows make of it.
+
+    Args:
+        rows: The rows.
+        most: Steps of the run at most.
+        device: Where it runs.
+
+    Attributes:
+        over: Rows that have ended, by index.
+        steps: Steps that the rows have taken in.
+        num_tokens: Tokens that counted.
+    """
+
+    def __init__(self, rows: Sequence[Row], most: int, device: torch.device) -> None:
+        self._rows = rows
+        self.over: dict[int, None] = {}
+        self.steps = self.num_tokens = 0
+        self._chosen: list[tuple[list[int], list[bool]]] = []
+        self._measured: list[list[list[float]]] = []
+        self._since = time.perf_counter()
+        self._forced = [(index, row) for index, row in enumerate(rows) if isinstance(row, ForcedRow)]
+        if self._forced:
+            begins = [len(row.meter.nll) for _, row in self._forced]
+            gold = [row.meter.gold[begin : begin + most] for begin, (_, row) in zip(begins, self._forced, strict=True)]
+            self._begins, self._gold = begins, to_device(gold, device)
+            self._where = to_device([index for index, _ in self._forced], device)
+
+    def choose(self, values: list[int], finite: list[bool]) -> None:
+        """Takes what a step chose."""
+        self._chosen.append((values, finite))
+
+    def force(self, state: State, step: int, post: Callable[[Tensor, Callable[[], Receiver]], None]) -> int:
+        """Puts forced tokens in the place of chosen ones, and measures them; how many copies leave in the step."""
+        if not self._forced:
+            return 1
+        assert state.logits is not None
+        state.tokens.index_copy_(0, self._where, self._gold[:, step])
+        measured: list[Tensor] = []
+        for begin, (index, row) in zip(self._begins, self._forced, strict=True):
+            measured.append(row.meter.measure(begin + step, state.logits[index]))
+        sizes = [len(each) for each in measured]
+
+        def bind() -> Receiver:
+            def receive(bits: list[int]) -> None:
+                values = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+                self._measured.append([each.tolist() for each in values.split(sizes)])
+
+            return receive
+
+        post(torch.cat(measured).view(torch.int32), bind)
+        return 2
+
+    def take(self) -> None:
+        """Lets the rows take in what has arrived, step by step, up to the end of each."""
+        while self.steps < len(self._chosen) and (not self._forced or self.steps < len(self._measured)):
+            chosen, finite = self._chosen[self.steps]
+            live = [index for index in range(len(self._rows)) if index not in self.over]
+            if not all(finite[index] for index in live):
+                raise Spoiled("logits of a run of steps are not finite")
+            now = time.perf_counter()
+            forced = iter(self._measured[self.steps]) if self._forced else iter(())
+            values = {index: next(forced) for index, _ in self._forced}
+            for index in live:
+                row = self._rows[index]
+                row.note_step(now - self._since, len(live))
+                if isinstance(row, ForcedRow):
+                    following = row.take(values[index])
+                else:
+                    assert isinstance(row, AnswerRow), "rows are answers, or forced"
+                    following = row.take(chosen[index])
+                row.ready = [following]
+                if following is None:
+                    self.over[index] = None
+            self._since = now
+            self.steps += 1
+            self.num_tokens += len(live)

@@ -1,0 +1,71 @@
+"""Runs of decode steps that the host learns of one step late: whole engine runs are those of one step at a time."""
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+
+from engine_helpers import answers, comparable, random_tokens, request
+from graph_emulator import record
+
+from kvbench.bench import choices
+from kvbench.kernels import checks
+from kvbench.models.load import load_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
+METHODS = (
+    "full",
+    "snapkv budget=12 window=4 kernel=3",
+    "h2o budget=12",
+    "kivi residual_tokens=8 group=8",
+    "diffkv window=8",
+    "kv_compress budget=16 block=8 obs_window=4 continual=true",
+    "streaming_llm sinks=2 budget=12",
+)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """A model of one layer with one KV head: what the interpreter does takes its time."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings = {"kind": "random", "preset": "tiny", "overrides": heads, "num_layers": 1, "seed": 0}
+    model = load_model(settings | {"dtype": "float32", "device": "cpu"})
+    yield model
+    model.model.set_attn_implementation("sdpa")
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch):
+    """Without the check that looks at what indices hold, which is made in main memory alone."""
+    monkeypatch.setattr(checks, "within", lambda *_: None)
+
+
+def both(loaded, method: str, asked: list, **settings) -> tuple[dict, dict, dict]:
+    """Outcomes of one step at a time and of runs, whatever two runs must agree on; and how the latter's were made."""
+    found, counts = [], {}
+    for capture in (None, record):
+        policy = choices.make_method(method)
+        counts.clear()
+        got = answers(loaded, policy, asked, backend="triton", capture=capture, counts=counts, **settings)
+        found.append({key: comparable(outcome) | {"drift": outcome.drift} for key, outcome in got.items()})
+        if capture is None:
+            assert counts["replayed"] == counts["eager_in_runs"] == 0 < counts["one_at_a_time"]
+    return *found, counts
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.split()[0])
+def test_a_run_gives_what_single_steps_give(loaded, method: str):
+    """Tokens, bytes now and over time, kept slots and fidelity. One answer ends with a stop token while the step behind
+    it is under way; one is forced to a gold answer beside its own."""
+    first = request("first", random_tokens(21), max_new_tokens=7)
+    (free,) = answers(loaded, choices.make_method(method), [first], backend="torch", fidelity_max_tokens=0).values()
+    stop = free.token_ids[3]
+    assert stop not in free.token_ids[1:3]
+    asked = [
+        request("first", random_tokens(21), max_new_tokens=9, min_new_tokens=1, stop_token_ids=(stop,)),
+        request("second", random_tokens(14, 1), max_new_tokens=7, gold=random_tokens(6, 2)),
+    ]
+    want, got, counts = both(loaded, method, asked)
+    assert got == want
+    assert (got["first", 0]["finish"], len(got["first", 0]["token_ids"])) == ("stop", 3)
+    assert got["second", 0]["fidelity"]["num_tokens"] == 6
+    assert counts["replayed"] > 0
