@@ -14,7 +14,7 @@ from kvbench.models.load import load_model
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 METHODS = (
     "full",
-    "snapkv budget=12 window=4 kernel=3",
+    "snapkv budget=12 window=4 pool_kernel=3",
     "h2o budget=12",
     "kivi residual_tokens=8 group=8",
     "diffkv window=8",
@@ -62,7 +62,7 @@ def test_a_run_gives_what_single_steps_give(loaded, method: str):
     assert stop not in free.token_ids[1:3]
     asked = [
         request("first", random_tokens(21), max_new_tokens=9, min_new_tokens=1, stop_token_ids=(stop,)),
-        request("second", random_tokens(14, 1), max_new_tokens=7, gold=random_tokens(6, 2)),
+        request("second", random_tokens(14, 1), max_new_tokens=7, min_new_tokens=1, gold=random_tokens(6, 2)),
     ]
     want, got, counts = both(loaded, method, asked)
     assert got == want
