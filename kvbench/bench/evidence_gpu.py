@@ -53,14 +53,14 @@ STAGES = (
         "kvbench.kernels.check_device --quick --jobs 12",
         "kvbench.kernels.check_device --quick --device cpu --only prompts --jobs 2",
     ),
-    Stage("check-all", 420, "kvbench.kernels.check_device --jobs 12"),
+    Stage("check-all", 360, "kvbench.kernels.check_device --jobs 12"),
     Stage(
         "check-methods",
-        420,
+        360,
         "kvbench.bench.check_methods",
         "kvbench.bench.check_methods --device cpu --method full --case 'one token'",
     ),
-    Stage("check-graphs", 240, "kvbench.bench.check_methods --graphs --case 'a row that ends early'"),
+    Stage("check-graphs", 180, "kvbench.bench.check_methods --graphs --case 'a row that ends early'"),
     Stage("check-methods-bf16", 180, "kvbench.bench.check_methods --dtype bfloat16 --case 'a row that ends early'"),
     Stage(
         "attention",
@@ -80,7 +80,7 @@ STAGES = (
     ),
     Stage(
         "decode-4k-32",
-        360,
+        300,
         f"kvbench.bench.decode model='{MODEL}' context=4096 batches=[32] rounds=5 prefill_rounds=0 peak=false "
         "quantised=false out={out}",
     ),

@@ -129,6 +129,7 @@ def test_rows_are_never_more_than_the_requests_need(monkeypatch):
     engine = Engine.__new__(Engine)
     engine.runner, engine.batch_size, engine.fidelity_max_tokens = runner, 1_000_000, 0
     engine.loaded, engine._own = SimpleNamespace(max_tokens=100), False
+    engine.steps = SimpleNamespace(forget=lambda: None)
     engine.policy = SimpleNamespace(needs_instruction=False, byte_budget=None, score=ScoreSpec())
     more = {"past_context": False, "instruction_tokens": 0}
     monkeypatch.setattr(engine, "_run_group", lambda group: None)
