@@ -199,6 +199,10 @@ class Gpu(Reference):
         dst_slot: Tensor,
     ) -> None:
         """Re-quantises slots into another format without a dense copy; see `gpu.moves.demote`."""
+        if self._lacks(source, target):
+            raise NotImplementedError(
+                f"backend={self.name} demotes no slots from or into codes of calibrated tables; use backend=torch"
+            )
         gpu_moves.demote(pages, source, target, src_page, src_slot, dst_page, dst_slot)
 
     def attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

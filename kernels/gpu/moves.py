@@ -17,7 +17,10 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.pages import TILE, _write_side, slots_per_program
 from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
 
-SLOT_REGIONS = ("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero", "score", "pos")
+SLOT_REGIONS = (
+    *("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"),
+    *("k_apart", "k_where", "v_apart", "v_where", "score", "pos"),
+)
 
 
 @triton.jit
@@ -174,7 +177,7 @@ def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> T
         if name in ("v_codes", "score", "pos"):  # slot after slot
             table += [(offset + j, per_slot) for j in range(per_slot)]
             continue
-        unit = 2  # of zeros and most scales
+        unit = 1 if name.endswith("where") else 2  # of zeros, most scales, and what is kept apart
         if name == "k_codes":
             unit = slot.dtype.itemsize if slot.k_bits >= 16 else 1
         elif name.endswith("scale"):

@@ -61,7 +61,7 @@ class Decode(Call):
                 tier.num_v = (tier.num_k * torch.rand(lists, generator=self.make)).long()
         if num == 1 and dice.random() < 0.35:
             self.add_ring(lists)
-        elif dice.random() < 0.2:
+        elif dice.random() < 0.2 and all(tier.fmt.slot.key_channels == self.dim for tier in self.list):
             half = dice.randint(1, self.dim // 2)
             for tier in self.list:
                 width = tier.ids.shape[-1] * tier.fmt.tokens_per_page

@@ -12,6 +12,7 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import fields
 from kvbench.kernels.gpu import moves as triton_moves
 from kvbench.kernels.gpu import pages as triton_pages
+from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.reference import pages as torch_pages
 
 TRACK = ("score", "pos")
@@ -37,6 +38,7 @@ FORMATS = {
     "few-channels80": ("16,4", 80, "bf16", {"k_channels": 33}),
     "kivi8-symmetric": ("4,4", 64, "fp16", {"k_channel_group": 8, "symmetric": True}),
 }
+BOOKS = {"k_code": "book_channels", "v_code": "book", "k_apart": 2, "v_apart": 1}  # the reference codes these
 
 
 def hard_vectors(count: int, head_dim: int) -> torch.Tensor:
@@ -137,7 +139,8 @@ def test_demotion_writes_the_bytes_of_reading_and_writing_again(source: str, tar
     torch_pages.write_values(want, origin, page, slot, x.flip(0))
     torch_pages.write_tracked(want, origin, page, slot, torch.rand(12), torch.arange(12))
     got = want.to(DEVICE, copy=True)
-    onto, at = torch.where(torch.arange(12) % 3 == 1, -1, 6 + torch.arange(12) % 2), torch.arange(12) * 5 % 16
+    onto = torch.where(torch.arange(12) % 3 == 1, -1, 6 + torch.arange(12) % 2)
+    at = torch.arange(12) * min(2, (lower.tokens_per_page - 1) // 11)  # 16-bit keys leave room for 16 slots in a page
     keep = onto >= 0
     k, v = torch_pages.read_slots(want, origin, page[keep], slot[keep])
     torch_pages.write_keys(want, lower, onto[keep], at[keep], k)
@@ -158,9 +161,15 @@ def test_demotion_that_cannot_be_is_refused():
         triton_moves.demote(pages, plain, channel, *none)
     with pytest.raises(ValueError, match="the same fields in both"):
         triton_moves.demote(pages, plain, tier_format("4,2", 64, track=("pos",)), *none)
+    book = tier_format("3,3", 64, **BOOKS)
+    for pair in ((plain, book), (book, plain)):
+        with pytest.raises(NotImplementedError, match="calibrated tables; use backend=torch"):
+            Gpu().demote(pages, *pair, *none)
 
 
-@pytest.mark.parametrize("case", [c for c in FORMATS.values() if "k_channel_group" not in c[3]])
+@pytest.mark.parametrize(
+    "case", [*(c for c in FORMATS.values() if "k_channel_group" not in c[3]), ("3,3", 64, "fp16", BOOKS)]
+)
 def test_moved_slots_are_copied_byte_for_byte(case: tuple):
     """All regions of a slot go along, and nothing beside it changes."""
     bits, head_dim, kind, extra = case
