@@ -51,7 +51,8 @@ class SlotFormat:
         v_code: How values are coded, likewise.
         k_table: Of `book` keys: the level of each code; empty = equally far apart.
         v_table: Likewise for values.
-        k_apart: Of keys of a calibrated table in one group: elements of each vector whose rest is kept apart in 16 bits.
+        k_apart: Of keys of a calibrated table in one group: elements of each vector whose rest is kept apart, in 16
+            bits.
         v_apart: Likewise of values.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").

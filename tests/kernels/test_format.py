@@ -249,7 +249,10 @@ def test_page_search_starts_at_one_group_of_the_largest_format():
         ({"head_dim": 60, "k_bits": 1}, "head_dim=60 x k_bits=1 is not a whole number of bytes"),
         ({"k_groups": 3}, "k_groups=3 does not divide head_dim=64; choose a group size"),
         ({"v_groups": 0}, "v_groups=0 does not divide head_dim=64"),
-        ({"k_code": "book", "k_groups": 4, "k_apart": 1}, "k_apart=1 goes with codes of calibrated tables in one group"),
+        (
+            {"k_code": "book", "k_groups": 4, "k_apart": 1},
+            "k_apart=1 goes with codes of calibrated tables in one group",
+        ),
         ({"v_apart": 2}, "v_apart=2 goes with codes of calibrated tables in one group"),
         ({"v_code": "book", "v_apart": 64}, "v_apart=64 goes with .* of which there are 64; set it to 0"),
         ({"k_channels": 8}, "k_channels=8 goes with keys of 16 bits, not with k_bits=4"),
