@@ -18,10 +18,10 @@ static Ahead keys_ahead(const Tier& tier, const TierPlan& p, const uint8_t* page
   return {page + tier.k_codes, page + tier.v_codes, page + tier.k_scale, page + meta_end};
 }
 
-static Ahead values_ahead(const Tier& tier, const TierPlan& p, const uint8_t* page) {
+static Ahead values_ahead(const Tier& tier, const TierPlan& p, long D, const uint8_t* page) {
   if (!page) return {};
   const uint8_t* codes = page + tier.v_codes;
-  return {codes, codes + p.slots * units_of(tier.v.kind, p.v_width) * unit_bytes_of(tier.v.kind)};
+  return {codes, codes + p.slots * units_of(tier.v.kind, D / planes_of(tier.v.kind)) * unit_bytes_of(tier.v.kind)};
 }
 
 // One chunk of one list: its maximum, its sum of exponentials and its unnormalised output. Returns false on a page id out of range.
@@ -72,7 +72,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     } else {
       const long ahead_by = index + kNextPages, first_value = ahead_by - (held_k + T - 1) / T;
       const Ahead ahead = first_value < 0               ? keys_ahead(tier, p, pages[ahead_by])
-                          : first_value * T < held_v ? values_ahead(tier, p, pages[first_value])
+                          : first_value * T < held_v ? values_ahead(tier, p, D, pages[first_value])
                                                      : Ahead();
       page_logits(call, tier, p, pages[index], held, ahead, s, p_chunk + at, stride);
     }
@@ -89,7 +89,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   const long part = (list * plan.chunks_per_list + p.first_chunk + chunk) * G;
   for (long g = 0; g < G; g++) plan.max[part + g] = largest(p_chunk + g * stride, n);
   const float* top = &plan.max[part];
-  const int VP = planes_of(tier.v.kind);
+  const int VP = planes_of(p.v_kind);
   const long v_groups = scaled(tier.v) ? tier.v.groups : 1;
   s.sum.assign(G * VP * p.v_padded, 0.0f);
   s.z_sum.assign(G * v_groups, 0.0f);
@@ -102,7 +102,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   const long apart = done ? held_v : 0;  // slots whose exponentials are made there
   for (long g = 0; g < G; g++) exponentials(p_chunk + g * stride + apart, n - apart, top[g], sums + g * kLanes);
   for (long at = 0; at < held_v && !done; at += T) {
-    const Ahead ahead = at + T < held_v ? values_ahead(tier, p, pages[at / T + 1]) : keys_ahead(tier, p, next_chunk);
+    const Ahead ahead = at + T < held_v ? values_ahead(tier, p, D, pages[at / T + 1]) : keys_ahead(tier, p, next_chunk);
     page_values(call, tier, p, pages[at / T], std::min(T, held_v - at), p_chunk + at, stride, ahead, s);
   }
   for (long t = 0; t < held_v && tier.v.apart; t++) {

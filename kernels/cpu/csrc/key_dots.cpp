@@ -4,8 +4,8 @@
 namespace kvb {
 
 // kTiles registers of slots from `slot` on against G queries; bytes (or elements) [first, last) of each slot. With kApart each plane has sums
-// of its own, [P][G].
-template <int kKind, int G, int kTiles, bool kApart>
+// of its own, [P][G]. With kFinite no e4m3 float is NaN.
+template <int kKind, int G, int kTiles, bool kApart, bool kFinite>
 KVB_INLINE void dot_tile(const uint8_t* codes, long T, long W, long slot, const float* q, int first, int last, const Book& book, float* out,
                          long out_stride) {
   constexpr int P = planes_of(kKind), kUnit = unit_bytes_of(kKind), kSums = kApart ? P * G : G;
@@ -26,7 +26,7 @@ KVB_INLINE void dot_tile(const uint8_t* codes, long T, long W, long slot, const 
         auto keep = [&](int p, Vec x) { value[u][p] = x; };
         auto upper = [&] { return shift_then_256(load_u8(codes + (W + w % behind) * T + slot + u * kLanes), w >= behind); };
         if constexpr (kKind == kFp8 && kTiles % 2 == 0) {
-          if (u % 2 == 0) load_fp8(row + u * kLanes, &value[u][0], &value[u + 1][0]);
+          if (u % 2 == 0) load_two_fp8<kFinite>(row + u * kLanes, &value[u][0], &value[u + 1][0]);
           continue;
         }
         if (half == 0) for_planes<kKind, 0, kPart>(row + u * kLanes * kUnit, upper, book, keep);
@@ -46,29 +46,38 @@ KVB_INLINE void dot_tile(const uint8_t* codes, long T, long W, long slot, const 
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++)
 #pragma GCC unroll 8
-    for (int g = 0; g < kSums; g++) store(out + g * out_stride + u * kLanes, sum[u][g]);
+    for (int g = 0; g < kSums; g++)
+      store(out + g * out_stride + u * kLanes, kFinite && kTiles % 2 == 0 ? mul(splat(1.0f / kSmallFp8), sum[u][g]) : sum[u][g]);
+}
+
+template <int kKind, int G, bool kApart, bool kFinite>
+KVB_INLINE void all_key_dots(const uint8_t* codes, long T, long W, long begin, long end, const float* q, int first, int last, const float* levels, float* out,
+              long out_stride) {
+  float every[16];
+  const Book book = book_of<kKind>(levels, every);
+  constexpr int kSums = kApart ? planes_of(kKind) * G : G;
+  constexpr int kTiles = kRegisters >= 32 ? (kSums >= 4 || planes_of(kKind) > 2 ? 2 : 4) : (kSums >= 4 && !(kApart && kSums <= 6) && planes_of(kKind) > 1 ? 1 : 2);
+  long slot = begin;
+  for (; end - slot >= kLanes * kTiles; slot += kLanes * kTiles)
+    dot_tile<kKind, G, kTiles, kApart, kFinite>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
+  for (; end - slot >= kLanes; slot += kLanes)
+    dot_tile<kKind, G, 1, kApart, kFinite>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
+  if (slot < end) {  // the rest: a whole register that begins early enough to stay inside the page
+    const long early = slot + kLanes <= T ? slot : T > kLanes ? T - kLanes : 0;
+    float spare[kSums * kLanes];
+    dot_tile<kKind, G, 1, kApart, kFinite>(codes, T, W, early, q, first, last, book, spare, kLanes);
+    for (int g = 0; g < kSums; g++)
+      for (long t = slot; t < end; t++) out[g * out_stride + t - begin] = spare[g * kLanes + t - early];
+  }
 }
 
 // See KeyDots.
 template <int kKind, int G, bool kApart>
 void key_dots(const uint8_t* codes, long T, long W, long begin, long end, const float* q, int first, int last, const float* levels, float* out,
               long out_stride) {
-  float every[16];
-  const Book book = book_of<kKind>(levels, every);
-  constexpr int kSums = kApart ? planes_of(kKind) * G : G;
-  constexpr int kTiles = kRegisters >= 32 ? (kSums >= 4 || planes_of(kKind) > 2 ? 2 : 4) : (kSums >= 4 && !(kApart && kSums <= 6) ? 1 : 2);
-  long slot = begin;
-  for (; end - slot >= kLanes * kTiles; slot += kLanes * kTiles)
-    dot_tile<kKind, G, kTiles, kApart>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
-  for (; end - slot >= kLanes; slot += kLanes)
-    dot_tile<kKind, G, 1, kApart>(codes, T, W, slot, q, first, last, book, out + slot - begin, out_stride);
-  if (slot < end) {  // the rest: a whole register that begins early enough to stay inside the page
-    const long early = slot + kLanes <= T ? slot : T > kLanes ? T - kLanes : 0;
-    float spare[kSums * kLanes];
-    dot_tile<kKind, G, 1, kApart>(codes, T, W, early, q, first, last, book, spare, kLanes);
-    for (int g = 0; g < kSums; g++)
-      for (long t = slot; t < end; t++) out[g * out_stride + t - begin] = spare[g * kLanes + t - early];
-  }
+  if (kKind == kFp8 && kFp8Pairs && !has_fp8_nan(codes + first * T, (last - first) * T))
+    return all_key_dots<kKind, G, kApart, kKind == kFp8 && kFp8Pairs>(codes, T, W, begin, end, q, first, last, levels, out, out_stride);
+  all_key_dots<kKind, G, kApart, false>(codes, T, W, begin, end, q, first, last, levels, out, out_stride);
 }
 
 const KeyDots kKeyDots[kMaxGroup][kNumKinds] = {

@@ -8,7 +8,7 @@ namespace kvb {
 struct Scratch {
   std::vector<float> q, scaled_q, q_sum, q_back, dots, logit, weight, w_back, k_meta, v_meta, sum, lanes, v_largest, loose, z_sum, row, factor, dense;
   std::vector<int8_t> q_digits, w_digits;
-  std::vector<uint8_t> keys;
+  std::vector<uint8_t> keys, values;
   std::vector<const uint8_t*> pages;
 };
 
@@ -37,11 +37,11 @@ static bool keys_by_digits(int kind, long width, long first, long last) {
 }
 
 // Dots of slots [begin, end) of one page's K region with all G queries, four at a time.
-static void all_dots(const Code& code, const uint8_t* codes, long T, long W, long begin, long end, const float* q, long G, int first, int last,
+static void all_dots(int kind, const float* levels, const uint8_t* codes, long T, long W, long begin, long end, const float* q, long G, int first, int last,
                      float* out, long stride) {
   for (long g = 0; g < G; g += kMaxGroup)
-    kKeyDots[std::min<long>(kMaxGroup, G - g) - 1][code.kind](codes, T, W, begin, end, q + g * planes_of(code.kind) * kQueryStride, first, last,
-                                                              code.levels, out + g * stride, stride);
+    kKeyDots[std::min<long>(kMaxGroup, G - g) - 1][kind](codes, T, W, begin, end, q + g * planes_of(kind) * kQueryStride, first, last, levels,
+                                                         out + g * stride, stride);
 }
 
 // Where the dots of query head g with a plane lie: up to four heads at a time have one plane's, then the other's.
@@ -95,6 +95,7 @@ static void add_scaled(float weight, const float* x, long n, float* sum) {
 static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, long head, const float* cos,
                            const float* sin, const float* q, Scratch& s, float* out, long stride) {
   const int kind = tier.k.kind, unit = unit_bytes_of(kind);
+  const long width = call.head_dim / planes_of(kind);
   const long G = call.group_size, D = call.head_dim, T = p.slots, half = cos ? call.rotated / 2 : 0, channels = D / tier.k.groups;
   s.dense.resize(D * T);
   for (long d = 0; d < D; d++) {
@@ -105,7 +106,7 @@ static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p
         x[t] = scalar_element(kind, column + d * T * unit, 1, 0);
         continue;
       }
-      const int code = code_at(kind, p.k_width, d, [&](long w) { return column[w * T]; });
+      const int code = code_at(kind, width, d, [&](long w) { return column[w * T]; });
       x[t] = kind >= kBook2 ? tier.k.levels[code] : float(code);
     }
     if (tier.channel_scale) {
@@ -150,19 +151,19 @@ static std::pair<long, long> key_bytes_of_group(const Tier& tier, const TierPlan
 
 // Whether groups of channels lie in one plane each, so that one pass over their bytes makes the dots of two groups.
 static bool keys_apart(const Tier& tier, const TierPlan& p, long D) {
-  return scaled(tier.k) && !tier.k_channel_group && tier.k.groups > 1 && planes_of(tier.k.kind) == 2 && p.k_width % (D / tier.k.groups) == 0;
+  return scaled(tier.k) && !tier.k_channel_group && tier.k.groups > 1 && planes_of(p.k_kind) == 2 && p.k_width % (D / tier.k.groups) == 0;
 }
 
 // Queries of one list as page_logits wants them.
 static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& p, const float* q, Scratch& s) {
   const long G = call.group_size, D = call.head_dim, groups = scaled(tier.k) && !tier.k_channel_group ? tier.k.groups : 1;
   const long channels = D / groups;
-  const int P = planes_of(tier.k.kind);
+  const int P = planes_of(p.k_kind);
   s.q.resize(groups * G * P * kQueryStride);
   s.q_sum.resize(groups * G);
   s.q_digits.resize(groups * G * kDigits * kQueryBytes);
   s.q_back.resize(groups * G);
-  if (keys_apart(tier, p, D) && !keys_by_digits(tier.k.kind, p.k_width, 0, channels)) {
+  if (keys_apart(tier, p, D) && !keys_by_digits(p.k_kind, p.k_width, 0, channels)) {
     for (long r = 0; r < groups; r++) arrange_queries(q, G, D, P, r * channels, (r + 1) * channels, s.q.data(), &s.q_sum[r * G]);
     arrange_queries(q, G, D, P, 0, D, s.q.data(), s.q_back.data());
     return;
@@ -173,7 +174,7 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
     if (tier.k_channel_group) continue;  // digits made anew for every group of tokens would cost more than they save
     const auto [first, last] = key_bytes_of_group(tier, p, D, r);
 #if KVB_DIGITS
-    if (keys_by_digits(tier.k.kind, p.k_width, first, last))
+    if (keys_by_digits(p.k_kind, p.k_width, first, last))
       query_digits(to, G, P, p.k_width, &s.q_sum[r * G], &s.q_digits[r * G * kDigits * kQueryBytes], &s.q_back[r * G]);
 #endif
   }
@@ -182,11 +183,15 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
 // Logits of the first n slots of a page: out[g * stride + t]. Meanwhile the bytes of `ahead` are asked for.
 static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, Ahead ahead, Scratch& s,
                         float* out, long stride) {
-  const int kind = tier.k.kind, P = planes_of(kind);
+  const int kind = p.k_kind, P = planes_of(kind);
   const long G = call.group_size, D = call.head_dim, T = p.slots, unit = unit_bytes_of(kind);
   const uint8_t* codes = page + tier.k_codes;
   const long W = p.k_width, region = units_of(kind, W) * T * unit, after = call.page_bytes - tier.k_codes - region;
-  if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
+  if (p.k_unpacked) {
+    s.keys.resize(D * T);
+    unpack_keys(tier.k.kind, tier.k.table, codes, T, D, s.keys.data());
+    codes = s.keys.data();
+  } else if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
     s.keys.assign(region + kLanes * unit, 0);
     std::memcpy(s.keys.data(), codes, region);
     codes = s.keys.data();
@@ -194,7 +199,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
   const Vec scale = splat(call.scale);
   if (!scaled(tier.k)) {
     ahead.rest();
-    all_dots(tier.k, codes, T, W, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
+    all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
     for (long g = 0; g < G; g++)
       for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
     return;
@@ -230,7 +235,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
         s.q_sum[g] = constant;
       }
       ahead.rest();
-      all_dots(tier.k, codes, T, W, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
+      all_dots(kind, tier.k.levels, codes, T, W, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
       for (long g = 0; g < G; g++)
         for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * call.scale;
     }
@@ -260,7 +265,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     else for (long t = 0; t < n; t++) zero[t] = -half * by[t];
     ahead.rest();
     const long dots_stride = groups > 1 ? padded : stride;
-    if (!apart) all_dots(tier.k, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
+    if (!apart) all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
     else if (index % 2 == 0) all_dots_apart(tier.k, codes, T, W, n, s.q.data(), G, first, last, dots, dots_stride);
     for (long g = 0; g < G; g++) {
       const Vec total = splat(s.q_sum[r * G + g]);

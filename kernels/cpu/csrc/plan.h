@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "sides.h"
+#include "unpack.h"
 
 namespace kvb {
 
@@ -60,8 +60,10 @@ enum Update { kReturn, kAdd, kReplace };  // what becomes of scores: handed back
 
 struct TierPlan {
   long slots, chunk_slots, num_chunks, first_chunk;  // of the longest list
+  int k_kind, v_kind;                                // as the loops read them: codes that are unpacked first have 8 bits
+  bool k_unpacked, v_unpacked;
   long k_width, v_width, v_padded, score_begin;
-  bool v_direct;  // a register of values never spans two groups of channels
+  bool v_direct;  // is_direct
 };
 
 struct Buffer {  // written before it is read, so it need not be cleared
@@ -130,6 +132,15 @@ static long list_slots(const Call& call, const Tier& tier, long row) {
   return call.ring ? call.ring->num_tokens[row] : tier.num_k[row];
 }
 
+// Whether no register of values spans two groups of channels, where a plane has `width` of them.
+static bool is_direct(const Tier& tier, long D, long width) {
+  const long channels = D / (scaled(tier.v) ? tier.v.groups : 1);
+  bool direct = true;
+  for (long plane = 0; plane < D; plane += width)
+    for (long w = 0; w < width; w += kLanes) direct &= (plane + w) / channels == (plane + std::min(w + kLanes, width) - 1) / channels;
+  return direct;
+}
+
 // A plan is kept from call to call: its memory is not asked for again.
 static void make_plan(const Call& call, Plan& plan) {
   plan.tiers.clear();
@@ -149,18 +160,14 @@ static void make_plan(const Call& call, Plan& plan) {
     plan.chunks_per_list += p.num_chunks;
     p.score_begin = plan.score_slots;
     plan.score_slots += p.num_chunks * p.chunk_slots;
-    p.k_width = key_channels(tier, plan.D) / planes_of(tier.k.kind);
-    p.v_width = plan.D / planes_of(tier.v.kind);
+    p.k_unpacked = can_unpack_keys(tier.k.kind, p.slots, plan.D);
+    p.k_kind = p.k_unpacked ? int(kCode8) : tier.k.kind;
+    p.k_width = key_channels(tier, plan.D) / planes_of(p.k_kind);
+    p.v_unpacked = can_unpack_values(tier.v.kind, plan.D) && is_direct(tier, plan.D, plan.D);
+    p.v_kind = p.v_unpacked ? int(kCode8) : tier.v.kind;
+    p.v_width = plan.D / planes_of(p.v_kind);
     p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
-    p.v_direct = true;
-    if (scaled(tier.v) && tier.v.groups > 1) {
-      const long channels = plan.D / tier.v.groups;
-      for (long plane = 0; plane < plan.D; plane += p.v_width)
-        for (long w = 0; w < p.v_width; w += kLanes) {
-          const long last = plane + std::min(w + kLanes, p.v_width) - 1;
-          p.v_direct &= (plane + w) / channels == last / channels;
-        }
-    }
+    p.v_direct = is_direct(tier, plan.D, p.v_width);
     plan.tiers.push_back(p);
   }
   const long parts = plan.num_lists * plan.chunks_per_list * plan.G;

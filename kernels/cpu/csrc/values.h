@@ -51,7 +51,7 @@ static float largest(const float* x, long n) {
 // Adds the first n values of a page, weighted by p[g * stride + t].
 static void page_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* page, long n, const float* p, long stride,
                         Ahead ahead, Scratch& s) {
-  const int kind = tier.v.kind, P = planes_of(kind);
+  const int kind = plan.v_kind, P = planes_of(kind);
   const long G = call.group_size, D = call.head_dim, T = plan.slots, groups = scaled(tier.v) ? tier.v.groups : 1;
   const long padded = (T + kLanes - 1) / kLanes * kLanes;
   const uint8_t* codes = page + tier.v_codes;
@@ -85,6 +85,11 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     }
   }
   ahead.rest();
+  if (plan.v_unpacked) {
+    s.values.resize(D * T);
+    unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data());
+    codes = s.values.data();
+  }
   if (plan.v_direct) {
     for (long g = 0; g < G; g += kMaxGroup) {
       const long count = std::min<long>(kMaxGroup, G - g);

@@ -1,0 +1,120 @@
+// Codes of tables as bytes of levels, a page at a time: where a register holds 32 of them, that takes a tenth of an instruction per code,
+// and one for every eight where each is looked up once it is as wide as a float. The loops then read the levels as codes of 8 bits.
+//
+// Legend as in sides.h.
+#pragma once
+
+#include "sides.h"
+
+namespace kvb {
+
+#if defined(KVB_UNPACK)
+
+KVB_INLINE Ints both_halves(const uint8_t* table) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)); }
+KVB_INLINE Ints bytes_of(int byte) { return _mm256_set1_epi8(char(byte)); }
+
+// The levels of the lower and of the upper half of each byte; `shuffle` looks at no bits but the lowest four and the highest.
+KVB_INLINE Ints lower_levels(Ints book, Ints codes) { return _mm256_shuffle_epi8(book, codes); }
+KVB_INLINE Ints upper_levels(Ints book, Ints codes) { return _mm256_shuffle_epi8(book, _mm256_srli_epi16(codes, 4)); }
+
+// Codes of 3 bits, a half byte each: planes 0 and 2, and planes 1 and 3. `thirds` holds the third bit of plane p in bit 2p.
+KVB_INLINE Ints even_planes(Ints packed, Ints thirds) {
+  return _mm256_or_si256(_mm256_and_si256(packed, bytes_of(0x33)), _mm256_and_si256(_mm256_slli_epi16(thirds, 2), bytes_of(0x44)));
+}
+KVB_INLINE Ints odd_planes(Ints packed, Ints thirds) {
+  return _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(packed, 2), bytes_of(0x33)), _mm256_and_si256(thirds, bytes_of(0x44)));
+}
+
+KVB_INLINE Ints load_32(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+KVB_INLINE void store_32(uint8_t* p, Ints x) { _mm256_storeu_si256((__m256i*)p, x); }
+KVB_INLINE Ints load_two_16(const uint8_t* low, const uint8_t* high) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low)), _mm_loadu_si128((const __m128i*)high), 1);
+}
+KVB_INLINE void store_two_16(uint8_t* low, uint8_t* high, Ints x) {
+  _mm_storeu_si128((__m128i*)low, _mm256_castsi256_si128(x));
+  _mm_storeu_si128((__m128i*)high, _mm256_extracti128_si256(x, 1));
+}
+
+// Calls f(first byte) for all runs of 32 among n bytes, n at least 32, the last of which may overlap the one before it.
+template <class F> KVB_INLINE void for_runs(long n, F f) {
+  for (long i = 0; i + 32 <= n; i += 32) f(i);
+  if (n % 32) f(n - 32);
+}
+
+// Levels [D][T] of a page's keys; no fewer than 32 bytes lie in half a plane of them (can_unpack_keys).
+static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out) {
+  const Ints book = both_halves(table);
+  if (kind == kBook4) {
+    const long plane = D / 2 * T;
+    for_runs(plane, [&](long i) __attribute__((always_inline)) {
+      const Ints packed = load_32(codes + i);
+      store_32(out + i, lower_levels(book, _mm256_and_si256(packed, bytes_of(15))));
+      store_32(out + plane + i, lower_levels(book, _mm256_and_si256(_mm256_srli_epi16(packed, 4), bytes_of(15))));
+    });
+    return;
+  }
+  const long plane = D / 4 * T, half = plane / 2;
+  for_runs(half, [&](long i) __attribute__((always_inline)) {
+    const Ints both = load_32(codes + plane + i);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      uint8_t* to = out + h * half + i;
+      const Ints packed = load_32(codes + h * half + i), thirds = h ? _mm256_srli_epi16(both, 1) : both;
+      const Ints even = even_planes(packed, thirds), odd = odd_planes(packed, thirds);
+      store_32(to, lower_levels(book, even));
+      store_32(to + plane, lower_levels(book, odd));
+      store_32(to + 2 * plane, upper_levels(book, even));
+      store_32(to + 3 * plane, upper_levels(book, odd));
+    }
+  });
+}
+
+// Levels [n, rounded up to two][D] of a page's first n values.
+static void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out) {
+  const Ints book = both_halves(table);
+  const long W = D / planes_of(kind), S = units_of(kind, W), half = W / 2;
+  if (kind == kBook4) {
+    for (long t = 0; t < n; t++, codes += S, out += D)
+      for (long w = 0; w < W; w += 32) {
+        const Ints packed = load_32(codes + w);
+        store_32(out + w, lower_levels(book, _mm256_and_si256(packed, bytes_of(15))));
+        store_32(out + W + w, lower_levels(book, _mm256_and_si256(_mm256_srli_epi16(packed, 4), bytes_of(15))));
+      }
+    return;
+  }
+  for (long w = 0; w < W; w += 16) {
+    // Eight third bits at a time: those of the plane's second half lie one bit higher.
+    const long low = w % half, high = (w + 8) % half;
+    const __m128i by = _mm_set_epi64x(w + 8 >= half, w >= half);
+    const Ints both = _mm256_set_m128i(by, by);
+    const uint8_t* row = codes;
+    uint8_t* to = out + w;
+    for (long t = 0; t < n; t += 2, row += 2 * S, to += 2 * D) {
+      auto thirds_of = [&](const uint8_t* upper) __attribute__((always_inline)) {
+        return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)(upper + low)), _mm_loadl_epi64((const __m128i*)(upper + high)));
+      };
+      const Ints packed = load_two_16(row + w, row + S + w);
+      const Ints thirds = _mm256_srlv_epi64(_mm256_set_m128i(thirds_of(row + S + W), thirds_of(row + W)), both);
+      const Ints even = even_planes(packed, thirds), odd = odd_planes(packed, thirds);
+      store_two_16(to, to + D, lower_levels(book, even));
+      store_two_16(to + W, to + D + W, lower_levels(book, odd));
+      store_two_16(to + 2 * W, to + D + 2 * W, upper_levels(book, even));
+      store_two_16(to + 3 * W, to + D + 3 * W, upper_levels(book, odd));
+    }
+  }
+}
+
+static bool in_table(int kind) { return kind == kBook3 || kind == kBook4; }
+static bool can_unpack_keys(int kind, long T, long D) { return in_table(kind) && D * T >= 256; }
+static bool can_unpack_values(int kind, long D) { return in_table(kind) && D % 64 == 0; }
+
+#else
+
+static void unpack_keys(int, const uint8_t*, const uint8_t*, long, long, uint8_t*) {}
+static void unpack_values(int, const uint8_t*, const uint8_t*, long, long, uint8_t*) {}
+static bool can_unpack_keys(int, long, long) { return false; }
+static bool can_unpack_values(int, long) { return false; }
+
+#endif
+
+}  // namespace kvb
