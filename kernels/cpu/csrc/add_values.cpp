@@ -1,14 +1,15 @@
 // Values of a page, weighted, for every kind of element. Legend as in sides.h.
+#include <type_traits>
+
 #include "sides.h"
 
 namespace kvb {
 
 // Adds n weighted slots to kTiles registers of bytes from `w` on, planes [kFirst, kLast), G heads. `padded` is W rounded up to whole
-// registers, sum is [G][P][padded]. With kFinite no e4m3 float is NaN. In the last register of a row the lanes past W gather what follows it; nobody reads them.
-template <int kKind, int G, int kTiles, int kFirst, int kLast, bool kGrouped, bool kFinite>
+// registers, sum is [G][P][padded]. In the last register of a row the lanes past W gather what follows it; nobody reads them.
+template <int kKind, int G, int kTiles, int kFirst, int kLast, bool kGrouped>
 KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
   constexpr int P = planes_of(kKind), kPart = kLast - kFirst, kUnit = unit_bytes_of(kKind);
-  constexpr bool kSmall = kFinite && kTiles % 2 == 0;
   const long S = units_of(kKind, W);  // from slot to slot
   Vec acc[kTiles][kPart][G];
   const float* from[kGrouped ? kPart : 1];
@@ -19,10 +20,7 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
 #pragma GCC unroll 8
     for (int p = 0; p < kPart; p++)
 #pragma GCC unroll 8
-      for (int g = 0; g < G; g++) {
-        acc[u][p][g] = load(sum + (g * P + kFirst + p) * padded + w + u * kLanes);
-        if (kSmall) acc[u][p][g] = mul(splat(kSmallFp8), acc[u][p][g]);
-      }
+      for (int g = 0; g < G; g++) acc[u][p][g] = load(sum + (g * P + kFirst + p) * padded + w + u * kLanes);
   auto step = [&](const uint8_t* row, long t) __attribute__((always_inline)) {  // row: the bytes from w on
     Vec factor[kGrouped ? kPart : 1][G];
 #pragma GCC unroll 8
@@ -31,15 +29,6 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
       for (int g = 0; g < G; g++) factor[p][g] = splat(from[p][g * weights.head_stride + t]);
 #pragma GCC unroll 8
     for (int u = 0; u < kTiles; u++) {
-      if constexpr (kKind == kFp8 && kTiles % 2 == 0) {
-        if (u % 2) continue;
-        Vec x[2];
-        load_two_fp8<kFinite>(row + u * kLanes, &x[0], &x[1]);
-#pragma GCC unroll 8
-        for (int g = 0; g < G; g++)
-          for (int i = 0; i < 2; i++) acc[u + i][0][g] = fma(x[i], factor[0][g], acc[u + i][0][g]);
-        continue;
-      }
       for_planes<kKind, kFirst, kLast>(
           row + u * kLanes * kUnit, [&] { return load_upper(codes + t * S, W, w + u * kLanes); }, book,
           [&](int p, Vec x) __attribute__((always_inline)) {
@@ -64,38 +53,34 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
 #pragma GCC unroll 8
     for (int p = 0; p < kPart; p++)
 #pragma GCC unroll 8
-      for (int g = 0; g < G; g++)
-        store(sum + (g * P + kFirst + p) * padded + w + u * kLanes, kSmall ? mul(splat(1.0f / kSmallFp8), acc[u][p][g]) : acc[u][p][g]);
+      for (int g = 0; g < G; g++) store(sum + (g * P + kFirst + p) * padded + w + u * kLanes, acc[u][p][g]);
 }
 
-template <int kKind, int G, int kTiles, int kFirst, bool kGrouped, bool kFinite>
+template <int kKind, int G, int kTiles, int kFirst, bool kGrouped>
 KVB_INLINE void value_planes(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
   constexpr int P = planes_of(kKind), kLimit = kRegisters >= 32 || kKind == kBook3 ? 4 : 2, kLast = kFirst + kLimit < P ? kFirst + kLimit : P;
-  value_tile<kKind, G, kTiles, kFirst, kLast, kGrouped, kFinite>(codes, W, T, n, weights, w, padded, book, sum);
-  if constexpr (kLast < P) value_planes<kKind, G, kTiles, kLast, kGrouped, kFinite>(codes, W, T, n, weights, w, padded, book, sum);
+  value_tile<kKind, G, kTiles, kFirst, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
+  if constexpr (kLast < P) value_planes<kKind, G, kTiles, kLast, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
 }
 
-template <int kKind, int G, bool kGrouped, bool kFinite>
-KVB_INLINE void all_values(const uint8_t* codes, long W, long T, long n, Weights weights, long padded, const float* levels, float* sum) {
+template <int kKind, int G, bool kGrouped>
+void add_values(const uint8_t* codes, long W, long T, long n, Weights weights, long padded, const float* levels, float* sum) {
   float every[16];
   const Book book = book_of<kKind>(levels, every);
   // Several registers of a row at once share the broadcast weights, and give the adders something to do while one waits. A group
   // of channels must not change between them.
-  constexpr int kMany = planes_of(kKind) > 2 ? 1 : kRegisters >= 32 ? 4 / planes_of(kKind) : 2 / planes_of(kKind);
+  constexpr int P = planes_of(kKind), kMany = P > 2 ? 1 : kRegisters >= 32 || (P == 1 && G < 4) ? 4 / P : 2 / P;
   constexpr int kWide = kGrouped && kKind != kCode8 ? 1 : kMany;
-  const long wide = kGrouped && weights.group_channels % (kWide * kLanes) ? 0 : W;
   long w = 0;
-  for (; w + kWide * kLanes <= wide; w += kWide * kLanes)
-    value_planes<kKind, G, kWide, 0, kGrouped, kFinite>(codes, W, T, n, weights, w, padded, book, sum);
-  for (; w < W; w += kLanes) value_planes<kKind, G, 1, 0, kGrouped, kFinite>(codes, W, T, n, weights, w, padded, book, sum);
-}
-
-// See AddValues.
-template <int kKind, int G, bool kGrouped>
-void add_values(const uint8_t* codes, long W, long T, long n, Weights weights, long padded, const float* levels, float* sum) {
-  if (kKind == kFp8 && kFp8Pairs && !has_fp8_nan(codes, n * W))
-    return all_values<kKind, G, kGrouped, kKind == kFp8 && kFp8Pairs>(codes, W, T, n, weights, padded, levels, sum);
-  all_values<kKind, G, kGrouped, false>(codes, W, T, n, weights, padded, levels, sum);
+  auto pass = [&](auto registers) __attribute__((always_inline)) {
+    constexpr int kThese = decltype(registers)::value;
+    if (kGrouped && kThese > 1 && weights.group_channels % (kThese * kLanes)) return;
+    for (; w + kThese * kLanes <= W || (kThese == 1 && w < W); w += kThese * kLanes)
+      value_planes<kKind, G, kThese, 0, kGrouped>(codes, W, T, n, weights, w, padded, book, sum);
+  };
+  pass(std::integral_constant<int, kWide>());
+  if constexpr (kWide > 2) pass(std::integral_constant<int, 2>());
+  if constexpr (kWide > 1) pass(std::integral_constant<int, 1>());
 }
 
 const AddValues kAddValues[2][kMaxGroup][kNumKinds] = {

@@ -122,7 +122,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     plan.sum[part + g] = sum_of(load(sums + g * kLanes));
     float* out = plan.acc.get() + (part + g) * D;
     for (long plane = 0; plane < VP; plane++)
-      std::memcpy(out + plane * p.v_width, &s.sum[(g * VP + plane) * p.v_padded], p.v_width * sizeof(float));
+      for (long w = 0; w < p.v_width; w++) out[plane * p.v_width + w] = s.sum[(g * VP + plane) * p.v_padded + w] * p.v_unit;
     for (long r = 0; r < v_groups; r++)
       for (long d = r * channels; d < (r + 1) * channels; d++) out[d] += s.loose[g * D + d] + s.z_sum[g * v_groups + r];
   }

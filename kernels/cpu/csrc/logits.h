@@ -187,8 +187,8 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
   const long G = call.group_size, D = call.head_dim, T = p.slots, unit = unit_bytes_of(kind);
   const uint8_t* codes = page + tier.k_codes;
   const long W = p.k_width, region = units_of(kind, W) * T * unit, after = call.page_bytes - tier.k_codes - region;
-  if (p.k_unpacked) {
-    s.keys.resize(D * T);
+  if (kind != tier.k.kind) {
+    s.keys.resize(D * T * unit);
     unpack_keys(tier.k.kind, tier.k.table, codes, T, D, s.keys.data());
     codes = s.keys.data();
   } else if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
@@ -196,12 +196,13 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     std::memcpy(s.keys.data(), codes, region);
     codes = s.keys.data();
   }
-  const Vec scale = splat(call.scale);
+  const float factor = call.scale * p.k_unit;
+  const Vec scale = splat(factor);
   if (!scaled(tier.k)) {
     ahead.rest();
     all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
     for (long g = 0; g < G; g++)
-      for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
+      for (long t = 0; t < n; t++) out[g * stride + t] *= factor;
     return;
   }
   const float half = float(tier.k.centre);
@@ -237,7 +238,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
       ahead.rest();
       all_dots(kind, tier.k.levels, codes, T, W, begin, end, s.scaled_q.data(), G, 0, p.k_width, out + begin, stride);
       for (long g = 0; g < G; g++)
-        for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * call.scale;
+        for (long t = begin; t < end; t++) out[g * stride + t] = (out[g * stride + t] + s.q_sum[g]) * factor;
     }
     return;
   }
@@ -277,7 +278,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
         store(out + g * stride + t, x);
       }
       for (; t < n; t++) {
-        const float x = call.scale * (by[t] * found[t] + zero[t] * s.q_sum[r * G + g]);
+        const float x = factor * (by[t] * found[t] + zero[t] * s.q_sum[r * G + g]);
         out[g * stride + t] = index ? out[g * stride + t] + x : x;
       }
     }

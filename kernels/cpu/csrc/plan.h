@@ -60,8 +60,8 @@ enum Update { kReturn, kAdd, kReplace };  // what becomes of scores: handed back
 
 struct TierPlan {
   long slots, chunk_slots, num_chunks, first_chunk;  // of the longest list
-  int k_kind, v_kind;                                // as the loops read them: codes that are unpacked first have 8 bits
-  bool k_unpacked, v_unpacked;
+  int k_kind, v_kind;    // as the loops read elements: some are unpacked first
+  float k_unit, v_unit;  // unpacked_unit
   long k_width, v_width, v_padded, score_begin;
   bool v_direct;  // is_direct
 };
@@ -160,11 +160,12 @@ static void make_plan(const Call& call, Plan& plan) {
     plan.chunks_per_list += p.num_chunks;
     p.score_begin = plan.score_slots;
     plan.score_slots += p.num_chunks * p.chunk_slots;
-    p.k_unpacked = can_unpack_keys(tier.k.kind, p.slots, plan.D);
-    p.k_kind = p.k_unpacked ? int(kCode8) : tier.k.kind;
+    p.k_kind = unpacked_keys(tier.k.kind, p.slots, plan.D);
+    p.k_unit = unpacked_unit(tier.k.kind, p.k_kind);
     p.k_width = key_channels(tier, plan.D) / planes_of(p.k_kind);
-    p.v_unpacked = can_unpack_values(tier.v.kind, plan.D) && is_direct(tier, plan.D, plan.D);
-    p.v_kind = p.v_unpacked ? int(kCode8) : tier.v.kind;
+    p.v_kind = unpacked_values(tier.v.kind, plan.D);
+    if (!is_direct(tier, plan.D, plan.D / planes_of(p.v_kind))) p.v_kind = tier.v.kind;
+    p.v_unit = unpacked_unit(tier.v.kind, p.v_kind);
     p.v_width = plan.D / planes_of(p.v_kind);
     p.v_padded = (p.v_width + kLanes - 1) / kLanes * kLanes;
     p.v_direct = is_direct(tier, plan.D, p.v_width);

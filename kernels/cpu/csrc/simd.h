@@ -19,8 +19,7 @@
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVBENCH_PORTABLE)
 #define KVB_PATH "avx2"
-#define KVB_FP8_PAIRS 1  // two registers of e4m3 floats are widened together, in one of fp16
-#define KVB_UNPACK 1     // codes of tables become bytes before they become floats
+#define KVB_UNPACK 1     // codes of tables become bytes, and e4m3 floats fp16, a page at a time before they become floats
 #include <immintrin.h>
 #else
 #define KVB_PATH "portable"
@@ -182,34 +181,12 @@ KVB_INLINE Vec load_f16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si1
 KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-// 256 times smaller, and none of them NaN. The sign lies in bits 7 to 15, and after the shift in 14 and 15, of which fp16 has it in 15.
-KVB_INLINE void load_small_fp8(const uint8_t* p, Vec* low, Vec* high) {
-  const Ints wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
-  const Ints half = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
-  *low = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
-  *high = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
-}
-KVB_INLINE bool has_fp8_nan(const uint8_t* p, long n) {
-  Ints most = _mm256_setzero_si256(), least = most;  // as numbers with a sign, 0x7f is the largest; without, 0xff
-  auto see = [&](Ints x) __attribute__((always_inline)) {
-    most = _mm256_max_epi8(most, x);
-    least = _mm256_max_epu8(least, x);
-  };
-  long i = 0;
-#pragma GCC unroll 2
-  for (; i + 32 <= n; i += 32) see(_mm256_loadu_si256((const __m256i*)(p + i)));
-  for (; i < n; i++) see(_mm256_set1_epi8(char(p[i])));
-  const Ints found = _mm256_or_si256(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(0x7f)), _mm256_cmpeq_epi8(least, _mm256_set1_epi8(-1)));
-  return !_mm256_testz_si256(found, found);
-}
-KVB_INLINE void load_fp8(const uint8_t* p, Vec* low, Vec* high) {
-  // The sign lies in bits 7 to 15, and after the shift in 14 and 15, of which fp16 has it in 15.
+// Sixteen e4m3 floats in fp16, 256 times smaller. The sign lies in bits 7 to 15, and after the shift in 14 and 15, of which fp16 has it in 15.
+KVB_INLINE Ints halves_of_fp8(const uint8_t* p) {
   const Ints wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
   const Ints half = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff))), full = _mm256_set1_epi16(0x3f80);
   const Ints none = _mm256_cmpeq_epi16(_mm256_and_si256(half, full), full);  // all bits set, which fp16 reads as NaN
-  const Ints both = _mm256_or_si256(half, none);
-  *low = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(both)), _mm256_set1_ps(256.0f));
-  *high = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(both, 1)), _mm256_set1_ps(256.0f));
+  return _mm256_or_si256(half, none);
 }
 KVB_INLINE Vec load_fp8(const uint8_t* p) {
   const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7), _mm_set1_epi16(short(0xbfff)));
@@ -335,23 +312,6 @@ KVB_INLINE Vec times_power_of_two(Vec x, Vec n) {
 }
 
 #endif
-
-constexpr float kSmallFp8 = 0.00390625f;  // what e4m3 floats are multiplied by where widening them leaves that to others
-#if defined(KVB_FP8_PAIRS)
-constexpr bool kFp8Pairs = true;
-#else
-constexpr bool kFp8Pairs = false;
-KVB_INLINE void load_fp8(const uint8_t* p, Vec* low, Vec* high) {
-  *low = load_fp8(p);
-  *high = load_fp8(p + kLanes);
-}
-KVB_INLINE void load_small_fp8(const uint8_t* p, Vec* low, Vec* high) { load_fp8(p, low, high); }
-KVB_INLINE bool has_fp8_nan(const uint8_t*, long) { return true; }
-#endif
-template <bool kFinite> KVB_INLINE void load_two_fp8(const uint8_t* p, Vec* low, Vec* high) {
-  if constexpr (kFinite) load_small_fp8(p, low, high);
-  else load_fp8(p, low, high);
-}
 
 // e^x for x <= 0, to 2e-7 of itself (4e-7 below e^-20); below -87 it stays at e^-87, and NaN stays NaN.
 // 2^n * 2^r with n whole and |r| <= 1/2; 2^r by the polynomial of degree 6 with the smallest relative error there (2e-9).

@@ -41,8 +41,15 @@ template <class F> KVB_INLINE void for_runs(long n, F f) {
   if (n % 32) f(n - 32);
 }
 
+// n bytes of e4m3 floats, at least 16, in fp16 and 256 times smaller.
+static void unpack_fp8(const uint8_t* from, long n, uint8_t* out) {
+  for (long i = 0; i + 16 <= n; i += 16) store_32(out + 2 * i, halves_of_fp8(from + i));
+  if (n % 16) store_32(out + 2 * (n - 16), halves_of_fp8(from + n - 16));
+}
+
 // Levels [D][T] of a page's keys; no fewer than 32 bytes lie in half a plane of them (can_unpack_keys).
 static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out) {
+  if (kind == kFp8) return unpack_fp8(codes, D * T, out);
   const Ints book = both_halves(table);
   if (kind == kBook4) {
     const long plane = D / 2 * T;
@@ -71,6 +78,7 @@ static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, lo
 
 // Levels [n, rounded up to two][D] of a page's first n values.
 static void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out) {
+  if (kind == kFp8) return unpack_fp8(codes, n * D, out);
   const Ints book = both_halves(table);
   const long W = D / planes_of(kind), S = units_of(kind, W), half = W / 2;
   if (kind == kBook4) {
@@ -104,17 +112,25 @@ static void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, 
   }
 }
 
-static bool in_table(int kind) { return kind == kBook3 || kind == kBook4; }
-static bool can_unpack_keys(int kind, long T, long D) { return in_table(kind) && D * T >= 256; }
-static bool can_unpack_values(int kind, long D) { return in_table(kind) && D % 64 == 0; }
+// What a kind of element is unpacked to, or itself where it is not: keys of T slots, of which all are; values of D channels.
+static int unpacked_keys(int kind, long T, long D) {
+  const bool any = D * T >= 256;
+  return any && (kind == kBook3 || kind == kBook4) ? kCode8 : any && kind == kFp8 ? kF16 : kind;
+}
+static int unpacked_values(int kind, long D) {
+  return D % 64 == 0 && (kind == kBook3 || kind == kBook4) ? kCode8 : D >= 16 && kind == kFp8 ? kF16 : kind;
+}
 
 #else
 
 static void unpack_keys(int, const uint8_t*, const uint8_t*, long, long, uint8_t*) {}
 static void unpack_values(int, const uint8_t*, const uint8_t*, long, long, uint8_t*) {}
-static bool can_unpack_keys(int, long, long) { return false; }
-static bool can_unpack_values(int, long) { return false; }
+static int unpacked_keys(int kind, long, long) { return kind; }
+static int unpacked_values(int kind, long) { return kind; }
 
 #endif
+
+// What numbers are smaller than those they stand for.
+static float unpacked_unit(int kind, int unpacked) { return kind == kFp8 && unpacked == kF16 ? 256.0f : 1.0f; }
 
 }  // namespace kvb

@@ -85,8 +85,8 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     }
   }
   ahead.rest();
-  if (plan.v_unpacked) {
-    s.values.resize(D * T);
+  if (kind != tier.v.kind) {
+    s.values.resize(D * T * unit_bytes_of(kind));
     unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data());
     codes = s.values.data();
   }
