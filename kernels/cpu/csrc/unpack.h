@@ -41,14 +41,26 @@ template <class F> KVB_INLINE void for_runs(long n, F f) {
   if (n % 32) f(n - 32);
 }
 
-// n bytes of e4m3 floats, at least 16, in fp16 and 256 times smaller.
+// n bytes of e4m3 floats, at least 32, in fp16 and 256 times smaller. NaN is looked for in all of them at once: 0x7f is the largest byte with a
+// sign, and 0xff without.
 static void unpack_fp8(const uint8_t* from, long n, uint8_t* out) {
-  for (long i = 0; i + 16 <= n; i += 16) store_32(out + 2 * i, halves_of_fp8(from + i));
-  if (n % 16) store_32(out + 2 * (n - 16), halves_of_fp8(from + n - 16));
+  Ints largest = bytes_of(0x80), highest = bytes_of(0);
+  for_runs(n, [&](long i) __attribute__((always_inline)) {
+    const Ints bytes = load_32(from + i);
+    largest = _mm256_max_epi8(largest, bytes);
+    highest = _mm256_max_epu8(highest, bytes);
+    store_32(out + 2 * i, halves_of_fp8(from + i));
+    store_32(out + 2 * i + 32, halves_of_fp8(from + i + 16));
+  });
+  const Ints none = _mm256_or_si256(_mm256_cmpeq_epi8(largest, bytes_of(0x7f)), _mm256_cmpeq_epi8(highest, bytes_of(0xff)));
+  if (_mm256_testz_si256(none, none)) return;
+  const uint16_t missing = 0x7e00;
+  for (long i = 0; i < n; i++)
+    if ((from[i] & 0x7f) == 0x7f) std::memcpy(out + 2 * i, &missing, 2);
 }
 
 // Levels [D][T] of a page's keys; no fewer than 32 bytes lie in half a plane of them (can_unpack_keys).
-static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out) {
+static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out) {
   if (kind == kFp8) return unpack_fp8(codes, D * T, out);
   const Ints book = both_halves(table);
   if (kind == kBook4) {
@@ -77,7 +89,7 @@ static void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, lo
 }
 
 // Levels [n, rounded up to two][D] of a page's first n values.
-static void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out) {
+static __attribute__((noinline)) void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out) {
   if (kind == kFp8) return unpack_fp8(codes, n * D, out);
   const Ints book = both_halves(table);
   const long W = D / planes_of(kind), S = units_of(kind, W), half = W / 2;
@@ -118,7 +130,7 @@ static int unpacked_keys(int kind, long T, long D) {
   return any && (kind == kBook3 || kind == kBook4) ? kCode8 : any && kind == kFp8 ? kF16 : kind;
 }
 static int unpacked_values(int kind, long D) {
-  return D % 64 == 0 && (kind == kBook3 || kind == kBook4) ? kCode8 : D >= 16 && kind == kFp8 ? kF16 : kind;
+  return D % 64 == 0 && (kind == kBook3 || kind == kBook4) ? kCode8 : D >= 32 && kind == kFp8 ? kF16 : kind;
 }
 
 #else
