@@ -93,6 +93,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   const long v_groups = scaled(tier.v) ? tier.v.groups : 1;
   s.sum.assign(G * VP * p.v_padded, 0.0f);
   s.z_sum.assign(G * v_groups, 0.0f);
+  s.z_lanes.assign(G * v_groups * kLanes, 0.0f);
   s.lanes.assign(G * kLanes, 0.0f);
   float* sums = s.lanes.data();
   bool done = false;
@@ -123,6 +124,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     float* out = plan.acc.get() + (part + g) * D;
     for (long plane = 0; plane < VP; plane++)
       for (long w = 0; w < p.v_width; w++) out[plane * p.v_width + w] = s.sum[(g * VP + plane) * p.v_padded + w] * p.v_unit;
+    for (long r = 0; r < v_groups; r++) s.z_sum[g * v_groups + r] += sum_of(load(&s.z_lanes[(g * v_groups + r) * kLanes]));
     for (long r = 0; r < v_groups; r++)
       for (long d = r * channels; d < (r + 1) * channels; d++) out[d] += s.loose[g * D + d] + s.z_sum[g * v_groups + r];
   }

@@ -6,7 +6,7 @@
 namespace kvb {
 
 struct Scratch {
-  std::vector<float> q, scaled_q, q_sum, q_back, dots, logit, weight, w_back, k_meta, v_meta, sum, lanes, v_largest, loose, z_sum, row, factor, dense;
+  std::vector<float> q, scaled_q, q_sum, q_back, dots, logit, weight, w_back, k_meta, v_meta, sum, lanes, v_largest, loose, z_sum, z_lanes, row, factor, dense;
   std::vector<int8_t> q_digits, w_digits;
   std::vector<uint8_t> keys, values;
   std::vector<const uint8_t*> pages;
@@ -180,6 +180,40 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
   }
 }
 
+// The dots of a page's keys, group by group, and the scales and zero points [group][T] that make logits of them.
+struct GroupDots {
+  const float *by, *zero, *dots;  // zero: null where there are none; dots: one group's, or [group][G][padded]
+  long T, padded, groups, apart;  // apart: how many groups lie between the two that come one after the other, or 0
+
+  long group(long index) const { return apart ? index / 2 + index % 2 * apart : index; }
+
+  const float* row(long G, long g, long index) const {
+    if (groups == 1) return dots;
+    return dots + (apart ? index / 2 * 2 * G + row_apart(G, g, index % 2) : index * G + g) * padded;
+  }
+
+  // factor * sum of (by * dot + zero * q_sum), or of by * (dot - half * q_sum). One group's dots may lie where the logits go.
+  template <bool kZero> void to_logits(long G, long g, long n, const float* q_sum, float half, float factor, float* out) const {
+    for (long index = 0; index < groups; index++) {
+      const long r = group(index);
+      const float *found = row(G, g, index), *scale = by + r * T, *lowest = zero + r * T, total = q_sum[r * G + g], constant = -half * total;
+      const Vec every = splat(kZero ? total : constant), factors = splat(factor);
+      long t = 0;
+      for (; t + kLanes <= n; t += kLanes) {
+        const Vec x = load(found + t), b = load(scale + t);
+        Vec logit;
+        if constexpr (kZero) logit = fma(b, x, mul(load(lowest + t), every));
+        else logit = mul(b, add(x, every));
+        store(out + t, index ? fma(logit, factors, load(out + t)) : mul(logit, factors));
+      }
+      for (; t < n; t++) {
+        const float x = factor * (kZero ? scale[t] * found[t] + lowest[t] * total : scale[t] * (found[t] + constant));
+        out[t] = index ? out[t] + x : x;
+      }
+    }
+  }
+};
+
 // Logits of the first n slots of a page: out[g * stride + t]. Meanwhile the bytes of `ahead` are asked for.
 static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, Ahead ahead, Scratch& s,
                         float* out, long stride) {
@@ -243,12 +277,13 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     return;
   }
   const long groups = tier.k.groups, padded = (T + kLanes - 1) / kLanes * kLanes, channels = D / groups;
-  s.k_meta.resize(2 * padded);
   const bool apart = keys_apart(tier, p, D) && !keys_by_digits(kind, W, 0, channels);
-  if (groups > 1) s.dots.resize((apart ? 2 : 1) * G * padded);
+  s.k_meta.resize(2 * groups * T + kLanes);
+  if (groups > 1) s.dots.resize(groups * G * padded);
+  GroupDots found = {s.k_meta.data(), tier.k.zero ? s.k_meta.data() + groups * T : nullptr, s.dots.data(), T, padded, groups, apart ? W / channels : 0};
+  bool widened = false;
   for (long index = 0; index < groups; index++) {
-    // Apart, the groups of the same bytes come one after the other.
-    const long r = apart ? index / 2 + index % 2 * (W / channels) : index;
+    const long r = found.group(index);
     const auto [first, last] = key_bytes_of_group(tier, p, D, r);
 #if KVB_DIGITS
     if (keys_by_digits(kind, W, first, last)) {
@@ -260,28 +295,22 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
       continue;
     }
 #endif
-    float *by = s.k_meta.data(), *zero = by + padded, *dots = groups > 1 ? s.dots.data() : out;
-    widen_scales(tier.k, page + tier.k_scale + r * T * scale_bytes(tier.k), n, by);
-    if (tier.k.zero) widen<kF16>(page + tier.k_zero + r * T * 2, n, zero);
-    else for (long t = 0; t < n; t++) zero[t] = -half * by[t];
-    ahead.rest();
-    const long dots_stride = groups > 1 ? padded : stride;
-    if (!apart) all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, dots, dots_stride);
-    else if (index % 2 == 0) all_dots_apart(tier.k, codes, T, W, n, s.q.data(), G, first, last, dots, dots_stride);
-    for (long g = 0; g < G; g++) {
-      const Vec total = splat(s.q_sum[r * G + g]);
-      const float* found = dots + (apart ? row_apart(G, g, index % 2) : g) * dots_stride;
-      long t = 0;
-      for (; t + kLanes <= n; t += kLanes) {
-        Vec x = mul(scale, fma(load(by + t), load(found + t), mul(load(zero + t), total)));
-        if (index) x = add(x, load(out + g * stride + t));
-        store(out + g * stride + t, x);
-      }
-      for (; t < n; t++) {
-        const float x = factor * (by[t] * found[t] + zero[t] * s.q_sum[r * G + g]);
-        out[g * stride + t] = index ? out[g * stride + t] + x : x;
-      }
+    if (!widened) {
+      widen_scales(tier.k, page + tier.k_scale, groups * T, s.k_meta.data());
+      if (tier.k.zero) widen<kF16>(page + tier.k_zero, groups * T, s.k_meta.data() + groups * T);
+      ahead.rest();
+      widened = true;
     }
+    if (groups == 1) all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data(), G, first, last, out, stride);
+    else if (!apart) all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, s.dots.data() + index * G * padded, padded);
+    else if (index % 2 == 0) all_dots_apart(tier.k, codes, T, W, n, s.q.data(), G, first, last, s.dots.data() + index * G * padded, padded);
+  }
+  if (!widened) return;
+  for (long g = 0; g < G; g++) {
+    float* to = out + g * stride;
+    if (groups == 1) found.dots = to;
+    if (tier.k.zero) found.to_logits<true>(G, g, n, s.q_sum.data(), half, factor, to);
+    else found.to_logits<false>(G, g, n, s.q_sum.data(), half, factor, to);
   }
 }
 

@@ -118,12 +118,14 @@ static float scale_of(const Code& code, const uint8_t* p) {
 static void widen_scales(const Code& code, const uint8_t* p, long n, float* out) {
   if (code.scale == kF16Scale) return widen<kF16>(p, n, out);
   const float unit = float(code.unit);
-  if (code.scale == kE4m3Scale) {
-    widen<kFp8>(p, n, out);
-    for (long i = 0; i < n; i++) out[i] *= unit;
-  } else {
-    for (long i = 0; i < n; i++) out[i] = kE8m0Values.value[p[i]] * unit;
-  }
+  long i = 0;
+  if (code.scale == kE4m3Scale)
+    for (; i + kLanes <= n; i += kLanes) store(out + i, mul(splat(unit), load_fp8(p + i)));
+#if defined(KVB_UNPACK)
+  else
+    for (; i + kLanes <= n; i += kLanes) store(out + i, mul(splat(unit), load_e8m0(p + i)));
+#endif
+  for (; i < n; i++) out[i] = scale_of(code, p + i);
 }
 
 static long row_of(const Call& call, long list) { return list / call.num_heads * call.seq_stride + list % call.num_heads; }

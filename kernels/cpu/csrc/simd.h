@@ -192,6 +192,12 @@ KVB_INLINE Vec load_fp8(const uint8_t* p) {
   const __m128i full = _mm_set1_epi16(0x3f80), none = _mm_cmpeq_epi16(_mm_and_si128(half, full), full);
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, none)), _mm256_set1_ps(256.0f));
 }
+// Powers of two by their exponent, which is also that of an fp32 number but for the lowest one, 2^-127, and NaN.
+KVB_INLINE Vec load_e8m0(const uint8_t* p) {
+  const Ints exponent = load_u8(p), lowest = _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256()), none = _mm256_cmpeq_epi32(exponent, _mm256_set1_epi32(255));
+  const Ints rest = _mm256_or_si256(_mm256_and_si256(lowest, _mm256_set1_epi32(0x400000)), _mm256_srli_epi32(none, 9));
+  return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(exponent, 23), rest));
+}
 template <int kMask> KVB_INLINE Ints masked(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi32(kMask)); }
 template <int kShift> KVB_INLINE Ints shifted(Ints x) { return kShift ? _mm256_srli_epi32(x, kShift) : x; }
 KVB_INLINE Ints either(Ints a, Ints b) { return _mm256_or_si256(a, b); }

@@ -58,17 +58,18 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
   Weights weights = {p, 0, stride, int(D / groups)};
   if (scaled(tier.v)) {
     const float half = float(tier.v.centre);
-    s.v_meta.resize(2 * padded);
+    s.v_meta.resize(2 * groups * T + kLanes);
     s.weight.resize(groups * G * padded);
     weights = {s.weight.data(), G * padded, padded, int(D / groups)};
+    float *every_by = s.v_meta.data(), *every_zero = every_by + groups * T;
+    widen_scales(tier.v, page + tier.v_scale, groups * T, every_by);
+    if (tier.v.zero) widen<kF16>(page + tier.v_zero, groups * T, every_zero);
     for (long r = 0; r < groups; r++) {
-      float *by = s.v_meta.data(), *zero = by + padded;
-      widen_scales(tier.v, page + tier.v_scale + r * T * scale_bytes(tier.v), n, by);
-      if (tier.v.zero) widen<kF16>(page + tier.v_zero + r * T * 2, n, zero);
+      const float *by = every_by + r * T, *zero = every_zero + r * T;
       for (long g = 0; g < G; g++) {
-        float* w = s.weight.data() + (r * G + g) * padded;
+        float *w = s.weight.data() + (r * G + g) * padded, *lanes = &s.z_lanes[(g * groups + r) * kLanes];
         const float* source = p + g * stride;
-        Vec sum = splat(0.0f);
+        Vec sum = load(lanes);
         float rest = 0.0f;
         long t = 0;
         for (; t + kLanes <= n; t += kLanes) {
@@ -80,7 +81,8 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
           w[t] = source[t] * by[t];
           rest += tier.v.zero ? source[t] * zero[t] : -half * w[t];
         }
-        s.z_sum[g * groups + r] += sum_of(sum) + rest;
+        store(lanes, sum);
+        lanes[0] += rest;
       }
     }
   }
