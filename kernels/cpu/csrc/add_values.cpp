@@ -11,7 +11,9 @@ template <int kKind, int G, int kTiles, int kFirst, int kLast, bool kGrouped>
 KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights weights, long w, long padded, const Book& book, float* sum) {
   constexpr int P = planes_of(kKind), kPart = kLast - kFirst, kUnit = unit_bytes_of(kKind);
   const long S = units_of(kKind, W);  // from slot to slot
-  Vec acc[kTiles][kPart][G];
+  // Sums of every other slot are apart where there are too few of them to keep the adders busy.
+  constexpr int kSets = kGrouped && kKind == kCode8 && kTiles == 2 && G < 4 && kRegisters < 32 ? 2 : 1;
+  Vec acc[kSets][kTiles][kPart][G];
   const float* from[kGrouped ? kPart : 1];
   for (int p = 0; p < (kGrouped ? kPart : 1); p++)
     from[p] = weights.at + (kGrouped ? ((kFirst + p) * W + w) / weights.group_channels * weights.group_stride : 0);
@@ -20,8 +22,11 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
 #pragma GCC unroll 8
     for (int p = 0; p < kPart; p++)
 #pragma GCC unroll 8
-      for (int g = 0; g < G; g++) acc[u][p][g] = load(sum + (g * P + kFirst + p) * padded + w + u * kLanes);
-  auto step = [&](const uint8_t* row, long t) __attribute__((always_inline)) {  // row: the bytes from w on
+      for (int g = 0; g < G; g++) {
+        acc[0][u][p][g] = load(sum + (g * P + kFirst + p) * padded + w + u * kLanes);
+        if constexpr (kSets > 1) acc[1][u][p][g] = splat(0.0f);
+      }
+  auto step = [&](const uint8_t* row, long t, int set) __attribute__((always_inline)) {  // row: the bytes from w on
     Vec factor[kGrouped ? kPart : 1][G];
 #pragma GCC unroll 8
     for (int p = 0; p < (kGrouped ? kPart : 1); p++)
@@ -33,7 +38,7 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
           row + u * kLanes * kUnit, [&] { return load_upper(codes + t * S, W, w + u * kLanes); }, book,
           [&](int p, Vec x) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int g = 0; g < G; g++) acc[u][p][g] = fma(x, factor[kGrouped ? p : 0][g], acc[u][p][g]);
+            for (int g = 0; g < G; g++) acc[set][u][p][g] = fma(x, factor[kGrouped ? p : 0][g], acc[set][u][p][g]);
           });
     }
   };
@@ -41,19 +46,28 @@ KVB_INLINE void value_tile(const uint8_t* codes, long W, long T, long n, Weights
   if (w + kTiles * kLanes > W) inside = (T * S - w - kLanes) / S + 1;
   inside = inside < 0 || T * S < w + kLanes ? 0 : inside < n ? inside : n;
   const uint8_t* row = codes + w * kUnit;
-  for (long t = 0; t < inside; t++, row += S * kUnit) step(row, t);
+  long begin = 0;
+  if constexpr (kSets > 1)
+    for (; begin + 2 <= inside; begin += 2, row += 2 * S * kUnit) {
+      step(row, begin, 0);
+      step(row + S * kUnit, begin + 1, 1);
+    }
+  for (long t = begin; t < inside; t++, row += S * kUnit) step(row, t, 0);
   if constexpr (kTiles == 1)  // several registers at once are always inside
     for (long t = inside; t < n; t++, row += S * kUnit) {
       uint8_t copy[kLanes * 4] = {0};
       std::memcpy(copy, row, (W - w) * kUnit);
-      step(copy, t);
+      step(copy, t, 0);
     }
 #pragma GCC unroll 8
   for (int u = 0; u < kTiles; u++)
 #pragma GCC unroll 8
     for (int p = 0; p < kPart; p++)
 #pragma GCC unroll 8
-      for (int g = 0; g < G; g++) store(sum + (g * P + kFirst + p) * padded + w + u * kLanes, acc[u][p][g]);
+      for (int g = 0; g < G; g++) {
+        if constexpr (kSets > 1) acc[0][u][p][g] = add(acc[0][u][p][g], acc[1][u][p][g]);
+        store(sum + (g * P + kFirst + p) * padded + w + u * kLanes, acc[0][u][p][g]);
+      }
 }
 
 template <int kKind, int G, int kTiles, int kFirst, bool kGrouped>

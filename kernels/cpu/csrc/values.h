@@ -64,6 +64,8 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     float *every_by = s.v_meta.data(), *every_zero = every_by + groups * T;
     widen_scales(tier.v, page + tier.v_scale, groups * T, every_by);
     if (tier.v.zero) widen<kF16>(page + tier.v_zero, groups * T, every_zero);
+    const bool has_zero = tier.v.zero;
+    const Vec middle = splat(-half);
     for (long r = 0; r < groups; r++) {
       const float *by = every_by + r * T, *zero = every_zero + r * T;
       for (long g = 0; g < G; g++) {
@@ -72,14 +74,20 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
         Vec sum = load(lanes);
         float rest = 0.0f;
         long t = 0;
+        if (has_zero)
+          for (; t + kLanes <= n; t += kLanes) {
+            const Vec x = load(source + t);
+            store(w + t, mul(x, load(by + t)));
+            sum = fma(x, load(zero + t), sum);
+          }
         for (; t + kLanes <= n; t += kLanes) {
-          const Vec x = load(source + t), scaled = mul(x, load(by + t));
+          const Vec scaled = mul(load(source + t), load(by + t));
           store(w + t, scaled);
-          sum = tier.v.zero ? fma(x, load(zero + t), sum) : fma(splat(-half), scaled, sum);
+          sum = fma(middle, scaled, sum);
         }
         for (; t < n; t++) {
           w[t] = source[t] * by[t];
-          rest += tier.v.zero ? source[t] * zero[t] : -half * w[t];
+          rest += has_zero ? source[t] * zero[t] : -half * w[t];
         }
         store(lanes, sum);
         lanes[0] += rest;
