@@ -298,9 +298,9 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     if (!widened) {
       widen_scales(tier.k, page + tier.k_scale, groups * T, s.k_meta.data());
       if (tier.k.zero) widen<kF16>(page + tier.k_zero, groups * T, s.k_meta.data() + groups * T);
-      ahead.rest();
       widened = true;
     }
+    if (!apart || index % 2 == 0) ahead.some(ahead.lines() / (apart ? (groups - index) / 2 : groups - index) + 2);
     if (groups == 1) all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data(), G, first, last, out, stride);
     else if (!apart) all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data() + r * G * P * kQueryStride, G, first, last, s.dots.data() + index * G * padded, padded);
     else if (index % 2 == 0) all_dots_apart(tier.k, codes, T, W, n, s.q.data(), G, first, last, s.dots.data() + index * G * padded, padded);
