@@ -1,5 +1,6 @@
-// Codes of tables as bytes of levels, a page at a time: where a register holds 32 of them, that takes a tenth of an instruction per code,
-// and one for every eight where each is looked up once it is as wide as a float. The loops then read the levels as codes of 8 bits.
+// Elements that are dear to widen, made cheap a page at a time: codes of tables become bytes of levels, which the loops read as codes of 8 bits,
+// and e4m3 floats become fp16, whose widening from memory is one instruction. A register holds 32 bytes of either, so that this takes a tenth of
+// an instruction per code and a quarter per float; in the loops, where a register holds eight floats, it would take several times as many.
 //
 // Legend as in sides.h.
 #pragma once
@@ -59,7 +60,7 @@ static void unpack_fp8(const uint8_t* from, long n, uint8_t* out) {
     if ((from[i] & 0x7f) == 0x7f) std::memcpy(out + 2 * i, &missing, 2);
 }
 
-// Levels [D][T] of a page's keys; no fewer than 32 bytes lie in half a plane of them (can_unpack_keys).
+// A page's keys [D][T] as levels, or in fp16; no fewer than 32 bytes lie in half a plane of them (unpacked_keys).
 static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out) {
   if (kind == kFp8) return unpack_fp8(codes, D * T, out);
   const Ints book = both_halves(table);
@@ -88,7 +89,7 @@ static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table
   });
 }
 
-// Levels [n, rounded up to two][D] of a page's first n values.
+// A page's first n values (of codes of 3 bits, n rounded up to two) [n][D] as levels, or in fp16.
 static __attribute__((noinline)) void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out) {
   if (kind == kFp8) return unpack_fp8(codes, n * D, out);
   const Ints book = both_halves(table);
