@@ -53,7 +53,7 @@ class Decode(Call):
         dice = self.dice
         lists = dice.randint(1, 3), dice.randint(1, 3)
         self.ring = None
-        num = dice.choice((1, 1, 2, 3))
+        num = dice.choice((1, 1, 2, 3, 4))
         track = dice.choice(((), ("score", "pos")))
         self.list = self.tiers(lists, track, num=num, plain=False, most=dice.choice((20, 150, 150, 4200)))
         for tier in self.list:
@@ -120,7 +120,7 @@ class Decode(Call):
         if heads > 1:
             found.append(Wrong("a query head more", self.change(self.args, "q", lambda q: torch.cat([q, q[:, :1]], 1))))
         found.append(Wrong("no tier", self.change(self, "list", lambda _: [])))
-        found.append(Wrong("four tiers", self.change(self, "list", lambda x: (x * 4)[:4])))
+        found.append(Wrong("five tiers", self.change(self, "list", lambda x: (x * 5)[:5])))
         if self.ring is not None:
             ring = self.ring
             found += (
@@ -146,7 +146,7 @@ class Step(Call):
         self.list = self.tiers(
             self.lists,
             track,
-            num=1 if buffered else dice.choice((1, 2, 3)),
+            num=1 if buffered else dice.choice((1, 2, 3, 4)),
             plain=not buffered,
             most=dice.choice((30, 150)),
         )
