@@ -34,7 +34,7 @@ def test_four_shards_are_the_whole_run(tmp_path):
     whole = run_experiment(settings("whole"), method="kivi", parts=parts, **QUIET)
     assert whole.record.counts.total == 9, "the last batch is not full"
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(settings("split", shard="3/4"), method="kivi", parts=StopAfter(3).parts, **QUIET)
+        run_experiment(settings("split", shard="3/4"), method="kivi", parts=StopAfter(3, parts).parts, **QUIET)
     for number in (2, 4, 1):
         part = run_experiment(settings("split", shard=f"{number}/4"), method="kivi", parts=parts, **QUIET)
         assert not part.ended and part.record.hash == whole.record.hash and not part.record.metrics
