@@ -321,7 +321,7 @@ class Step(Call):
                 target, "slot", tokens, late=True
             )
             aimed += [
-                Wrong("no such tier", self.change(target, "tier", lambda _, t=t: t)) for t in (3, -1, len(self.list))
+                Wrong("no such tier", self.change(target, "tier", lambda _, t=t: t)) for t in (4, -1, len(self.list))
             ]
             found += [
                 Wrong(w.name, lambda w=w: (w.make(), self.args.update(target=list(target.values())))[1], w.late)
