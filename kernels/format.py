@@ -16,10 +16,10 @@ in order (T slots of D channels):
   them
 
 16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so
-every region starts on a multiple of 16 bytes without padding; of 8, behind an odd number of elements kept
-apart. Scores and positions lie inside the page, behind
-everything that attention reads. Side arrays sized for the tier with the most slots per page would leave part of them
-unused in the others: 48 of 112 slots in a high page of DiffKV at D=64 (7,168 B; K8V4 holds 64 slots, K4V2 112).
+every region starts on a multiple of 16 bytes without padding (of 8, behind an odd number of elements kept apart).
+Scores and positions lie inside the page, behind everything that attention reads. Side arrays sized for the tier with
+the most slots per page would leave part of them unused in the others: 48 of 112 slots in a high page of DiffKV at D=64
+(7,168 B; K8V4 holds 64 slots, K4V2 112).
 """
 
 from dataclasses import dataclass

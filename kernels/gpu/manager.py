@@ -18,7 +18,7 @@ from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.exchange import _assign, _change_at_once, _commit, _sum_needs
 from kvbench.kernels.gpu.lookup import lookup
-from kvbench.kernels.gpu.moves import SLOT_REGIONS, byte_map
+from kvbench.kernels.gpu.moves import byte_map
 from kvbench.kernels.gpu.parts import launch, power_of_two
 from kvbench.kernels.pool import PoolExhausted
 
@@ -199,7 +199,7 @@ class DevicePages:
         """
         checks.movable(fmt)
         sources, targets, counts = self.plan_compaction(lists, tier, keep)
-        width, places = keep.shape[1], byte_map(fmt, SLOT_REGIONS, self.pages.device)
+        width, places = keep.shape[1], byte_map(fmt, tuple(fmt.regions), self.pages.device)
         moves = min(32, power_of_two(width))
         launch(
             _move_listed, (len(lists), -(-width // moves)), self.pages, lists, self._table(tier), sources, targets,

@@ -17,11 +17,6 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.pages import TILE, _write_side, slots_per_program
 from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
 
-SLOT_REGIONS = (
-    *("k_codes", "v_codes", "k_scale", "k_zero", "v_scale", "v_zero"),
-    *("k_apart", "k_where", "v_apart", "v_where", "score", "pos"),
-)
-
 
 @triton.jit
 def _move_bytes(
@@ -141,7 +136,7 @@ def move_slots(
         ValueError: See `checks.movable`.
     """
     checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
-    table = byte_map(fmt, SLOT_REGIONS, pages.device)
+    table = byte_map(fmt, tuple(fmt.regions), pages.device)
     _move(pages, src_page, src_slot, dst_page, dst_slot, table, table)
 
 
@@ -165,7 +160,7 @@ def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> T
 
     Args:
         fmt: A format whose slots stand alone (no per-channel keys).
-        names: Which of `SLOT_REGIONS`.
+        names: Which of its regions.
         device: Where the table is wanted.
     """
     slot, table = fmt.slot, []

@@ -126,6 +126,7 @@ FORMATS = [
         (4, 4, {"k_code": "nvfp4", "v_code": "nvfp4", "k_groups": 4, "v_groups": 4}),
         (4, 4, {"k_code": "mxfp4", "v_code": "mxfp4", "k_groups": 2, "v_groups": 2}),
         (2, 4, {"k_code": "book_channels", "v_code": "book", "k_apart": 1, "v_apart": 3}),
+        (3, 3, {"k_code": "book_channels", "v_code": "book", "k_apart": 2, "v_apart": 4}),
         (4, 2, {"k_code": "book_channels", "v_code": "book"}),
         (16, 16, {"k_channels": 11}),
         (16, 4, {"k_channels": 9}),
@@ -175,8 +176,8 @@ def test_regions_tile_a_page_and_can_be_viewed(fields: dict, head_dim: int, trac
         view = region(pages, fmt, name)
         assert view.shape[0] == 3
         assert view[0].nbytes == length
-        # A page has a multiple of 8 slots: one byte of each, or odd numbers of channels, are aligned to 8 bytes.
-        odd = slot.k_apart or slot.v_apart or slot.k_channels
+        # A page has a multiple of 8 slots: of an odd number of elements kept apart, a byte of each ends on 8 bytes.
+        odd = slot.k_apart % 2 or slot.v_apart % 2
         assert offset % (16 if head_dim % 16 == 0 and not odd else 8) == 0
         view[1] = 1
         assert (pages[1] != 0).nonzero()[:, 0].min() >= offset
