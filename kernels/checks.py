@@ -28,6 +28,7 @@ from kvbench.kernels.tier_table import ExtremeOf
 
 MAX_TIERS = 4
 _INDEX = {torch.int64, torch.int32}
+_MAIN = torch.device("cpu")
 _REDUCES = {*get_args(Reduce)}
 _COUNTS = ("num_tokens", "before", "before", "after", "after")  # of a step's residual buffers
 
@@ -91,9 +92,9 @@ def within(fmt: PageFormat, num_pages: int, page: Tensor, slot: Tensor) -> None:
     if page.device.type != "cpu" or not page.numel():
         return
     for name, x, end in (("page", page, num_pages), ("slot", slot, fmt.tokens_per_page)):
-        low, high = x.aminmax()
+        low, high = (int(bound) for bound in x.aminmax())
         if low < 0 or high >= end:
-            raise _refuse(name, f"{int(low)} to {int(high)}", f"the call has {end} of them, counted from 0")
+            raise _refuse(name, f"{low} to {high}", f"the call has {end} of them, counted from 0")
 
 
 def write(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, *, keys: bool) -> None:
@@ -345,12 +346,11 @@ def step(
             index(f"the ring's {name}", x, lists, pages.device)
 
 
-def layer(q: Tensor, k: Tensor, v: Tensor, lists: tuple[int, int], num_q_heads: int, head_dim: int) -> None:
-    """Of `FusedStep.attend`, in main memory."""
-    device = torch.device("cpu")
-    vectors("q", q, (lists[0], num_q_heads, head_dim), device)
-    vectors("k", k, (*lists, head_dim), device)
-    vectors("v", v, (*lists, head_dim), device)
+def layer(q: Tensor, k: Tensor, v: Tensor, of_q: tuple[int, int, int], of_kv: tuple[int, int, int]) -> None:
+    """Of `FusedStep.attend`, in main memory: the shapes of q, and of k and v."""
+    vectors("q", q, of_q, _MAIN)
+    vectors("k", k, of_kv, _MAIN)
+    vectors("v", v, of_kv, _MAIN)
 
 
 def prompt(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:

@@ -35,15 +35,12 @@ class CompiledStep(FusedStep):
     def __init__(self, struct: StepStruct, keep: Kept) -> None:
         self._struct, self._keep = struct, keep
         call = struct.call
-        self._lists, self._heads, self._dim = (
-            (call.num_seq, call.num_heads),
-            call.num_heads * call.group_size,
-            call.head_dim,
-        )
+        self._q = call.num_seq, call.num_heads * call.group_size, call.head_dim
+        self._kv = call.num_seq, call.num_heads, call.head_dim
         self._address, self._call = ctypes.addressof(struct), load().kvb_step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        checks.layer(q, k, v, self._lists, self._heads, self._dim)
+        checks.layer(q, k, v, self._q, self._kv)
         q, k, v = plain(q), plain(k), plain(v)
         out = torch.empty_like(q)
         check(self._call(self._address, layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), scale))

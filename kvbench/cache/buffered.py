@@ -230,6 +230,10 @@ class BufferedStep(PagedStep):
                 slot = torch.maximum(before, before // size * size + page * size)
                 self.pages.table.own([(tier, lists[chosen], torch.where(slot < after, slot, -1)[chosen])])
 
+    @property
+    def strips(self) -> bool:
+        return False
+
     def strip(self, k: Tensor) -> Tensor:
         return k  # a ring holds keys as they come; they lose their position on the way to a page
 

@@ -6,6 +6,7 @@ Neither may reach the pages. What breaks a rule is a ValueError of one sentence:
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -178,21 +179,22 @@ class CheckedPlans:
             rules.append((beyond, lambda: f"demote_to must hold {self._targets_in_words}"))
             if plan.demote_slot is not None:
                 rules.append(self._demoted(plan, slot, demote_to, view))
-        for broken, rule in rules:
-            self._judge(broken, lambda rule=rule: self._error(call, when, rule()))  # type: ignore[misc]
-        if not self._pages.late.is_late:
+        broken = reduce(torch.logical_or, (broken for broken, _ in rules))
+        if not self._pages.late.is_late and not bool(broken.any()):
             return plan
-        broken = torch.stack([broken for broken, _ in rules]).any(0)
+        for each, rule in rules:
+            self._judge(each, lambda rule=rule: self._error(call, when, rule()))  # type: ignore[misc]
         return replace(plan, slot=torch.where(broken, APPEND, slot))  # a new slot harms nobody
 
     def _demoted(self, plan: DecodePlan, slot: Tensor, demote_to: Tensor, view: DecodeView) -> tuple[Tensor, Moment]:
         """Where a demoted token takes a slot that does not exist in its new tier."""
         target = plan.demote_slot
         assert target is not None
-        held = torch.stack([view.num_slots(tier) for tier in range(self._num_tiers)])
-        held = held.gather(0, demote_to.long().clamp(0, self._num_tiers - 1)[None])[0]
-        moves = (slot != APPEND) & (demote_to != EVICT)
-        wrong = moves & ((target < APPEND) | (target >= held))
+        held = torch.zeros_like(slot)
+        for tier in range(self._num_tiers):
+            if tier != plan.tier:
+                held = torch.where(demote_to == tier, view.num_slots(tier), held)
+        wrong = ((target < APPEND) | (target >= held)) & (slot != APPEND) & (demote_to != EVICT)
         return wrong, lambda: f"demote_{_where(wrong, target, held)}; it is APPEND (-1) or lies within its list"
 
     def _check_kind(self, plan: Plan, kind: type[Plan], call: str, when: Moment) -> None:

@@ -110,6 +110,12 @@ class Holding:
             self.pages, self.counters, rows, self.policy.score, self.plans.find, measure, self.fit, numbers
         )
 
+    @property
+    def takes_all_as_it_comes(self) -> bool:
+        """Whether a step's queries, keys and values go to attention as the model gives them, and its output back."""
+        idle = self.turns.keys.idle and self.turns.values.idle
+        return idle and self.channels is None and self.scores.queries is None
+
     def turned(self, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [S, Hq, D], keys and values [S, H, D] of one layer of rows int64 [S] (or of tokens of one row) as
         attention over pages takes them."""

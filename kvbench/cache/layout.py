@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -88,17 +89,23 @@ class ModelShape:
         """All layers and heads lie in one place."""
         return len(self.places) < 2 and self.ranks.size == 1
 
+    @cached_property
+    def heads_here(self) -> tuple[int, int]:
+        """Query and KV heads of a layer that this process holds."""
+        return self.num_q_heads // self.ranks.size, self.num_kv_heads // self.ranks.size
+
     def parts(self) -> "list[tuple[int, ModelShape]]":
         """What lies here, one place after another: the number of a place's first layer, and the shape of its layers
         with the heads of this process."""
-        found, first, size = [], 0, self.ranks.size
+        found, first = [], 0
+        num_q_heads, num_kv_heads = self.heads_here
         for place in self.places or (Place(self.device, self.num_layers),):
             inv_freq = None if self.inv_freq is None else self.inv_freq.to(place.device)
             own = replace(
                 self,
                 num_layers=place.num_layers,
-                num_q_heads=self.num_q_heads // size,
-                num_kv_heads=self.num_kv_heads // size,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
                 device=place.device,
                 inv_freq=inv_freq,
                 places=(),

@@ -34,6 +34,11 @@ class Rotation:
     def __init__(self, kind: Kind, head_dim: int, device: torch.device | str = "cpu") -> None:
         self._matrix = None if kind == "none" else hadamard(head_dim).to(device)
 
+    @property
+    def idle(self) -> bool:
+        """It leaves everything as it is."""
+        return self._matrix is None
+
     def turn(self, x: Tensor) -> Tensor:
         """x [..., D] in the channels of the store, in its own dtype."""
         return x if self._matrix is None else (x.float() @ self._matrix).to(x.dtype)

@@ -64,6 +64,11 @@ class PagedStep:
         """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
         return self.pages.widths(self.lists, self.numbers)
 
+    @property
+    def strips(self) -> bool:
+        """Whether `strip` changes keys."""
+        return self.holding.rope.mode != "absolute"
+
     def strip(self, k: Tensor) -> Tensor:
         """The step's keys [S, H, D] as this holding takes them."""
         return self.holding.rope.strip(k, self.tokens_seen[:, None])

@@ -97,6 +97,7 @@ class CompressedStore:
         self._free_rows = list(range(rows))
         self._steps: list[PagedStep] = []
         self._layers: list[PagedStep | FusedStep] = []
+        self._direct: FusedStep | None = None  # the step's only entry of `_layers`, where nothing comes before it
         # The rows of the last step and their tensor: rows change seldom.
         self._rows: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0, dtype=torch.int64, device=shape.device)
         self.watcher: PromptWatcher | None = None  # sees what `prefill_layer` gets and scores, for a prompt cache
@@ -354,6 +355,8 @@ class CompressedStore:
         Returns:
             fp32 [S, Hq, D].
         """
+        if self._direct is not None:
+            return self._direct.attend(layer, q, k, v, scale)
         assert self._steps, "begin_step comes first"
         index, part = self.holding.part_of(layer)
         step, layers, own = self._steps[index], self._layers[index], layer - part.first_layer
@@ -378,16 +381,20 @@ class CompressedStore:
         self.holding.tell(first.rows, first.numbers)
         for step in self._steps:
             step.pages.late.send()
-        self._steps, self._layers = [], []
+        self._steps, self._layers, self._direct = [], [], None
 
     def _open(self, rows: Tensor, numbers: Sequence[int]) -> None:
         """Begins a step of rows, which the host knows as `numbers`."""
         self._steps = self.holding.open(rows, numbers)
         self._layers = [step.fused() or step for step in self._steps]
+        if len(self._steps) == 1 and self.copies == 1 and self._steps[0].holding.takes_all_as_it_comes:
+            step, layers = self._steps[0], self._layers[0]
+            if isinstance(layers, FusedStep) and (layers.strips or not step.strips):
+                self._direct = layers
 
     def _end(self) -> None:
         """Forgets a step that is under way."""
-        self._steps, self._layers = [], []
+        self._steps, self._layers, self._direct = [], [], None
         for part in self.holding.parts:
             part.pages.late.drop()
 

@@ -6,7 +6,7 @@ function finds it there. Nothing is patched.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -141,21 +141,17 @@ def attention(
             raise UnsupportedModel(f"layer {layer.index} uses {name}, which the compressed store does not reproduce")
     session, scale = layer.session, scaling if scaling is not None else query.shape[-1] ** -0.5
     store = session.store
-    heads, size = (query.shape[1], key.shape[1]), store.shape.ranks.size
-    wanted = store.shape.num_q_heads // size, store.shape.num_kv_heads // size
-    if heads != wanted:
+    heads = query.shape[1], key.shape[1]
+    if heads != (wanted := store.shape.heads_here):
         raise UnsupportedModel(
             f"layer {layer.index} has {heads[0]} query heads on {heads[1]} KV heads, but the model's configuration "
-            f"says {wanted[0]} on {wanted[1]} for each of {size} processes; let kvbench load the model "
-            "(model.tensor_parallel), or load it without tp_plan"
+            f"says {wanted[0]} on {wanted[1]} for each of {store.shape.ranks.size} processes; let kvbench load the "
+            "model (model.tensor_parallel), or load it without tp_plan"
         )
-    with on_device(query.device):
+    if not query.is_cuda:
         return _attend(session, layer.index, query, key, value, scale), None
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one, where kernels are launched; a model may have others."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.cuda.device(query.device):  # where kernels are launched; a model may lie on several
+        return _attend(session, layer.index, query, key, value, scale), None
 
 
 def _attend(session: Session, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
