@@ -182,35 +182,52 @@ static void prepare_queries(const Call& call, const Tier& tier, const TierPlan& 
 
 // The dots of a page's keys, group by group, and the scales and zero points [group][T] that make logits of them.
 struct GroupDots {
-  const float *by, *zero, *dots;  // zero: null where there are none; dots: one group's, or [group][G][padded]
+  const float *by, *zero, *dots;  // zero: null where there are none; dots: one group's [G][alone], or [group][G][padded]
   long T, padded, groups, apart;  // apart: how many groups lie between the two that come one after the other, or 0
+  long alone;  // from head to head where there is one group
 
   long group(long index) const { return apart ? index / 2 + index % 2 * apart : index; }
 
   const float* row(long G, long g, long index) const {
-    if (groups == 1) return dots;
+    if (groups == 1) return dots + g * alone;
     return dots + (apart ? index / 2 * 2 * G + row_apart(G, g, index % 2) : index * G + g) * padded;
   }
 
-  // factor * sum of (by * dot + zero * q_sum), or of by * (dot - half * q_sum). One group's dots may lie where the logits go.
-  template <bool kZero> void to_logits(long G, long g, long n, const float* q_sum, float half, float factor, float* out) const {
-    for (long index = 0; index < groups; index++) {
-      const long r = group(index);
-      const float *found = row(G, g, index), *scale = by + r * T, *lowest = zero + r * T, total = q_sum[r * G + g], constant = -half * total;
-      const Vec every = splat(kZero ? total : constant), factors = splat(factor);
-      long t = 0;
-      for (; t + kLanes <= n; t += kLanes) {
-        const Vec x = load(found + t), b = load(scale + t);
-        Vec logit;
-        if constexpr (kZero) logit = fma(b, x, mul(load(lowest + t), every));
-        else logit = mul(b, add(x, every));
-        store(out + t, index ? fma(logit, factors, load(out + t)) : mul(logit, factors));
-      }
-      for (; t < n; t++) {
-        const float x = factor * (kZero ? scale[t] * found[t] + lowest[t] * total : scale[t] * (found[t] + constant));
-        out[t] = index ? out[t] + x : x;
+  // factor * sum of (by * dot + zero * q_sum), or of by * (dot - half * q_sum), of all heads: out[g * stride + t]. One group's dots may lie where
+  // the logits go.
+  template <bool kZero> void to_logits(long G, long n, const float* q_sum, float half, float factor, float* out, long stride) const {
+    for (long index = 0; index < groups; index++)
+      for_heads(G, [&](long begin, auto count) __attribute__((always_inline)) {
+        if (index) to_logits_of<decltype(count)::value, kZero, true>(G, begin, index, n, q_sum, half, factor, out + begin * stride, stride);
+        else to_logits_of<decltype(count)::value, kZero, false>(G, begin, index, n, q_sum, half, factor, out + begin * stride, stride);
+      });
+  }
+
+ private:
+  template <int kHeads, bool kZero, bool kMore>
+  __attribute__((always_inline)) void to_logits_of(long G, long begin, long index, long n, const float* q_sum, float half, float factor, float* out, long stride) const {
+    const long r = group(index);
+    const float *scale = by + r * T, *lowest = zero + r * T, *found[kHeads];
+    float every[kHeads];
+    for (int g = 0; g < kHeads; g++) {
+      found[g] = row(G, begin + g, index);
+      every[g] = q_sum[r * G + begin + g] * (kZero ? 1.0f : -half);
+    }
+    const Vec factors = splat(factor);
+    long t = 0;
+    for (; t + kLanes <= n; t += kLanes) {
+      const Vec b = mul(load(scale + t), factors), z = kZero ? mul(load(lowest + t), factors) : b;
+#pragma GCC unroll 8
+      for (int g = 0; g < kHeads; g++) {
+        const Vec x = load(found[g] + t), constant = splat(every[g]), logit = kZero ? fma(b, x, mul(z, constant)) : mul(b, add(x, constant));
+        store(out + g * stride + t, kMore ? add(logit, load(out + g * stride + t)) : logit);
       }
     }
+    for (; t < n; t++)
+      for (int g = 0; g < kHeads; g++) {
+        const float b = scale[t] * factor, x = kZero ? b * found[g][t] + lowest[t] * factor * every[g] : b * (found[g][t] + every[g]);
+        out[g * stride + t] = kMore ? out[g * stride + t] + x : x;
+      }
   }
 };
 
@@ -223,7 +240,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
   const long W = p.k_width, region = units_of(kind, W) * T * unit, after = call.page_bytes - tier.k_codes - region;
   if (kind != tier.k.kind) {
     s.keys.resize(D * T * unit);
-    unpack_keys(tier.k.kind, tier.k.table, codes, T, D, s.keys.data());
+    unpack_keys(tier.k.kind, tier.k.table, codes, T, D, s.keys.data(), ahead);
     codes = s.keys.data();
   } else if (after < (kLanes - T) * unit) {  // a page so short that the loops would read past its end
     s.keys.assign(region + kLanes * unit, 0);
@@ -280,7 +297,7 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
   const bool apart = keys_apart(tier, p, D) && !keys_by_digits(kind, W, 0, channels);
   s.k_meta.resize(2 * groups * T + kLanes);
   if (groups > 1) s.dots.resize(groups * G * padded);
-  GroupDots found = {s.k_meta.data(), tier.k.zero ? s.k_meta.data() + groups * T : nullptr, s.dots.data(), T, padded, groups, apart ? W / channels : 0};
+  const GroupDots found = {s.k_meta.data(), tier.k.zero ? s.k_meta.data() + groups * T : nullptr, groups > 1 ? s.dots.data() : out, T, padded, groups, apart ? W / channels : 0, stride};
   bool widened = false;
   for (long index = 0; index < groups; index++) {
     const long r = found.group(index);
@@ -306,12 +323,8 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     else if (index % 2 == 0) all_dots_apart(tier.k, codes, T, W, n, s.q.data(), G, first, last, s.dots.data() + index * G * padded, padded);
   }
   if (!widened) return;
-  for (long g = 0; g < G; g++) {
-    float* to = out + g * stride;
-    if (groups == 1) found.dots = to;
-    if (tier.k.zero) found.to_logits<true>(G, g, n, s.q_sum.data(), half, factor, to);
-    else found.to_logits<false>(G, g, n, s.q_sum.data(), half, factor, to);
-  }
+  if (tier.k.zero) found.to_logits<true>(G, n, s.q_sum.data(), half, factor, out, stride);
+  else found.to_logits<false>(G, n, s.q_sum.data(), half, factor, out, stride);
 }
 
 }  // namespace kvb

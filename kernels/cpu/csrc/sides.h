@@ -5,6 +5,8 @@
 // worked on at once, 1 to 4, so that each element is read and widened once for all of them.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace kvb {
@@ -35,10 +37,20 @@ struct Ahead {
   const uint8_t *at = nullptr, *end = nullptr, *more = nullptr, *more_end = nullptr;
   __attribute__((always_inline)) long lines() const { return ((end - at) + (more_end - more)) / 64 + 2; }
   __attribute__((always_inline)) void some(long count) {
-    for (; count > 0 && at < end; count--, at += 64) __builtin_prefetch(at, 0, 2);
-    for (; count > 0 && more < more_end; count--, more += 64) __builtin_prefetch(more, 0, 2);
+    count -= ask(at, end, count);
+    ask(more, more_end, count);
   }
   __attribute__((always_inline)) void rest() { some(lines() + 2); }
+
+ private:
+  // Asks for up to `count` lines of a run, which begins behind them from then on.
+  __attribute__((always_inline)) static long ask(const uint8_t*& from, const uint8_t* to, long count) {
+    const long lines = std::max<long>(0, std::min<long>(count, (to - from + 63) / 64));
+    const uint8_t* const stop = from + 64 * lines;
+#pragma GCC unroll 4
+    for (; from != stop; from += 64) __builtin_prefetch(from, 0, 2);
+    return lines;
+  }
 };
 
 // The levels of a kind's codes, repeated where there are fewer than a table has room for, so that no look-up has to clear upper bits.
@@ -47,6 +59,17 @@ template <int kKind> KVB_INLINE Book book_of(const float* levels, float* every) 
   if constexpr (kKind == kBook2 || kKind == kBook3)
     for (int i = 0; i < 16; i++) every[i] = levels[i & ((1 << bits_of(kKind)) - 1)];
   return load_book(kKind == kBook2 || kKind == kBook3 ? every : levels);
+}
+
+// Calls f(first head, how many of them) for G heads, up to kMaxGroup at a time; how many is known when it is compiled.
+template <class F> KVB_INLINE void for_heads(long G, F f) {
+  static_assert(kMaxGroup == 4, "a case for each number");
+  for (long g = 0; g < G; g += kMaxGroup) switch (G - g) {
+      case 1: f(g, std::integral_constant<int, 1>()); break;
+      case 2: f(g, std::integral_constant<int, 2>()); break;
+      case 3: f(g, std::integral_constant<int, 3>()); break;
+      default: f(g, std::integral_constant<int, 4>());
+    }
 }
 
 // One register of elements, before and after its planes are taken apart.

@@ -181,11 +181,12 @@ KVB_INLINE Vec load_f16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si1
 KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-// Sixteen e4m3 floats in fp16, 256 times smaller, NaN as 480 / 256. The sign lies in bits 7 to 15, and after the shift in 14 and 15, of which fp16
-// has it in 15.
-KVB_INLINE Ints halves_of_fp8(const uint8_t* p) {
-  const Ints wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
-  return _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
+// 32 e4m3 floats in fp16, 256 times smaller, NaN as 480 / 256. Each becomes the upper byte of 16 bits; after the shift the sign lies in bits 14
+// and 15, of which fp16 has it in 15.
+KVB_INLINE void halves_of_fp8(Ints bytes, Ints* low, Ints* high) {
+  const Ints pairs = _mm256_permute4x64_epi64(bytes, 0xd8), none = _mm256_setzero_si256(), kept = _mm256_set1_epi16(short(0xbfff));
+  *low = _mm256_and_si256(_mm256_srai_epi16(_mm256_unpacklo_epi8(none, pairs), 1), kept);
+  *high = _mm256_and_si256(_mm256_srai_epi16(_mm256_unpackhi_epi8(none, pairs), 1), kept);
 }
 KVB_INLINE Vec load_fp8(const uint8_t* p) {
   const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7), _mm_set1_epi16(short(0xbfff)));

@@ -1,6 +1,7 @@
 // Elements that are dear to widen, made cheap a page at a time: codes of tables become bytes of levels, which the loops read as codes of 8 bits,
 // and e4m3 floats become fp16, whose widening from memory is one instruction. A register holds 32 bytes of either, so that this takes a tenth of
 // an instruction per code and a quarter per float; in the loops, where a register holds eight floats, it would take several times as many.
+// Meanwhile the bytes of `ahead` are asked for, about as many as are read: a page's worth at once would let the reads wait behind it.
 //
 // Legend as in sides.h.
 #pragma once
@@ -38,20 +39,27 @@ KVB_INLINE void store_two_16(uint8_t* low, uint8_t* high, Ints x) {
 
 // Calls f(first byte) for all runs of 32 among n bytes, n at least 32, the last of which may overlap the one before it.
 template <class F> KVB_INLINE void for_runs(long n, F f) {
-  for (long i = 0; i + 32 <= n; i += 32) f(i);
+  long i = 0;
+  for (; i + 128 <= n; i += 128)
+#pragma GCC unroll 4
+    for (long more = 0; more < 128; more += 32) f(i + more);
+  for (; i + 32 <= n; i += 32) f(i);
   if (n % 32) f(n - 32);
 }
 
 // n bytes of e4m3 floats, at least 32, in fp16 and 256 times smaller. NaN is looked for in all of them at once: 0x7f is the largest byte with a
 // sign, and 0xff without.
-static void unpack_fp8(const uint8_t* from, long n, uint8_t* out) {
+static void unpack_fp8(const uint8_t* from, long n, uint8_t* out, Ahead& ahead) {
   Ints largest = bytes_of(0x80), highest = bytes_of(0);
   for_runs(n, [&](long i) __attribute__((always_inline)) {
     const Ints bytes = load_32(from + i);
+    Ints low, high;
+    if (i % 64 == 0) ahead.some(1);
     largest = _mm256_max_epi8(largest, bytes);
     highest = _mm256_max_epu8(highest, bytes);
-    store_32(out + 2 * i, halves_of_fp8(from + i));
-    store_32(out + 2 * i + 32, halves_of_fp8(from + i + 16));
+    halves_of_fp8(bytes, &low, &high);
+    store_32(out + 2 * i, low);
+    store_32(out + 2 * i + 32, high);
   });
   const Ints none = _mm256_or_si256(_mm256_cmpeq_epi8(largest, bytes_of(0x7f)), _mm256_cmpeq_epi8(highest, bytes_of(0xff)));
   if (_mm256_testz_si256(none, none)) return;
@@ -61,13 +69,14 @@ static void unpack_fp8(const uint8_t* from, long n, uint8_t* out) {
 }
 
 // A page's keys [D][T] as levels, or in fp16; no fewer than 32 bytes lie in half a plane of them (unpacked_keys).
-static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out) {
-  if (kind == kFp8) return unpack_fp8(codes, D * T, out);
+static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table, const uint8_t* codes, long T, long D, uint8_t* out, Ahead& ahead) {
+  if (kind == kFp8) return unpack_fp8(codes, D * T, out, ahead);
   const Ints book = both_halves(table);
   if (kind == kBook4) {
     const long plane = D / 2 * T;
     for_runs(plane, [&](long i) __attribute__((always_inline)) {
       const Ints packed = load_32(codes + i);
+      if (i % 64 == 0) ahead.some(1);
       store_32(out + i, lower_levels(book, _mm256_and_si256(packed, bytes_of(15))));
       store_32(out + plane + i, lower_levels(book, _mm256_and_si256(_mm256_srli_epi16(packed, 4), bytes_of(15))));
     });
@@ -76,6 +85,7 @@ static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table
   const long plane = D / 4 * T, half = plane / 2;
   for_runs(half, [&](long i) __attribute__((always_inline)) {
     const Ints both = load_32(codes + plane + i);
+    ahead.some(i % 64 ? 1 : 2);
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
       uint8_t* to = out + h * half + i;
@@ -90,17 +100,19 @@ static __attribute__((noinline)) void unpack_keys(int kind, const uint8_t* table
 }
 
 // A page's first n values (of codes of 3 bits, n rounded up to two) [n][D] as levels, or in fp16.
-static __attribute__((noinline)) void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out) {
-  if (kind == kFp8) return unpack_fp8(codes, n * D, out);
+static __attribute__((noinline)) void unpack_values(int kind, const uint8_t* table, const uint8_t* codes, long n, long D, uint8_t* out, Ahead& ahead) {
+  if (kind == kFp8) return unpack_fp8(codes, n * D, out, ahead);
   const Ints book = both_halves(table);
   const long W = D / planes_of(kind), S = units_of(kind, W), half = W / 2;
   if (kind == kBook4) {
-    for (long t = 0; t < n; t++, codes += S, out += D)
+    for (long t = 0; t < n; t++, codes += S, out += D) {
+      ahead.some(1);
       for (long w = 0; w < W; w += 32) {
         const Ints packed = load_32(codes + w);
         store_32(out + w, lower_levels(book, _mm256_and_si256(packed, bytes_of(15))));
         store_32(out + W + w, lower_levels(book, _mm256_and_si256(_mm256_srli_epi16(packed, 4), bytes_of(15))));
       }
+    }
     return;
   }
   for (long w = 0; w < W; w += 16) {
@@ -115,6 +127,7 @@ static __attribute__((noinline)) void unpack_values(int kind, const uint8_t* tab
         return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)(upper + low)), _mm_loadl_epi64((const __m128i*)(upper + high)));
       };
       const Ints packed = load_two_16(row + w, row + S + w);
+      ahead.some(1);
       const Ints thirds = _mm256_srlv_epi64(_mm256_set_m128i(thirds_of(row + S + W), thirds_of(row + W)), both);
       const Ints even = even_planes(packed, thirds), odd = odd_planes(packed, thirds);
       store_two_16(to, to + D, lower_levels(book, even));
@@ -136,8 +149,8 @@ static int unpacked_values(int kind, long D) {
 
 #else
 
-static void unpack_keys(int, const uint8_t*, const uint8_t*, long, long, uint8_t*) {}
-static void unpack_values(int, const uint8_t*, const uint8_t*, long, long, uint8_t*) {}
+static void unpack_keys(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
+static void unpack_values(int, const uint8_t*, const uint8_t*, long, long, uint8_t*, Ahead&) {}
 static int unpacked_keys(int kind, long, long) { return kind; }
 static int unpacked_values(int kind, long) { return kind; }
 

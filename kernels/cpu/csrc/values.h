@@ -48,6 +48,37 @@ static float largest(const float* x, long n) {
   return top;
 }
 
+// What scales leave of a code at 0: nothing, its zero point, or the middle of the codes.
+enum Rest { kNothing, kZeroPoint, kMiddle };
+
+// The weights p[g * stride + t] of a page's slots times their scales, and what the rests add, lane by lane.
+template <int kHeads, Rest kRest>
+KVB_INLINE void scale_weights(const float* p, long stride, long n, const float* by, const float* zero, float middle, float* out, long padded, float* lanes,
+                              long apart) {
+  Vec sum[kHeads];
+#pragma GCC unroll 8
+  for (int g = 0; g < kHeads; g++) sum[g] = load(lanes + g * apart);
+  const Vec middles = splat(middle);
+  long t = 0;
+  for (; t + kLanes <= n; t += kLanes) {
+    const Vec scale = load(by + t), rest = kRest == kZeroPoint ? load(zero + t) : middles;
+#pragma GCC unroll 8
+    for (int g = 0; g < kHeads; g++) {
+      const Vec x = load(p + g * stride + t), scaled = mul(x, scale);
+      store(out + g * padded + t, scaled);
+      if (kRest != kNothing) sum[g] = fma(kRest == kZeroPoint ? x : scaled, rest, sum[g]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < kHeads; g++) store(lanes + g * apart, sum[g]);
+  for (; t < n; t++)
+    for (int g = 0; g < kHeads; g++) {
+      const float x = p[g * stride + t], scaled = x * by[t];
+      out[g * padded + t] = scaled;
+      if (kRest != kNothing) lanes[g * apart] += kRest == kZeroPoint ? x * zero[t] : scaled * middle;
+    }
+}
+
 // Adds the first n values of a page, weighted by p[g * stride + t].
 static void page_values(const Call& call, const Tier& tier, const TierPlan& plan, const uint8_t* page, long n, const float* p, long stride,
                         Ahead ahead, Scratch& s) {
@@ -64,42 +95,23 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     float *every_by = s.v_meta.data(), *every_zero = every_by + groups * T;
     widen_scales(tier.v, page + tier.v_scale, groups * T, every_by);
     if (tier.v.zero) widen<kF16>(page + tier.v_zero, groups * T, every_zero);
-    const bool has_zero = tier.v.zero;
-    const Vec middle = splat(-half);
-    for (long r = 0; r < groups; r++) {
-      const float *by = every_by + r * T, *zero = every_zero + r * T;
-      for (long g = 0; g < G; g++) {
+    for (long r = 0; r < groups; r++)
+      for_heads(G, [&](long g, auto count) __attribute__((always_inline)) {
+        constexpr int kHeads = decltype(count)::value;
+        const float *from = p + g * stride, *by = every_by + r * T, *zero = every_zero + r * T;
         float *w = s.weight.data() + (r * G + g) * padded, *lanes = &s.z_lanes[(g * groups + r) * kLanes];
-        const float* source = p + g * stride;
-        Vec sum = load(lanes);
-        float rest = 0.0f;
-        long t = 0;
-        if (has_zero)
-          for (; t + kLanes <= n; t += kLanes) {
-            const Vec x = load(source + t);
-            store(w + t, mul(x, load(by + t)));
-            sum = fma(x, load(zero + t), sum);
-          }
-        for (; t + kLanes <= n; t += kLanes) {
-          const Vec scaled = mul(load(source + t), load(by + t));
-          store(w + t, scaled);
-          sum = fma(middle, scaled, sum);
-        }
-        for (; t < n; t++) {
-          w[t] = source[t] * by[t];
-          rest += has_zero ? source[t] * zero[t] : -half * w[t];
-        }
-        store(lanes, sum);
-        lanes[0] += rest;
-      }
-    }
+        const long apart = groups * kLanes;
+        if (tier.v.zero) scale_weights<kHeads, kZeroPoint>(from, stride, n, by, zero, 0.0f, w, padded, lanes, apart);
+        else if (tier.v.centre) scale_weights<kHeads, kMiddle>(from, stride, n, by, zero, -half, w, padded, lanes, apart);
+        else scale_weights<kHeads, kNothing>(from, stride, n, by, zero, 0.0f, w, padded, lanes, apart);
+      });
   }
-  ahead.rest();
   if (kind != tier.v.kind) {
     s.values.resize(D * T * unit_bytes_of(kind));
-    unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data());
+    unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data(), ahead);
     codes = s.values.data();
   }
+  ahead.rest();
   if (plan.v_direct) {
     for (long g = 0; g < G; g += kMaxGroup) {
       const long count = std::min<long>(kMaxGroup, G - g);
