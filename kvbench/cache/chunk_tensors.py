@@ -61,7 +61,7 @@ class ChunkTensors(MeasuredTensors):
         return self._with_earlier(self._columns(below_uniform=True))
 
     def of_these_heads(self, x: Tensor) -> Tensor:
-        if len(self._heads) * (x.shape[0] // self._num_heads) == x.shape[0]:
+        if len(self._heads) == self._num_heads:
             return x
         return x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)
 

@@ -171,6 +171,10 @@ def without_head_1(tier_of):
         (scored(float("nan")), "score must be finite"),
         (scored(float("inf")), "score must be finite"),
         (changed, "it changed a tensor of its view in place, which others read; clone it first"),
+        (
+            lambda view: PrefillPlan(tier_of=thirds(view), channels=torch.zeros(1, HEADS, DIM, dtype=torch.int64)),
+            "channels are ordered, but the method's statistic measures none",
+        ),
     ],
 )
 def test_a_wrong_plan_for_a_prompt_is_refused(plan: Callable, rule: str, backend: str):
@@ -372,6 +376,19 @@ def test_a_method_that_leaves_tokens_alone_may_not_overwrite_one():
     rule = "a slot is overwritten, which a method with acts_in_decode=False must not do"
     with pytest.raises(ValueError, match=rf"^Newcomer\.plan_decode, decode step at token 11: {rule}$"):
         step(store, [row])
+    assert state(store) == before
+
+
+def test_where_the_host_does_not_wait_a_later_segment_names_the_step_before():
+    """Before it writes anything."""
+    policy = Newcomer(acts_in_decode=False, step=lambda view: DecodePlan(slot=torch.zeros(1, LAYERS, HEADS).long()))
+    store = store_of(policy)
+    store.pages.late.is_late = True
+    row = prefill(store)
+    step(store, [row])
+    before, q, k = state(store), torch.randn(HEADS, 2, DIM), torch.randn(HEADS, 2, DIM)
+    with pytest.raises(ValueError, match="a slot is overwritten, which a method with acts_in_decode=False must not do"):
+        store.append_chunk(row, 0, q, k, k, 0.25)
     assert state(store) == before
 
 

@@ -1,5 +1,7 @@
 """Prompts that are read in chunks, beside slow code that keeps its tokens in lists."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from store_helpers import held_positions, held_scores, make_store
@@ -13,7 +15,7 @@ from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.methods.random_control import RandomControl
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.policy import Policy, check_chunk
+from kvbench.policy import Policy, Scored, Statistic, check_chunk
 
 HEADS, GROUP, DIM, SCALE = 2, 2, 8, 0.5
 SIZES = (5, 16, 16, 16)
@@ -123,6 +125,50 @@ def test_numbers_that_do_not_change_choose_the_same_tokens(kind, budget):
     assert held_positions(chunked, row) == held_positions(whole, other)
     allowed = int(0.25 * LENGTH) if budget == 0.25 else budget
     assert most == [min(allowed, seen) for seen in (5, 21, 37, 53)]
+
+
+def test_what_is_measured_beside_the_score_is_shown_by_its_name():
+    """Under `also`, in their order and apart from the score, in every chunk but the first one's plan alike."""
+
+    @dataclass(frozen=True)
+    class Beside(Statistic):
+        """The position as the score, and two numbers that follow from it."""
+
+        also = ("tenfold", "negative")
+        in_chunks = True
+
+        def of_prompt(self, seen):
+            pos = seen.pos.expand(len(seen.k), -1).float()
+            return torch.stack([pos, 10 * pos, -pos])
+
+    class Watching(Scored):
+        """Notes what it is shown."""
+
+        def __post_init__(self):
+            super().__post_init__()
+            self.score_by(Beside())
+
+        def plan_prefill(self, view):
+            shown.append(view)
+            return super().plan_prefill(view)
+
+    shown = []
+    read(store_of(Watching(budget=20, tier="native")), *prompt())
+    assert len(shown) == len(SIZES)
+    for view in shown:
+        held = view.score > torch.finfo(torch.float32).min / 2
+        assert list(view.extra) == ["tenfold", "negative"] and held.any()
+        assert torch.equal(view.extra["tenfold"][held], 10 * view.score[held])
+        assert torch.equal(view.extra["negative"][held], -view.score[held])
+
+
+def test_gaps_are_closed_in_one_go_where_a_chunk_has_room(monkeypatch):
+    """The slots that a chunk will take are free to go through: two moves per chunk, of however many tokens."""
+    store = store_of(H2O(budget=20, tier="native"))
+    moved, move = [], store.pages.backend.move_slots
+    monkeypatch.setattr(store.pages.backend, "move_slots", lambda *args: moved.append(len(args[2])) or move(*args))
+    read(store, *prompt())
+    assert len(moved) <= 2 * (len(SIZES) - 1) and max(moved) > 2 * HEADS
 
 
 @pytest.mark.parametrize(

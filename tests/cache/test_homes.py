@@ -139,6 +139,18 @@ def test_each_list_is_as_in_a_cache_of_its_format(alone, case, backend):
     assert mixed.store.used_bytes == 0
 
 
+def test_keys_and_values_that_left_a_buffer_are_billed_apart():
+    """Keys leave in groups and values one by one, so that a list has fewer keys in pages than values, or more."""
+    store = run(Kivi(group=8, residual_tokens=16, tiers_by_layer="k4v4 k2v2 k4v4")).store
+    part = store.holding.parts[0]
+    for row in range(2):
+        lists = part.lists(row).view(LAYERS, HEADS)
+        keys, values = (count[lists].sum(1).tolist() for count in (part.ring.num_k, part.ring.num_v))
+        assert all(k != v for k, v in zip(keys, values, strict=True))
+        want = sum((k + v) * DIM * bits // 8 for k, v, bits in zip(keys, values, (4, 2, 4), strict=True))
+        assert store.ledger.itemise(row)["payload_bytes"] == want
+
+
 def test_pages_are_those_of_each_format():
     """Resident bytes are whole pages of each list's own format, with tables of both halves, to the byte."""
     found = run(Uniform(tier="int4", tiers_by_layer="fp16/k2v2 int8/int4 k2v2/fp16"))

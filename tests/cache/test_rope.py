@@ -74,6 +74,22 @@ def test_where_layers_need_their_own_angles_none_are_given(mode, held, view, ans
         assert not rope_of(mode).turn_all_layers([tier_of(EQUAL), tier_of(EQUAL)], VIEW)
 
 
+def test_a_later_tier_holds_the_earlier_tokens_of_a_single_head():
+    """Behind 3 tokens of tier 1, slot i of tier 0 is token 3 + i."""
+    tiers = [tier_of([[5]]), tier_of([[3]])]
+    rope_of("pre_rope").turn(tiers, None)
+    for tier, first in zip(tiers, (3, 0), strict=True):
+        assert torch.equal(tier.rotation, ((torch.arange(8.0) + first)[:, None] * INV_FREQ)[None])
+
+
+@pytest.mark.parametrize("rule", [{"acts_in_decode": True}, {"compact_every": 8}])
+def test_tokens_that_leave_their_slots_cannot_be_turned_by_them(rule):
+    """Eviction and positions that are read off the slot do not go together."""
+    policy = type("Moving", (Policy,), {"position_mode": "pre_rope", **rule})()
+    with pytest.raises(ValueError, match="Moving: position_mode='pre_rope' needs tiers in which every token stays"):
+        Rope(policy, SHAPE)
+
+
 def test_keys_lose_their_positions_and_get_them_back():
     """Before the rotation slot i is token i; a stripped key turned by its angle is the key."""
     rope, k = rope_of("pre_rope"), torch.randn(3, 4)

@@ -10,6 +10,7 @@ from store_helpers import plain_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.ranks import ALONE, Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.errors import NotForModel
 from kvbench.kernels.dispatch import get_backend
@@ -38,16 +39,19 @@ def inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
     return q, k, v
 
 
-def store_of(policy: KVQuant, backend: str = "torch", rows: int = 1) -> CompressedStore:
+def store_of(
+    policy: KVQuant, backend: str = "torch", rows: int = 1, ranks: Ranks = ALONE, heads: int = HEADS
+) -> CompressedStore:
     """An empty store."""
     shape = ModelShape(
         num_layers=LAYERS,
-        num_q_heads=HEADS * GROUP,
-        num_kv_heads=HEADS,
+        num_q_heads=heads * GROUP,
+        num_kv_heads=heads,
         head_dim=DIM,
         dtype=torch.float32,
         device=torch.device("cpu"),
         inv_freq=INV_FREQ,
+        ranks=ranks,
     )
     return CompressedStore(
         policy,
@@ -221,6 +225,24 @@ def test_heads_and_layers_have_their_own():
         row = read(store, 19, q, k, v)
         found.append(step(store, row, 19, q, k, v))
     assert all((found[0][layer] - found[1][layer]).abs().max() > 0.01 for layer in range(LAYERS))
+
+
+def test_processes_hold_the_books_of_their_heads():
+    """Each has the scales of its own heads and all tables, and both are billed what one process would be."""
+    lines = kvquant_books(4, DIM, LAYERS)
+    whole = store_of(KVQuant(books=lines), heads=4)
+    books = whole.pages.books
+    k, none = torch.ones(1, DIM), torch.tensor([0])
+    for index in range(2):
+        ranks = Ranks()
+        ranks.size, ranks.index = 2, index
+        store = store_of(KVQuant(books=lines), ranks=ranks, heads=4)
+        own = store.pages.books
+        for layer in range(LAYERS):
+            found = own.levels(0, layer, none, k)
+            assert torch.equal(found, books.levels(0, layer, none + 2 * index, k)) and not torch.equal(found, k)
+        assert own.channel_bytes * 2 == books.channel_bytes and own.table_bytes == books.table_bytes
+        assert store.ledger.book_bytes == whole.ledger.book_bytes == books.nbytes
 
 
 @pytest.mark.parametrize("books", [None, kvquant_books(HEADS, DIM, 3), kvquant_books(3, 1, LAYERS)])

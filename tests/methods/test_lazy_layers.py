@@ -52,6 +52,15 @@ def test_a_layer_is_lazy_by_the_share_of_its_last_queries(queries):
                 assert held_positions(store, row)[layer * HEADS : (layer + 1) * HEADS] == [want] * HEADS
 
 
+@pytest.mark.parametrize(("threshold", "kept"), [(0.5, LENGTH), (0.499, 15)])
+def test_a_share_that_equals_the_threshold_is_not_lazy(threshold, kept):
+    """Keys of 0 are attended to alike, so that 2 first and 13 last tokens of 30 have exactly half."""
+    store, row = store_of(SimLayerKV(threshold=threshold, sinks=2, recent=13, queries=1), layers=1)
+    q, k, v = prompt(0)
+    store.prefill_layer(row, 0, q, torch.zeros_like(k), v, 0.5)
+    assert [len(own) for own in held_positions(store, row)] == [kept] * HEADS
+
+
 def test_lazy_layers_stay_at_first_and_newest_tokens():
     """Twelve steps on, more than a turn of the window: lazy layers hold sinks and the newest, the others all."""
     store, row = store_of(SimLayerKV(threshold=0.7, sinks=2, recent=5), layers=3)

@@ -42,6 +42,13 @@ def read(statistic, k=None, q=None, **how):
     return store
 
 
+@pytest.mark.parametrize("asked", [lambda of: of.of_slots(None), lambda of: of.of_token(None, None)])
+def test_what_a_statistic_does_not_measure_it_says_so(asked):
+    """Not a None that comes to light elsewhere."""
+    with pytest.raises(NotImplementedError, match="Newest does not define of_"):
+        asked(Newest())
+
+
 def test_two_are_one_measurement_when_class_and_settings_are():
     """Equality decides what a prompt cache replays: by class and settings, not by object."""
 
