@@ -5,10 +5,11 @@
 
 Mutants (tests/mutation.py) of methods/, kvbench/policy/ and kvbench/cache/ are drawn by a hash of `seed` and their
 names, so that a change elsewhere leaves the draw as it is; `index` takes only some of those drawn. Before them all
-tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which functions it
-enters; `reached` names a file that keeps the notes for a further run. A mutant meets the tests that enter its function,
-until one fails: first those beside it in the tree (a method has a file, other code a folder), then the others; of both,
-one case of every test and then the further cases, the quickest first, for about `seconds` of what they take.
+tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which lines it
+reaches; `reached` names a file that keeps the notes for a further run of the same code. A mutant meets the tests that
+reach its statement, until one fails (of what runs at an import: those that reach its function, or its file): first
+those beside it in the tree (a method has a file, other code a folder), then the others; of both, the cases of less than
+a second, then one further case of every test, and so on, the quickest first, for about `seconds` of what they take.
 
 All times are the processor's, and no test has a time limit: a busy machine notices nothing. A mutant that keeps a test
 busy ten times as long as the code does runs for ever, and counts as noticed. Every file is printed anew from its syntax
@@ -28,15 +29,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from coverage import Coverage
 from mutation import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,34 +52,72 @@ TESTS = (
 EQUIVALENT = ROOT / "tests" / "mutants_equivalent.yaml"
 # No time limits, and the same drawn cases for every mutant.
 QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", "--hypothesis-seed=0"]
-START_S, SLACK_S, STUCK_S = 120, 20, 1800
+START_S, SLACK_S, STUCK_S, QUICK_S = 120, 20, 1800, 1
 
 
 @dataclass
 class Reached:
-    """A test's note: its seconds of processor time, and the functions of FOLDERS that it enters, as `path:name`."""
+    """What the tests take, and which of them reach a line.
 
-    seconds: float
-    functions: list[str]
+    Args:
+        seconds: Test -> its processor time.
+        lines: File -> line -> the tests that reach it, as the bits of a number: the first test is the lowest one.
+        imported: File -> lines that run when it is imported.
+    """
+
+    seconds: dict[str, float]
+    lines: dict[str, dict[int, int]]
+    imported: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, coverage: Coverage, copy: Path, seconds: dict[str, float]) -> "Reached":
+        """From what was noted in a copy of the repository; contexts are the tests."""
+        data, bit = coverage.get_data(), {test: 1 << index for index, test in enumerate(seconds)}
+        lines: dict[str, dict[int, int]] = {}
+        imported: dict[str, list[int]] = {}
+        for path in files():
+            found = data.contexts_by_lineno(str(copy / path))
+            lines[path] = {line: sum(bit[test] for test in tests if test) for line, tests in found.items()}
+            imported[path] = [line for line, tests in found.items() if "" in tests]
+        return cls(seconds, lines, imported)
+
+    def write(self, path: Path) -> None:
+        """Writes a file."""
+        lines = {file: {line: hex(tests) for line, tests in each.items()} for file, each in self.lines.items()}
+        path.write_text(json.dumps([self.seconds, lines, self.imported]))
+
+    @classmethod
+    def read(cls, path: Path) -> "Reached":
+        """Reads what `write` wrote."""
+        seconds, lines, imported = json.loads(path.read_text())
+        return cls(
+            seconds,
+            {file: {int(line): int(tests, 16) for line, tests in each.items()} for file, each in lines.items()},
+            imported,
+        )
+
+    def tests_of(self, path: str, lines: range) -> list[str]:
+        """Tests that reach one of the lines."""
+        reach = 0
+        for line in lines:
+            reach |= self.lines[path].get(line, 0)
+        return [test for index, test in enumerate(self.seconds) if reach >> index & 1]
 
 
 @dataclass
 class Notes:
-    """What pytest tells about a run: it fills `reached`, and the file `failed` with the test that failed first.
+    """What pytest tells about a run: it fills `seconds`, and the file `failed` with the test that failed first.
 
     Args:
-        copy: The copy of the repository that the tests run in.
         failed: The file.
         limits: Test -> seconds of processor time after which it runs for ever; for tests that are not in it, none.
-        traces: Whether to note the functions.
+        coverage: Notes the lines, where they are asked for.
     """
 
-    copy: Path
     failed: Path
     limits: dict[str, float] = field(default_factory=dict)
-    traces: bool = False
-    reached: dict[str, Reached] = field(default_factory=dict)
-    _entered: set[CodeType] = field(default_factory=set)
+    coverage: Coverage | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def pytest_collection_finish(self) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -88,29 +126,15 @@ class Notes:
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         self.failed.write_text(item.nodeid)
         signal.setitimer(signal.ITIMER_PROF, self.limits.get(item.nodeid, 0))
-        self._entered.clear()
+        if self.coverage:
+            self.coverage.switch_context(item.nodeid)
         begun = time.process_time()
-        if self.traces:
-            threading.settrace(self._enter)
-            sys.settrace(self._enter)
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            seconds = time.process_time() - begun
-            names = {self._name(code) for code in self._entered} - {""}
-            self.reached[item.nodeid] = Reached(round(seconds, 3), sorted(names))
-
-    def _enter(self, frame: FrameType, event: str, argument: object) -> None:
-        self._entered.add(frame.f_code)
-
-    def _name(self, code: CodeType) -> str:
-        """`path:name` of a function of FOLDERS, else empty."""
-        if not code.co_filename.startswith(str(self.copy)):
-            return ""
-        path = str(Path(code.co_filename).relative_to(self.copy))
-        inside = path.startswith(tuple(f"{folder}/" for folder in FOLDERS))
-        return f"{path}:{code.co_qualname.split('.<locals>')[0]}" if inside else ""
+            self.seconds[item.nodeid] = round(time.process_time() - begun, 3)
+            if self.coverage:
+                self.coverage.switch_context("")
 
 
 def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], traces: bool = False) -> int | None:
@@ -133,11 +157,14 @@ def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], tr
             *(p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)),
         ]
         signal.setitimer(signal.ITIMER_PROF, 0 if traces else START_S)
-        notes = Notes(copy, log.with_name("failed"), limits, traces)
-        status = int(pytest.main([*QUIET, *([] if traces else ["-x"]), *tests], plugins=[notes]))
+        notes = Notes(log.with_name("failed"), limits)
         if traces:
-            written = {test: [note.seconds, note.functions] for test, note in notes.reached.items()}
-            log.with_name("reached").write_text(json.dumps(written))
+            notes.coverage = Coverage(data_file=None, config_file=False, include=[str(copy / path) for path in files()])
+            notes.coverage.start()
+        status = int(pytest.main([*QUIET, *([] if traces else ["-x"]), *tests], plugins=[notes]))
+        if notes.coverage:
+            notes.coverage.stop()
+            Reached.of(notes.coverage, copy, notes.seconds).write(log.with_name("reached"))
         os._exit(status)
     end, done = time.monotonic() + STUCK_S * (4 if traces else 1), False
     try:
@@ -154,28 +181,32 @@ def run(copy: Path, tests: list[str], log: Path, *, limits: dict[str, float], tr
             os.waitpid(child, 0)
 
 
-def tests_for(mutant: Mutant, reached: dict[str, Reached], seconds: float) -> list[str]:
-    """The tests that enter a mutant's function (outside of functions: its file), in the order to run them."""
-    spot = f"{mutant.path}:{mutant.function}"
-    found = [
-        test
-        for test, note in reached.items()
-        if any(name == spot or (not mutant.function and name.startswith(spot)) for name in note.functions)
-    ]
-    found.sort(key=lambda test: reached[test].seconds)
+def tests_for(mutant: Mutant, reached: Reached, seconds: float) -> list[str]:
+    """The tests that may notice a mutant, in the order to run them."""
+    text = plain(mutant.path)
+    pairs = zip(text.splitlines(), mutant.source.splitlines(), strict=False)
+    line = next(number for number, (old, new) in enumerate(pairs, 1) if old != new)
+    found = reached.tests_of(mutant.path, range(line, line + 1))
+    if not found and line in reached.imported[mutant.path]:
+        around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        spans = [range(node.lineno, (node.end_lineno or 0) + 1) for node in around]
+        spans = [*(span for span in spans if line in span), range(1, len(text.splitlines()) + 1)]
+        found = next((tests for span in sorted(spans, key=len) if (tests := reached.tests_of(mutant.path, span))), [])
+    found.sort(key=reached.seconds.__getitem__)
     room, stem = Path(mutant.path).parent.name, Path(mutant.path).stem
     own = f"tests/{room}/test_{stem}.py::" if room == "methods" else f"tests/{room}/"
     cases: dict[str, int] = {}
     rounds = []
     for test in found:
         name = test.split("[")[0]
-        cases[name] = cases.get(name, -1) + 1
-        rounds.append((not test.startswith(own), cases[name], test))
+        if reached.seconds[test] > QUICK_S:
+            cases[name] = cases.get(name, 0) + 1
+        rounds.append((not test.startswith(own), cases.get(name, 0), test))
     chosen, spent = [], 0.0
     for _, _, test in sorted(rounds, key=lambda entry: entry[:2]):
-        if spent + reached[test].seconds <= seconds or not chosen:
+        if spent + reached.seconds[test] <= seconds or not chosen:
             chosen.append(test)
-            spent += reached[test].seconds
+            spent += reached.seconds[test]
     return chosen
 
 
@@ -263,17 +294,16 @@ def main(arguments: list[str]) -> int:
                 return 2
             if kept:
                 shutil.copy(log.with_name("reached"), kept)
-        notes = json.loads((Path(kept) if kept else log.with_name("reached")).read_text())
-        reached = {test: Reached(*note) for test, note in notes.items()}
-        print(f"{len(reached)} tests take {sum(note.seconds for note in reached.values()):.0f} s", flush=True)
+        reached = Reached.read(Path(kept) if kept else log.with_name("reached"))
+        print(f"{len(reached.seconds)} tests take {sum(reached.seconds.values()):.0f} s", flush=True)
         return judge(copy, log, drawn, reached, seconds, at_least)
 
 
 def judge(
-    copy: Path, log: Path, drawn: list[tuple[int, Mutant]], reached: dict[str, Reached], seconds: float, at_least: float
+    copy: Path, log: Path, drawn: list[tuple[int, Mutant]], reached: Reached, seconds: float, at_least: float
 ) -> int:
     """Runs the mutants drawn and prints which survive."""
-    limits = {test: SLACK_S + 10 * note.seconds for test, note in reached.items()}
+    limits = {test: SLACK_S + 10 * taken for test, taken in reached.seconds.items()}
     survivors, watchers, failed = [], {}, log.with_name("failed")
     for index, mutant in drawn:
         target, begun = copy / mutant.path, time.monotonic()
@@ -290,7 +320,7 @@ def judge(
             watchers[failed.read_text()] = mutant
             word = f"noticed by {failed.read_text()}" + f" (ended by signal {-status})" * (status < 0)
         print(f"{index} {time.monotonic() - begun:.1f} s {mutant}\n    {word}", flush=True)
-    again = [test for test in reached if test in watchers]
+    again = [test for test in reached.seconds if test in watchers]
     if again and run(copy, again, log, limits={}):
         print(f"{failed.read_text()} fails without a mutant too, so that it noticed nothing:\n{log.read_text()}")
         return 2
