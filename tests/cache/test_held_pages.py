@@ -51,6 +51,16 @@ def test_scores_are_cleared_in_the_lists_that_are_named(pages, chosen):
     assert scores(pages) == [[float(number not in chosen)] * count for number, count in enumerate(COUNTS)]
 
 
+@pytest.mark.parametrize(("slots", "want"), [([0, 0], 0), ([8, 3], 1), ([9, 16], 2), ([24, 1], 3), ([25, 90], 3)])
+def test_the_host_knows_how_wide_a_step_is(pages, slots, want):
+    """On a device: pages of the longest list that it was told of, at most a table's; it asks where it was not told."""
+    assert pages.width([0, 1], 0) is None
+    pages.on_device, pages._longest = True, {row: [held] for row, held in enumerate(slots)}
+    assert pages.table.max_pages >= 3 and pages.width([0, 1], 0) == min(-(-max(slots) // 8), pages.table.max_pages)
+    assert pages.width([0, 1], 0) == want or max(slots) > 24
+    assert pages.width([0, 7], 0) is None and pages.width([], 0) is None
+
+
 def test_lists_and_pages_are_counted(pages):
     """Lists by row, layer and head; pages per list, the last one perhaps part-filled."""
     assert pages.lists_of(torch.tensor([1, 0])).tolist() == [4, 5, 6, 7, 0, 1, 2, 3]

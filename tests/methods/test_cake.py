@@ -1,6 +1,7 @@
 """CAKE against its formulas in float64: what a layer gets, and which tokens stay in it."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,16 @@ def test_layers_share_by_preference_and_tokens_by_mean_and_variance(gamma, tau1,
     for layer in range(LAYERS):
         own = lists[layer * HEADS : (layer + 1) * HEADS]
         assert [sorted(p) for p in own] == kept_by_hand(layer, window, gamma, pool, shares[layer])
+
+
+def test_the_window_s_own_tokens_do_not_count_in_what_a_layer_gets():
+    """Only those before it; of a prompt no longer than the window nothing counts."""
+    entropy, variance = torch.arange(1.0, 21).view(1, 2, 10), torch.arange(2.0, 22).view(1, 2, 10)
+    view = SimpleNamespace(num_tokens=10, extra={"entropy": entropy, "variance": variance})
+    found = CAKE(budget=8, window=3, tau1=2.0, tau2=1.0).layer_weights(view)
+    want = float(entropy[..., :7].sum()) ** 0.5 * float(variance[..., :7].sum())
+    assert found.tolist() == pytest.approx([want])
+    assert CAKE(budget=30, window=20).layer_weights(view).tolist() == [0.0]
 
 
 def test_variance_changes_what_stays():

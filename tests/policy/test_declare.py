@@ -98,6 +98,8 @@ def test_each_side_is_split_by_its_own_bits():
     assert (split.k_splits, split.v_splits) == (3, 5)
     split = Tier(k_bits=8, v_bits=4, k_splits=7).split_by_bits({4: 3})
     assert (split.k_splits, split.v_splits) == (1, 3)
+    split = Tier(k_bits=4, v_bits=8, v_splits=7).split_by_bits({4: 3})
+    assert (split.k_splits, split.v_splits) == (3, 1)
 
 
 @pytest.mark.parametrize(
