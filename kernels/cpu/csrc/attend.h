@@ -68,7 +68,7 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     if (tier.cos || tier.channel_scale || tier.k.apart) {
       const long angle = (list / call.num_heads * tier.num_columns + begin / T + index) * (call.rotated / 2) * T;
       const float *cos = tier.cos ? tier.cos + angle : nullptr, *sin = tier.cos ? tier.sin + angle : nullptr;
-      rotated_logits(call, tier, p, pages[index], held, head, cos, sin, q, s, p_chunk + at, stride);
+      rotated_logits(call, tier, pages[index], held, T, head, cos, sin, q, s, p_chunk + at, stride);
     } else {
       const long ahead_by = index + kNextPages, first_value = ahead_by - (held_k + T - 1) / T;
       const Ahead ahead = first_value < 0               ? keys_ahead(tier, p, pages[ahead_by])

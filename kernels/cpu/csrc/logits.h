@@ -90,56 +90,96 @@ static void add_scaled(float weight, const float* x, long n, float* sum) {
   for (; i < n; i++) sum[i] += weight * x[i];
 }
 
-// Logits of the first n slots of a page whose keys get the scales of their channels, or are rotated, first; cos and sin are
-// [rotated / 2][T].
-static void rotated_logits(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, long head, const float* cos,
-                           const float* sin, const float* q, Scratch& s, float* out, long stride) {
+// The first n slots of a page's keys [D][T] as floats, codes as the numbers or levels that they are.
+template <int kKind> static void widen_keys(const uint8_t* codes, long T, long W, long n, const float* levels, float* out) {
+  constexpr int P = planes_of(kKind), kUnit = unit_bytes_of(kKind);
+  float every[16];
+  const Book book = book_of<kKind>(levels, every);
+  const long half = W / 2;
+  for (long w = 0; w < W; w++)
+    for (long slot = 0; slot < n; slot += kLanes) {
+      const long t = std::min(slot, T - kLanes);  // the last register begins early enough to stay inside the row
+      auto upper = [&] { return shift_then_256(load_u8(codes + (W + w % half) * T + t), w >= half); };
+#pragma GCC unroll 2
+      for (int part = 0; part < P; part += 4) {
+        auto put = [&](int plane, Vec x) { store(out + ((part + plane) * W + w) * T + t, x); };
+        if (part == 0) for_planes<kKind, 0, (P > 4 ? 4 : P)>(codes + (w * T + t) * kUnit, upper, book, put);
+        else for_planes<kKind, (P > 4 ? P - 4 : 0), P>(codes + (w * T + t) * kUnit, upper, book, put);
+      }
+    }
+}
+
+typedef void (*WidenKeys)(const uint8_t*, long, long, long, const float*, float*);
+static const WidenKeys kWidenKeys[kNumKinds] = {widen_keys<kCode1>, widen_keys<kCode2>, widen_keys<kCode4>, widen_keys<kCode8>,
+                                                widen_keys<kF16>,   widen_keys<kBF16>,  widen_keys<kF32>,   widen_keys<kFp8>,
+                                                widen_keys<kBook2>, widen_keys<kBook3>, widen_keys<kBook4>};
+
+// x = x * by + zero, each a float for all n numbers or one for each of them.
+static void scale_and_add(float* __restrict x, long n, float by, float zero) {
+  for (long t = 0; t < n; t++) x[t] = x[t] * by + zero;
+}
+static void scale_and_add(float* __restrict x, long n, const float* __restrict by, const float* __restrict zero) {
+  for (long t = 0; t < n; t++) x[t] = x[t] * by[t] + zero[t];
+}
+static void rotate_pair(float* __restrict a, float* __restrict b, const float* __restrict cos, const float* __restrict sin, long n) {
+  for (long t = 0; t < n; t++) {
+    const float first = a[t], second = b[t];
+    a[t] = first * cos[t] - second * sin[t];
+    b[t] = second * cos[t] + first * sin[t];
+  }
+}
+
+// The first n slots of a page's keys [D][T] as floats, before any scale.
+static void plain_keys(const Tier& tier, const uint8_t* codes, long T, long D, long n, float* out) {
   const int kind = tier.k.kind, unit = unit_bytes_of(kind);
-  const long width = call.head_dim / planes_of(kind);
-  const long G = call.group_size, D = call.head_dim, T = p.slots, half = cos ? call.rotated / 2 : 0, channels = D / tier.k.groups;
-  s.dense.resize(D * T);
-  for (long d = 0; d < D; d++) {
-    float* x = &s.dense[d * T];
+  const long width = D / planes_of(kind);
+  if (T >= kLanes && (kind != kBook3 || width % 2 == 0)) return kWidenKeys[kind](codes, T, width, n, tier.k.levels, out);
+  for (long d = 0; d < D; d++)
     for (long t = 0; t < n; t++) {
-      const uint8_t* column = page + tier.k_codes + t * unit;
+      const uint8_t* column = codes + t * unit;
       if (!is_code(kind)) {
-        x[t] = scalar_element(kind, column + d * T * unit, 1, 0);
+        out[d * T + t] = scalar_element(kind, column + d * T * unit, 1, 0);
         continue;
       }
       const int code = code_at(kind, width, d, [&](long w) { return column[w * T]; });
-      x[t] = kind >= kBook2 ? tier.k.levels[code] : float(code);
+      out[d * T + t] = kind >= kBook2 ? tier.k.levels[code] : float(code);
     }
-    if (tier.channel_scale) {
-      const float by = tier.channel_scale[head * D + d], zero = tier.channel_zero[head * D + d];
-      for (long t = 0; t < n; t++) x[t] = x[t] * by + zero;
-    }
-    if (!scaled(tier.k)) continue;
-    for (long t = 0; t < n; t++) {
-      const long at = tier.k_channel_group ? t / tier.k_channel_group * D + d : d / channels * T + t;
-      const float scale = scale_of(tier.k, page + tier.k_scale + scale_bytes(tier.k) * at);
-      uint16_t zero = 0;
-      if (tier.k.zero) std::memcpy(&zero, page + tier.k_zero + 2 * at, 2);
-      x[t] = tier.k.zero ? x[t] * scale + scalar_f16(zero) : (x[t] - float(tier.k.centre)) * scale;
+}
+
+// Logits of the first n slots of a page whose keys get the scales of their channels, or are rotated, first; cos and sin are
+// [rotated / 2][T].
+static void rotated_logits(const Call& call, const Tier& tier, const uint8_t* page, long n, long T, long head, const float* cos, const float* sin,
+                           const float* q, Scratch& s, float* out, long stride) {
+  const long G = call.group_size, D = call.head_dim, half = cos ? call.rotated / 2 : 0, groups = tier.k.groups, channels = D / groups;
+  s.dense.resize(D * T + kLanes);
+  float* keys = s.dense.data();
+  plain_keys(tier, page + tier.k_codes, T, D, n, keys);
+  if (tier.channel_scale)
+    for (long d = 0; d < D; d++) scale_and_add(keys + d * T, n, tier.channel_scale[head * D + d], tier.channel_zero[head * D + d]);
+  if (scaled(tier.k)) {
+    const long group = tier.k_channel_group, count = group ? (n + group - 1) / group * D : groups * T;
+    s.k_meta.resize(2 * count + kLanes);
+    float *by = s.k_meta.data(), *zero = by + count;
+    widen_scales(tier.k, page + tier.k_scale, count, by);
+    if (tier.k.zero) widen<kF16>(page + tier.k_zero, count, zero);
+    else for (long i = 0; i < count; i++) zero[i] = -float(tier.k.centre) * by[i];
+    for (long d = 0; d < D; d++) {
+      if (!group) scale_and_add(keys + d * T, n, by + d / channels * T, zero + d / channels * T);
+      else for (long t = 0; t < n; t += group)
+          scale_and_add(keys + d * T + t, std::min(group, n - t), by[t / group * D + d], zero[t / group * D + d]);
     }
   }
   for (long t = 0; t < n && tier.k.apart; t++)
     for_apart(tier.k, page + tier.k_apart, page + tier.k_where, T, t, D, [&](long d, float rest) {
-      s.dense[d * T + t] += tier.channel_scale ? rest * tier.channel_scale[head * D + d] : rest;
+      keys[d * T + t] += tier.channel_scale ? rest * tier.channel_scale[head * D + d] : rest;
     });
-  for (long d = 0; d < half; d++) {
-    float *a = &s.dense[d * T], *b = a + half * T;
-    for (long t = 0; t < n; t++) {
-      const float c = cos[d * T + t], e = sin[d * T + t], first = a[t], second = b[t];
-      a[t] = first * c - second * e;
-      b[t] = second * c + first * e;
-    }
-  }
-  for (long g = 0; g < G; g++) {
-    float* to = out + g * stride;
-    std::fill(to, to + n, 0.0f);
-    for (long d = 0; d < D; d++) add_scaled(q[g * D + d], &s.dense[d * T], n, to);
-    for (long t = 0; t < n; t++) to[t] *= call.scale;
-  }
+  for (long d = 0; d < half; d++) rotate_pair(keys + d * T, keys + (d + half) * T, cos + d * T, sin + d * T, n);
+  s.scaled_q.resize(std::max<size_t>(s.scaled_q.size(), G * kQueryStride));
+  s.row.resize(std::max<long>(s.row.size(), G));
+  arrange_queries(q, G, D, 1, 0, D, s.scaled_q.data(), s.row.data());
+  all_dots(kF32, nullptr, (const uint8_t*)keys, T, D, 0, n, s.scaled_q.data(), G, 0, D, out, stride);
+  for (long g = 0; g < G; g++)
+    for (long t = 0; t < n; t++) out[g * stride + t] *= call.scale;
 }
 
 // Which bytes of a slot hold the channels of group r; all of them where a group spans several planes.
