@@ -35,6 +35,24 @@ class Channels:
     zero: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class InOrder:
+    """Rotary positions of keys that lie in the order of their positions: slot i of a sequence is at `first` + i.
+
+    Args:
+        first: int64 [S] the positions of the first slots.
+        frequencies: fp32 [D / 2] the angle between neighbours.
+    """
+
+    first: Tensor
+    frequencies: Tensor
+
+    def angles(self, num_slots: int, step: int = 1) -> Tensor:
+        """fp32 [S, num_slots, D / 2] angles of every `step`-th slot."""
+        places = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
+        return places[..., None].float() * self.frequencies
+
+
 @dataclass
 class TierPages:
     """One tier of one layer, for the sequences of a step.
@@ -44,7 +62,7 @@ class TierPages:
         ids: int64 [S, H, m] page ids in slot order; entries past a list's end are ignored.
         num_k: int64 [S, H] keys held; slot i < num_k is read.
         num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
-        rotation: fp32 angles [S, m * T, D / 2] to rotate the stored keys by (cache-relative positions), or None.
+        rotation: What the stored keys are rotated by: fp32 angles [S, m * T, D / 2], or positions in order; or None.
         channels: Scales of keys that belong to a channel for good, or None where a page has its own.
     """
 
@@ -52,8 +70,22 @@ class TierPages:
     ids: Tensor
     num_k: Tensor
     num_v: Tensor
-    rotation: Tensor | None = None
+    rotation: Tensor | InOrder | None = None
     channels: Channels | None = None
+
+    @property
+    def angles(self) -> Tensor | None:
+        """fp32 [S, m * T, D / 2] that the stored keys are rotated by, or None."""
+        if isinstance(self.rotation, InOrder):
+            return self.rotation.angles(self.ids.shape[-1] * self.fmt.tokens_per_page)
+        return self.rotation
+
+    @property
+    def half(self) -> int:
+        """Angles per key; 0 where keys are not rotated."""
+        if isinstance(self.rotation, InOrder):
+            return self.rotation.frequencies.numel()
+        return 0 if self.rotation is None else self.rotation.shape[-1]
 
 
 @dataclass

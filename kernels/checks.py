@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.backend import (
+    InOrder,
     Pool,
     PoolRegion,
     PoolStage,
@@ -179,11 +180,15 @@ def tier_pages(pages: Tensor, tier: TierPages, lists: tuple[int, ...], head_dim:
     index("num_k", tier.num_k, lists, device)
     if tier.num_v is not tier.num_k:
         index("num_v", tier.num_v, lists, device)
-    if (angles := tier.rotation) is not None:
+    if (turn := tier.rotation) is not None:
         if fmt.slot.key_channels < head_dim:
             raise _refuse("rotation", "of keys without all channels", "their pairs are not there")
-        half = angles.shape[-1]
-        vectors("rotation", angles, (lists[0], columns * fmt.tokens_per_page, half), device)
+        half = tier.half
+        if isinstance(turn, InOrder):
+            index("the first positions", turn.first, lists[:1], device)
+            vectors("the rotary frequencies", turn.frequencies, (half,), device)
+        else:
+            vectors("rotation", turn, (lists[0], columns * fmt.tokens_per_page, half), device)
         if not 0 < 2 * half <= head_dim:
             raise _refuse("rotation", f"{half} angles per slot", f"a key has {head_dim} channels, two for each angle")
     if (channels := tier.channels) is not None:
@@ -194,12 +199,9 @@ def tier_pages(pages: Tensor, tier: TierPages, lists: tuple[int, ...], head_dim:
 def _tiers(pages: Tensor, tiers: list[TierPages], lists: tuple[int, ...], head_dim: int) -> None:
     if not 1 <= len(tiers) <= MAX_TIERS:
         raise _refuse("tiers", f"{len(tiers)} of them", f"a call takes 1 to {MAX_TIERS}")
-    angles = set()
     for tier in tiers:
         tier_pages(pages, tier, lists, head_dim)
-        if tier.rotation is not None:
-            angles.add(tier.rotation.shape[-1])
-    if len(angles) > 1:
+    if len(angles := {tier.half for tier in tiers if tier.half}) > 1:
         raise _refuse("rotation", f"{sorted(angles)} angles per slot", "all tiers turn the same channels")
 
 

@@ -159,5 +159,5 @@ def moved_to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
     """The same tiers on a device."""
     moved = [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
     for mine, tier in zip(moved, tiers, strict=True):
-        mine.rotation = None if tier.rotation is None else tier.rotation.to(device)
+        mine.rotation = None if (angles := tier.angles) is None else angles.to(device)
     return moved

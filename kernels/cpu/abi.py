@@ -2,12 +2,12 @@
 
 import ctypes
 import os
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce, Ring, TierPages
+from kvbench.kernels.backend import InOrder, Reduce, Ring, TierPages
 from kvbench.kernels.codes import Code, Fit, Scale
 from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, load_library
 from kvbench.kernels.format import PageFormat
@@ -68,7 +68,7 @@ TierStruct = _struct(
     "Tier",
     "i slots_per_page num_columns k_channel_group k_channels c k v "
     "l k_codes v_codes k_scale k_zero v_scale v_zero k_apart k_where v_apart v_where score pos "
-    "p ids num_k num_v scores cos sin channel_scale channel_zero",
+    "p ids num_k num_v scores cos sin first_cos first_sin channel_scale channel_zero",
 )
 RingStruct = _struct(
     "Ring",
@@ -247,6 +247,25 @@ def plain(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
+def _turns(tier: TierPages) -> tuple[Tensor, ...]:
+    """Cosine and sine as a kernel reads them: [S, columns, half, slots], as keys lie in a page; of positions in order
+    what `_turns_in_order` says."""
+    slots, turn = tier.fmt.tokens_per_page, tier.rotation
+    if isinstance(turn, InOrder):
+        return _turns_in_order(turn, tier.ids.shape[-1], slots)
+    assert turn is not None, "the caller asks for no others"
+    angle = turn.float().unflatten(1, (-1, slots)).transpose(2, 3).contiguous()
+    return angle.cos(), angle.sin()
+
+
+@lru_cache(maxsize=16)  # the layers of a step, and often many steps, share them
+def _turns_in_order(turn: InOrder, columns: int, slots: int) -> tuple[Tensor, ...]:
+    """Cosine and sine of one page's slots, [half, slots], and of all pages' first slots, [S, columns, half]."""
+    within = torch.arange(slots)[None] * turn.frequencies.float()[:, None]
+    first = turn.angles(columns, slots)
+    return within.cos(), within.sin(), first.cos(), first.sin()
+
+
 def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, keep: list[Tensor]) -> None:
     """Fills a struct; `keep` takes the tensors whose addresses it carries, and must outlive it."""
     held = [x if x.dtype == torch.int64 and x.is_contiguous() else x.long().contiguous() for x in _tables(tier)]
@@ -258,11 +277,10 @@ def fill_tier(entry: ctypes.Structure, tier: TierPages, scores: Tensor | None, k
         keep.append(scores)
         entry.scores = scores.data_ptr()
     if tier.rotation is not None:
-        # [S, columns, half, slots]: as the keys lie in a page.
-        angle = tier.rotation.float().unflatten(1, (-1, tier.fmt.tokens_per_page)).transpose(2, 3).contiguous()
-        tables = angle.cos(), angle.sin()
+        tables = _turns(tier)
         keep += tables
-        entry.cos, entry.sin = (x.data_ptr() for x in tables)
+        for name, x in zip(("cos", "sin", "first_cos", "first_sin"), tables, strict=False):
+            setattr(entry, name, x.data_ptr())
     if tier.channels is not None:
         own = plain(tier.channels.scale), plain(tier.channels.zero)
         keep += own

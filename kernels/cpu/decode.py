@@ -65,7 +65,6 @@ def paged_decode(
         if group:
             scores.append(torch.empty(num_seq, heads, tier.ids.shape[-1] * tier.fmt.tokens_per_page))
         fill_tier(entry, tier, scores[-1] if group else None, keep)
-    rotations = [2 * tier.rotation.shape[-1] for tier in tiers if tier.rotation is not None]
     call = CallStruct(
         q=q.data_ptr(),
         pages=pages.data_ptr(),
@@ -83,7 +82,7 @@ def paged_decode(
         power=power,
         reduce=REDUCE_KINDS[group],
         num_threads=torch.get_num_threads(),
-        rotated=rotations[0] if rotations else 0,
+        rotated=2 * max(tier.half for tier in tiers),
         scale=scale,
     )
     if ring is not None:

@@ -90,7 +90,6 @@ def open_step(
     for entry, tier in zip(table, tiers, strict=True):
         fill_tier(entry, tier, None, tensors)
     seen = seen.long().contiguous()
-    rotations = [2 * tier.rotation.shape[-1] for tier in tiers if tier.rotation is not None]
     struct = StepStruct(
         call=CallStruct(
             pages=pages.data_ptr(),
@@ -107,7 +106,7 @@ def open_step(
             power=power,
             reduce=REDUCE_KINDS[group if update else None],
             num_threads=torch.get_num_threads(),
-            rotated=rotations[0] if rotations else 0,
+            rotated=2 * max(tier.half for tier in tiers),
             update=_UPDATE[update],
             skip_near=skip_near,
         ),

@@ -129,10 +129,10 @@ class ListTier:
     @staticmethod
     def of(tier: TierPages) -> "ListTier":
         """A tier that names its pages, list after list."""
-        columns = tier.ids.shape[-1]
+        columns, angles = tier.ids.shape[-1], tier.angles
         return ListTier(
             fmt=tier.fmt, table=tier.ids.contiguous(), entries=columns, columns=columns, num_k=tier.num_k.contiguous(),
-            num_v=tier.num_v.contiguous(), angles=None if tier.rotation is None else _angles(tier.rotation),
+            num_v=tier.num_v.contiguous(), angles=None if angles is None else _angles(angles),
         )  # fmt: skip
 
     @staticmethod

@@ -71,11 +71,11 @@ def paged_decode(
         keys = _of_channels(tier, keys.unflatten(0, tier.ids.shape))  # [S, H, m, D, T]
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
         slot = torch.arange(width, device=q.device)
-        if tier.rotation is None:
+        if (angles := tier.angles) is None:
             part = torch.matmul(q[:, :, None], keys).transpose(2, 3).flatten(-2)
         else:
             dense = keys.transpose(2, 3).flatten(-2)  # [S, H, D, m * T]
-            part = torch.matmul(q, rotate(dense, tier.rotation.transpose(1, 2)[:, None], dim=2))
+            part = torch.matmul(q, rotate(dense, angles.transpose(1, 2)[:, None], dim=2))
         logits.append((part * scale).masked_fill(slot >= tier.num_k[:, :, None, None], float("-inf")))
         vals = vals.view(num_seq, num_heads, width, head_dim)
         values.append(vals.masked_fill((slot >= tier.num_v[..., None])[..., None], 0.0))
@@ -182,8 +182,8 @@ def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tu
         k = _of_channels(tier, k.unflatten(0, tier.ids.shape)).transpose(3, 4).flatten(2, 3)
         v = v.unflatten(0, tier.ids.shape).flatten(2, 3)
         slot = torch.arange(k.shape[2], device=k.device)
-        if tier.rotation is not None:
-            k = rotate(k, tier.rotation[:, None])
+        if (angles := tier.angles) is not None:
+            k = rotate(k, angles[:, None])
         held_k, held_v = slot < tier.num_k[..., None], slot < tier.num_v[..., None]
         keys.append(k.masked_fill(~held_k[..., None], 0.0))
         values.append(v.masked_fill(~held_v[..., None], 0.0))

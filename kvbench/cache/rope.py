@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
-from kvbench.kernels.backend import TierPages
+from kvbench.kernels.backend import InOrder, TierPages
 from kvbench.kernels.reference.attention import rotate
 from kvbench.kernels.tier_table import Turn
 from kvbench.policy import DecodeView, Policy
@@ -37,6 +37,7 @@ class Rope:
         if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every):
             raise ValueError(f"{name}: position_mode='pre_rope' needs tiers in which every token stays in its slot")
         self._in_order = policy.by_layer is None  # else each list has one tier
+        self._known: dict[int, InOrder] = {}
         # Without rotation nobody reads it.
         self._inv_freq = torch.zeros(0) if shape.inv_freq is None else shape.inv_freq.to(torch.float32)
 
@@ -55,15 +56,20 @@ class Rope:
         """
         if self.mode == "pre_rope":
             before = torch.zeros_like(tiers[0].num_k[:, 0])
-            for tier in reversed(tiers):
-                width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
-                position = before[:, None] + torch.arange(width, device=tier.ids.device)
-                tier.rotation = position[..., None].float() * self._inv_freq
+            for index, tier in reversed(list(enumerate(tiers))):
+                tier.rotation = self._in_a_row(index, before)
                 if self._in_order:
                     before = before + tier.num_k[:, 0]
         elif self.mode == "cache_relative" and view is not None:
             (tier,) = tiers  # an index in the cache is defined for one tier
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
+
+    def _in_a_row(self, index: int, first: Tensor) -> InOrder:
+        """A tier's positions: the same object as long as they are the same, so that a backend makes its tables once."""
+        known = self._known.get(index)
+        if known is None or first.device.type != "cpu" or not torch.equal(known.first, first):
+            known = self._known[index] = InOrder(first, self._inv_freq)
+        return known
 
     def turn_of(self, view: DecodeView, width: int) -> Turn | None:
         """How kernels that find slots through tables turn their keys: `width` slots per list at most."""

@@ -79,7 +79,8 @@ def test_a_later_tier_holds_the_earlier_tokens_of_a_single_head():
     tiers = [tier_of([[5]]), tier_of([[3]])]
     rope_of("pre_rope").turn(tiers, None)
     for tier, first in zip(tiers, (3, 0), strict=True):
-        assert torch.equal(tier.rotation, ((torch.arange(8.0) + first)[:, None] * INV_FREQ)[None])
+        assert tier.rotation.first.tolist() == [first]
+        assert torch.equal(tier.rotation.angles(8), ((torch.arange(8.0) + first)[:, None] * INV_FREQ)[None])
 
 
 @pytest.mark.parametrize("rule", [{"acts_in_decode": True}, {"compact_every": 8}])
@@ -95,7 +96,7 @@ def test_keys_lose_their_positions_and_get_them_back():
     rope, k = rope_of("pre_rope"), torch.randn(3, 4)
     tier = tier_of([[5, 5], [5, 5]])
     rope.turn([tier], None)
-    assert torch.equal(tier.rotation, (torch.arange(8.0)[:, None] * INV_FREQ).expand(2, -1, -1))
+    assert torch.equal(tier.rotation.angles(8), (torch.arange(8.0)[:, None] * INV_FREQ).expand(2, -1, -1))
     bare = rope.strip(k, torch.tensor([0, 3, 7]))
     assert bare[0].equal(k[0]) and not torch.allclose(bare[1], k[1])
     angle = torch.tensor([0.0, 3.0, 7.0])[:, None] * INV_FREQ

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import Backend, Ring, StepRing, TierPages
+from kvbench.kernels.backend import Backend, InOrder, Ring, StepRing, TierPages
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
@@ -88,6 +88,18 @@ WRONG = {
     ),
     "a wide rotation": (
         lambda b, p: decode(b, Q, p, TierPages(FMT, index(2, 2, 1), index(2, 2), index(2, 2), torch.zeros(2, T, 33))),
+        "rotation is 33 angles per slot",
+    ),
+    "first positions of another batch": (
+        lambda b, p: decode(
+            b, Q, p, TierPages(FMT, index(2, 2, 1), index(2, 2), index(2, 2), InOrder(index(3), torch.ones(32)))
+        ),
+        r"the first positions is int64 \[3\].*must be int64 \[2\]",
+    ),
+    "too many frequencies": (
+        lambda b, p: decode(
+            b, Q, p, TierPages(FMT, index(2, 2, 1), index(2, 2), index(2, 2), InOrder(index(2), torch.ones(33)))
+        ),
         "rotation is 33 angles per slot",
     ),
     "a third power": (lambda b, p: decode(b, Q, p, tier(2, 2), power=3), "power is 3"),

@@ -65,15 +65,14 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
   const long k_alive = ring ? std::max(num_k, total - ring->k_length) : 0, v_alive = ring ? std::max(num_v, total - ring->v_length) : 0;
   for (long at = 0; at < held_k; at += T) {
     const long held = std::min(T, held_k - at), index = at / T;
+    const long ahead_by = index + kNextPages, first_value = ahead_by - (held_k + T - 1) / T;
+    const Ahead ahead = first_value < 0               ? keys_ahead(tier, p, pages[ahead_by])
+                        : first_value * T < held_v ? values_ahead(tier, p, D, pages[first_value])
+                                                   : Ahead();
     if (tier.cos || tier.channel_scale || tier.k.apart) {
-      const long angle = (list / call.num_heads * tier.num_columns + begin / T + index) * (call.rotated / 2) * T;
-      const float *cos = tier.cos ? tier.cos + angle : nullptr, *sin = tier.cos ? tier.sin + angle : nullptr;
-      rotated_logits(call, tier, pages[index], held, T, head, cos, sin, q, s, p_chunk + at, stride);
+      const PageTurn turn = turn_of_page(call, tier, list / call.num_heads, begin / T + index);
+      turned_logits(call, tier, p, pages[index], held, head, turn, q, ahead, s, p_chunk + at, stride);
     } else {
-      const long ahead_by = index + kNextPages, first_value = ahead_by - (held_k + T - 1) / T;
-      const Ahead ahead = first_value < 0               ? keys_ahead(tier, p, pages[ahead_by])
-                          : first_value * T < held_v ? values_ahead(tier, p, D, pages[first_value])
-                                                     : Ahead();
       page_logits(call, tier, p, pages[index], held, ahead, s, p_chunk + at, stride);
     }
   }
@@ -106,12 +105,8 @@ static bool run_chunk(const Call& call, Plan& plan, long list, int tier_index, l
     const Ahead ahead = at + T < held_v ? values_ahead(tier, p, D, pages[at / T + 1]) : keys_ahead(tier, p, next_chunk);
     page_values(call, tier, p, pages[at / T], std::min(T, held_v - at), p_chunk + at, stride, ahead, s);
   }
-  for (long t = 0; t < held_v && tier.v.apart; t++) {
-    const uint8_t* page = pages[t / T];
-    for_apart(tier.v, page + tier.v_apart, page + tier.v_where, T, t % T, D, [&](long d, float rest) {
-      for (long g = 0; g < G; g++) s.loose[g * D + d] += p_chunk[g * stride + t] * rest;
-    });
-  }
+  for (long at = 0; at < held_v && tier.v.apart; at += T)
+    add_values_apart(call, tier, pages[at / T], std::min(T, held_v - at), T, p_chunk + at, stride, s);
   for (long t = held_v; ring && t < n; t++) {  // without a buffer, values past num_v count as zero
     if (begin + t < v_alive) continue;
     const long entry = (begin + t) % ring->v_length;

@@ -29,7 +29,8 @@ struct Tier {
   int64_t k_codes, v_codes, k_scale, k_zero, v_scale, v_zero, k_apart, k_where, v_apart, v_where, score, pos;  // byte offsets in a page, -1 where not tracked
   const int64_t *ids, *num_k, *num_v;                                      // [list, columns], [list], [list]
   float* scores;                                                           // [list, columns * slots], or null
-  const float *cos, *sin;                                                  // [S, columns, rotated / 2, slots], or null
+  const float *cos, *sin;                                                  // [S, columns, rotated / 2, slots], or null; behind the next, [rotated / 2, slots]
+  const float *first_cos, *first_sin;                                      // [S, columns, rotated / 2] of pages' first slots, or null
   const float *channel_scale, *channel_zero;                               // [head, D] of keys, or null where pages have their own
 };
 

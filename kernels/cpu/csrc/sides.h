@@ -156,6 +156,15 @@ template <int kKind> inline void widen(const uint8_t* p, long n, float* out) {
 // out[g * out_stride + slot - begin].
 typedef void (*KeyDots)(const uint8_t*, long, long, long, long, const float*, int, int, const float*, float*, long);
 
+// What each channel of a key is multiplied by, and what is added then.
+struct Channels {
+  const float *by, *zero;
+};
+
+// Dots of G queries [G][kQueryStride] with keys of slots [begin, end), whose channels c and c + D / 2 are turned as a pair first, by the cosine and
+// sine of [c][slot]; T is at least kLanes. out[g * out_stride + slot - begin].
+typedef void (*TurnedDots)(const uint8_t*, long, long, long, long, const float*, Channels, const float*, const float*, const float*, float*, long);
+
 // Weights of a page's slots: [group][query head][slot].
 struct Weights {
   const float* at;
@@ -169,6 +178,7 @@ typedef void (*AddValues)(const uint8_t*, long, long, long, Weights, long, const
 extern const KeyDots kKeyDots[kMaxGroup][kNumKinds];
 // The same for codes of 4 bits (kCode4, kBook4), the dots of each of the two planes apart: out[(plane * G + g) * out_stride + slot - begin].
 extern const KeyDots kKeyDotsApart[kMaxGroup][2];
+extern const TurnedDots kTurnedDots[2][kMaxGroup][kNumKinds];  // the second ones with scales of channels
 extern const AddValues kAddValues[2][kMaxGroup][kNumKinds];  // the second ones for several groups of channels
 
 }  // namespace kvb

@@ -105,6 +105,7 @@ KVB_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 KVB_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 KVB_INLINE Vec splat(float x) { return _mm512_set1_ps(x); }
 KVB_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+KVB_INLINE Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 KVB_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 KVB_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 KVB_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
@@ -154,6 +155,7 @@ KVB_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 KVB_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 KVB_INLINE Vec splat(float x) { return _mm256_set1_ps(x); }
 KVB_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+KVB_INLINE Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
 KVB_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 KVB_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 KVB_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
@@ -247,6 +249,7 @@ KVB_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return a * b + c;
 #endif
 }
+KVB_INLINE Vec fnma(Vec a, Vec b, Vec c) { return fma(-a, b, c); }
 KVB_INLINE Vec mul(Vec a, Vec b) { return a * b; }
 KVB_INLINE Vec add(Vec a, Vec b) { return a + b; }
 KVB_INLINE Vec sub(Vec a, Vec b) { return a - b; }

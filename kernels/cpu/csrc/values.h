@@ -2,7 +2,7 @@
 #pragma once
 
 #include "digit_values.h"
-#include "logits.h"
+#include "turned.h"
 
 namespace kvb {
 
@@ -77,6 +77,26 @@ KVB_INLINE void scale_weights(const float* p, long stride, long n, const float* 
       out[g * padded + t] = scaled;
       if (kRest != kNothing) lanes[g * apart] += kRest == kZeroPoint ? x * zero[t] : scaled * middle;
     }
+}
+
+// Adds what the first n values of a page have beyond their codes, weighted by p[g * stride + t].
+static void add_values_apart(const Call& call, const Tier& tier, const uint8_t* page, long n, long T, const float* p, long stride, Scratch& s) {
+  const long G = call.group_size, D = call.head_dim;
+  s.row.resize(std::max<long>(s.row.size(), T));
+  for (long i = 0; i < tier.v.apart; i++) {
+    widen<kF16>(page + tier.v_apart + 2 * i * T, n, s.row.data());
+    const uint8_t* where = page + tier.v_where + i * T;
+    for_heads(G, [&](long first, auto count) __attribute__((always_inline)) {
+      const float *rest = s.row.data(), *from = p + first * stride;
+      float* const sums = s.loose.data() + first * D;
+      for (long t = 0; t < n; t++) {
+        const long d = where[t];
+        if (d >= D) continue;
+#pragma GCC unroll 8
+        for (int g = 0; g < decltype(count)::value; g++) sums[g * D + d] += from[g * stride + t] * rest[t];
+      }
+    });
+  }
 }
 
 // Adds the first n values of a page, weighted by p[g * stride + t].

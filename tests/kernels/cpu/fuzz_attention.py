@@ -5,7 +5,7 @@ from fuzz_calls import CLOSE, RULES, Call, Wrong
 from oracles import slow_attention
 from torch import Tensor
 
-from kvbench.kernels.backend import Ring, StepRing, TierPages
+from kvbench.kernels.backend import Channels, InOrder, Ring, StepRing, TierPages
 from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu import step as cpu_step
@@ -62,14 +62,25 @@ class Decode(Call):
         if num == 1 and dice.random() < 0.35:
             self.add_ring(lists)
         elif dice.random() < 0.2 and all(tier.fmt.slot.key_channels == self.dim for tier in self.list):
-            half = dice.randint(1, self.dim // 2)
-            for tier in self.list:
-                width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
-                tier.rotation = torch.randn(lists[0], width, half, generator=self.make)
+            self.turn(lists, half=dice.choice((self.dim // 2, dice.randint(1, self.dim // 2))))
+        if dice.random() < 0.1 and all(tier.fmt.slot.key_channels == self.dim for tier in self.list):
+            own = Channels(*(torch.randn(lists[1], self.dim, generator=self.make) for _ in range(2)))
+            for tier in self.list[: dice.randint(1, num)]:
+                tier.channels = own
         heads = lists[1] * dice.choice((1, 2, 3, 4, 5, 7))
         rule = dice.choice((None, *RULES))
         self.args = {"q": self.randn(lists[0], heads, self.dim), "power": dice.choice((1, 2)), "group": rule}
         self.scale = self.dim**-0.5
+
+    def turn(self, lists: tuple[int, int], half: int) -> None:
+        """Rotations of all tiers: any angles, or positions in order. Those have frequencies whose products with
+        positions are exact: a rounded angle would differ from a sum of two rounded ones by more than `CLOSE`."""
+        exact = 0.5 ** torch.randint(12, (half,), generator=self.make)
+        for tier in self.list:
+            width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
+            any_angles = torch.randn(lists[0], width, half, generator=self.make)
+            first = torch.randint(5000, lists[:1], generator=self.make)
+            tier.rotation = self.dice.choice((any_angles, InOrder(first, exact)))
 
     def add_ring(self, lists: tuple[int, int]) -> None:
         """Residual buffers, each with as many tokens as fit beside the pages'."""

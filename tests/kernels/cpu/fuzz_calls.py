@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import TierPages
+from kvbench.kernels.backend import InOrder, TierPages
 from kvbench.kernels.codes import BITS, NAMES
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.reference import pages as torch_pages
@@ -247,7 +247,15 @@ class Call:
         found = [x for name in ("ids", "num_k", "num_v") for x in self.bent(tier, name, lead)]
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
         found += self.poked(tier, "num_k", width + 1, late=late) + self.poked(tier, "num_v", width + 1, late=late)
-        if tier.rotation is not None:
+        if isinstance(turn := tier.rotation, InOrder):
+            others = {
+                "too many first positions": InOrder(turn.first.repeat(2), turn.frequencies),
+                "first positions as floats": InOrder(turn.first.float(), turn.frequencies),
+                "too many frequencies": InOrder(turn.first, turn.frequencies.repeat(self.dim)),
+            }
+            for name, other in others.items():
+                found.append(Wrong(name, self.change(tier, "rotation", lambda _, other=other: other)))
+        elif turn is not None:
             found += self.bent(tier, "rotation", (0, 1))
             wide = lambda x: x.repeat(1, 1, self.dim)  # noqa: E731
             found.append(Wrong("rotation too wide", self.change(tier, "rotation", wide)))

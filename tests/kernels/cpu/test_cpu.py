@@ -5,7 +5,7 @@ import torch
 from page_helpers import PAGE_BYTES, Cache, tier_format
 
 from kvbench.kernels import dispatch
-from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.backend import Channels, InOrder, Ring, TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu.build import BuildError
@@ -151,6 +151,39 @@ def test_rotated_keys_equal_the_reference():
     width = cache.tiers[0].ids.shape[-1] * fmt.tokens_per_page
     cache.tiers[0].rotation = torch.randn(1, width, 32, generator=torch.Generator().manual_seed(4))
     assert_equal(random_queries(1, 6, 64), cache.pages, cache.tiers, None)
+
+
+@needs_compiler
+@pytest.mark.parametrize("isa", ["portable", "auto"])
+@pytest.mark.parametrize("half", [32, 20])
+@pytest.mark.parametrize(
+    ("bits", "how"),
+    [
+        ("16,16", {}),
+        ("8,8", {"fp8": True}),
+        ("1,4", {"k_channel_group": 32}),
+        ("2,2", {"k_channel_group": 32}),
+        ("4,4", {"k_channel_group": 32}),
+        ("8,4", {"k_channel_group": 32}),
+        ("8,4", {}),
+        ("2,2", {"k_code": "book_channels", "k_table": (0, 9, 200, 255), "k_apart": 1}),
+        ("3,4", {"k_code": "book_channels", "k_table": (0, 9, 20, 25, 70, 90, 200, 255)}),
+        ("4,4", {"k_code": "book_channels", "k_table": tuple(range(0, 256, 17)), "k_apart": 2}),
+    ],
+)
+def test_keys_at_positions_in_order_equal_the_reference(bits, how, half, isa, monkeypatch):
+    """Every way that a page is read: element by element, as codes of channels with scales of the page or of their own,
+    with numbers kept apart, and as floats where only part of the channels is turned; one to nine heads to a list."""
+    monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
+    fmt = tier_format(bits, 64, **how)
+    cache = Cache([fmt], [[[9, 70], [33, 1]]], 64)
+    (tier,) = cache.tiers
+    tier.rotation = InOrder(torch.tensor([3, 1000]), 0.5 ** (torch.arange(half) % 12))
+    if "k_code" in how:
+        make = torch.Generator().manual_seed(4)
+        tier.channels = Channels(torch.randn(2, 64, generator=make) / 100, torch.randn(2, 64, generator=make))
+    for heads in (2, 6, 10, 18):
+        assert_equal(random_queries(2, heads, 64), cache.pages, cache.tiers, None, group="sum")
 
 
 @needs_compiler

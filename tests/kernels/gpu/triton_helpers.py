@@ -29,7 +29,7 @@ def random_queries(num_seq: int, num_heads: int, head_dim: int, seed: int = 3) -
 
 def move_tier(tier: TierPages) -> TierPages:
     """The same tier with its tensors where the kernels run."""
-    rotation = None if tier.rotation is None else tier.rotation.to(DEVICE)
+    rotation = None if (angles := tier.angles) is None else angles.to(DEVICE)
     return TierPages(tier.fmt, *(x.to(DEVICE) for x in (tier.ids, tier.num_k, tier.num_v)), rotation)
 
 
