@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend, Reduce, TierPages
+from kvbench.kernels.backend import Backend, Channels, InOrder, Reduce, TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.reference import attention as torch_attention
 
+ROPE_BASE = 10000.0  # of the rotary frequencies, where keys are turned
 KIVI_GROUP = 32  # tokens per key scale and channels per value scale, as KIVI's authors set them
 _PLAIN = re.compile(r"K(1|2|3|4|8|16)V(1|2|3|4|8|16)")
 # Formats of serving engines, as policy/tiers.py has them: bits and codes of both sides, channels per scale (0: all).
@@ -27,7 +28,8 @@ _NAMED: dict[str, tuple[int, int, str, str, int]] = {
 
 
 def slot_format(name: str, head_dim: int, track: tuple[str, ...] = ()) -> SlotFormat:
-    """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, or a key of `_NAMED`.
+    """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, `KVQ4` (KVQuant's: keys
+    per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`.
 
     Args:
         name: The format.
@@ -60,9 +62,21 @@ def slot_format(name: str, head_dim: int, track: tuple[str, ...] = ()) -> SlotFo
             v_groups=groups,
             track=track,
         )
+    if name in ("KVQ2", "KVQ3", "KVQ4"):
+        bits = int(name[-1])
+        return SlotFormat(
+            head_dim=head_dim,
+            k_bits=bits,
+            v_bits=bits,
+            k_code="book_channels",
+            v_code="book",
+            k_apart=1,
+            v_apart=1,
+            track=track,
+        )
     raise ValueError(
         f"formats={name} does not exist; choose KaVb with a and b among 1, 2, 3, 4, 8, 16 (like K4V2), KIVI2, KIVI4, "
-        f"FP8, {', '.join(_NAMED)}, or two of them joined by + (half of the tokens each)"
+        f"KVQ2, KVQ3, KVQ4, FP8, {', '.join(_NAMED)}, or two of them joined by + (half of the tokens each)"
     )
 
 
@@ -118,19 +132,37 @@ def build_caches(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(len(pages), generator=generator).to(k.device).view(num_buffers, sequences, heads, -1)
     split = list(ids.split(widths, -1))
+    beside = []
     for fmt, mine, begin, end in zip(formats, split, bounds, bounds[1:], strict=False):
+        keys, channels, rotation = _as_stored(fmt, k[:, :, begin:end], begin)
+        beside.append({"channels": channels, "rotation": rotation})
         for index in range(sequences):
-            _write(backend, pages, fmt, mine[0, index], k[index, :, begin:end], v[index, :, begin:end])
+            _write(backend, pages, fmt, mine[0, index], keys[index], v[index, :, begin:end])
     source = pages[ids[0].flatten()]
     for index in range(1, num_buffers):
         pages[ids[index].flatten()] = source
     held = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
     buffers = [
-        [TierPages(fmt, mine[i].contiguous(), n, n) for fmt, mine, n in zip(formats, split, held, strict=True)]
+        [
+            TierPages(fmt, mine[i].contiguous(), n, n, **more)
+            for fmt, mine, n, more in zip(formats, split, held, beside, strict=True)
+        ]
         for i in range(num_buffers)
     ]
     read = sum(slot_read_bytes(f.slot) * n for f, n in zip(formats, counts, strict=True)) / length
     return PagedCaches(pages, buffers, read)
+
+
+def _as_stored(fmt: PageFormat, k: Tensor, begin: int) -> tuple[Tensor, Channels | None, InOrder | None]:
+    """Keys [S, H, n, D] as pages take them, what belongs to their channels, and how they are turned when they are read:
+    those whose scales lie beside the pages are levels of tokens from `begin` on, without a rotary position."""
+    if fmt.slot.k_code != "book_channels":
+        return k, None, None
+    zero, most = k.amin((0, 2)), k.amax((0, 2))
+    scale = (most - zero) / 255
+    frequencies = ROPE_BASE ** (-torch.arange(0, k.shape[-1], 2, device=k.device) / k.shape[-1])
+    first = torch.full((len(k),), begin, device=k.device)
+    return (k - zero[:, None]) / scale[:, None], Channels(scale, zero), InOrder(first, frequencies)
 
 
 def _write(backend: Backend, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Tensor, v: Tensor) -> None:
@@ -170,10 +202,7 @@ def paged_error(
     out, _, scores = backend.paged_decode(q, caches.pages, tiers, None, scale, group=group)
     errors = []
     for index in range(len(q)):
-        own = [
-            TierPages(t.fmt, t.ids[index : index + 1], t.num_k[index : index + 1], t.num_v[index : index + 1])
-            for t in tiers
-        ]
+        own = [_of_sequence(tier, index) for tier in tiers]
         k, v, live = (x[0] for x in torch_attention.gather_dense(caches.pages, own, None))
         kept = live[0]
         exact, prob = exact_attention(q[index], k[:, kept], v[:, kept], scale)
@@ -182,6 +211,14 @@ def paged_error(
             found = torch.cat([s[index] for s in scores], -1)[:, kept]
             errors.append(relative_error(found, torch_attention.reduce_group(prob, group, 1)))
     return worst(errors)
+
+
+def _of_sequence(tier: TierPages, index: int) -> TierPages:
+    """A tier of one sequence."""
+    one = slice(index, index + 1)
+    turn = tier.rotation
+    rotation = InOrder(turn.first[one], turn.frequencies) if isinstance(turn, InOrder) else None
+    return TierPages(tier.fmt, tier.ids[one], tier.num_k[one], tier.num_v[one], rotation, tier.channels)
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

@@ -13,9 +13,11 @@ from places import ROOT
 from kvbench.kernels.bench import attention, caches, machine, manager, prefill, report, settings
 from kvbench.kernels.bench.attention import Settings
 from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.reference.attention import gather_dense
 from kvbench.kernels.reference.backend import Reference
 
-SMALL = "shapes=[6x2x64] lengths=[96] batches=[2] formats=[K16V16,K4V2,KIVI2,K8V4+K4V2] rounds=2 threads=[1]".split()
+SMALL = "shapes=[6x2x64] lengths=[96] batches=[2] rounds=2 threads=[1]".split()
+SMALL += ["formats=[K16V16,K4V2,KIVI2,K8V4+K4V2,K4V2+KVQ4]"]
 SMALL += ["working_set_mb=1", "max_buffers=3", "dense=[fp32]", "kernels=torch"]
 
 
@@ -98,6 +100,20 @@ def test_flags_and_the_working_set_are_read_as_they_are_written():
     assert settings.read_words(Settings, ["working_set_mb=7"], {}).working_set("cuda") == 7
 
 
+def test_keys_before_the_rotary_embedding_are_turned_to_their_tokens():
+    """What attention reads of KVQ4, behind 32 tokens of another format, is each key turned to its token, but for the
+    step between two of sixteen levels of its channel."""
+    k, v = torch.randn(2, 3, 2, 96, 64, generator=torch.Generator().manual_seed(1)).unbind()
+    held = caches.build_caches("K16V16+K4V2+KVQ4", k, v, Reference(), num_buffers=1, seed=0)
+    last = held.buffers[0][2]
+    angles = torch.arange(64, 96)[:, None] / 10000 ** (torch.arange(32) / 32)
+    first, second = k[:, :, 64:].chunk(2, -1)
+    turned = torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+    dense, _, live = gather_dense(held.pages, [last], None)
+    step = (k[:, :, 64:].amax((0, 2)) - k[:, :, 64:].amin((0, 2))).max() / 15
+    assert (dense[live].view_as(turned) - turned).abs().max() < 2**0.5 * step  # two channels' steps, turned into one
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -150,14 +166,14 @@ def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
         name = "broken"
 
         def paged_decode(self, q, pages, tiers, ring, scale, **how):
-            short = [type(t)(t.fmt, t.ids, t.num_k - 3, t.num_v - 3) for t in tiers]
+            short = [dataclasses.replace(t, num_k=t.num_k - 3, num_v=t.num_v - 3) for t in tiers]
             return super().paged_decode(q, pages, short, ring, scale, **how)
 
     monkeypatch.setattr(attention, "get_backend", lambda name, device: Lazy())
     document = attention.run(settings.read_words(Settings, SMALL, {}))
     (cell,) = document["cells"]
     assert {row["name"] for row in cell["variants"]} == {"sdpa fp32", "sdpa fp32 grouped"}
-    assert len(cell["refused"]) == 8 and all("not timed" in entry["reason"] for entry in cell["refused"])
+    assert len(cell["refused"]) == 10 and all("not timed" in entry["reason"] for entry in cell["refused"])
     assert not report.is_complete(document)
     assert any("K4V2 at shape 6x2x64" in note for note in document["notes"])
 
@@ -175,7 +191,7 @@ def test_a_kernel_with_wrong_scores_is_refused(monkeypatch):
     monkeypatch.setattr(attention, "get_backend", lambda name, device: Careless())
     (cell,) = attention.run(settings.read_words(Settings, SMALL, {}))["cells"]
     assert {entry["name"] for entry in cell["refused"]} == {
-        f"{name} + scores" for name in ("K16V16", "K4V2", "KIVI2", "K8V4+K4V2")
+        f"{name} + scores" for name in ("K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4")
     }
 
 
@@ -235,6 +251,6 @@ def test_a_format_that_cannot_be_written_is_refused(monkeypatch):
 
     monkeypatch.setattr(attention, "get_backend", lambda name, device: Failing())
     (cell,) = attention.run(settings.read_words(Settings, SMALL, {}))["cells"]
-    assert {entry["name"] for entry in cell["refused"]} == {"K16V16", "K4V2", "KIVI2", "K8V4+K4V2"}
+    assert {entry["name"] for entry in cell["refused"]} == {"K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4"}
     assert "RuntimeError: no kernel image" in cell["refused"][0]["reason"]
     assert [row["name"] for row in cell["variants"]] == ["sdpa fp32", "sdpa fp32 grouped"]

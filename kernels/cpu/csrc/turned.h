@@ -179,7 +179,7 @@ static void dense_page(const Call& call, const Tier& tier, const uint8_t* page, 
     }
   }
   for (long d = 0; d < half; d++) rotate_pair(keys + d * T, keys + (d + half) * T, turn.cos + d * T, turn.sin + d * T, n);
-  all_dots(kF32, nullptr, (const uint8_t*)keys, T, D, 0, n, q, G, 0, D, out, stride);
+  all_dots(kF32, tier.k.levels, (const uint8_t*)keys, T, D, 0, n, q, G, 0, D, out, stride);
 }
 
 // Logits of the first n slots of a page whose keys get the scales of their channels, or are turned, first.
