@@ -8,8 +8,9 @@ names, so that a change elsewhere leaves the draw as it is; `index` takes only s
 tests of these folders, or `tests`, run once, which must pass, and each notes how long it takes and which lines it
 reaches; `reached` names a file that keeps the notes for a further run of the same code. A mutant meets the tests that
 reach its statement, until one fails (of what runs at an import: those that reach its function, or its file): first
-those beside it in the tree (a method has a file, other code a folder), then the others; of both, the cases of less than
-a second, then one further case of every test, and so on, the quickest first, for about `seconds` of what they take.
+those that reach a branch of it which few others reach; then those beside it in the tree (a method has a file, other
+code a folder), then the others; of all, the cases of less than a second, then one further case of every test, and so
+on, the quickest first, for about `seconds` of what they take.
 
 All times are the processor's, and no test has a time limit: a busy machine notices nothing. A mutant that keeps a test
 busy ten times as long as the code does runs for ever, and counts as noticed. Every file is printed anew from its syntax
@@ -33,6 +34,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import pytest
@@ -48,6 +50,7 @@ TESTS = (
     "tests/engine/test_against_masks.py",
     "tests/engine/test_invariants.py",
     "tests/engine/test_prompt_cache.py",
+    "tests/engine/test_split_layers.py",
 )
 EQUIVALENT = ROOT / "tests" / "mutants_equivalent.yaml"
 # No time limits, and the same drawn cases for every mutant.
@@ -186,28 +189,37 @@ def tests_for(mutant: Mutant, reached: Reached, seconds: float) -> list[str]:
     text = plain(mutant.path)
     pairs = zip(text.splitlines(), mutant.source.splitlines(), strict=False)
     line = next(number for number, (old, new) in enumerate(pairs, 1) if old != new)
+    nodes = list(ast.walk(ast.parse(text)))
     found = reached.tests_of(mutant.path, range(line, line + 1))
     if not found and line in reached.imported[mutant.path]:
-        around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-        spans = [range(node.lineno, (node.end_lineno or 0) + 1) for node in around]
-        spans = [*(span for span in spans if line in span), range(1, len(text.splitlines()) + 1)]
-        found = next((tests for span in sorted(spans, key=len) if (tests := reached.tests_of(mutant.path, span))), [])
+        spans = _around(line, nodes, ast.FunctionDef | ast.ClassDef)
+        spans.append(range(1, len(text.splitlines()) + 1))
+        found = next((tests for span in spans if (tests := reached.tests_of(mutant.path, span))), [])
     found.sort(key=reached.seconds.__getitem__)
     room, stem = Path(mutant.path).parent.name, Path(mutant.path).stem
     own = f"tests/{room}/test_{stem}.py::" if room == "methods" else f"tests/{room}/"
+    (statement, *_) = [*_around(line, nodes, ast.stmt), range(line, line + 1)]
+    within = [set(reached.tests_of(mutant.path, range(at, at + 1))) for at in statement]
     cases: dict[str, int] = {}
     rounds = []
     for test in found:
         name = test.split("[")[0]
         if reached.seconds[test] > QUICK_S:
             cases[name] = cases.get(name, 0) + 1
-        rounds.append((not test.startswith(own), cases.get(name, 0), test))
+        rare = min((len(tests) for tests in within if test in tests), default=0)
+        rounds.append((rare, not test.startswith(own), cases.get(name, 0), test))
     chosen, spent = [], 0.0
-    for _, _, test in sorted(rounds, key=lambda entry: entry[:2]):
+    for *_, test in sorted(rounds, key=lambda entry: entry[:3]):
         if spent + reached.seconds[test] <= seconds or not chosen:
             chosen.append(test)
             spent += reached.seconds[test]
     return chosen
+
+
+def _around(line: int, nodes: list[ast.AST], kinds: type | UnionType) -> list[range]:
+    """The lines of each piece of code of these kinds that holds a line, the shortest first."""
+    spans = [range(node.lineno, (node.end_lineno or 0) + 1) for node in nodes if isinstance(node, kinds)]
+    return sorted((span for span in spans if line in span), key=len)
 
 
 def copied(folder: Path) -> Path:

@@ -215,3 +215,23 @@ def test_rows_share_what_bulk_evictions_keep_count_of():
     assert items[0]["table_bytes"] == LISTS * 4 * (entries + 1) + 2 * 8 + LISTS * 4
     free = store.pages.pool.num_free * (store.pages.pool.page_bytes + 4)
     assert sum(item["resident_bytes"] for item in items) + free == store.allocated_bytes
+
+
+def test_what_is_read_between_two_answers_leaves_the_averages_alone():
+    """Steps before count though the host hears of them late, and steps between two answers do not, however late."""
+    store = store_of(Full(), 32)
+    row, late = run(store, 40, 0), store.pages.late
+    late.is_late = True
+
+    def step() -> None:
+        def receive(values: list[int]) -> None:
+            store.ledger.meters[row].steps += values[0]
+
+        late.post(torch.tensor([1]), lambda: receive)
+        late.send()
+
+    step()
+    with store.ledger.aside(row):
+        step()
+    late.collect()
+    assert store.ledger.meters[row].steps == 1

@@ -56,7 +56,10 @@ def same(one, two):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_two_places_answer_as_one(tiny_model, name):
-    """Tokens, ledgers, peaks, what was kept and fidelity are those of one store, over one layer and two."""
+    """Tokens, ledgers, peaks, what was kept and fidelity are those of one store, over one layer and two; and over two
+    and one where all layers are planned together."""
     loaded = tiny_model("llama", "gqa3", 64, num_layers=3)
     policy = METHODS[name]
-    same(answers(loaded, policy, requests()), answers(in_two(loaded), policy, requests()))
+    whole = answers(loaded, policy, requests())
+    for first in (1, 2) if policy.scope == "model" else (1,):
+        same(whole, answers(in_two(loaded, first), policy, requests()))

@@ -270,6 +270,14 @@ def test_lines_that_are_no_books_are_refused(books):
         KVQuant(books=books)
 
 
+def test_a_layer_may_have_one_channel():
+    """The tables, and a scale and a zero: the shortest line there is."""
+    line = [*range(56), 0.5, -1.0]
+    policy = KVQuant(bits=2, books=[line, line])
+    assert policy.codebooks.keys == ((0, 1, 2, 3),) * 2
+    assert policy.codebooks.scale == ((0.5,),) * 2 and policy.codebooks.zero == ((-1.0,),) * 2
+
+
 def test_levels_that_do_not_ascend_are_refused():
     """By the format, when the store is made."""
     books = [[*[9.0, 8.0, 7.0, 6.0], *line[4:]] for line in BOOKS]
