@@ -102,7 +102,7 @@ class KVCompress(Policy):
         slots, held = view.slots(0), view.num_slots(0).flatten(1)
         last = view.tokens_seen - self._protected  # the incoming token is one of the protected
         free = slots.valid & (slots.pos <= last[:, None, None, None])
-        cost = slots.score.masked_fill(~free, float("inf")).flatten(1, 2)
+        cost = torch.where(free, slots.score, float("inf")).flatten(1, 2)
         evict = choose_blocks(cost, held, self.block, self._surplus(held, view.budget_tokens(self._budget)))
         return CompactPlan(keep=[~evict.view(slots.valid.shape)])
 
@@ -119,5 +119,6 @@ class KVCompress(Policy):
     def _surplus(self, held: Tensor, tokens: Tensor) -> Tensor:
         """Blocks beyond those that `tokens` per list allow the lists of a sequence together, int64 [...]; `held` is
         [..., M] slots per list. Blocks that incoming tokens will open do not count yet."""
-        allowed = num_blocks(tokens.clamp(min=self.floor_tokens), self.block) * held.shape[-1]
+        tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
+        allowed = num_blocks(tokens, self.block) * held.shape[-1]
         return num_blocks(held, self.block).sum(-1) - allowed

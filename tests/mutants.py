@@ -51,6 +51,8 @@ TESTS = (
     "tests/engine/test_invariants.py",
     "tests/engine/test_prompt_cache.py",
     "tests/engine/test_split_layers.py",
+    "tests/engine/test_ahead.py",
+    "tests/engine/test_prompt_chunks.py",
 )
 EQUIVALENT = ROOT / "tests" / "mutants_equivalent.yaml"
 # No time limits, and the same drawn cases for every mutant.

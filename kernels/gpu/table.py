@@ -241,11 +241,13 @@ class DeviceTable(PageTable):
             self._own(lists, tier, index[:, None], (slot >= 0)[:, None])
 
     def own_all(self, lists: Tensor) -> None:
+        if self.pool.others is None:
+            return
         for tier in range(self.num_tiers):
             _, there = self._named(lists, tier)
             index = torch.arange(self.max_pages, device=lists.device).expand(len(lists), -1)
             self._own(lists, tier, index, there)
-        if self.pool.others is not None and not bool(self.pool.others.any()):
+        if not bool(self.pool.others.any()):
             self.pool.others = None
 
     def _named(self, lists: Tensor, tier: int) -> tuple[Tensor, Tensor]:

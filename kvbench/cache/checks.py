@@ -4,7 +4,7 @@ A slot past the end of its list belongs to another sequence; a tier that does no
 Neither may reach the pages. What breaks a rule is a ValueError of one sentence: which class, when, and which rule.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from typing import TypeVar
@@ -48,12 +48,11 @@ class CheckedPlans:
         Raises:
             ValueError: It breaks a rule; where that shows only later, `Pages.late` says so.
         """
-        tensors = (view.layers, score)
-        before = _versions(tensors)
+        before = _versions(view)
         plan = self._policy.plan_prefill(view)
         when = _prompt(view)
         self._check_kind(plan, PrefillPlan, "plan_prefill", when)
-        self._check_untouched(before, tensors, "plan_prefill", when)
+        self._check_untouched(before, view, "plan_prefill", when)
         shape = (len(view.layers), view.num_kv_heads, view.num_tokens)
         tier_of, num_tiers = self._whole(plan.tier_of, "tier_of", shape, "plan_prefill", when), self._num_tiers
         most = tier_of.amax(-1)
@@ -89,12 +88,11 @@ class CheckedPlans:
         Raises:
             ValueError: It breaks a rule; where that shows only later, `Pages.late` says so.
         """
-        tensors = (view.tokens_seen, view.prompt_tokens)
-        before = _versions(tensors)
+        before = _versions(view)
         plan = self._policy.plan_decode(view)
         when = _step(view)
         self._check_kind(plan, DecodePlan, "plan_decode", when)
-        self._check_untouched(before, tensors, "plan_decode", when)
+        self._check_untouched(before, view, "plan_decode", when)
         if type(plan.tier) is not int or not 0 <= plan.tier < self._num_tiers:
             last = self._num_tiers - 1
             raise self._error("plan_decode", when, f"tier={plan.tier!r}, but it must be a whole number of 0 to {last}")
@@ -120,11 +118,10 @@ class CheckedPlans:
         Raises:
             ValueError: It breaks a rule.
         """
-        tensors = (view.tokens_seen, view.prompt_tokens, view.prompt_slots)
-        before = _versions(tensors)
+        before = _versions(view)
         plan, call, when = self._policy.plan_compact(view), "plan_compact", _compaction(view)
         self._check_kind(plan, CompactPlan, call, when)
-        self._check_untouched(before, tensors, call, when)
+        self._check_untouched(before, view, call, when)
         if not isinstance(plan.keep, list | tuple) or len(plan.keep) != self._num_tiers:
             found = f"{len(plan.keep)} entries" if isinstance(plan.keep, list | tuple) else _kind(plan.keep)
             raise self._error(call, when, f"keep is {found}, but it must be a list of one per tier ({self._num_tiers})")
@@ -140,7 +137,7 @@ class CheckedPlans:
                     raise self._error(call, when, f"keep[{tier}] is {_dtype(keep)}, but it must be bool")
                 stays.append((keep & valid).any(-1))
         # A list of one token may give it up: the incoming one takes its place.
-        emptied = ~torch.stack(stays).any(0) & (torch.stack(held).sum(0) > 1)
+        emptied = ~reduce(torch.logical_or, stays) & (reduce(torch.add, held) > 1)
         rule = "keep must leave at least one token in every list that holds more than one"
         self._judge(emptied, self._later(call, when, rule))
         return plan
@@ -201,8 +198,9 @@ class CheckedPlans:
         if not isinstance(plan, kind):
             raise self._error(call, when, f"it returned {_kind(plan)}, but it must return a {kind.__name__}")
 
-    def _check_untouched(self, before: list[int], tensors: Iterable[Tensor | None], call: str, when: Moment) -> None:
-        if _versions(tensors) != before:
+    def _check_untouched(self, before: dict[str, int], view: object, call: str, when: Moment) -> None:
+        # What the view looked up meanwhile was new then.
+        if any(version != before.get(name, 0) for name, version in _versions(view).items()):
             raise self._error(call, when, "it changed a tensor of its view in place, which others read; clone it first")
 
     def _check_tensor(self, value: object, name: str, shape: tuple[int, ...], call: str, when: Moment) -> None:
@@ -281,9 +279,10 @@ _OVERWRITTEN = "a slot is overwritten, which a method with acts_in_decode=False 
 WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
 
 
-def _versions(tensors: Iterable[Tensor | None]) -> list[int]:
-    """How often each tensor was written to; one made in inference mode does not count."""
-    return [tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference()]
+def _versions(view: object) -> dict[str, int]:
+    """How often each tensor of a view was written to; one made in inference mode does not count."""
+    tensors = {name: x for name, x in vars(view).items() if isinstance(x, Tensor)}
+    return {name: x._version for name, x in tensors.items() if not x.is_inference()}
 
 
 def _prompt(view: PrefillView) -> Moment:

@@ -107,7 +107,15 @@ class Holding:
         """The same for a bulk eviction, with the scores that the policy's statistic gives the slots now."""
         measure = self.scores.of_slots if self.scores.measures_slots else None
         return PagesView(
-            self.pages, self.counters, rows, self.policy.score, self.plans.find, measure, self.fit, numbers
+            self.pages,
+            self.counters,
+            rows,
+            self.policy.score,
+            self.plans.find,
+            measure,
+            self.fit,
+            numbers,
+            is_still=True,
         )
 
     @property

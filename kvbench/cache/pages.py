@@ -146,15 +146,16 @@ class Pages:
         """Slots held, int64, in the shape of `lists`."""
         return self.table.num_slots[tier, lists].long()
 
-    def tier(self, tier: int, lists: Tensor, width: int | None = None) -> TierPages:
+    def tier(self, tier: int, lists: Tensor, width: int | None = None, known: Tensor | None = None) -> TierPages:
         """The kernels' description of a tier.
 
         Args:
             tier: Tier index.
             lists: int64 of any shape.
             width: Pages to name per list; None = as many as the longest list has.
+            known: What the lists hold, where the caller has asked.
         """
-        fmt, held = self.formats[tier], self.held(tier, lists)
+        fmt, held = self.formats[tier], self.held(tier, lists) if known is None else known
         if width is None:
             width = int(-(-held.max() // fmt.tokens_per_page)) if held.numel() else 0
         return TierPages(fmt, self.table.page_ids(lists, tier, width), held, held)

@@ -1,6 +1,7 @@
 """What a policy sees before a decode step: reductions over the tracked fields that lie in the pages."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -90,6 +91,7 @@ class PagesView(SlotsView):
             n]; None = it shows those that are stored.
         fit: Says what the policy's budget in bytes buys.
         numbers: The rows as the host knows them; empty = it does not, and asks for the length of lists.
+        is_still: No list takes or gives up a slot as long as the view is used, so that it counts them once.
     """
 
     def __init__(
@@ -102,21 +104,37 @@ class PagesView(SlotsView):
         measure: Callable[[Tensor, Tensor], Tensor] | None = None,
         fit: Fit | None = None,
         numbers: Sequence[int] = (),
+        is_still: bool = False,
     ) -> None:
         super().__init__(spec.prefill_queries)
-        self._numbers = numbers
+        self._numbers, self._is_still = numbers, is_still
         self._pages, self._check_find = pages, check_find
         self._fit = fit
         self._rows, self._also, self._measure = rows, spec.statistic.also, measure
+        self._counters = counters
         self._arrays: dict[int, SlotArrays] = {}
         self.shape = (len(rows), *pages.shape[1:])
-        self.tokens_seen = counters.tokens_seen[rows]
-        self.prompt_tokens = counters.prompt_tokens[rows]
-        if counters.instruction_tokens.numel():
-            self.instruction_tokens = counters.instruction_tokens[rows]
+        self.tokens_seen = counters.tokens_seen[rows]  # now: it grows while the step goes on
         self._lists = pages.lists_of(rows)
-        if counters.prompt_slots.numel():
-            self.prompt_slots = counters.prompt_slots[self._lists].long().view(self.shape)
+        self._held: dict[int, Tensor] = {}
+
+    # What most policies do not ask for is looked up when one does; it stays the same until the row ends.
+
+    @cached_property
+    def prompt_tokens(self) -> Tensor:  # type: ignore[override]
+        return self._counters.prompt_tokens[self._rows]
+
+    @cached_property
+    def prompt_slots(self) -> Tensor:  # type: ignore[override]
+        if not self._counters.prompt_slots.numel():
+            raise AttributeError("prompt_slots are counted only where compact_every > 0")
+        return self._counters.prompt_slots[self._lists].long().view(self.shape)
+
+    @cached_property
+    def instruction_tokens(self) -> Tensor:  # type: ignore[override]
+        if not self._counters.instruction_tokens.numel():
+            raise AttributeError("instruction_tokens are counted only with needs_instruction")
+        return self._counters.instruction_tokens[self._rows]
 
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
         if self._fit is not None and self._fit.knows(budget):
@@ -124,9 +142,16 @@ class PagesView(SlotsView):
         token_bytes, lists = self._pages.planned_bytes[tier], self._pages.lists_of_model
         if budget.unit == "ratio":
             return (self.prompt_tokens.double() * budget.value + 1e-9).long().clamp(min=1)
-        return torch.full_like(self.prompt_tokens, budget.tokens(0, lists, token_bytes))
+        return torch.full_like(self._rows, budget.tokens(0, lists, token_bytes))
 
     def num_slots(self, tier: int) -> Tensor:
+        if not self._is_still:
+            return self._count(tier)
+        if tier not in self._held:
+            self._held[tier] = self._count(tier)
+        return self._held[tier]
+
+    def _count(self, tier: int) -> Tensor:
         if self._pages.homes is not None:  # a list holds nothing but at home
             held = [self._pages.held(home, self._lists) for home in self._pages.homes.tiers]
             return torch.stack(held).sum(0).view(self.shape)
@@ -134,7 +159,8 @@ class PagesView(SlotsView):
 
     def _tier(self, tier: int) -> TierPages:
         width = self._pages.width(self._numbers, tier) if self._numbers else None
-        return self._pages.tier(tier, self._lists, width)
+        known = self.num_slots(tier).flatten() if self._is_still and self._pages.homes is None else None
+        return self._pages.tier(tier, self._lists, width, known)
 
     def slots(self, tier: int) -> SlotArrays:
         if tier not in self._arrays:

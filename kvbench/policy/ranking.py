@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Count = TypeVar("Count", int, Tensor)
@@ -108,7 +109,7 @@ def share_with_cap(weight: Tensor, total: int, cap: int, at_least: int = 1) -> l
 
 def num_blocks(held: Count, block: int) -> Count:
     """Blocks that so many slots take, the last one perhaps part-filled."""
-    return -(-held // block)
+    return (held + (block - 1)) // block
 
 
 def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
@@ -123,18 +124,18 @@ def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int)
         held: int64 [..., M] slots per list.
         surplus: Blocks to free, int64 [...] or one number; fewer are freed when all others hold protected slots.
     """
-    order = cost.argsort(dim=-1, stable=True)
-    ranked = cost.gather(-1, order)
-    blocks = num_blocks(held, block)
-    hanging = held - (blocks - 1) * block
-    step = torch.arange(num_blocks(cost.shape[-1], block), device=cost.device)
-    last = hanging[..., None] + step * block - 1
-    price = ranked.gather(-1, last.clamp(max=cost.shape[-1] - 1)).masked_fill(step >= blocks[..., None], float("inf"))
+    num_slots = cost.shape[-1]
+    if short := -num_slots % block:
+        cost = F.pad(cost, (0, short), value=float("inf"))
+    ranked, order = cost.sort(dim=-1, stable=True)
+    hanging = (held - 1) % block + 1
+    # The slot that has to go last, of each block; behind a list's end all cost infinity.
+    price = ranked.gather(-1, hanging[..., None] + torch.arange(-1, cost.shape[-1] - 1, block, device=cost.device))
     limit = surplus[..., None, None] if isinstance(surplus, Tensor) else surplus
-    chosen = (_inverse(price.flatten(-2).argsort(dim=-1, stable=True)).view_as(price) < limit) & price.isfinite()
-    count = chosen.sum(-1)
+    rank = _inverse(price.flatten(-2).argsort(dim=-1, stable=True)).view_as(price)
+    count = ((rank < limit) & (price < float("inf"))).sum(-1)
     num_evicted = hanging + (count - 1) * block  # none or fewer where no block goes
-    return _inverse(order) < num_evicted[..., None]
+    return (_inverse(order) < num_evicted[..., None])[..., :num_slots]
 
 
 def _inverse(order: Tensor) -> Tensor:

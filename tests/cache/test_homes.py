@@ -165,6 +165,16 @@ def test_pages_are_those_of_each_format():
     assert store.ledger.row_bytes(row) == pages * (page + 4) + tables + store.counters.row_bytes
 
 
+def test_a_planned_slot_has_the_mean_bytes_of_all_lists():
+    """Of layers, and of heads."""
+    for table in ("fp16,int4,int4", "fp16/int4,int4,int4/fp16"):
+        store = store_of(SnapKV(budget=0.5, window=4, tiers_by_layer=table))
+        each = [part.split("/") * (HEADS // len(part.split("/"))) for part in table.split(",")]
+        slot = {"fp16": 2 * 2 * DIM, "int4": 2 * (DIM // 2 + 4)}
+        want = sum(slot[name] for row in each for name in row) / (LAYERS * HEADS)
+        assert store.pages.planned_bytes == (want,)
+
+
 def test_a_budget_in_bytes_counts_each_layer():
     """The whole budget is spent with the formats that the layers have, and a few tokens more would not fit."""
     policy = SnapKV(budget="40KiB", window=4, tier="int4", protect_layers=[0])

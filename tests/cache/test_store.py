@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from store_helpers import held_positions
 
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
+from kvbench.methods.vatp import VATP
 from kvbench.policy import Policy, PrefillPlan, PrefillView, ScoreSpec, Tier
 
 LAYERS, HEADS, GROUP = 2, 2, 3
@@ -231,6 +233,26 @@ def test_query_head_granularity_equals_kv_heads():
         assert store.pages.shape[2] == (6 if policy.granularity == "q_head" else 2)
     for one, other in zip(*outs, strict=True):
         assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(one, other, strict=True))
+
+
+def test_query_heads_weigh_tokens_by_their_own_copy_of_the_values():
+    """Of each query head, by its attention alone, what VATP keeps in loops."""
+
+    class Apart(VATP):
+        granularity = "q_head"
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 20, 16) for n in (HEADS * GROUP, HEADS, HEADS))
+    store = store_of(Apart(budget=6, recent_share=0.0, sinks=0, window=0), head_dim=16)
+    row = store.open_row()
+    for layer in range(LAYERS):
+        store.prefill_layer(row, layer, q, k, v, 0.25)
+    kept = held_positions(store, row)
+    for head in range(HEADS * GROUP):
+        logits = q[head] @ k[head // GROUP].T * 0.25
+        attention = logits.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1).sum(0)
+        worth = attention * v[head // GROUP].abs().sum(-1)
+        assert kept[head] == sorted(worth.topk(6).indices.tolist())
 
 
 def test_cache_relative_positions_need_a_plain_rotary_embedding():

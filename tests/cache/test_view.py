@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape, Place, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.snapkv import SnapKV
@@ -36,7 +36,7 @@ class Scattered(Policy):
         return PrefillPlan(tier_of=tier_of.to(torch.int8), score=torch.randint(0, 4, shape, generator=make).float())
 
 
-def store_of(policy: Policy, backend: str) -> CompressedStore:
+def store_of(policy: Policy, backend: str, places: tuple[Place, ...] = ()) -> CompressedStore:
     """Three rows of 2 layers and 2 heads."""
     shape = ModelShape(
         num_layers=LAYERS,
@@ -45,6 +45,7 @@ def store_of(policy: Policy, backend: str) -> CompressedStore:
         head_dim=DIM,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        places=places,
     )
     try:
         chosen = get_backend(backend)
@@ -55,10 +56,10 @@ def store_of(policy: Policy, backend: str) -> CompressedStore:
     )
 
 
-def filled(policy: Policy, backend: str = "torch") -> CompressedStore:
+def filled(policy: Policy, backend: str = "torch", places: tuple[Place, ...] = ()) -> CompressedStore:
     """Prompts of three lengths and four steps each."""
     torch.manual_seed(0)
-    store = store_of(policy, backend)
+    store = store_of(policy, backend, places)
     for length in PROMPTS:
         row = store.open_row()
         for layer in range(LAYERS):
@@ -69,6 +70,23 @@ def filled(policy: Policy, backend: str = "torch") -> CompressedStore:
             store.attend(layer, *torch.randn(3, 3, HEADS, DIM), 0.25)
         store.end_step()
     return store
+
+
+def test_layers_in_two_places_look_like_one():
+    """The fields of slots, the counts, and the means over the queries that count."""
+    rows, cpu = torch.tensor([2, 0, 1]), torch.device("cpu")
+    one, two = (
+        filled(Scattered(queries=3), places=places).view(rows) for places in ((), (Place(cpu, 1), Place(cpu, 1)))
+    )
+    for tier in range(2):
+        assert torch.equal(one.num_slots(tier), two.num_slots(tier))
+        there, also = one.slots(tier).valid, two.slots(tier).valid
+        for found, same in (
+            (one.slots(tier).pos, two.slots(tier).pos),
+            (one.slots(tier).score, two.slots(tier).score),
+            (one.mean_score(tier), two.mean_score(tier)),
+        ):
+            assert torch.equal(found[there], same[also]) and there.any()
 
 
 def plain(view, tier: int, row: int, layer: int, head: int, queries: int) -> list[tuple[int, int, float, float]]:

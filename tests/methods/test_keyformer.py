@@ -1,5 +1,7 @@
 """Keyformer: H2O without noise and temperature, its formula with them, and what its noise is."""
 
+import math
+
 import pytest
 import torch
 from store_helpers import held_positions, make_store, step_one
@@ -46,6 +48,24 @@ def test_the_prompt_s_scores_are_softmaxes_of_noisy_logits(tau):
             score[head // GROUP, : query + 1] += ((logits + noise) / tau).softmax(0) / GROUP
     want = [sorted([*own[:22].topk(7).indices.tolist(), 22, 23, 24]) for own in score]
     assert answer(Keyformer(budget=10, tau_init=tau, seed=4), 0) == want
+
+
+def slow_noise(seed: int, *place: int) -> float:
+    """The noise of one place, by Python's whole numbers cut to 64 bits."""
+    mixed, most = seed, 2**64 - 1
+    for number in place:
+        mixed = (mixed + number + 1) * 0x5851F42D4C957F2D & most
+        mixed ^= mixed >> 29
+        mixed = mixed * 0x2545F4914F6CDD1D & most
+        mixed ^= mixed >> 32
+    return -math.log(-math.log(((mixed & 0xFFFFFF) + 0.5) / 2**24))
+
+
+def test_noise_is_the_same_wherever_it_is_made():
+    """A function of seed and place, which no batch, device or version changes."""
+    query, token = torch.arange(5)[:, None] * 1000, torch.arange(7)
+    want = [[slow_noise(3, each, other) for other in range(7)] for each in range(0, 5000, 1000)]
+    torch.testing.assert_close(gumbel(3, query, token), torch.tensor(want), rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_adds_noisy_attention_at_a_rising_temperature():

@@ -7,6 +7,7 @@ import torch
 from store_helpers import causal_probabilities, golden, held_positions, make_store, prefill_view
 
 from kvbench.kernels.reference.attention import reduce_scores
+from kvbench.methods.lagkv import LagKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import PrefillPlan
 
@@ -205,3 +206,11 @@ def test_bad_settings_are_refused(settings, message):
     """Each bad setting is named with its value, the rule and what to do."""
     with pytest.raises(ValueError, match=message):
         SnapKV(**settings)
+
+
+def test_a_protected_prompt_leaves_no_smaller_budget_than_itself_and_the_window():
+    """The window is of the answer then, and holds a token of it at least; without a window that evicts, one token."""
+    for window in (1, 8):
+        policy = SnapKV(budget=40, window=window, protect="prompt", decode_every=4)
+        assert policy.least_tokens(100) == 100 + window
+    assert LagKV(budget=40, protect="prompt", decode_every=4).least_tokens(100) == 101
