@@ -192,6 +192,8 @@ def tier_pages(pages: Tensor, tier: TierPages, lists: tuple[int, ...], head_dim:
         if not 0 < 2 * half <= head_dim:
             raise _refuse("rotation", f"{half} angles per slot", f"a key has {head_dim} channels, two for each angle")
     if (channels := tier.channels) is not None:
+        if fmt.regions["k_scale"][1]:
+            raise _refuse("the channels' scale", "beside scales in the page", "keys have the one or the other")
         for name, x in (("scale", channels.scale), ("zero", channels.zero)):
             vectors(f"the channels' {name}", x, (lists[-1], head_dim), device)
 

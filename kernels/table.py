@@ -235,6 +235,13 @@ class PageTable:
         """Value, slot and position, [S, L, H] each, of the smallest value in every list of rows (int64 [S])."""
         raise NotImplementedError("in main memory a backend searches slots, or their fields are gathered")
 
+    def tracked_slots(
+        self, lists: Tensor, tier: int, fmt: PageFormat, width: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the first `width` slots of lists (int64 [M]) track: score fp32, position int64, and bool: the list holds
+        the slot; [M, width] each. And int64 [M] slots held."""
+        raise NotImplementedError("in main memory the fields of pages are gathered")
+
     def take(
         self,
         lists: Tensor,

@@ -21,7 +21,7 @@ from kvbench.policy import (
     Tier,
     TierText,
     Whole,
-    choose_blocks,
+    keep_blocks,
     num_blocks,
 )
 
@@ -91,8 +91,8 @@ class KVCompress(Policy):
         lists = cost.flatten(0, 1)
         held = torch.full((len(lists),), length, device=cost.device)
         surplus = self._surplus(held, held.new_tensor(view.budget_tokens(self._budget)))
-        evict = choose_blocks(lists, held, self.block, surplus)
-        return PrefillPlan(tier_of=torch.where(evict, EVICT, 0).to(torch.int8).view(view.score.shape))
+        keep = keep_blocks(lists, held, self.block, surplus)
+        return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8).view(view.score.shape))
 
     def compact_due(self, view: DecodeView) -> Tensor:
         """Before every step that begins with more blocks than the budget allows."""
@@ -103,8 +103,8 @@ class KVCompress(Policy):
         last = view.tokens_seen - self._protected  # the incoming token is one of the protected
         free = slots.valid & (slots.pos <= last[:, None, None, None])
         cost = torch.where(free, slots.score, float("inf")).flatten(1, 2)
-        evict = choose_blocks(cost, held, self.block, self._surplus(held, view.budget_tokens(self._budget)))
-        return CompactPlan(keep=[~evict.view(slots.valid.shape)])
+        keep = keep_blocks(cost, held, self.block, self._surplus(held, view.budget_tokens(self._budget)))
+        return CompactPlan(keep=[keep.view(slots.valid.shape)])
 
     def check_outcome(self, record: dict) -> str | None:
         at_end = 1 if self.continual else None  # every step begins within the budget and adds a token
@@ -120,5 +120,4 @@ class KVCompress(Policy):
         """Blocks beyond those that `tokens` per list allow the lists of a sequence together, int64 [...]; `held` is
         [..., M] slots per list. Blocks that incoming tokens will open do not count yet."""
         tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
-        allowed = num_blocks(tokens, self.block) * held.shape[-1]
-        return num_blocks(held, self.block).sum(-1) - allowed
+        return torch.sub(num_blocks(held, self.block).sum(-1), num_blocks(tokens, self.block), alpha=held.shape[-1])

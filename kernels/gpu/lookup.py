@@ -161,6 +161,51 @@ def lookup(
     return page, inside
 
 
+@triton.jit
+def _tracked_slots(
+    pages, lists, table, num_slots, score, pos, there, held, page_bytes, entries, width, T: tl.constexpr,
+    SCORE: tl.constexpr, POS: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Score and position of a block of slots of one list, and whether it holds them; 0 and -1 where it does not. The
+    first block notes how many slots the list holds."""
+    pid = tl.program_id(0)
+    which = tl.load(lists + pid).to(tl.int64)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(num_slots + which)
+    if tl.program_id(1) == 0:
+        tl.store(held + pid, count.to(tl.int64))
+    live = slot < tl.minimum(count, width)
+    base = pages + table_page(table, which, entries, slot // T, live, REVERSED) * page_bytes
+    to = pid.to(tl.int64) * width + slot
+    value, where = tl.zeros([BLOCK], tl.float32), tl.full([BLOCK], -1, tl.int32)
+    if SCORE >= 0:
+        value = tl.load((base + SCORE).to(tl.pointer_type(tl.float32)) + slot % T, mask=live, other=0.0)
+    if POS >= 0:
+        where = tl.load((base + POS).to(tl.pointer_type(tl.int32)) + slot % T, mask=live, other=-1)
+    tl.store(score + to, value, mask=slot < width)
+    tl.store(pos + to, where.to(tl.int64), mask=slot < width)
+    tl.store(there + to, live, mask=slot < width)
+
+
+def tracked_slots(
+    pages: Tensor, fmt: PageFormat, table: Tensor, is_reversed: bool, num_slots: Tensor, lists: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the slots of lists (int64 [M]) track: score fp32, position int64, and bool: the list holds the slot; of
+    `width` slots each, [M, width]. A score that is not tracked is 0, a position -1. And int64 [M] slots held."""
+    shape = (len(lists), width)
+    held = torch.empty_like(lists)
+    score, pos, there = (
+        torch.empty(shape, dtype=dtype, device=lists.device) for dtype in (torch.float32, torch.int64, torch.bool)
+    )
+    offsets = {name.upper(): fmt.regions[name][0] if name in fmt.slot.track else -1 for name in ("score", "pos")}
+    launch(
+        _tracked_slots, (len(lists), -(-width // _BLOCK)), pages, lists, table, num_slots, score, pos, there,
+        held, pages.shape[1], table.shape[1], width, T=fmt.tokens_per_page, **offsets, REVERSED=is_reversed,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return score, pos, there, held
+
+
 def count_rows(num_slots: Tensor, rows: Tensor, per_row: int, tokens_per_page: tuple[int, ...]) -> Tensor:
     """What rows (int64 [S]) of `per_row` lists hold, int64 [1 + tiers, S]: their pages, and by tier the slots of the
     longest list."""

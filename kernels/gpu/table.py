@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.fields import copy_pages
-from kvbench.kernels.gpu.lookup import count_rows, find_extreme
+from kvbench.kernels.gpu.lookup import count_rows, find_extreme, tracked_slots
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.placing import place, settle
 from kvbench.kernels.pool import PagePool, PoolExhausted
@@ -145,6 +145,12 @@ class DeviceTable(PageTable):
             over_layer=over_layer,
             **conditions,
         )
+
+    def tracked_slots(
+        self, lists: Tensor, tier: int, fmt: PageFormat, width: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `PageTable.tracked_slots`, in one launch."""
+        return tracked_slots(self.held.pages, fmt, self._table(tier), tier % 2 == 1, self.num_slots[tier], lists, width)
 
     def take(
         self,

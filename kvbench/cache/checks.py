@@ -137,7 +137,7 @@ class CheckedPlans:
                     raise self._error(call, when, f"keep[{tier}] is {_dtype(keep)}, but it must be bool")
                 stays.append((keep & valid).any(-1))
         # A list of one token may give it up: the incoming one takes its place.
-        emptied = ~reduce(torch.logical_or, stays) & (reduce(torch.add, held) > 1)
+        emptied = (reduce(torch.add, held) > 1) > reduce(torch.logical_or, stays)  # the first, and not the second
         rule = "keep must leave at least one token in every list that holds more than one"
         self._judge(emptied, self._later(call, when, rule))
         return plan

@@ -48,7 +48,7 @@ class Counters:
 
     def step(self, rows: Tensor) -> None:
         """Notes that rows (distinct) have each seen one more; `step_on_host` is the host's part."""
-        self.tokens_seen.index_add_(0, rows, torch.ones_like(rows))
+        self.tokens_seen.scatter_(0, rows, 1, reduce="add")
 
     def step_on_host(self, numbers: Sequence[int]) -> None:
         """The same for the host."""

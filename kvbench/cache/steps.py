@@ -31,7 +31,7 @@ class PagedStep:
         self._given = plan
         self.holding, self.pages, self.rows, self.numbers = holding, holding.pages, rows, numbers
         self.view = holding.view(rows, numbers)
-        self.tokens_seen = self.view.tokens_seen
+        self.tokens_seen = self.view.tokens_seen  # looked up here: it grows while the step goes on
         self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
         self._plan()
 

@@ -114,11 +114,14 @@ class PagesView(SlotsView):
         self._counters = counters
         self._arrays: dict[int, SlotArrays] = {}
         self.shape = (len(rows), *pages.shape[1:])
-        self.tokens_seen = counters.tokens_seen[rows]  # now: it grows while the step goes on
         self._lists = pages.lists_of(rows)
         self._held: dict[int, Tensor] = {}
 
-    # What most policies do not ask for is looked up when one does; it stays the same until the row ends.
+    # What not every policy asks for is looked up when one does.
+
+    @cached_property
+    def tokens_seen(self) -> Tensor:  # type: ignore[override]
+        return self._counters.tokens_seen[self._rows]
 
     @cached_property
     def prompt_tokens(self) -> Tensor:  # type: ignore[override]
@@ -164,28 +167,32 @@ class PagesView(SlotsView):
 
     def slots(self, tier: int) -> SlotArrays:
         if tier not in self._arrays:
-            fmt, found = self._pages.formats[tier], self._tier(tier)
-            slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
-
-            def field(name: str, missing: float) -> Tensor:
-                if name not in fmt.slot.track:
-                    return torch.full((len(self._lists), len(slot)), missing, device=found.ids.device)
-                return self._pages.field(tier, name)[found.ids].flatten(1)
-
-            valid = slot < found.num_k[:, None]
+            score, pos, valid = (x.view(*self.shape, -1) for x in self._fields(tier))
             extra: dict[str, Tensor] = {}
-            if self._measure is None:
-                score = field("score", 0.0).float().view(*self.shape, -1)
-            else:
+            if self._measure is not None:
                 score, *others = self._measure(self._rows, self.tokens_seen)
                 extra = dict(zip(self._also, others, strict=True))
-            self._arrays[tier] = SlotArrays(
-                score=score,
-                extra=extra,
-                pos=field("pos", -1).long().view(*self.shape, -1),
-                valid=valid.view(*self.shape, -1),
-            )
+            self._arrays[tier] = SlotArrays(score=score, extra=extra, pos=pos, valid=valid)
         return self._arrays[tier]
+
+    def _fields(self, tier: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Score, position, and whether it is held, of every slot, [M, n] each."""
+        fmt = self._pages.formats[tier]
+        if self._pages.on_device and self._numbers:
+            width = self._pages.width(self._numbers, tier) * fmt.tokens_per_page
+            *fields, held = self._pages.table.tracked_slots(self._lists, tier, fmt, width)
+            if self._pages.homes is None:
+                self._held.setdefault(tier, held.view(self.shape))
+            return tuple(fields)  # type: ignore[return-value]
+        found = self._tier(tier)
+        slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
+
+        def field(name: str, missing: float) -> Tensor:
+            if name not in fmt.slot.track:
+                return torch.full((len(self._lists), len(slot)), missing, device=found.ids.device)
+            return self._pages.field(tier, name)[found.ids].flatten(1)
+
+        return field("score", 0.0).float(), field("pos", -1).long(), slot < found.num_k[:, None]
 
     def argmin(
         self,

@@ -65,7 +65,7 @@ from kvbench.policy.heavy import HeavyHitters
 from kvbench.policy.plans import APPEND, EVICT, CompactPlan, DecodePlan, Extreme, PrefillPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import (
-    choose_blocks,
+    keep_blocks,
     largest_remainder,
     num_blocks,
     pyramid_budgets,
@@ -143,7 +143,7 @@ __all__ = [
     "check_chunk",
     "check_chunk_place",
     "check_sizes",
-    "choose_blocks",
+    "keep_blocks",
     "largest_remainder",
     "num_blocks",
     "pyramid_budgets",

@@ -112,8 +112,8 @@ def num_blocks(held: Count, block: int) -> Count:
     return (held + (block - 1)) // block
 
 
-def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
-    """Which slots to evict so that `surplus` blocks become free, cheapest blocks first; bool [..., M, n].
+def keep_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -> Tensor:
+    """Which slots stay when `surplus` blocks become free, cheapest blocks first; bool [..., M, n].
 
     Freeing e blocks of a list costs the metric of the last slot that has to go, slots going in ascending order; the
     first block is freed once as many slots are gone as its last block holds. Lists compete with the others of their
@@ -128,14 +128,14 @@ def choose_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int)
     if short := -num_slots % block:
         cost = F.pad(cost, (0, short), value=float("inf"))
     ranked, order = cost.sort(dim=-1, stable=True)
-    hanging = (held - 1) % block + 1
-    # The slot that has to go last, of each block; behind a list's end all cost infinity.
-    price = ranked.gather(-1, hanging[..., None] + torch.arange(-1, cost.shape[-1] - 1, block, device=cost.device))
+    # The slot that has to go last, of a list's last block and of the others; behind a list's end all cost infinity.
+    last = (held - 1) % block
+    price = ranked.gather(-1, last[..., None] + torch.arange(0, cost.shape[-1], block, device=cost.device))
     limit = surplus[..., None, None] if isinstance(surplus, Tensor) else surplus
     rank = _inverse(price.flatten(-2).argsort(dim=-1, stable=True)).view_as(price)
     count = ((rank < limit) & (price < float("inf"))).sum(-1)
-    num_evicted = hanging + (count - 1) * block  # none or fewer where no block goes
-    return (_inverse(order) < num_evicted[..., None])[..., :num_slots]
+    last = torch.add(last, count - 1, alpha=block)  # below 0 where no block goes
+    return (_inverse(order) > last[..., None])[..., :num_slots]
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import Backend, InOrder, Ring, StepRing, TierPages
+from kvbench.kernels.backend import Backend, Channels, InOrder, Ring, StepRing, TierPages
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
@@ -89,6 +89,12 @@ WRONG = {
     "a wide rotation": (
         lambda b, p: decode(b, Q, p, TierPages(FMT, index(2, 2, 1), index(2, 2), index(2, 2), torch.zeros(2, T, 33))),
         "rotation is 33 angles per slot",
+    ),
+    "scales of channels beside those of the page": (
+        lambda b, p: decode(
+            b, Q, p, TierPages(FMT, index(2, 2, 1), index(2, 2), index(2, 2), None, Channels(*torch.ones(2, 2, 64)))
+        ),
+        "the channels' scale is beside scales in the page, but keys have the one or the other",
     ),
     "first positions of another batch": (
         lambda b, p: decode(

@@ -21,7 +21,7 @@ from kvbench.methods.scissorhands import Scissorhands
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import TOVA
-from kvbench.policy import Budget, Policy, choose_blocks, largest_remainder, pyramid_budgets, share_with_cap
+from kvbench.policy import Budget, Policy, keep_blocks, largest_remainder, pyramid_budgets, share_with_cap
 
 # Constants of the methods' sources, read in the code that the YAML names; `make docs` would follow any change.
 CONSTANTS = {
@@ -106,7 +106,7 @@ def test_a_pyramid_begins_at_twice_the_base():
 def test_equal_remainders_go_to_the_lower_index():
     """Of equal remainders the earlier parts are rounded up, and blocks of equal price leave the earlier list."""
     assert largest_remainder([1, 1, 1, 1], 2, 2) == [1, 1, 0, 0]
-    evict = choose_blocks(torch.ones(3, 2), torch.tensor([2, 2, 2]), 2, 2)
+    evict = ~keep_blocks(torch.ones(3, 2), torch.tensor([2, 2, 2]), 2, 2)
     assert evict.tolist() == [[True, True], [True, True], [False, False]]
 
 

@@ -21,7 +21,7 @@ from kvbench.methods.kivi import Kivi
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.minikv import MiniKV
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import PrefillView, choose_blocks, shares_by_score
+from kvbench.policy import PrefillView, keep_blocks, shares_by_score
 
 
 def scores_seen(policy_class, **settings):
@@ -207,14 +207,14 @@ def test_golden_schedule():
         cost = torch.tensor([first, [3.0, 6.0, infinity, infinity, infinity]])
         before = torch.zeros_like(cost, dtype=torch.bool)
         for surplus, (price, head) in enumerate(data[case]["schedule"], 1):
-            evict = choose_blocks(cost, torch.tensor([5, 2]), 2, surplus)
+            evict = ~keep_blocks(cost, torch.tensor([5, 2]), 2, surplus)
             new = evict & ~before
             assert new.any(1).nonzero()[:, 0].tolist() == [head]
             assert cost[head][evict[head]].max() == price
             before = evict
     cost = torch.tensor([[5.0, 1.0, 4.0, 2.0, 9.0], [3.0, 6.0, infinity, infinity, infinity]])
     for case in ("E1", "E2", "E3"):
-        evict = choose_blocks(cost, torch.tensor([5, 2]), 2, int(case[1]))
+        evict = ~keep_blocks(cost, torch.tensor([5, 2]), 2, int(case[1]))
         left = -(-(torch.tensor([5, 2]) - evict.sum(1)) // 2)
         assert (torch.tensor([3, 1]) - left).tolist() == data[case]["blocks"]
 

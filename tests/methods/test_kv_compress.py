@@ -9,7 +9,7 @@ from store_helpers import golden, held_positions, held_scores, make_store
 
 from kvbench.kernels.reference.attention import column_scores, reduce_scores
 from kvbench.methods.kv_compress import KVCompress
-from kvbench.policy import choose_blocks
+from kvbench.policy import keep_blocks
 
 METRICS = [[5.0, 1.0, 4.0, 2.0, 9.0], [3.0, 6.0]]
 
@@ -25,16 +25,16 @@ def padded(metrics):
 @pytest.mark.parametrize("case", ["E1", "E2", "E3"])
 def test_golden_blocks(case):
     """The cheapest blocks over both heads go first, and with them the golden slots."""
-    evict = choose_blocks(*padded(METRICS), 2, int(case[1]))
+    evict = ~keep_blocks(*padded(METRICS), 2, int(case[1]))
     assert [row.nonzero()[:, 0].tolist() for row in evict] == golden("kvc")[case]["evicted"]
 
 
 def test_golden_protected_slots():
     """Protected slots cannot go; asking for more blocks than are free frees what can be freed."""
     cost, held = padded([[5.0, 1.0, 4.0, math.inf, math.inf], METRICS[1]])
-    evict = choose_blocks(cost, held, 2, 2)
+    evict = ~keep_blocks(cost, held, 2, 2)
     assert [row.nonzero()[:, 0].tolist() for row in evict] == golden("kvc")["protect2"]["evicted"]
-    everything = choose_blocks(cost, held, 2, 4)
+    everything = ~keep_blocks(cost, held, 2, 4)
     assert [row.nonzero()[:, 0].tolist() for row in everything] == [[0, 1, 2], [0, 1]]  # three blocks, not four
 
 

@@ -128,7 +128,7 @@ static bool turned_page(const Call& call, const Tier& tier, const TierPlan& p, c
                         const float* q, Ahead ahead, Scratch& s, float* out, long stride) {
   const long G = call.group_size, D = call.head_dim, T = p.slots, group = tier.k_channel_group;
   const int kind = p.k_kind, unit = unit_bytes_of(kind);
-  if (!turn.cos || call.rotated != D || T < kLanes || (kind == kBook3 && p.k_width % 2) || (scaled(tier.k) && (!group || tier.channel_scale))) return false;
+  if (!turn.cos || call.rotated != D || T < kLanes || (kind == kBook3 && p.k_width % 2) || (scaled(tier.k) && !group)) return false;
   const uint8_t* codes = page + tier.k_codes;
   if (kind != tier.k.kind) {
     s.keys.resize(D * T * unit);
@@ -165,7 +165,7 @@ static void dense_page(const Call& call, const Tier& tier, const uint8_t* page, 
   plain_keys(tier, page + tier.k_codes, T, D, n, keys);
   if (tier.channel_scale)
     for (long d = 0; d < D; d++) scale_and_add(keys + d * T, n, tier.channel_scale[head * D + d], tier.channel_zero[head * D + d]);
-  if (scaled(tier.k)) {
+  else if (scaled(tier.k)) {  // checks.py lets no keys have both
     const long group = tier.k_channel_group, count = group ? (n + group - 1) / group * D : groups * T;
     s.k_meta.resize(2 * count + kLanes);
     float *by = s.k_meta.data(), *zero = by + count;

@@ -63,10 +63,13 @@ class Decode(Call):
             self.add_ring(lists)
         elif dice.random() < 0.2 and all(tier.fmt.slot.key_channels == self.dim for tier in self.list):
             self.turn(lists, half=dice.choice((self.dim // 2, dice.randint(1, self.dim // 2))))
-        if dice.random() < 0.1 and all(tier.fmt.slot.key_channels == self.dim for tier in self.list):
+        bare = [tier for tier in self.list if not tier.fmt.regions["k_scale"][1]]
+        if all(tier.fmt.slot.key_channels == self.dim for tier in bare):
             own = Channels(*(torch.randn(lists[1], self.dim, generator=self.make) for _ in range(2)))
-            for tier in self.list[: dice.randint(1, num)]:
-                tier.channels = own
+            for tier in bare:
+                book = tier.fmt.slot.k_code == "book_channels"  # of levels up to 255
+                if dice.random() < (0.8 if book else 0.1):
+                    tier.channels = Channels(own.scale / 100 if book else own.scale, own.zero)
         heads = lists[1] * dice.choice((1, 2, 3, 4, 5, 7))
         rule = dice.choice((None, *RULES))
         self.args = {"q": self.randn(lists[0], heads, self.dim), "power": dice.choice((1, 2)), "group": rule}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import InOrder, TierPages
+from kvbench.kernels.backend import Channels, InOrder, TierPages
 from kvbench.kernels.codes import BITS, NAMES
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.reference import pages as torch_pages
@@ -259,4 +259,7 @@ class Call:
             found += self.bent(tier, "rotation", (0, 1))
             wide = lambda x: x.repeat(1, 1, self.dim)  # noqa: E731
             found.append(Wrong("rotation too wide", self.change(tier, "rotation", wide)))
+        if tier.fmt.regions["k_scale"][1]:
+            own = Channels(*torch.ones(2, tier.ids.shape[-2], self.dim))
+            found.append(Wrong("two scales of a key", self.change(tier, "channels", lambda _: own)))
         return found + self.poked(tier, "ids", len(self.pages), late=late, where=self.used(tier, tier.num_k))
