@@ -135,7 +135,7 @@ def build_caches(
     beside = []
     for fmt, mine, begin, end in zip(formats, split, bounds, bounds[1:], strict=False):
         keys, channels, rotation = _as_stored(fmt, k[:, :, begin:end], begin)
-        beside.append({"channels": channels, "rotation": rotation})
+        beside.append((rotation, channels))
         for index in range(sequences):
             _write(backend, pages, fmt, mine[0, index], keys[index], v[index, :, begin:end])
     source = pages[ids[0].flatten()]
@@ -144,7 +144,7 @@ def build_caches(
     held = [torch.full((sequences, heads), count, dtype=torch.int64, device=k.device) for count in counts]
     buffers = [
         [
-            TierPages(fmt, mine[i].contiguous(), n, n, **more)
+            TierPages(fmt, mine[i].contiguous(), n, n, *more)
             for fmt, mine, n, more in zip(formats, split, held, beside, strict=True)
         ]
         for i in range(num_buffers)

@@ -221,6 +221,7 @@ def _step(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, turned: 
         table.find_extreme(rows, tier, fmt, by="mean", over_layer=False, seen=seen, before=seen, first=seen)
         table.find_extreme(rows, tier, fmt, by="score", over_layer=True, seen=seen, before=seen, first=seen)
         table.find_extreme(rows, tier, fmt, by="mean", over_layer=False, seen=seen, floor=seen, exact=seen)
+        table.tracked_slots(lists, tier, fmt, fmt.tokens_per_page)
     to = None if len(formats) == 1 else page
     table.take(lists, 0, page, to, to, acts=True, own_all=False, done=[])
     table.take(lists, 0, None, None, None, acts=False, own_all=False, done=[])

@@ -178,12 +178,13 @@ class PagesView(SlotsView):
     def _fields(self, tier: int) -> tuple[Tensor, Tensor, Tensor]:
         """Score, position, and whether it is held, of every slot, [M, n] each."""
         fmt = self._pages.formats[tier]
-        if self._pages.on_device and self._numbers:
-            width = self._pages.width(self._numbers, tier) * fmt.tokens_per_page
-            *fields, held = self._pages.table.tracked_slots(self._lists, tier, fmt, width)
+        pages = self._pages.width(self._numbers, tier) if self._numbers else None
+        if self._pages.on_device and pages is not None:
+            width = pages * fmt.tokens_per_page
+            score, pos, there, held = self._pages.table.tracked_slots(self._lists, tier, fmt, width)
             if self._pages.homes is None:
                 self._held.setdefault(tier, held.view(self.shape))
-            return tuple(fields)  # type: ignore[return-value]
+            return score, pos, there
         found = self._tier(tier)
         slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
 

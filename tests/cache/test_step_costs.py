@@ -102,6 +102,7 @@ def test_a_step_launches_what_the_documentation_says(method: str):
     layer = tuple(b - a for a, b in zip(two, three, strict=True))
     rest = tuple(a - 2 * b for a, b in zip(two, layer, strict=True))
     assert layer + rest == SAID[method], f"| {method} | {' | '.join(map(str, layer + rest))} | |"
+    assert sum(layer) <= 5 and 32 * sum(layer) + sum(rest) <= 160
 
 
 def test_what_waits_is_counted():

@@ -200,6 +200,7 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
             "_place",
             "_lookup",
             "_count_rows",
+            "_tracked_slots",
             "_change_at_once",
             "_demote_both",
             "_write_key_groups",

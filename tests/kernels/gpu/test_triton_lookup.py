@@ -106,6 +106,24 @@ def test_a_search_without_scores_is_refused(filled):
         table.find_extreme(rows, 0, tier_format("8,4", 64, track=("pos",)), by="score", over_layer=False, seen=rows)
 
 
+@pytest.mark.parametrize("extra", [0, 700])
+@pytest.mark.parametrize("tier", [0, 1])
+def test_what_slots_track_is_read_list_by_list(filled, tier: int, extra: int):
+    """Both ends of the tables, empty lists, lists of several blocks of slots, and slots that no list holds."""
+    formats, table, fields = filled
+    per_row = SHAPE[1] * SHAPE[2]
+    lists = [row * per_row + i for row in ROWS for i in range(per_row)]
+    width = max(len(fields[tier, each]) for each in lists) + extra
+    given = torch.tensor(lists, device=DEVICE)
+    score, pos, there, held = table.tracked_slots(given, tier, formats[tier], width)
+    for index, each in enumerate(lists):
+        want = fields[tier, each]
+        count = len(want)
+        assert held[index] == count and there[index].tolist() == [True] * count + [False] * (width - count)
+        assert score[index].tolist() == [float(torch.tensor(x)) for x, _ in want] + [0.0] * (width - count)
+        assert pos[index].tolist() == [place for _, place in want] + [-1] * (width - count)
+
+
 def test_rows_are_counted_as_their_lists_say(filled):
     """Pages of all tiers, and the longest list of each."""
     formats, table, fields = filled
