@@ -86,7 +86,7 @@ ISA ?= portable
 fuzz: setup ## CASES random calls of the C++ kernels from SEED on, right and wrong ones, under GCC's sanitizers (ISA: which build; a minute)
 	PYTHONPATH=$(CURDIR)/tests $(PYTHON) tests/kernels/cpu/kernel_fuzz.py sanitize=$(ISA) cases=$(CASES) seed=$(SEED)
 
-mutants: setup model ## change methods, policy and cache in 200 random spots and say which changes no test notices (half an hour)
+mutants: setup model ## change methods, policy and cache in 200 random spots and say which changes no test notices (an hour and more)
 	$(PYTHON) tests/mutants.py number=200 seed=0 at_least=0.95
 
 TABLES ?= 1000

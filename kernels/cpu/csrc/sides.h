@@ -178,7 +178,7 @@ typedef void (*AddValues)(const uint8_t*, long, long, long, Weights, long, const
 extern const KeyDots kKeyDots[kMaxGroup][kNumKinds];
 // The same for codes of 4 bits (kCode4, kBook4), the dots of each of the two planes apart: out[(plane * G + g) * out_stride + slot - begin].
 extern const KeyDots kKeyDotsApart[kMaxGroup][2];
-extern const TurnedDots kTurnedDots[2][kMaxGroup][kNumKinds];  // the second ones with scales of channels
+extern const TurnedDots kTurnedDots[kMaxGroup][kNumKinds];  // codes have scales of their channels, elements have none
 extern const AddValues kAddValues[2][kMaxGroup][kNumKinds];  // the second ones for several groups of channels
 
 }  // namespace kvb

@@ -123,12 +123,13 @@ static void add_keys_apart(const Call& call, const Tier& tier, const uint8_t* pa
 }
 
 // The dots of a page's keys, without what is kept apart, where the loops of turned_dots.cpp take them: all channels are turned, and their scales
-// are those of channels. False where they do not.
+// of codes are those of channels, of elements there are none. False where they do not.
 static bool turned_page(const Call& call, const Tier& tier, const TierPlan& p, const uint8_t* page, long n, long head, const PageTurn& turn,
                         const float* q, Ahead ahead, Scratch& s, float* out, long stride) {
   const long G = call.group_size, D = call.head_dim, T = p.slots, group = tier.k_channel_group;
   const int kind = p.k_kind, unit = unit_bytes_of(kind);
   if (!turn.cos || call.rotated != D || T < kLanes || (kind == kBook3 && p.k_width % 2) || (scaled(tier.k) && !group)) return false;
+  if (is_code(kind) != (group || tier.channel_scale)) return false;
   const uint8_t* codes = page + tier.k_codes;
   if (kind != tier.k.kind) {
     s.keys.resize(D * T * unit);
@@ -150,7 +151,7 @@ static bool turned_page(const Call& call, const Tier& tier, const TierPlan& p, c
       channels = {by, zero};
     }
     for (long g = 0; g < G; g += kMaxGroup)
-      kTurnedDots[channels.by != nullptr][std::min<long>(kMaxGroup, G - g) - 1][kind](codes, T, p.k_width, begin, end, q + g * kQueryStride, channels, turn.cos, turn.sin,
+      kTurnedDots[std::min<long>(kMaxGroup, G - g) - 1][kind](codes, T, p.k_width, begin, end, q + g * kQueryStride, channels, turn.cos, turn.sin,
                                                                              tier.k.levels, out + g * stride + begin, stride);
   }
   return true;

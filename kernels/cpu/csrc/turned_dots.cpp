@@ -72,9 +72,10 @@ KVB_INLINE void turned_tile(const uint8_t* codes, long T, long W, long slot, con
 }
 
 // See TurnedDots.
-template <int kKind, int G, bool kScaled>
+template <int kKind, int G>
 void turned_dots(const uint8_t* codes, long T, long W, long begin, long end, const float* q, Channels channels, const float* cos, const float* sin,
                  const float* levels, float* out, long out_stride) {
+  constexpr bool kScaled = is_code(kKind);
   float every[16];
   const Book book = book_of<kKind>(levels, every);
   constexpr int kTiles = kRegisters >= 32 || (planes_of(kKind) <= 2 && G <= 3) ? 2 : 1;
@@ -92,8 +93,7 @@ void turned_dots(const uint8_t* codes, long T, long W, long begin, long end, con
   }
 }
 
-const TurnedDots kTurnedDots[2][kMaxGroup][kNumKinds] = {
-    {KVB_KINDS(turned_dots, 1, false), KVB_KINDS(turned_dots, 2, false), KVB_KINDS(turned_dots, 3, false), KVB_KINDS(turned_dots, 4, false)},
-    {KVB_KINDS(turned_dots, 1, true), KVB_KINDS(turned_dots, 2, true), KVB_KINDS(turned_dots, 3, true), KVB_KINDS(turned_dots, 4, true)}};
+const TurnedDots kTurnedDots[kMaxGroup][kNumKinds] = {
+    KVB_KINDS(turned_dots, 1), KVB_KINDS(turned_dots, 2), KVB_KINDS(turned_dots, 3), KVB_KINDS(turned_dots, 4)};
 
 }  // namespace kvb
