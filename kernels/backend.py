@@ -1,130 +1,26 @@
-"""What every backend is: the operations that the store calls, and the data that they take."""
+"""What every backend is: the operations that the store calls."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.codes import Code
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import (
+    Pool,
+    PoolRegion,
+    PoolStage,
+    Reduce,
+    Ring,
+    ScoreUpdate,
+    StepRing,
+    StepTarget,
+    TierPages,
+)
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
 from kvbench.kernels.tier_table import ExtremeOf, TierTable
-
-Reduce = Literal["sum", "mean", "max"]
-Pool = Literal["none", "avg", "max"]
-PoolStage = Literal["per_query_head", "after_group"]
-PoolRegion = Literal["prefix", "all"]
-ScoreUpdate = Literal["add", "replace"]
-StepTarget = tuple[int, Tensor, Tensor]  # tier, page and slot (int64 [S, L, H]) that a step's new token is written to
-
-
-@dataclass(frozen=True)
-class Channels:
-    """What the levels that key codes stand for are multiplied by, and what is added then, channel by channel; before
-    keys are rotated.
-
-    Args:
-        scale: fp32 [H, D].
-        zero: fp32 [H, D].
-    """
-
-    scale: Tensor
-    zero: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class InOrder:
-    """Rotary positions of keys that lie in the order of their positions: slot i of a sequence is at `first` + i.
-
-    Args:
-        first: int64 [S] the positions of the first slots.
-        frequencies: fp32 [D / 2] the angle between neighbours.
-    """
-
-    first: Tensor
-    frequencies: Tensor
-
-    def angles(self, num_slots: int, step: int = 1) -> Tensor:
-        """fp32 [S, num_slots, D / 2] angles of every `step`-th slot."""
-        places = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
-        return places[..., None].float() * self.frequencies
-
-
-@dataclass
-class TierPages:
-    """One tier of one layer, for the sequences of a step.
-
-    Args:
-        fmt: The tier's page format.
-        ids: int64 [S, H, m] page ids in slot order; entries past a list's end are ignored.
-        num_k: int64 [S, H] keys held; slot i < num_k is read.
-        num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
-        rotation: What the stored keys are rotated by: fp32 angles [S, m * T, D / 2], or positions in order; or None.
-        channels: Scales of keys that belong to a channel for good, or None where a page has its own.
-    """
-
-    fmt: PageFormat
-    ids: Tensor
-    num_k: Tensor
-    num_v: Tensor
-    rotation: Tensor | InOrder | None = None
-    channels: Channels | None = None
-
-    @property
-    def angles(self) -> Tensor | None:
-        """fp32 [S, m * T, D / 2] that the stored keys are rotated by, or None."""
-        if isinstance(self.rotation, InOrder):
-            return self.rotation.angles(self.ids.shape[-1] * self.fmt.tokens_per_page)
-        return self.rotation
-
-    @property
-    def half(self) -> int:
-        """Angles per key; 0 where keys are not rotated."""
-        if isinstance(self.rotation, InOrder):
-            return self.rotation.frequencies.numel()
-        return 0 if self.rotation is None else self.rotation.shape[-1]
-
-
-@dataclass
-class Ring:
-    """The residual buffers of one layer: token i of a list lies at i modulo the buffer's length.
-
-    Args:
-        k: [S, H, Rk, D] keys.
-        v: [S, H, Rv, D] values.
-        num_tokens: int64 [S, H] tokens of the list, in tier 0 and buffer together.
-    """
-
-    k: Tensor
-    v: Tensor
-    num_tokens: Tensor
-
-
-@dataclass(kw_only=True)
-class StepRing:
-    """The residual buffers of a step, and what leaves them.
-
-    Args:
-        k: [rows, L, H, Rk, D]; v: [rows, L, H, Rv, D], the whole buffers.
-        rows: int64 [S] rows of the step's sequences.
-        num_tokens: int64 [S, L, H] tokens of each list, the incoming one included.
-        before: int64 [S, L, H] twice: keys and values in pages so far.
-        after: Likewise once this step is over.
-        flush_first: Quantise before attention, so that it reads the codes.
-        most_leaving: Most keys and values of a list that leave in a step; None = as many as the buffers hold.
-    """
-
-    k: Tensor
-    v: Tensor
-    rows: Tensor
-    num_tokens: Tensor
-    before: tuple[Tensor, Tensor]
-    after: tuple[Tensor, Tensor]
-    flush_first: bool
-    most_leaving: tuple[int, int] | None = None
 
 
 class FusedStep(ABC):

@@ -12,7 +12,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import (
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import (
     InOrder,
     Pool,
     PoolRegion,
@@ -24,7 +25,6 @@ from kvbench.kernels.backend import (
     StepTarget,
     TierPages,
 )
-from kvbench.kernels.format import PageFormat
 from kvbench.kernels.tier_table import ExtremeOf
 
 MAX_TIERS = 4

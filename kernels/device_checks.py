@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Ring, TierPages
 from kvbench.kernels.device_inputs import (
     BOUNDS,
     REFERENCE,
@@ -20,6 +19,7 @@ from kvbench.kernels.device_inputs import (
     no_synchronisation,
 )
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import Ring, TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.attention import column_scores
 from kvbench.kernels.reference.pages import region

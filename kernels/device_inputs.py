@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import TierPages
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference.pages import region
 
 if TYPE_CHECKING:

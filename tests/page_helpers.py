@@ -2,8 +2,8 @@
 
 import torch
 
-from kvbench.kernels.backend import TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference.pages import read_slots, write_keys, write_values
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

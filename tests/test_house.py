@@ -279,7 +279,7 @@ def test_what_the_reference_stands_on_counts():
 def test_kernels_beside_the_pages_do_not_count():
     """Of the files directly in kernels/, those that benches and checks of a device use change no answer."""
     counted = {name for name in provenance.code_files("cpu") if name.count("/") == 1 and name.startswith("kernels/")}
-    pages = ("codes", "format", "pool", "table", "tier_table", "memory", "backend")
+    pages = ("codes", "format", "pool", "table", "tier_table", "memory", "backend", "operands")
     assert counted == {f"kernels/{name}.py" for name in pages}
 
 

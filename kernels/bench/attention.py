@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend, Reduce
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import caches, machine, peers, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, cuda_graph, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, parse_shape
 from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.operands import Reduce
 
 SCORES = {"none": "", "return": " + scores"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend, Channels, InOrder, Reduce, TierPages
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
+from kvbench.kernels.operands import Channels, InOrder, Reduce, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 
 ROPE_BASE = 10000.0  # of the rotary frequencies, where keys are turned

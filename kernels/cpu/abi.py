@@ -7,10 +7,10 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import InOrder, Reduce, Ring, TierPages
 from kvbench.kernels.codes import Code, Fit, Scale
 from kvbench.kernels.cpu.build import SOURCE_DIR, BuildError, load_library
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import InOrder, Reduce, Ring, TierPages
 
 # What is compiled, side by side, and what that includes.
 UNITS = tuple(sorted(file.name for file in SOURCE_DIR.glob("*.cpp") if file.name != "isa.cpp"))

@@ -9,13 +9,14 @@ from functools import cache
 
 from torch import Tensor
 
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu import step as cpu_step
 from kvbench.kernels.cpu.abi import chosen_isa, load
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.reference.backend import Reference
 from kvbench.kernels.tier_table import ExtremeOf
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import Reduce, Ring, TierPages
 from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
     REDUCE_KINDS,
@@ -18,6 +17,7 @@ from kvbench.kernels.cpu.abi import (
     plain,
     ring_struct,
 )
+from kvbench.kernels.operands import Reduce, Ring, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 
 

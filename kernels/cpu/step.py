@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep, Reduce, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.cpu.abi import (
     ELEMENT_KINDS,
     REDUCE_KINDS,
@@ -19,6 +19,7 @@ from kvbench.kernels.cpu.abi import (
     load,
     plain,
 )
+from kvbench.kernels.operands import Reduce, ScoreUpdate, StepRing, StepTarget, TierPages
 
 _UPDATE: dict[ScoreUpdate | None, int] = {None: 0, "add": 1, "replace": 2}
 Kept = list[Tensor | ctypes.Structure | ctypes.Array]  # what a struct points at, and must not be freed before it

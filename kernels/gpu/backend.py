@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.codes import BITS, code_of
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu import decode as triton_decode
@@ -33,6 +33,7 @@ from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.step import DeviceStep, StepScores, check_step
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
+from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
 from kvbench.kernels.tier_table import TierTable

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce, TierPages
 from kvbench.kernels.gpu.parts import ELEMENT, MIN_DOT, launch, power_of_two
+from kvbench.kernels.operands import Reduce, TierPages
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 _PAGES = 32  # of a list that one program bounds

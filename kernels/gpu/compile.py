@@ -20,7 +20,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvbench.kernels.backend import Reduce, Ring, ScoreUpdate, StepRing, TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields
@@ -31,6 +30,7 @@ from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.parts import Kernel, recording
+from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, TierPages
 from kvbench.kernels.tier_table import Turn
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}

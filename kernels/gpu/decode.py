@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import Reduce, Ring, ScoreUpdate, TierPages
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import _attend, _finish
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_constants
+from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, TierPages
 from kvbench.kernels.tier_table import TierTable, Turn
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}

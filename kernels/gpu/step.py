@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep, Reduce, Ring, ScoreUpdate, StepRing, StepTarget
+from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
 from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
+from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, StepTarget
 from kvbench.kernels.tier_table import TierTable
 
 _BLOCK = 256

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
+from kvbench.kernels.operands import Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
 from kvbench.kernels.reference.pages import read_pages, region
 
 CHUNK_ROWS = 64  # queries of a chunk whose mask lies in memory at once

@@ -9,8 +9,9 @@ from functools import partial
 
 from torch import Tensor
 
-from kvbench.kernels.backend import Backend, Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference import flash as torch_flash
 from kvbench.kernels.reference import pages as torch_pages

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
 from kvbench.errors import NotForModel
-from kvbench.kernels.backend import Channels, TierPages
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import Channels, TierPages
 from kvbench.policy import CodeBooks
 
 

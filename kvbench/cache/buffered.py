@@ -13,7 +13,8 @@ from kvbench.cache.pages import Pages
 from kvbench.cache.ring import ResidualBuffer
 from kvbench.cache.rotation import Turns
 from kvbench.cache.steps import PagedStep
-from kvbench.kernels.backend import FusedStep, Ring, StepRing, TierPages
+from kvbench.kernels.backend import FusedStep
+from kvbench.kernels.operands import Ring, StepRing, TierPages
 from kvbench.policy import DecodePlan, Policy, Residual
 
 

@@ -16,7 +16,7 @@ from kvbench.cache.rope import Rope
 from kvbench.cache.rotation import Turns
 from kvbench.cache.scores import Scores
 from kvbench.cache.view import PagesView
-from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.operands import Ring, TierPages
 from kvbench.policy import Policy
 
 

@@ -15,8 +15,9 @@ from kvbench.cache.books import Books
 from kvbench.cache.homes import Homes
 from kvbench.cache.late import Late, Receiver
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend, TierPages
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
 from kvbench.kernels.tier_table import TierTable, Turn

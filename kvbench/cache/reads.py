@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.pages import Pages
-from kvbench.kernels.backend import TierPages
+from kvbench.kernels.operands import TierPages
 from kvbench.policy import DecodeView, ReadSpec
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
-from kvbench.kernels.backend import InOrder, TierPages
+from kvbench.kernels.operands import InOrder, TierPages
 from kvbench.kernels.reference.attention import rotate
 from kvbench.kernels.tier_table import Turn
 from kvbench.policy import DecodeView, Policy

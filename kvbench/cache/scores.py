@@ -9,7 +9,7 @@ from kvbench.cache.pages import Pages
 from kvbench.cache.queries import QueryRing
 from kvbench.cache.rotation import Turns
 from kvbench.cache.tensors import Measurer, PromptTensors, SlotTensors
-from kvbench.kernels.backend import TierPages
+from kvbench.kernels.operands import TierPages
 from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
 

@@ -10,7 +10,8 @@ from kvbench.cache import moves
 from kvbench.cache.holding import Holding
 from kvbench.cache.homes import HomedStep
 from kvbench.cache.reads import StepReads
-from kvbench.kernels.backend import FusedStep, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.backend import FusedStep
+from kvbench.kernels.operands import ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.tier_table import TierTable
 from kvbench.policy import DecodePlan
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
 from kvbench.cache.pages import Pages
-from kvbench.kernels.backend import TierPages
+from kvbench.kernels.operands import TierPages
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
 

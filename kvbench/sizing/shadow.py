@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Reduce, Ring, TierPages
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import Reduce, Ring, TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.backend import Reference
 

@@ -6,10 +6,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from kvbench.kernels.backend import Backend, TierPages
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference.backend import Reference
 
 try:

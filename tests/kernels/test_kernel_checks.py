@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import Backend, Channels, InOrder, Ring, StepRing, TierPages
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import Channels, InOrder, Ring, StepRing, TierPages
 from kvbench.kernels.reference.backend import Reference
 
 BACKENDS: list[Backend] = [Reference()]

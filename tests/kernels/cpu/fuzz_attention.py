@@ -5,11 +5,11 @@ from fuzz_calls import CLOSE, RULES, Call, Wrong
 from oracles import slow_attention
 from torch import Tensor
 
-from kvbench.kernels.backend import Channels, InOrder, Ring, StepRing, TierPages
 from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu import step as cpu_step
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import Channels, InOrder, Ring, StepRing, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference import pages as torch_pages
 

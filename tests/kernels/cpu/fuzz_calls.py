@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import Channels, InOrder, TierPages
 from kvbench.kernels.codes import BITS, NAMES
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import Channels, InOrder, TierPages
 from kvbench.kernels.reference import pages as torch_pages
 
 FAR = (-1, -7, -(2**40), 2**40, 2**62, -(2**62))

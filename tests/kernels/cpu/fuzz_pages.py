@@ -6,10 +6,10 @@ import torch
 from fuzz_calls import Call, Wrong, random_format, random_slot
 from torch import Tensor
 
-from kvbench.kernels.backend import TierPages
 from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference import pages as torch_pages
 

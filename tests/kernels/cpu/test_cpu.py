@@ -5,11 +5,11 @@ import torch
 from page_helpers import PAGE_BYTES, Cache, tier_format
 
 from kvbench.kernels import dispatch
-from kvbench.kernels.backend import Channels, InOrder, Ring, TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import Channels, InOrder, Ring, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.pages import region
 

@@ -6,10 +6,10 @@ from oracles import slow_attention
 from page_helpers import PAGE_BYTES, Cache, tier_format
 from test_cpu import needs_compiler
 
-from kvbench.kernels.backend import TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu import decode as cpu_decode
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference.pages import read_slots, region, write_keys, write_values
 
 FORMATS = {

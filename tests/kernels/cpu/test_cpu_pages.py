@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kvbench.kernels.backend import Ring, StepRing, TierPages
 from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu import pages as cpu_pages
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.step import open_step
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.operands import Ring, StepRing, TierPages
 from kvbench.kernels.reference import pages as torch_pages
 from kvbench.kernels.reference.attention import add_scores, paged_decode
 

@@ -7,10 +7,10 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from triton_helpers import DEVICE, poisoned_memory, random_queries  # noqa: F401
 
-from kvbench.kernels.backend import TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference.attention import choose_pages
 from kvbench.kernels.reference.pages import region
 

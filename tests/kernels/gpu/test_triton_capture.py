@@ -13,13 +13,13 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from page_helpers import PAGE_BYTES, tier_format
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench.kernels.backend import Ring, TierPages
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import moves as triton_moves
 from kvbench.kernels.gpu import parts as triton_parts
 from kvbench.kernels.gpu.backend import Gpu
+from kvbench.kernels.operands import Ring, TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.table import PageTable

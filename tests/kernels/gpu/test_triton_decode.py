@@ -11,8 +11,8 @@ from page_helpers import Cache, tier_format
 from triton_helpers import DEVICE, move_cache, move_ring, poisoned_memory, random_queries  # noqa: F401
 
 from kvbench.kernels import dispatch
-from kvbench.kernels.backend import Ring, TierPages
 from kvbench.kernels.gpu import decode as triton_decode
+from kvbench.kernels.operands import Ring, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.pages import region
 

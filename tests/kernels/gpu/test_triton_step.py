@@ -8,9 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, random_queries
 
-from kvbench.kernels.backend import TierPages
 from kvbench.kernels.dispatch import get_backend, gpu_backend
 from kvbench.kernels.gpu.manager import DevicePages
+from kvbench.kernels.operands import TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.reference.pages import region
 from kvbench.kernels.table import PageTable

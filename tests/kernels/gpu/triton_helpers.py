@@ -7,7 +7,7 @@ import pytest
 import torch
 from page_helpers import Cache
 
-from kvbench.kernels.backend import Ring, TierPages
+from kvbench.kernels.operands import Ring, TierPages
 
 # tests/conftest.py turns the interpreter on where there is no GPU; with one, the same tests run compiled kernels.
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
