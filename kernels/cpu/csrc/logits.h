@@ -196,7 +196,6 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
     codes = s.keys.data();
   }
   const float factor = call.scale * p.k_unit;
-  const Vec scale = splat(factor);
   if (!scaled(tier.k)) {
     ahead.rest();
     all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
