@@ -28,7 +28,7 @@ KNOWS = {
     "config": {"errors", "__init__"},
     "methods": {"policy"},
     "cache": {"policy", "kernels", "errors", "rules"},
-    "models": {"errors", "config"},
+    "models": {"errors", "config", "kernels"},
     "results": {"stats", "config", "errors", "engine", "__init__"},
     "show": {"results", "stats", "config", "errors"},
     "sizing": {"results", "cache", "policy", "kernels", "config", "errors", "rules"},

@@ -162,6 +162,7 @@ class Library(ctypes.CDLL):
         self.kvb_move.argtypes = [*pages, n, p, p, p, p, n, i]
         self.kvb_search.argtypes = [*pages, p, n]
         self.kvb_column_sums.argtypes = [p]
+        self.kvb_products.argtypes = [i, p, p, p, p, n, n, n, i]
 
 
 def load() -> Library:

@@ -15,17 +15,19 @@ from kvbench.bench import choices
 from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder, relative
 from kvbench.config.files import FULL
 from kvbench.engine.hf import OWN_CACHES
+from kvbench.errors import unknown_name
 from kvbench.kernels.bench import machine, report
 from kvbench.kernels.bench.rounds import Variant, choose_timer, failed_variant, measure_cell
 from kvbench.kernels.bench.settings import Common, check_list, check_whole
 from kvbench.kernels.dispatch import get_backend
-from kvbench.models import packed
+from kvbench.models import matrices
 from kvbench.models.load import LoadedModel
 
 OWN = "transformers"
 STATIC = "transformers static, graph"  # on a GPU: what people who want speed run
-PACKED = ", packed"  # behind the name of a row whose model has its own matrices packed
-BASELINES = (OWN, OWN + PACKED, STATIC, FULL)
+# Behind the name of a row whose model's own matrices are not plain.
+MARKS = {linear: f", {linear}" for linear in matrices.LINEAR if linear != matrices.PLAIN}
+BASELINES = (OWN, *(OWN + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
 # amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
@@ -77,23 +79,27 @@ class Settings(WholeModel):
         prefill_rounds: Rounds of whole prompts; 0 = none.
         quantised: transformers' quantised caches where their packages are there.
         peak: Peak memory of a prompt, each in a process of its own.
-        packed: Each row once more with the model's own matrices packed (`model.linear=packed`), transformers' too.
+        linear: Each row once more with the model's own matrices laid so (`model.linear`), transformers' too.
     """
 
     batches: list[int] = field(default_factory=lambda: [1, 4])
     prefill_rounds: int = 3
     quantised: bool = True
     peak: bool = True
-    packed: bool = False
+    linear: list[str] = field(default_factory=list)
 
     def check(self) -> None:
         """Raises ValueError for a value out of range, with the rule."""
         super().check()
         check_list("batches", self.batches, 1)
         check_whole("prefill_rounds", self.prefill_rounds, 0)
-        if self.packed and choices.read_choice("model", self.model).get("linear") == packed.PACKED:
+        if unknown := [linear for linear in self.linear if linear not in MARKS]:
+            raise unknown_name("linear", unknown[0], MARKS)
+        own = choices.read_choice("model", self.model).get("linear", matrices.PLAIN)
+        if len(set(self.linear)) != len(self.linear) or (self.linear and own != matrices.PLAIN):
             raise ValueError(
-                f"model={self.model} with packed=true would time packed rows twice; leave linear= out of model="
+                f"linear={self.linear} beside model={self.model} would time rows twice; name each way once, and leave "
+                "linear= out of model="
             )
 
 
@@ -149,15 +155,16 @@ def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
 
 
 def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:
-    """The model by what its rows have behind their names: nothing, and `PACKED` where that is wanted and can be had."""
+    """The model by what its rows have behind their names: nothing, and those of `MARKS` that are wanted and can be
+    had."""
     models = {"": choices.make_model(settings.model, device)}
     notes += filter(None, [models[""].remark])
-    if settings.packed:
-        model = choices.make_model(f"{settings.model} linear={packed.PACKED}", device)
+    for linear in settings.linear:
+        model = choices.make_model(f"{settings.model} linear={linear}", device)
         if model.remark:
-            notes.append(f"no packed rows: {model.remark}")
+            notes.append(f"no {linear} rows: {model.remark}")
         else:
-            models[PACKED] = model
+            models[MARKS[linear]] = model
     return models
 
 
@@ -308,11 +315,11 @@ def measure_peaks(
 ) -> dict[str, int]:
     """Bytes that reading one prompt adds at its worst moment, its cache included; each in a fresh process."""
     found = {}
-    kinds, marks = own_kinds(settings), ["", PACKED] if settings.packed else [""]
-    for name, mark in [(name, mark) for mark in marks for name in [*kinds, *settings.methods]]:
+    kinds, ways = own_kinds(settings), {"": "", **{MARKS[linear]: f" linear={linear}" for linear in settings.linear}}
+    for name, mark in [(name, mark) for mark in ways for name in [*kinds, *settings.methods]]:
         progress(0, 1, f"peak memory of a prompt, {name}{mark}")
         order = {
-            "model": settings.model + (f" linear={packed.PACKED}" if mark else ""),
+            "model": settings.model + ways[mark],
             "device": device,
             "context": settings.context,
             "name": name,

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvbench.kernels.bench import report
 from kvbench.kernels.bench.report import label_of
-from kvbench.models.packed import PACKED
+from kvbench.models.matrices import PLAIN
 from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
 from kvbench.show.progress import PLAIN_EVERY_S, LiveBar, format_bytes, format_seconds, note
@@ -190,7 +190,8 @@ def _baseline(name: str, model: dict | None) -> str:
     """The heading of the ratios to a baseline; transformers' own cache has the model's dtype, the full one 16 bits."""
     if name.partition(", ")[0] != "transformers" or not model:
         return f"x {name}"
-    how = [model.get("dtype", "").removeprefix("torch."), *([PACKED] if model.get("linear") == PACKED else [])]
+    linear = model.get("linear", PLAIN)
+    how = [model.get("dtype", "").removeprefix("torch."), linear if linear != PLAIN else ""]
     return f"x {name} ({', '.join(filter(None, how))})"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import MissingWeightsError, UnsupportedModel, check_whole, unknown_name
-from kvbench.models import cache, embedded, files, gguf, packed, quantised, random_weights
+from kvbench.models import cache, embedded, files, gguf, matrices, quantised, random_weights
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
@@ -36,8 +36,8 @@ class LoadedModel:
         dtype: Dtype of the weights.
         device: Where the weights live; of several devices the first one, where prompts go in.
         chat_template: True when the tokenizer can render a chat.
-        linear: How its own matrices lie in memory, `plain` or `packed`; it decides in which order their sums are
-            formed.
+        linear: How its own matrices lie and are multiplied, one of `matrices.LINEAR`; it decides in which order their
+            sums are formed.
         remark: A sentence on what was asked of it and could not be had; empty when all was.
     """
 
@@ -49,7 +49,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     chat_template: bool
-    linear: str = packed.PLAIN
+    linear: str = matrices.PLAIN
     remark: str = ""
     places: tuple[tuple[torch.device, int], ...] = ()
     """Devices and how many layers each has, in the order of the layers, where `model.device` named several."""
@@ -98,7 +98,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     processes = read_processes(settings.get("tensor_parallel"), str(kind), devices)
     dtype = _dtype(settings.get("dtype", "auto"), devices.first)
     quantisation = quantised.read_kind(settings.get("quantisation"), str(kind), devices.first, dtype, processes)
-    linear = packed.read_linear(settings.get("linear", packed.PLAIN), quantisation, processes)
+    linear = matrices.read_linear(settings.get("linear", matrices.PLAIN), quantisation, processes)
     how = How(dtype, devices, quantisation, processes)
     if processes > 1 and started()[0] == 0:
         tell(("load", settings))
@@ -106,11 +106,7 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     if processes == 1:
         model = devices.spread(model)
     model = model.eval().requires_grad_(False)
-    remark = packed.why_not(dtype, devices.first) if linear == packed.PACKED else ""
-    if remark:
-        linear, remark = packed.PLAIN, f"model.linear={linear} was not done, because {remark}"
-    elif linear == packed.PACKED:
-        packed.pack(model)
+    linear, remark = matrices.lay(model, linear, dtype, devices.first)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

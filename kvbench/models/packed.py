@@ -11,10 +11,6 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from kvbench.errors import unknown_name
-
-PLAIN, PACKED = "plain", "packed"
-LINEAR = (PLAIN, PACKED)
 # Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
 # rows in fp32 and with a prompt's in bf16, and no faster with 1; those for 4 to 64 rows are alike.
 ROWS = 16
@@ -61,30 +57,6 @@ class PackedLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-def read_linear(value: object, quantisation: str | None, processes: int) -> str:
-    """`model.linear`, once it is known that it goes with the other settings.
-
-    Args:
-        value: plain or packed.
-        quantisation: What the weights are quantised to, or None.
-        processes: Among how many the model is cut.
-
-    Raises:
-        ValueError: It is something else, or the matrices to be packed are not plain ones.
-    """
-    if value not in LINEAR:
-        raise unknown_name("model.linear", value, LINEAR)
-    other = f"model.quantisation={quantisation}" if quantisation else ""
-    if processes > 1:
-        other = f"model.tensor_parallel={processes}"
-    if value == PACKED and other:
-        raise ValueError(
-            f"model.linear=packed re-orders whole plain matrices, and {other} leaves other ones; set "
-            f"model.linear=plain, or {other.partition('=')[0]}=null"
-        )
-    return str(value)
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> str:

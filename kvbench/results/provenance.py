@@ -146,20 +146,21 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
     )
 
 
-def code_files(backend: str) -> dict[str, Path]:
+def code_files(*backends: str) -> dict[str, Path]:
     """The source files that decide an answer, whatever the task and the method.
 
     A task counts its own files (`TaskSet.fingerprint`) and a method its own (`method_files`): a new one of either must
     not make the stored runs of the others stale. What reads, shows or fetches changes no answer.
 
     Args:
-        backend: Name of the backend that runs; the kernels of the others do not count.
+        backends: Names of those whose kernels run: the backend's, and where the model's products are another one's,
+            that one's too. The kernels of the others do not count.
 
     Returns:
         Name and path of each file.
     """
     package, kernels = package_folder(), sibling_folder("kernels")
-    own = (*ANSWER_KERNELS, BACKEND_FOLDERS.get(backend, backend))
+    own = (*ANSWER_KERNELS, *(BACKEND_FOLDERS.get(backend, backend) for backend in backends))
     roots = [package / name for name in ANSWER_FOLDERS] + [kernels / name for name in dict.fromkeys(own)]
     files = [path for root in roots for path in ([root] if root.is_file() else sources(root))]
     return {
@@ -171,9 +172,9 @@ def code_files(backend: str) -> dict[str, Path]:
 
 
 @cache
-def harness_hash(backend: str) -> str:
+def harness_hash(*backends: str) -> str:
     """Hash of `code_files`, read once per process."""
-    return hash_files(code_files(backend))
+    return hash_files(code_files(*backends))
 
 
 METHODS = "kvbench.methods"

@@ -196,8 +196,11 @@ def _ingredients(
     cfg: DictConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", backend: "Backend"
 ) -> dict[str, Any]:
     """Everything that can change an answer, as JSON types."""
+    from kvbench.models import matrices
+
     method_files = provenance.method_files(type(policy))
     own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
+    kernels = (backend.name, *matrices.kernels(model.linear))
     found = {
         "model": {
             "fingerprint": model.fingerprint,
@@ -205,7 +208,7 @@ def _ingredients(
             "device": str(model.device).split(":")[0],
             "chat_template": model.chat_template,
             "max_tokens": model.max_tokens,
-            "linear": model.linear,
+            "linear": matrices.identity(model.linear),
             **_placement(cfg, model),
         },
         "task": {"name": task.name, "fingerprint": task.fingerprint, "protocol": task.protocol, "limit": cfg.limit},
@@ -217,10 +220,10 @@ def _ingredients(
         "seed": cfg.seed,
         "backend": backend.name,
         "code": {
-            "harness": provenance.harness_hash(backend.name),
+            "harness": provenance.harness_hash(*kernels),
             "method": code.hash_files(method_files),
             **({"isa": backend.isa} if backend.isa else {}),
-            **code.versions(_harness_imports(backend.name) | (code.imports(method_files.values()) - own)),
+            **code.versions(_harness_imports(*kernels) | (code.imports(method_files.values()) - own)),
         },
     }
     return {name: identity.canonical(found[name]) for name in sorted(found)}
@@ -243,9 +246,9 @@ def _placement(cfg: DictConfig, model: "LoadedModel") -> dict[str, Any]:
 
 
 @cache
-def _harness_imports(backend: str) -> frozenset[str]:
+def _harness_imports(*backends: str) -> frozenset[str]:
     """The libraries that the code under every method imports, read once per process."""
-    return code.imports(provenance.code_files(backend).values())
+    return code.imports(provenance.code_files(*backends).values())
 
 
 def load_task(cfg: DictConfig, model: "LoadedModel", parts: Parts, limit: int | str | None) -> "TaskSet":

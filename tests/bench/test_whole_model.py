@@ -11,7 +11,7 @@ from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
 from kvbench.engine import hf
 from kvbench.kernels.bench import report
 from kvbench.kernels.reference.backend import Reference
-from kvbench.models import packed
+from kvbench.models import packed, streamed
 
 MODEL = "random preset=tiny num_layers=2 dtype=float32"
 COMMON = {"model": MODEL, "context": 96, "rounds": 2, "steps": 1, "threads": [1], "kernels": "torch", "device": "cpu"}
@@ -47,35 +47,42 @@ def test_decode_measures_prompts_and_every_batch():
 
 
 @pytest.mark.skipif(bool(packed.why_not(torch.float32, torch.device("cpu"))), reason="matrices cannot be packed here")
-def test_packed_rows_stand_beside_plain_ones():
-    """Every row comes twice in the same rounds, transformers' own too, each by a model of its own kind, and speed is
-    told relative to both of transformers'."""
+def test_packed_and_streamed_rows_stand_beside_plain_ones():
+    """Every row comes three times in the same rounds, transformers' own too, each by a model of its own kind, and speed
+    is told relative to all of transformers'."""
     settings = decode.Settings(
-        **COMMON, methods=["full"], batches=[1], prefill_rounds=1, peak=False, quantised=False, packed=True
+        **COMMON,
+        methods=["full"],
+        batches=[1],
+        prefill_rounds=1,
+        peak=False,
+        quantised=False,
+        linear=["packed", "streamed"],
     )
     settings.check()
     document = decode.run(settings)
-    names = ["transformers", "full", "transformers, packed", "full, packed"]
+    names = [f"{name}{mark}" for mark in ("", ", packed", ", streamed") for name in ("transformers", "full")]
     for cell in document["cells"]:
         assert not cell["refused"], cell["refused"]
         rows = {row["name"]: row for row in cell["variants"]}
         assert list(rows) == names and cell["twice"]["name"] == "transformers"
-        assert list(rows["full, packed"]["ratios"]) == ["transformers", "transformers, packed", "full"]
+        assert list(rows["full, packed"]["ratios"]) == [*names[::2], "full"]
     models = decode.make_models(settings, "cpu", [])
     kinds = {mark: type(model.model.model.layers[0].mlp.up_proj) for mark, model in models.items()}
-    assert kinds == {"": torch.nn.Linear, decode.PACKED: packed.PackedLinear}
-    variants = decode.decode_variants(settings, models[decode.PACKED], 1, decode.PACKED)
+    assert kinds == {"": torch.nn.Linear, ", packed": packed.PackedLinear, ", streamed": streamed.StreamedLinear}
+    variants = decode.decode_variants(settings, models[", packed"], 1, ", packed")
     assert [each.before_round.__self__.__class__ for each in variants] == [OwnDecoder, StoreDecoder]
-    assert variants[0].before_round.__self__.loaded is models[decode.PACKED]
+    assert variants[0].before_round.__self__.loaded is models[", packed"]
     text = io.StringIO()
     Console(width=200, file=text).print(show.render(document))
-    assert "x transformers (float32)" in text.getvalue() and "x transformers, packed (float32)" in text.getvalue()
+    for way in ("", ", packed", ", streamed"):
+        assert f"x transformers{way} (float32)" in text.getvalue()
 
 
 def test_packed_rows_that_cannot_be_had_are_a_note(monkeypatch):
     """The other rows are measured, and the reason is told."""
     monkeypatch.setattr(packed, "why_not", lambda dtype, device: "of the weather")
-    settings, notes = decode.Settings(**COMMON, packed=True), []
+    settings, notes = decode.Settings(**COMMON, linear=["packed"]), []
     assert list(decode.make_models(settings, "cpu", notes)) == [""]
     assert notes == ["no packed rows: model.linear=packed was not done, because of the weather"]
     asked = decode.Settings(**COMMON | {"model": f"{MODEL} linear=packed"})
@@ -248,7 +255,9 @@ def test_one_sequence_that_does_not_fit_is_said(model):
         (decode.Settings, {"methods": ["snapkv budge=1"]}, "method.budge"),
         (decode.Settings, {"model": "smol"}, "model=smol does not exist"),
         (decode.Settings, {"batches": [0]}, "batches=0"),
-        (decode.Settings, {"model": f"{MODEL} linear=packed", "packed": True}, "would time packed rows twice"),
+        (decode.Settings, {"model": f"{MODEL} linear=packed", "linear": ["packed"]}, "would time rows twice"),
+        (decode.Settings, {"linear": ["packed", "packed"]}, "would time rows twice"),
+        (decode.Settings, {"linear": ["plain"]}, "linear=plain does not exist. Known: packed, streamed"),
     ],
 )
 def test_settings_out_of_range_are_refused(kind, changes, message):

@@ -56,7 +56,7 @@ def fixed(monkeypatch):
     from kvbench.calibrate import figure
     from kvbench.results import provenance
 
-    monkeypatch.setattr(provenance, "harness_hash", lambda backend: "the same")
+    monkeypatch.setattr(provenance, "harness_hash", lambda *backends: "the same")
     monkeypatch.setattr(command.hf, "model_shape", lambda model: SimpleNamespace(num_layers=len(WEIGHTS)))
     monkeypatch.setattr(figure, "draw", lambda result: [])
 

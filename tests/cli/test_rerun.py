@@ -67,7 +67,7 @@ def test_a_stored_run_runs_again_from_its_folder_alone(stored, capsys):
 
 def test_what_differs_is_named(stored, monkeypatch, capsys):
     """Under other code the hash is another one, and the answers that changed are shown."""
-    monkeypatch.setattr(provenance, "harness_hash", lambda backend: "f" * 64)
+    monkeypatch.setattr(provenance, "harness_hash", lambda *backends: "f" * 64)
     monkeypatch.setattr("kvbench.runs.run.default_parts", lambda: make_parts(statuses={"b/3": "oom"}))
     assert cli.main(["rerun", str(stored), "trust=true", "results_dir=again"]) == 1
     out = capsys.readouterr().out

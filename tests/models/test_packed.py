@@ -208,19 +208,6 @@ def test_another_word_is_refused():
         load_model(TINY | {"linear": "pakced"})
 
 
-@pytest.mark.parametrize(
-    ("quantisation", "processes", "other"),
-    [("int8", 1, "model.quantisation=int8"), (None, 2, "model.tensor_parallel=2")],
-)
-def test_matrices_that_are_not_plain_are_refused(quantisation, processes, other):
-    """Before a model is loaded, by both settings and the remedy; a plain one goes with everything."""
-    assert packed.read_linear("plain", quantisation, processes) == "plain"
-    assert packed.read_linear("packed", None, 1) == "packed"
-    key = other.partition("=")[0]
-    with pytest.raises(ValueError, match=f"^model.linear=packed .* {other} leaves other .* or {key}=null$"):
-        packed.read_linear("packed", quantisation, processes)
-
-
 def test_layers_in_two_places_are_packed_alike():
     """A model whose layers share two places of main memory gives the logits of one in one place."""
     found = []

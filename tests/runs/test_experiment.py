@@ -120,7 +120,7 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
     base = digest()
     found = {base, digest(task={"fingerprint": "data-2"}), digest(task={"protocol": {"query_aware": False}})}
     with monkeypatch.context() as patch:
-        patch.setattr(provenance, "harness_hash", lambda backend: "other code")
+        patch.setattr(provenance, "harness_hash", lambda *backends: "other code")
         found.add(digest())
     with monkeypatch.context() as patch:
         patch.setattr(code, "hash_files", lambda files: "other method")
@@ -209,6 +209,16 @@ def test_hash_sees_the_instruction_set_of_the_kernels(tmp_path):
     assert len({experiment.hash for experiment in found.values()}) == 3
     assert found["avx2"].identity["code"]["isa"] == "avx2"
     assert "isa" not in found[""].identity["code"]
+
+
+def test_a_streamed_model_counts_the_kernels_that_it_runs(tmp_path, monkeypatch):
+    """Whatever backend the cache has, the code of the CPU's kernels counts, and which build of them multiplies."""
+    asked = []
+    monkeypatch.setattr(provenance, "harness_hash", lambda *backends: asked.append(backends) or "the same")
+    found = prepare(make_cfg(tmp_path, model__linear="streamed"), "half", make_parts())
+    assert found.identity["model"]["linear"] == f"streamed {best_isa()}"
+    prepare(make_cfg(tmp_path), "half", make_parts())
+    assert asked == [(*asked[1], "cpu"), asked[1]] and "cpu" not in asked[1]
 
 
 def test_the_cpu_backend_names_its_instruction_set(monkeypatch):

@@ -126,6 +126,12 @@ KVB_INLINE Vec load_bf16(const uint8_t* p) {
   const Ints wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+// 2 * kLanes bf16 numbers: those at even places, and those at odd ones, whose bits are the upper half of a lane already.
+KVB_INLINE void load_bf16_pairs(const uint8_t* p, Vec* even, Vec* odd) {
+  const Ints both = _mm512_loadu_si512(p);
+  *even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  *odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000u))));
+}
 // An e4m3 float has the bits of an fp16 whose exponent is 8 lower.
 KVB_INLINE Vec load_fp8(const uint8_t* p) {
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
@@ -182,6 +188,11 @@ template <int kShift, int kBits> KVB_INLINE Vec plane(Ints x) {
 KVB_INLINE Vec load_f16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+KVB_INLINE void load_bf16_pairs(const uint8_t* p, Vec* even, Vec* odd) {
+  const Ints both = _mm256_loadu_si256((const __m256i*)p);
+  *even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  *odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000u))));
 }
 // 32 e4m3 floats in fp16, 256 times smaller, NaN as 480 / 256. Each becomes the upper byte of 16 bits; after the shift the sign lies in bits 14
 // and 15, of which fp16 has it in 15.
@@ -295,6 +306,11 @@ KVB_INLINE Vec load_f16(const uint8_t* p) {
 }
 KVB_INLINE Vec load_bf16(const uint8_t* p) {
   return load_halves(p, [](uint16_t half) { return scalar_bf16(half); });
+}
+KVB_INLINE void load_bf16_pairs(const uint8_t* p, Vec* even, Vec* odd) {
+  uint16_t half[2 * kLanes];
+  std::memcpy(half, p, sizeof half);
+  for (int i = 0; i < kLanes; i++) (*even)[i] = scalar_bf16(half[2 * i]), (*odd)[i] = scalar_bf16(half[2 * i + 1]);
 }
 KVB_INLINE Vec load_fp8(const uint8_t* p) { return Vec{kFp8Values.value[p[0]], kFp8Values.value[p[1]], kFp8Values.value[p[2]], kFp8Values.value[p[3]]}; }
 template <int kMask> KVB_INLINE Ints masked(Ints x) { return x & kMask; }
