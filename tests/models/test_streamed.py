@@ -1,8 +1,6 @@
 """Linear layers that read a plain matrix once for all rows: the same model but for the order of sums."""
 
 import copy
-import re
-from types import SimpleNamespace
 
 import pytest
 import torch
