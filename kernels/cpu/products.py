@@ -51,7 +51,8 @@ class FewRows:
         *rows, width = x.shape
         assert width == size_in and x.dtype == weight.dtype, "x has a matrix's columns and its dtype"
         assert weight.is_contiguous() and weight.is_cpu and x.is_cpu, "a plain matrix on the CPU"
-        assert bias is None or (bias.dtype == x.dtype and bias.shape == (size_out,) and bias.is_contiguous())
+        assert bias is None or (bias.dtype == x.dtype and bias.shape == (size_out,) and bias.is_cpu), "a bias likewise"
+        assert bias is None or bias.is_contiguous(), "a bias likewise"
         x = x.contiguous()
         y = x.new_empty(*rows, size_out)
         status = self._call(
