@@ -86,5 +86,6 @@ def stream(model: torch.nn.Module) -> int:
     few_rows = FewRows()
     for layer in found:
         layer.__class__ = StreamedLinear
+        assert isinstance(layer, StreamedLinear)
         layer.few_rows, layer.widens = few_rows, not _multiplies(layer.weight.dtype)
     return len(found)
