@@ -130,10 +130,13 @@ def write_tracked(
         index("pos", pos, page.shape, pages.device)
 
 
-def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-    """Of the operation of that name."""
+def widen_bounds(
+    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, passes_over: bool = False
+) -> None:
+    """Of the operation of that name; `passes_over`: the bounds of a page below 0 are left alone."""
     slots(pages, fmt, page, slot)
-    within(fmt, len(pages), page, slot)
+    if not passes_over:
+        within(fmt, len(pages), page, slot)
     vectors("k", k, (len(page), fmt.slot.head_dim), pages.device)
     if not fmt.bounds:
         raise AssertionError("the format's pages carry no bounds that could be widened")

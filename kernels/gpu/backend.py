@@ -2,11 +2,11 @@
 
 The functions are in `bounds`, `decode`, `fields`, `moves`, `pages`, `prefill` and `step` beside this file. Prompt
 attention is torch's own fused kernel. For the rest the reference stands in, much slower, and `fallbacks` names it:
-widening the bounds of pages, and prompts in several segments. Which slot lies where is kept on the device, too (`table`
-with `manager`, `lookup` and `placing`).
+prompts in several segments. Which slot lies where is kept on the device, too (`table` with `manager`, `lookup` and
+`placing`).
 
 Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
-`write_tracked`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages`
+`write_tracked`, `widen_bounds`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages`
 `reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual
 buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
 
@@ -28,7 +28,7 @@ from kvbench.kernels.gpu import fields as gpu_fields
 from kvbench.kernels.gpu import moves as gpu_moves
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
-from kvbench.kernels.gpu.bounds import page_bounds
+from kvbench.kernels.gpu.bounds import page_bounds, widen_bounds
 from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.step import DeviceStep, StepScores, check_step
@@ -94,6 +94,11 @@ class Gpu(Reference):
     ) -> None:
         checks.write_tracked(pages, fmt, page, slot, score, pos, passes_over=True)
         gpu_fields.write_tracked(pages, fmt, page, slot, score, pos)
+
+    def widen_bounds(
+        self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
+    ) -> None:
+        widen_bounds(pages, fmt, page, slot, k, distinct=distinct)
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         if self._lacks(fmt):

@@ -1,15 +1,18 @@
-"""GPU backend: the bounds of pages, by which a decode step chooses what it reads."""
+"""GPU backend: the bounds of pages: made as keys are written, and asked by a decode step that chooses what it reads."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.gpu.parts import ELEMENT, MIN_DOT, launch, power_of_two
+from kvbench.kernels import checks
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.parts import ELEMENT, MIN_DOT, elements, launch, power_of_two
 from kvbench.kernels.operands import Reduce, TierPages
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 _PAGES = 32  # of a list that one program bounds
+_KEYS = 16  # of a page that one program takes at a time
 
 
 @triton.jit
@@ -52,3 +55,66 @@ def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Ten
         RULE=_REDUCE[group],
     )  # fmt: skip
     return bounds
+
+
+@triton.jit
+def _widen_pages(
+    k, page, slot, order, pages, count, page_bytes, D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
+    MOST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ELEM: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
+    """The bounds of one page by its keys, at most MOST of them, which stand side by side in `page`. Whose place comes
+    first of them does all; `order` says whose key it is where places were sorted."""
+    at = tl.program_id(0)
+    target = tl.load(page + at).to(tl.int64)
+    mine = target >= 0
+    if SORTED:
+        mine = mine & ((at == 0) | (tl.load(page + tl.maximum(at - 1, 0)).to(tl.int64) != target))
+    if mine:
+        d = tl.arange(0, DP)
+        low, high = tl.full([DP], float("inf"), tl.float32), tl.full([DP], float("-inf"), tl.float32)
+        broken, fresh = tl.zeros([DP], tl.int32), tl.zeros([DP], tl.int32)
+        for first in range(0, MOST, BT):
+            i = at + first + tl.arange(0, BT)
+            live = (i < count) & (first + tl.arange(0, BT) < MOST)
+            live = live & (tl.load(page + i, mask=live, other=-1).to(tl.int64) == target)
+            whose = i.to(tl.int64)
+            if SORTED:
+                whose = tl.load(order + i, mask=live, other=0).to(tl.int64)
+            fresh = tl.maximum(fresh, tl.max((live & (tl.load(slot + whose, mask=live, other=1) == 0)).to(tl.int32), 0))
+            held = live[:, None] & (d < D)[None, :]
+            x = tl.load(k + whose[:, None] * D + d[None, :], mask=held, other=0.0).to(tl.float32)
+            x = elements(x, ELEM).to(tl.float32)
+            low = tl.minimum(low, tl.min(tl.where(held, x, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where(held, x, float("-inf")), 0))
+            broken = tl.maximum(broken, tl.max((held & (x != x)).to(tl.int32), 0))
+        base = pages + target * page_bytes
+        to_low, to_high = (base + LOW).to(tl.pointer_type(ELEM)) + d, (base + HIGH).to(tl.pointer_type(ELEM)) + d
+        older = (d < D) & (fresh == 0)
+        old_low = tl.load(to_low, mask=older, other=float("inf")).to(tl.float32)
+        old_high = tl.load(to_high, mask=older, other=float("-inf")).to(tl.float32)
+        # A bound that is no number stays none, as torch's smallest and largest have it.
+        low = tl.where((broken > 0) | (old_low != old_low), float("nan"), tl.minimum(low, old_low))
+        high = tl.where((broken > 0) | (old_high != old_high), float("nan"), tl.maximum(high, old_high))
+        tl.store(to_low, elements(low, ELEM), mask=d < D)
+        tl.store(to_high, elements(high, ELEM), mask=d < D)
+
+
+def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
+    """As `Backend.widen_bounds`, where no slot comes twice; a page below 0 is passed over. One launch behind a sort,
+    which a decode step (`distinct`) does without. Capture-safe.
+
+    Args:
+        page: int64 [M] page ids.
+        slot: int64 [M] slots within the page.
+        k: [M, D], as they are written.
+        distinct: No page comes twice.
+    """
+    checks.widen_bounds(pages, fmt, page, slot, k, passes_over=True)
+    page, order = (page.contiguous(), page) if distinct else page.sort()
+    low, high = (fmt.regions[name][0] for name in ("k_low", "k_high"))
+    most = 1 if distinct else fmt.tokens_per_page
+    launch(
+        _widen_pages, (page.numel(),), k.contiguous(), page, slot.contiguous(), order, pages, page.numel(),
+        pages.shape[1], D=k.shape[1], DP=power_of_two(k.shape[1]), BT=min(_KEYS, power_of_two(most)), MOST=most,
+        LOW=low, HIGH=high, ELEM=ELEMENT[fmt.slot.dtype], SORTED=not distinct,
+    )  # fmt: skip

@@ -28,7 +28,7 @@ from kvbench.kernels.gpu import moves as triton_moves
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.gpu.bounds import page_bounds
+from kvbench.kernels.gpu.bounds import page_bounds, widen_bounds
 from kvbench.kernels.gpu.parts import Kernel, recording
 from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, TierPages
 from kvbench.kernels.tier_table import Turn
@@ -257,6 +257,9 @@ def _one_of_each() -> None:
     tier = TierPages(bounded, torch.zeros(1, _HEADS, 2, dtype=torch.int64), slots, slots)
     pages = torch.zeros(2, bounded.page_bytes, dtype=torch.uint8)
     page_bounds(torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=torch.bfloat16), pages, tier, "max")
+    keys, at = torch.zeros(16, _DIM, dtype=torch.bfloat16), torch.arange(16)
+    for distinct in (True, False):
+        widen_bounds(pages, bounded, at // 16, at, keys, distinct=distinct)
 
 
 def _manage() -> None:

@@ -32,7 +32,7 @@ WANTED = EVERY if os.environ.get("KVBENCH_FULL_TESTS") or DEVICE == "cuda" else 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 # What the kernels do not do yet, by method; everything else runs in kernels from the prompt to the last token.
-SLOW = {"quest": {"widen_bounds"}, "kvquant": {"paged_decode", "write_keys", "write_values"}}
+SLOW = {"kvquant": {"paged_decode", "write_keys", "write_values"}}
 
 
 @pytest.mark.parametrize(("method", "case"), WANTED)
@@ -45,7 +45,6 @@ def test_a_method_answers_as_the_reference_does(method: str, case: str):
     fallbacks = set(slow[1].split(", ")) if slow else set()
     chunks = {"gather_dense", "chunk_attention"} if case == "segments" else set()
     assert fallbacks <= SLOW.get(method, set()) | chunks
-    assert method != "quest" or "widen_bounds" in fallbacks
 
 
 def test_small_settings_are_the_methods_own():

@@ -24,7 +24,7 @@ from kvbench.kernels.gpu import decode, manager, moves, parts
 from kvbench.models.load import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
-NO_KERNEL = {"quest": {"widen_bounds"}, "kvquant": {"paged_decode", "write_keys", "write_values"}}
+NO_KERNEL = {"kvquant": {"paged_decode", "write_keys", "write_values"}}
 PROMPT, ALONE = 21, Case((((1,), 3),))
 
 

@@ -93,13 +93,15 @@ def test_attention_behind_a_ring_and_rotated_reads_nothing_back(device):
 
 
 def test_pages_are_chosen_without_reading_back(device):
-    """One launch for the bounds of all lists; the choice is made of their order."""
+    """One launch for the bounds of all lists; the choice is made of their order. Another one where keys are written."""
     slot = SlotFormat(head_dim=64, k_bits=16, v_bits=16)
     fmt, make = PageFormat(slot, 16 * int(slot.slot_bytes) + 256, bounds=True), device.make
     (tier,), pages = tiers_of(make, fmt), make(9, fmt.page_bytes, dtype=torch.uint8)
     with NothingOnTheHost():
         chosen = Gpu().choose_pages(make(3, 6, 64, dtype=torch.float16), pages, tier, make(3), 2, "max")
-    assert chosen.ids.shape == (3, 2, 2) and device.launches == ["_bound_pages"]
+        for distinct in (True, False):
+            Gpu().widen_bounds(pages, fmt, make(6), make(6), make(6, 64, dtype=torch.float16), distinct=distinct)
+    assert chosen.ids.shape == (3, 2, 2) and device.launches == ["_bound_pages", "_widen_pages", "_widen_pages"]
 
 
 def test_pages_are_written_read_demoted_and_moved_without_reading_back(device):
