@@ -1,14 +1,14 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The functions are in `bounds`, `decode`, `fields`, `moves`, `pages`, `prefill` and `step` beside this file. Prompt
-attention is torch's own fused kernel. For the rest the reference stands in, much slower, and `fallbacks` names it:
-prompts in several segments. Which slot lies where is kept on the device, too (`table` with `manager`, `lookup` and
-`placing`).
+The functions are in `bounds`, `chunks`, `decode`, `fields`, `moves`, `pages`, `prefill` and `step` beside this file.
+Prompt attention is torch's own fused kernel. For the rest the reference stands in, much slower, and `fallbacks` names
+it: codes whose levels are a table, and reading back all that a list with a residual buffer holds. Which slot lies where
+is kept on the device, too (`table` with `manager`, `lookup` and `placing`).
 
 Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
-`write_tracked`, `widen_bounds`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`, and of `DevicePages`
-`reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not: `chunk_attention`, `gather_dense` behind a residual
-buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
+`write_tracked`, `widen_bounds`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`,
+`chunk_attention`, `gather_dense`, and of `DevicePages` `reserve`, `truncate`, `lookup`, `page_ids` and `compact`. Not:
+`gather_dense` behind a residual buffer (it reads how long the lists are), `DevicePages.check`, `stats` and `free_ids`.
 
 The store does not use `attention_with_lse`: torch's own fused attention gives the same.
 """
@@ -23,6 +23,7 @@ from kvbench.kernels import checks
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.codes import BITS, code_of
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu import chunks as gpu_chunks
 from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields as gpu_fields
 from kvbench.kernels.gpu import moves as gpu_moves
@@ -173,6 +174,16 @@ class Gpu(Reference):
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
         triton_decode.add_scores(pages, tier, scores)
+
+    def gather_dense(self, pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
+        if ring is not None or self._lacks(*(tier.fmt for tier in tiers)):  # a ring's width is asked of the device
+            return super().gather_dense(pages, tiers, ring)
+        return torch_attention.gather_dense(pages, tiers, None, read=gpu_chunks.read_pages)
+
+    def chunk_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
+    ) -> Tensor:
+        return gpu_chunks.chunk_attention(q, k, v, history, scale)
 
     def column_scores(
         self,

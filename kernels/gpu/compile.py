@@ -29,6 +29,7 @@ from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds, widen_bounds
+from kvbench.kernels.gpu.chunks import chunk_attention
 from kvbench.kernels.gpu.parts import Kernel, recording
 from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, TierPages
 from kvbench.kernels.tier_table import Turn
@@ -274,12 +275,14 @@ def _manage() -> None:
 
 
 def _prompt() -> None:
-    """Attention with its log-sum-exp, and column scores of all queries and of a window, squared."""
+    """Attention with its log-sum-exp, column scores of all queries and of a window, and attention of a chunk."""
     q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
     triton_prefill.attention_with_lse(q, k, k, 0.1)
     triton_prefill.column_scores(q, k, 0.1, queries=-1)
     triton_prefill.column_scores(q, k, 0.1, queries=64, skip_near=8, power=2)
     triton_prefill.column_scores(q, k, 0.1, queries=64, below_uniform=True)
+    past = torch.zeros(_HEADS, 64, _DIM)
+    chunk_attention(q, k, k, (past, past, torch.ones(_HEADS, 64, dtype=torch.bool)), 0.1)
 
 
 _NVFP4 = _format(4, 4, k_code="nvfp4", v_code="nvfp4", k_groups=_DIM // 16, v_groups=_DIM // 16)

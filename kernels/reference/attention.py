@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kernels import checks
+from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import Pool, PoolRegion, PoolStage, Reduce, Ring, TierPages
 from kvbench.kernels.reference.pages import read_pages, region
 
@@ -173,12 +174,17 @@ def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
     view[where] = view[where] + scores.unflatten(-1, (-1, tokens))[chosen]
 
 
-def gather_dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Dequantises everything a layer holds, padded; with a ring, in token order."""
+def gather_dense(
+    pages: Tensor,
+    tiers: list[TierPages],
+    ring: Ring | None,
+    read: Callable[[Tensor, PageFormat, Tensor], tuple[Tensor, Tensor]] = read_pages,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dequantises everything a layer holds, padded; with a ring, in token order. `read` reads whole pages."""
     checks.dense(pages, tiers, ring)
     keys, values, live = [], [], []
     for tier in tiers:
-        k, v = read_pages(pages, tier.fmt, tier.ids.flatten())
+        k, v = read(pages, tier.fmt, tier.ids.flatten())
         k = _of_channels(tier, k.unflatten(0, tier.ids.shape)).transpose(3, 4).flatten(2, 3)
         v = v.unflatten(0, tier.ids.shape).flatten(2, 3)
         slot = torch.arange(k.shape[2], device=k.device)

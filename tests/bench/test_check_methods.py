@@ -43,8 +43,7 @@ def test_a_method_answers_as_the_reference_does(method: str, case: str):
     assert finding.passed, finding
     slow = re.search(r"\(plain torch: (.*)\)", finding.name)
     fallbacks = set(slow[1].split(", ")) if slow else set()
-    chunks = {"gather_dense", "chunk_attention"} if case == "segments" else set()
-    assert fallbacks <= SLOW.get(method, set()) | chunks
+    assert fallbacks <= SLOW.get(method, set()) | ({"gather_dense"} if case == "segments" else set())
 
 
 def test_small_settings_are_the_methods_own():

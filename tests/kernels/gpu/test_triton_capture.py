@@ -104,6 +104,17 @@ def test_pages_are_chosen_without_reading_back(device):
     assert chosen.ids.shape == (3, 2, 2) and device.launches == ["_bound_pages", "_widen_pages", "_widen_pages"]
 
 
+def test_a_chunk_of_a_prompt_is_attended_to_without_reading_back(device):
+    """What a layer holds is read back, a launch for each side of a tier; then one for the chunk."""
+    make = device.make
+    (tier,), pages = tiers_of(make, tier_format("8,4", 64)), make(9, PAGE_BYTES, dtype=torch.uint8)
+    with NothingOnTheHost():
+        keys, values, live = Gpu().gather_dense(pages, [tier], None)
+        own = [make(heads, 40, 64, dtype=torch.float16) for heads in (6, 2, 2)]
+        out = Gpu().chunk_attention(*own, (keys[0], values[0], live[0]), 0.1)
+    assert out.shape == (6, 40, 64) and device.launches == ["_read_side", "_read_side", "_attend_chunk"]
+
+
 def test_pages_are_written_read_demoted_and_moved_without_reading_back(device):
     """Every operation on slots, the tracked fields' included."""
     make, backend = device.make, Gpu()
