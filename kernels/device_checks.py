@@ -194,6 +194,53 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
         yield Finding(f"queries below the uniform share, {kind}", differ(got, known), 2)
 
 
+def check_chunks(plan: Plan) -> Iterator[Finding]:
+    """Checks attention of a chunk over entries that are live and others, and what a layer holds read back."""
+    make = torch.Generator().manual_seed(9)
+    for head_dim, dtype, names in plan.kinds:
+        if not plan.takes(f"chunks {head_dim} {dtype}"):
+            continue
+        length, kind = min(plan.tokens, 300), f"dim {head_dim}, {str(dtype).split('.')[1]}"
+        own = [torch.randn(h, 70, head_dim, generator=make).to(dtype) for h in (6, 2, 2)]
+        past = [torch.randn(2, length, head_dim, generator=make) for _ in range(2)]
+        past.append(torch.rand(2, length, generator=make) < 0.7)
+        want = REFERENCE.chunk_attention(*own, (past[0], past[1], past[2]), head_dim**-0.5)
+        there = [x.to(plan.device) for x in own + past]
+        with no_synchronisation(plan.device):
+            got = plan.backend.chunk_attention(*there[:3], (there[3], there[4], there[5]), head_dim**-0.5)
+        yield Finding(f"attention of a chunk, {kind}", differ(got, want), BOUNDS[torch.float32])
+        fmt = format_of(names[0], head_dim)
+        pages, tiers = filled(plan, [fmt], [torch.tensor([[1, length], [fmt.tokens_per_page, 0]])])
+        known = REFERENCE.gather_dense(pages, tiers, None)
+        read = plan.backend.gather_dense(pages.to(plan.device), moved_to(tiers, plan.device), None)
+        worst = max(differ(a.float(), b.float()) for a, b in zip(read, known, strict=True))
+        yield Finding(f"read back {names[0]}, {kind}", worst, 0)
+
+
+def check_bounds(plan: Plan) -> Iterator[Finding]:
+    """Checks the bounds of pages that keys widen, by many keys of a page and by one."""
+    make = torch.Generator().manual_seed(10)
+    for head_dim, _, _ in plan.kinds:
+        if not plan.takes(f"bounds {head_dim}"):
+            continue
+        slots = format_of("k16v16", head_dim).slot
+        fmt = PageFormat(slots, 16 * int(slots.slot_bytes) + 4 * head_dim, bounds=True)
+        want = torch.zeros(9, fmt.page_bytes, dtype=torch.uint8)
+        for page, slot, distinct in (
+            (torch.arange(8).repeat_interleave(16), torch.arange(16).repeat(8), False),
+            (torch.arange(8), torch.arange(8), True),
+        ):
+            mixed = torch.randperm(len(page), generator=make)
+            page, slot, k = page[mixed], slot[mixed], torch.randn(len(page), head_dim, generator=make)
+            got = want.to(plan.device, copy=True)
+            REFERENCE.widen_bounds(want, fmt, page, slot, k, distinct=distinct)
+            inputs = [x.to(plan.device) for x in (page, slot, k)]
+            with no_synchronisation(plan.device):
+                plan.backend.widen_bounds(got, fmt, *inputs, distinct=distinct)
+            name = f"bounds of pages, {'one key' if distinct else 'keys'} for each, dim {head_dim}: bytes"
+            yield Finding(name, bytes_differ(got, want), 0)
+
+
 def check_manager(plan: Plan) -> Iterator[Finding]:
     """Checks the page manager: random takes and returns of many lists, its state compared after each; compaction."""
     if not plan.takes("manager"):
@@ -311,6 +358,8 @@ CHECKS: dict[str, Callable[[Plan], Iterator[Finding]]] = {
     "pages": check_pages,
     "attention": check_attention,
     "prompts": check_prompts,
+    "chunks": check_chunks,
+    "bounds": check_bounds,
     "manager": check_manager,
     "graph": check_graph,
 }
