@@ -11,7 +11,8 @@ from kvbench.kernels.gpu.fields import read_slots
 from kvbench.kernels.gpu.parts import LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
 from kvbench.kernels.gpu.prefill import _rows, _tile
 
-_BLOCK = 32  # queries, and keys, of a tile in fp32
+# Queries and keys of a tile in fp32, with 8 warps and no loads ahead: larger ones, and more of either, spill registers.
+_QUERIES, _KEYS = 32, 16
 
 
 @triton.jit
@@ -73,9 +74,9 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tens
     out = torch.empty(heads, chunk, head_dim, device=q.device)
     strides = [s for x in (q, k, v) for s in x.stride()[:2]]
     launch(
-        _attend_chunk, (-(-chunk // _BLOCK), heads), q, k, v, past_k.float(), past_v.float(), live.view(torch.uint8),
+        _attend_chunk, (-(-chunk // _QUERIES), heads), q, k, v, past_k.float(), past_v.float(), live.view(torch.uint8),
         out, scale * LOG2_E, chunk, past_k.shape[1], heads // len(k), *strides, D=head_dim,
-        DP=power_of_two(head_dim, MIN_DOT), BM=_BLOCK, BN=_BLOCK, num_warps=8, num_stages=1,  # others spill
+        DP=power_of_two(head_dim, MIN_DOT), BM=_QUERIES, BN=_KEYS, num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
 

@@ -83,12 +83,19 @@ def _panels(cells: Sequence[dict], keys: Sequence[str]) -> dict[tuple, list[dict
     return found
 
 
+# Inches that a legend's entry takes: for its marker with the space around it, and for each letter, which is a wide one.
+_MARKER_IN, _LETTER_IN = 0.55, 0.068
+
+
 def _legend(figure: "Figure", columns: int) -> None:
-    """One legend of all panels below the picture; each label once."""
+    """One legend of all panels below the picture, in so many columns at most as its labels have room for; each label
+    once."""
     handles: dict[str, Artist] = {}
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    widest_in = _MARKER_IN + _LETTER_IN * max(map(len, handles), default=0)
+    columns = max(1, min(columns, int(figure.get_figwidth() / widest_in)))
     figure.legend(
         list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
     )
