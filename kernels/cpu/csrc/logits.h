@@ -197,8 +197,9 @@ static void page_logits(const Call& call, const Tier& tier, const TierPlan& p, c
   }
   const float factor = call.scale * p.k_unit;
   if (!scaled(tier.k)) {
-    ahead.rest();
+    ahead.some(ahead.lines() / 2);  // a page of 16-bit numbers has so many lines that the loads of this one would wait for all of them
     all_dots(kind, tier.k.levels, codes, T, W, 0, n, s.q.data(), G, 0, p.k_width, out, stride);
+    ahead.rest();
     for (long g = 0; g < G; g++)
       for (long t = 0; t < n; t++) out[g * stride + t] *= factor;
     return;

@@ -131,7 +131,8 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
     unpack_values(tier.v.kind, tier.v.table, codes, n, D, s.values.data(), ahead);
     codes = s.values.data();
   }
-  ahead.rest();
+  if (scaled(tier.v)) ahead.rest();
+  else ahead.some(ahead.lines() / 2);  // as page_logits does it
   if (plan.v_direct) {
     for (long g = 0; g < G; g += kMaxGroup) {
       const long count = std::min<long>(kMaxGroup, G - g);
@@ -139,6 +140,7 @@ static void page_values(const Call& call, const Tier& tier, const TierPlan& plan
       part.at += g * weights.head_stride;
       kAddValues[groups > 1][count - 1][kind](codes, plan.v_width, T, n, part, plan.v_padded, tier.v.levels, s.sum.data() + g * P * plan.v_padded);
     }
+    ahead.rest();
     return;
   }
   for (long t = 0; t < n; t++)  // groups narrower than a register: rare, and worth no code of its own
