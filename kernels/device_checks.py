@@ -201,13 +201,13 @@ def check_chunks(plan: Plan) -> Iterator[Finding]:
         if not plan.takes(f"chunks {head_dim} {dtype}"):
             continue
         length, kind = min(plan.tokens, 300), f"dim {head_dim}, {str(dtype).split('.')[1]}"
-        own = [torch.randn(h, 70, head_dim, generator=make).to(dtype) for h in (6, 2, 2)]
-        past = [torch.randn(2, length, head_dim, generator=make) for _ in range(2)]
-        past.append(torch.rand(2, length, generator=make) < 0.7)
-        want = REFERENCE.chunk_attention(*own, (past[0], past[1], past[2]), head_dim**-0.5)
-        there = [x.to(plan.device) for x in own + past]
+        q, k, v = (torch.randn(h, 70, head_dim, generator=make).to(dtype) for h in (6, 2, 2))
+        past_k, past_v = (torch.randn(2, length, head_dim, generator=make) for _ in range(2))
+        live, scale = torch.rand(2, length, generator=make) < 0.7, head_dim**-0.5
+        want = REFERENCE.chunk_attention(q, k, v, (past_k, past_v, live), scale)
+        q, k, v, past_k, past_v, live = (x.to(plan.device) for x in (q, k, v, past_k, past_v, live))
         with no_synchronisation(plan.device):
-            got = plan.backend.chunk_attention(*there[:3], (there[3], there[4], there[5]), head_dim**-0.5)
+            got = plan.backend.chunk_attention(q, k, v, (past_k, past_v, live), scale)
         yield Finding(f"attention of a chunk, {kind}", differ(got, want), BOUNDS[torch.float32])
         fmt = format_of(names[0], head_dim)
         pages, tiers = filled(plan, [fmt], [torch.tensor([[1, length], [fmt.tokens_per_page, 0]])])
