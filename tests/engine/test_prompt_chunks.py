@@ -137,11 +137,12 @@ def test_a_budget_in_bytes_is_of_the_whole_row(loaded):
 
 
 def test_tables_on_a_device_give_the_same(loaded):
-    """Triton's page tables, interpreted, move and count as the reference's do; plain torch does nothing."""
+    """Triton's page tables, interpreted, move and count as the reference's do; plain torch does nothing. Keys and values
+    stay in fp32: a last bit of attention would now and then round one to another number of 16 bits."""
     pytest.importorskip("triton")
     found = []
     for backend in ("torch", "triton"):
-        with engine(loaded, H2O(budget=20), prefill_chunk=24, backend=backend) as running:
+        with engine(loaded, H2O(budget=20, tier="native"), prefill_chunk=24, backend=backend) as running:
             runner = running.runner
             runner.reserve(rows=1, prompt_tokens=56, new_tokens=4)
             row, logits = runner.read(random_tokens(56))
@@ -149,5 +150,5 @@ def test_tables_on_a_device_give_the_same(loaded):
             if backend == "triton":
                 assert runner.backend.fallbacks == set()
     for got, want in zip(found[1][:2], found[0][:2], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert found[1][2] == found[0][2]
