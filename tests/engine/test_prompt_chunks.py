@@ -137,8 +137,10 @@ def test_a_budget_in_bytes_is_of_the_whole_row(loaded):
 
 
 def test_tables_on_a_device_give_the_same(loaded):
-    """Triton's page tables, interpreted, move and count as the reference's do; plain torch does nothing. Keys and values
-    stay in fp32: a last bit of attention would now and then round one to another number of 16 bits."""
+    """Triton's page tables, interpreted, move and count as the reference's do; plain torch does nothing.
+
+    Keys and values stay in fp32: a last bit of attention would now and then round one to another number of 16 bits.
+    """
     pytest.importorskip("triton")
     found = []
     for backend in ("torch", "triton"):
