@@ -3,6 +3,7 @@
 import torch
 
 from kvbench.errors import unknown_name
+from kvbench.kernels.cpu.abi import chosen_isa
 from kvbench.models import packed, streamed
 
 PLAIN, PACKED, STREAMED = "plain", "packed", "streamed"
@@ -58,7 +59,7 @@ def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.d
 
 def identity(linear: str) -> str:
     """What of a way decides the bits of a product: its name, and the instructions that its own kernel uses."""
-    return f"{linear} {streamed.instructions()}" if linear == STREAMED else linear
+    return f"{linear} {chosen_isa()}" if linear == STREAMED else linear
 
 
 def kernels(linear: str) -> tuple[str, ...]:

@@ -5,12 +5,10 @@ gains. Prompts have many rows, and stay torch's; where the processor multiplies 
 torch takes them one by one, they are multiplied as fp32.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from kvbench.kernels.cpu.abi import chosen_isa, load
+from kvbench.kernels.cpu.abi import load
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import DTYPES, MAX_ROWS, FewRows
 
@@ -60,17 +58,6 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return ask is None or bool(getattr(torch.ops.mkldnn, ask)())
 
 
-def instructions() -> str:
-    """The instruction set of the kernel, which decides in which order its sums are formed."""
-    return chosen_isa()
-
-
-def _plain_layers(model: torch.nn.Module) -> Iterator[torch.nn.Linear]:
-    for module in model.modules():
-        if type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter:
-            yield module
-
-
 def stream(model: torch.nn.Module) -> int:
     """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too.
 
@@ -82,7 +69,11 @@ def stream(model: torch.nn.Module) -> int:
     Returns:
         How many layers these are.
     """
-    found = [layer for layer in _plain_layers(model) if layer.weight.is_contiguous()]
+    found = [
+        layer
+        for layer in model.modules()
+        if type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter and layer.weight.is_contiguous()
+    ]
     few_rows = FewRows()
     for layer in found:
         layer.__class__ = StreamedLinear

@@ -162,7 +162,7 @@ def test_matrices_that_are_not_plain_are_refused(linear, quantisation, processes
 
 def test_the_identity_has_the_instructions(monkeypatch):
     """Another instruction set sums in another order, whatever backend the cache has; other ways have no such choice."""
-    monkeypatch.setattr(streamed, "chosen_isa", lambda: "avx1024")
+    monkeypatch.setattr(matrices, "chosen_isa", lambda: "avx1024")
     assert [matrices.identity(linear) for linear in matrices.LINEAR] == ["plain", "packed", "streamed avx1024"]
     assert [matrices.kernels(linear) for linear in matrices.LINEAR] == [(), (), ("cpu",)]
 
