@@ -1,6 +1,7 @@
 """What every backend is: the operations that the store calls."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from kvbench.kernels.codes import Code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
+    PageChoice,
     Pool,
     PoolRegion,
     PoolStage,
@@ -28,9 +30,11 @@ class FusedStep(ABC):
 
     Attributes:
         strips: It takes the rotary position off keys itself before it writes them.
+        given: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
     """
 
     strips: bool = False
+    given: Sequence[Tensor] = ()
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -372,8 +376,10 @@ class Backend(ABC):
         power: int = 1,
         group: Reduce | None = None,
         update: ScoreUpdate | None = None,
+        gives: bool = False,
         skip_near: int = 0,
         turn: tuple[Tensor, Tensor] | None = None,
+        choice: PageChoice | None = None,
     ) -> FusedStep | None:
         """Prepares one decode step for all layers from the backend's own tables; only where `keeps_tables`.
 
@@ -383,8 +389,10 @@ class Backend(ABC):
             shape: (layers, heads).
             rows: int64 [S] rows of the step's sequences.
             held: Keys and values in pages, int64 [S, L, H] each, behind a ring; None = the tables' counts.
+            gives: Hand out each layer's scores (`FusedStep.given`) instead; then `update` is None and `skip_near` 0.
             turn: Cosine and sine, fp32 [S, D / 2], of the angles that keys are turned by before they are written;
                 None = they are written as they come.
+            choice: Which pages are read, of one tier with bounds; None = all.
             num_q_heads, seen, target, ring, power, group, update, skip_near: As for `open_step`; contiguous.
 
         Returns:

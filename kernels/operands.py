@@ -98,6 +98,23 @@ class Ring:
     num_tokens: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageChoice:
+    """Which pages the layers of a step read, by their bounds.
+
+    Args:
+        count: int64 [S] pages per list, >= 1; fewer where a list has fewer.
+        width: As large as the largest of them, or larger.
+        group: How the bounds of the query heads of a KV head are reduced.
+        dense_layers: First layers of the step that read everything.
+    """
+
+    count: Tensor
+    width: int
+    group: Reduce
+    dense_layers: int
+
+
 @dataclass(kw_only=True)
 class StepRing:
     """The residual buffers of a step, and what leaves them.
@@ -110,6 +127,8 @@ class StepRing:
         after: Likewise once this step is over.
         flush_first: Quantise before attention, so that it reads the codes.
         most_leaving: Most keys and values of a list that leave in a step; None = as many as the buffers hold.
+        frequencies: fp32 [D_rot / 2] rotary frequencies of the position that keys lose on their way to a page, a
+            token's number in its list; None = they go as they are.
     """
 
     k: Tensor
@@ -120,3 +139,4 @@ class StepRing:
     after: tuple[Tensor, Tensor]
     flush_first: bool
     most_leaving: tuple[int, int] | None = None
+    frequencies: Tensor | None = None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policy import ALL_QUERIES, BudgetText, HeavyHitters, LayerTensors, Number, ScoreSpec, Statistic, Whole
+from kvbench.policy.noise import uniform
 
 ROWS = 256  # queries whose attention lies in memory at once
 
@@ -85,17 +86,10 @@ class Keyformer(HeavyHitters):
 
 
 def gumbel(seed: int, *place: Tensor) -> Tensor:
-    """Noise that depends on whole numbers alone, fp32 in their common shape: the same in any batch and on any device.
+    """Gumbel noise that depends on whole numbers alone, fp32 in their common shape (`uniform`).
 
     Args:
         seed: A whole number.
         place: int64 tensors that broadcast.
     """
-    mixed = torch.tensor(seed, device=place[0].device)
-    for number in place:  # overflow wraps, as meant
-        mixed = (mixed + number + 1) * 0x5851F42D4C957F2D
-        mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
-        mixed = mixed * 0x2545F4914F6CDD1D
-        mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
-    uniform = ((mixed & 0xFFFFFF).float() + 0.5) / 2**24
-    return -(-uniform.log()).log()
+    return -(-uniform(seed, *place).log()).log()

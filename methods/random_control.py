@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policy import CompactPlan, DecodeView, PrefillView, Scored, ScoreSpec, Whole
+from kvbench.policy.noise import uniform
 
 
 @dataclass(kw_only=True)
@@ -53,9 +54,7 @@ class RandomControl(Scored):
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         pos = view.slots(0).pos
-        draws = []
-        for seen, own in zip(view.tokens_seen.tolist(), pos, strict=True):
-            generator = torch.Generator().manual_seed(hash((self.seed, seen)))
-            draws.append(torch.rand(own.shape, generator=generator).to(pos.device))
-        score = torch.stack(draws).masked_fill(pos < self.sinks, 3.0)
+        _, layers, heads = (torch.arange(size, device=pos.device) for size in view.shape)
+        draw = uniform(self.seed, view.tokens_seen[:, None, None, None], layers[:, None, None], heads[:, None], pos)
+        score = draw.masked_fill(pos < self.sinks, 3.0)
         return self.shrink(view, score)

@@ -28,16 +28,18 @@ NATIVE_METHODS = {
 }
 
 
-def open_settings(method: str, kv_heads: int = 2) -> dict:
-    """Returns what a method's YAML leaves open because it belongs to one model, for a tiny model of two layers."""
+def open_settings(method: str, kv_heads: int = 2, layers: int = 2) -> dict:
+    """Returns what a method's YAML leaves open because it belongs to one model, for a tiny model."""
+    shares = [[0.2, 0.8] if layer % 2 else [0.9, 0.1] for layer in range(layers)]
     if method == "triattention":  # one mean query per KV head, of width 64
-        return {"centres": [[round(math.sin(i * (layer + 1)), 3) for i in range(kv_heads * 96)] for layer in range(2)]}
+        centres = [[round(math.sin(i * (layer + 1)), 3) for i in range(kv_heads * 96)] for layer in range(layers)]
+        return {"centres": centres}
     if method == "kvquant":
-        return {"books": kvquant_books(kv_heads)}
+        return {"books": kvquant_books(kv_heads, layers=layers)}
     if method == "headkv":
-        return {"table": [[0.9, 0.1] * (kv_heads // 2), [0.2, 0.8] * (kv_heads // 2)]}
+        return {"table": [each * (kv_heads // 2) for each in shares]}
     if method == "duo_attention":
-        return {"table": [[0.9, 0.1] * (kv_heads // 2), [0.2, 0.8] * (kv_heads // 2)], "sinks": 4, "recent": 20}
+        return {"table": [each * (kv_heads // 2) for each in shares], "sinks": 4, "recent": 20}
     return {}
 
 

@@ -102,14 +102,17 @@ class _Counted(TorchDispatchMode):
             self.cost.kernels[name] += 1
         return function(*args, **kwargs)
 
-    def launch(self, kernel, grid, arguments, constants) -> None:
+    def note(self, kernel, grid, arguments, constants) -> None:
         self.cost.launches[kernel.__name__] += 1
+
+    def launch(self, kernel, grid, arguments, constants) -> None:
+        self.note(kernel, grid, arguments, constants)
         run(kernel, grid, arguments, constants)
 
 
 @contextmanager
-def metered() -> Iterator[Cost]:
-    """Counts what is done while this is open."""
+def metered(*, runs: bool = True) -> Iterator[Cost]:
+    """Counts what is done while this is open; `runs` interprets the kernels that a step's decisions hang on."""
     cost, tensor = Cost(), torch.Tensor
     own_to, own_tolist, own_numpy = tensor.to, tensor.tolist, tensor.numpy
 
@@ -136,7 +139,7 @@ def metered() -> Iterator[Cost]:
         patch.object(tensor, "tolist", lambda self: read(self, own_tolist)),
         patch.object(tensor, "numpy", lambda self: read(self, own_numpy)),
         patch.object(checks, "within", lambda *_: None),  # looks at what indices hold, in main memory alone
-        parts.recording(mode.launch),
+        parts.recording(mode.launch if runs else mode.note),
         mode,
     ):
         yield cost

@@ -30,11 +30,12 @@ from kvbench.kernels.gpu import moves as gpu_moves
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.bounds import page_bounds, widen_bounds
+from kvbench.kernels.gpu.choice import choose
 from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.step import DeviceStep, StepScores, check_step
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
-from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.operands import PageChoice, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.backend import Reference
 from kvbench.kernels.tier_table import TierTable
@@ -147,12 +148,17 @@ class Gpu(Reference):
         power: int = 1,
         group: Reduce | None = None,
         update: ScoreUpdate | None = None,
+        gives: bool = False,
         skip_near: int = 0,
         turn: tuple[Tensor, Tensor] | None = None,
+        choice: PageChoice | None = None,
     ) -> FusedStep | None:
         if self._lacks(*(tier.fmt for tier in tiers)):
             return None
-        check_step(pages, tiers, shape, rows, num_q_heads=num_q_heads, seen=seen, target=target, held=held, ring=ring)
+        check_step(
+            pages, tiers, shape, rows, num_q_heads=num_q_heads, seen=seen, target=target, held=held, ring=ring,
+            turn=turn, choice=choice,
+        )  # fmt: skip
         num_layers, heads = shape
         lists = Lists(
             num_seq=len(rows),
@@ -164,13 +170,17 @@ class Gpu(Reference):
         )
         found = [ListTier.in_table(tier, held) for tier in tiers]
         onto = None if target is None else (tiers[target[0]].fmt, target[1], target[2])
-        how = StepScores(power=power, group=group, update=update, skip_near=skip_near)
-        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, how, turn)
+        how = StepScores(power=power, group=group, update=update, gives=gives, skip_near=skip_near)
+        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, how, turn, choice)
 
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
     ) -> TierPages:
-        return torch_attention.choose_pages(q, pages, tier, count, width, group, bounds=page_bounds)
+        checks.choose(q, pages, tier, count, width, group)
+        found, lists = ListTier.of(tier), Lists.of(tier)
+        bounds = page_bounds(q, pages, found, lists, group)
+        ids, held = choose(bounds, found, lists, count, min(width, tier.ids.shape[2]))
+        return TierPages(tier.fmt, ids, held, held)
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
         triton_decode.add_scores(pages, tier, scores)

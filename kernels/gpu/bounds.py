@@ -7,8 +7,10 @@ from torch import Tensor
 
 from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
+from kvbench.kernels.gpu.attend import row_number, table_page
+from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.parts import ELEMENT, MIN_DOT, elements, launch, power_of_two
-from kvbench.kernels.operands import Reduce, TierPages
+from kvbench.kernels.operands import Reduce
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 _PAGES = 32  # of a list that one program bounds
@@ -17,14 +19,19 @@ _KEYS = 16  # of a page that one program takes at a time
 
 @triton.jit
 def _bound_pages(
-    q, pages, ids, bounds, page_bytes, num_columns, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ELEM: tl.constexpr, RULE: tl.constexpr,
+    q, pages, table, num_k, rows, bounds, page_bytes, num_columns, entries, heads, per_row, offset, T: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, ELEM: tl.constexpr, RULE: tl.constexpr, REVERSED: tl.constexpr, TABLED: tl.constexpr,
+    NAMED: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of one block of a list's pages, the query heads of the group reduced."""
+    """The bounds of one block of a list's pages, the query heads of the group reduced; of no page, any number."""
     pid = tl.program_id(0).to(tl.int64)
     g, d, column = tl.arange(0, GP), tl.arange(0, DP), tl.program_id(1) * BP + tl.arange(0, BP)
-    there = column < num_columns
-    page = tl.load(ids + pid * num_columns + column, mask=there, other=0).to(tl.int64)
+    which = pid
+    if TABLED:
+        which = row_number(rows, pid, heads, NAMED) * per_row + offset + pid % heads
+    there = (column < num_columns) & (column.to(tl.int64) * T < tl.load(num_k + which).to(tl.int64))
+    page = table_page(table, which, entries, column, there, REVERSED)
     cells = there[:, None] & (d < D)[None, :]
     base = pages + page * page_bytes
     low = tl.load((base + LOW).to(tl.pointer_type(ELEM))[:, None] + d[None, :], mask=cells, other=0.0).to(tl.float32)
@@ -42,19 +49,60 @@ def _bound_pages(
     tl.store(bounds + pid * num_columns + column, reduced, mask=there)
 
 
-def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Tensor:
-    """What no logit in a page exceeds; arguments and result of `reference.attention.page_bounds`. Capture-safe."""
-    num_seq, heads, columns = tier.ids.shape
+def page_bounds(q: Tensor, pages: Tensor, tier: ListTier, lists: Lists, group: Reduce) -> Tensor:
+    """What no logit in a page exceeds, as `reference.attention.page_bounds`; behind a list's end, any number.
+    Capture-safe.
+
+    Args:
+        q: [S, Hq, D].
+        tier: The lists' pages, m per list at most.
+        lists: Which lists they are.
+        group: How the query heads of a KV head are reduced.
+
+    Returns:
+        fp32 [S, H, m].
+    """
+    num_seq, heads, columns = lists.num_seq, lists.heads, tier.columns
     head_dim, group_size = q.shape[-1], q.shape[1] // heads
-    bounds = torch.empty(tier.ids.shape, device=q.device)
+    bounds = torch.empty(num_seq, heads, columns, device=q.device)
     low, high = (tier.fmt.regions[name][0] for name in ("k_low", "k_high"))
     launch(
-        _bound_pages, (num_seq * heads, -(-columns // _PAGES)), q.contiguous(), pages, tier.ids.contiguous(), bounds,
-        pages.shape[1], columns, G=group_size, GP=power_of_two(group_size, MIN_DOT), D=head_dim,
-        DP=power_of_two(head_dim, MIN_DOT), BP=_PAGES, LOW=low, HIGH=high, ELEM=ELEMENT[tier.fmt.slot.dtype],
-        RULE=_REDUCE[group],
+        _bound_pages, (num_seq * heads, -(-columns // _PAGES)), q.contiguous(), pages, tier.table, tier.num_k,
+        bounds if lists.rows is None else lists.rows, bounds, pages.shape[1], columns, tier.entries, heads,
+        lists.per_row, lists.offset, T=tier.fmt.tokens_per_page, G=group_size, GP=power_of_two(group_size, MIN_DOT),
+        D=head_dim, DP=power_of_two(head_dim, MIN_DOT), BP=_PAGES, LOW=low, HIGH=high,
+        ELEM=ELEMENT[tier.fmt.slot.dtype], RULE=_REDUCE[group], REVERSED=tier.is_reversed, TABLED=lists.in_table,
+        NAMED=lists.rows is not None,
     )  # fmt: skip
     return bounds
+
+
+@triton.jit
+def store_bounds(base, low, high, broken, fresh, D: tl.constexpr, DP: tl.constexpr, LOW: tl.constexpr,
+                 HIGH: tl.constexpr, ELEM: tl.constexpr):  # fmt: skip
+    """Widens a page's bounds by new keys' smallest and largest values, or makes them these where a page is `fresh`."""
+    d = tl.arange(0, DP)
+    to_low, to_high = (base + LOW).to(tl.pointer_type(ELEM)) + d, (base + HIGH).to(tl.pointer_type(ELEM)) + d
+    older = (d < D) & (fresh == 0)
+    old_low = tl.load(to_low, mask=older, other=float("inf")).to(tl.float32)
+    old_high = tl.load(to_high, mask=older, other=float("-inf")).to(tl.float32)
+    # A bound that is no number stays none, as torch's smallest and largest have it.
+    low = tl.where((broken > 0) | (old_low != old_low), float("nan"), tl.minimum(low, old_low))
+    high = tl.where((broken > 0) | (old_high != old_high), float("nan"), tl.maximum(high, old_high))
+    tl.store(to_low, elements(low, ELEM), mask=d < D)
+    tl.store(to_high, elements(high, ELEM), mask=d < D)
+
+
+@triton.jit
+def widen_by_one(k, pages, page, slot, at, flat, page_bytes, D: tl.constexpr, DP: tl.constexpr, LOW: tl.constexpr,
+                 HIGH: tl.constexpr, ELEM: tl.constexpr):  # fmt: skip
+    """The bounds of the page that `page` has at `flat`, by the key in row `at`."""
+    target = tl.load(page + flat).to(tl.int64)
+    if target >= 0:
+        d = tl.arange(0, DP)
+        x = elements(tl.load(k + at * D + d, mask=d < D, other=0.0).to(tl.float32), ELEM).to(tl.float32)
+        fresh = tl.zeros([DP], tl.int32) + (tl.load(slot + flat) == 0).to(tl.int32)
+        store_bounds(pages + target * page_bytes, x, x, (x != x).to(tl.int32), fresh, D, DP, LOW, HIGH, ELEM)
 
 
 @triton.jit
@@ -87,16 +135,7 @@ def _widen_pages(
             low = tl.minimum(low, tl.min(tl.where(held, x, float("inf")), 0))
             high = tl.maximum(high, tl.max(tl.where(held, x, float("-inf")), 0))
             broken = tl.maximum(broken, tl.max((held & (x != x)).to(tl.int32), 0))
-        base = pages + target * page_bytes
-        to_low, to_high = (base + LOW).to(tl.pointer_type(ELEM)) + d, (base + HIGH).to(tl.pointer_type(ELEM)) + d
-        older = (d < D) & (fresh == 0)
-        old_low = tl.load(to_low, mask=older, other=float("inf")).to(tl.float32)
-        old_high = tl.load(to_high, mask=older, other=float("-inf")).to(tl.float32)
-        # A bound that is no number stays none, as torch's smallest and largest have it.
-        low = tl.where((broken > 0) | (old_low != old_low), float("nan"), tl.minimum(low, old_low))
-        high = tl.where((broken > 0) | (old_high != old_high), float("nan"), tl.maximum(high, old_high))
-        tl.store(to_low, elements(low, ELEM), mask=d < D)
-        tl.store(to_high, elements(high, ELEM), mask=d < D)
+        store_bounds(pages + target * page_bytes, low, high, broken, fresh, D, DP, LOW, HIGH, ELEM)
 
 
 def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:

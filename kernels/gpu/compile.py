@@ -28,8 +28,10 @@ from kvbench.kernels.gpu import moves as triton_moves
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.gpu.bounds import page_bounds, widen_bounds
+from kvbench.kernels.gpu.bounds import widen_bounds
+from kvbench.kernels.gpu.choice import choose
 from kvbench.kernels.gpu.chunks import chunk_attention
+from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.parts import Kernel, recording
 from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, TierPages
 from kvbench.kernels.tier_table import Turn
@@ -257,7 +259,12 @@ def _one_of_each() -> None:
     bounded, slots = PageFormat(slot, 16 * int(slot.slot_bytes) + 4 * _DIM, bounds=True), torch.full((1, _HEADS), 9)
     tier = TierPages(bounded, torch.zeros(1, _HEADS, 2, dtype=torch.int64), slots, slots)
     pages = torch.zeros(2, bounded.page_bytes, dtype=torch.uint8)
-    page_bounds(torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=torch.bfloat16), pages, tier, "max")
+    Gpu().choose_pages(torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=torch.bfloat16), pages, tier, slots[:, 0], 2, "max")
+    wide = TierPages(
+        bounded, torch.zeros(1, _HEADS, 9000, dtype=torch.int64), slots, slots
+    )  # its bounds are read twice
+    choose(torch.zeros(wide.ids.shape), ListTier.of(wide), Lists.of(wide), slots[:, 0], 2)
+    _step(torch.bfloat16, bounded)
     keys, at = torch.zeros(16, _DIM, dtype=torch.bfloat16), torch.arange(16)
     for distinct in (True, False):
         widen_bounds(pages, bounded, at // 16, at, keys, distinct=distinct)

@@ -101,6 +101,12 @@ class Lists:
     in_table: bool = False
     counts_in_table: bool = False
 
+    @staticmethod
+    def of(tier: TierPages) -> "Lists":
+        """The lists of a tier that names its pages, list after list."""
+        num_seq, heads = tier.num_k.shape
+        return Lists(num_seq=num_seq, heads=heads, per_row=heads)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListTier:
@@ -258,10 +264,9 @@ def paged_decode(
         pages_per_part: See `attend_lists`.
     """
     checks.decode(q, pages, tiers, ring, power, group)
-    heads = tiers[0].ids.shape[1]
     return attend_lists(
-        q, pages, [ListTier.of(tier) for tier in tiers], Lists(num_seq=len(q), heads=heads, per_row=heads), ring, scale,
-        power=power, group=group, update="add" if accumulate and group else None, pages_per_part=pages_per_part or 0,
+        q, pages, [ListTier.of(tier) for tier in tiers], Lists.of(tiers[0]), ring, scale, power=power, group=group,
+        update="add" if accumulate and group else None, pages_per_part=pages_per_part or 0,
     )  # fmt: skip
 
 

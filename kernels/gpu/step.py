@@ -16,10 +16,13 @@ from kvbench.kernels import checks
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
+from kvbench.kernels.gpu.bounds import page_bounds, widen_by_one
+from kvbench.kernels.gpu.choice import choose
 from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
-from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
-from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, StepTarget
+from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_constants
+from kvbench.kernels.operands import PageChoice, Reduce, Ring, ScoreUpdate, StepRing, StepTarget
+from kvbench.kernels.reference.attention import rotate
 from kvbench.kernels.tier_table import TierTable
 
 _BLOCK = 256
@@ -34,21 +37,27 @@ def _write_both(
     K_ELEM: tl.constexpr,
     V_BITS: tl.constexpr, V_P: tl.constexpr, V_W: tl.constexpr, V_WP: tl.constexpr, V_OFF: tl.constexpr,
     V_SCALE: tl.constexpr, V_ZERO: tl.constexpr, V_GROUPS: tl.constexpr, V_CHANNEL: tl.constexpr, V_CODE: tl.constexpr,
-    V_ELEM: tl.constexpr,
+    V_ELEM: tl.constexpr, DP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the new key (programs of the first column) or the new value of some lists into their slots."""
+    """Encodes the new key (programs of the first column) or the new value of some lists into their slots; in a third
+    column, one list's key widens the bounds of its page."""
     if tl.program_id(1) == 0:
         _write_side(
             k, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BK, True, D, T,
             False, 0, HALF, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
             T, K_BITS, K_P, K_W, K_WP, K_OFF, K_SCALE, K_ZERO, K_GROUPS, K_CHANNEL, K_CODE, K_ELEM,
         )  # fmt: skip
-    else:
+    elif tl.program_id(1) == 1:
         _write_side(
             v, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, BV, False, D, T,
             False, 0, 0, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM,
             T, V_BITS, V_P, V_W, V_WP, V_OFF, V_SCALE, V_ZERO, V_GROUPS, V_CHANNEL, V_CODE, V_ELEM,
         )  # fmt: skip
+    else:
+        at = tl.program_id(0).to(tl.int64)
+        if at < count:
+            flat = at // heads * per_row + offset + at % heads
+            widen_by_one(k, pages, page, slot, at, flat, page_bytes, D, DP, LOW, HIGH, BOUND)
 
 
 @triton.jit(do_not_specialize=["offset"])
@@ -103,6 +112,7 @@ class StepScores:
     power: int = 1
     group: Reduce | None = None
     update: ScoreUpdate | None = None
+    gives: bool = False
     skip_near: int = 0
 
 
@@ -117,6 +127,8 @@ def check_step(
     target: StepTarget | None,
     held: tuple[Tensor, Tensor] | None,
     ring: StepRing | None,
+    turn: tuple[Tensor, Tensor] | None,
+    choice: PageChoice | None,
 ) -> None:
     """Refuses what does not belong together; of `Backend.open_tables`."""
     lists, device = (len(rows), *shape), pages.device
@@ -124,6 +136,10 @@ def check_step(
         raise AssertionError(f"{num_q_heads} query heads are no multiple of {shape[1]} KV heads")
     if (target is None) == (ring is None) or (held is None) != (ring is None):
         raise AssertionError("a step writes its token to a page, or to a residual buffer and says what pages hold")
+    if any(tier.fmt.bounds for tier in tiers) != (choice is not None) or (choice and (len(tiers) > 1 or ring or turn)):
+        raise AssertionError(
+            "pages of one tier with bounds are read in part, behind no ring, and keys as they are stored"
+        )
     for tier in tiers:
         checks.pool(pages, tier.fmt)
         if tier.width > tier.entries.shape[1]:
@@ -133,6 +149,7 @@ def check_step(
         (f"the target's {name}", x, lists) for name, x in zip(("page", "slot"), (target or ())[1:], strict=False)
     ]
     numbers += [("held", x, lists) for x in held or ()]
+    numbers += [("count", choice.count, rows.shape)] if choice is not None else []
     if ring is not None:
         numbers += [("a count of the ring", x, lists) for x in (ring.num_tokens, *ring.before, *ring.after)]
     for name, x, wanted in numbers:
@@ -155,16 +172,17 @@ class DeviceStep(FusedStep):
         scores: What happens to tracked scores.
         turn: Cosine and sine, fp32 [S, D / 2], of the angles that keys are turned by before they are written; None =
             they are written as they come.
+        choice: Which pages are read, by their bounds; None = all.
     """
 
     def __init__(
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,
         target: tuple[PageFormat, Tensor, Tensor] | None, ring: StepRing | None, scores: StepScores,
-        turn: tuple[Tensor, Tensor] | None = None,
+        turn: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None,
     ) -> None:  # fmt: skip
         self._pages, self._tiers, self._lists, self._layers = pages, tiers, lists, num_layers
         self._seen, self._target, self._scores, self._ring, self._turn = seen, target, scores, ring, turn
-        self.strips = turn is not None
+        self.strips, self._choice = turn is not None, choice
         if ring is not None:
             self._num_tokens = ring.num_tokens.contiguous()
             self._leaving = [self._find_leaving(ring, side) for side in (0, 1)]
@@ -173,6 +191,8 @@ class DeviceStep(FusedStep):
         lists, ring = replace(self._lists, offset=layer * self._lists.heads), self._ring
         if ring is None:
             self._write(lists, k.contiguous(), v.contiguous())
+            if self._choice is not None and layer >= self._choice.dense_layers and self._tiers[0].columns > 1:
+                return self._attended_in_part(lists, q, self._choice, scale)
             return self._attended(lists, q, None, scale)
         held = Ring(ring.k[:, layer], ring.v[:, layer], self._num_tokens)
         self._append(lists, held, ring.rows, k.contiguous(), v.contiguous())
@@ -185,10 +205,21 @@ class DeviceStep(FusedStep):
 
     def _attended(self, lists: Lists, q: Tensor, ring: Ring | None, scale: float) -> Tensor:
         how = self._scores
-        out, _, _ = attend_lists(
-            q, self._pages, self._tiers, lists, ring, scale, power=how.power, group=how.group if how.update else None,
-            update=how.update, seen=self._seen, skip_near=how.skip_near,
+        out, _, self.given = attend_lists(
+            q, self._pages, self._tiers, lists, ring, scale, power=how.power,
+            group=how.group if how.update or how.gives else None, update=how.update, seen=self._seen,
+            skip_near=how.skip_near,
         )  # fmt: skip
+        return out
+
+    def _attended_in_part(self, lists: Lists, q: Tensor, choice: PageChoice, scale: float) -> Tensor:
+        """Attention over the pages whose bounds are the largest; such a step makes no scores."""
+        (tier,), width = self._tiers, min(choice.width, self._tiers[0].columns)
+        bounds = page_bounds(q, self._pages, tier, lists, choice.group)
+        ids, held = choose(bounds, tier, lists, choice.count, width)
+        tier = ListTier(fmt=tier.fmt, table=ids, entries=width, columns=width, num_k=held, num_v=held)
+        named = Lists(num_seq=lists.num_seq, heads=lists.heads, per_row=lists.heads)
+        out, _, _ = attend_lists(q, self._pages, [tier], named, None, scale)
         return out
 
     def _write(self, lists: Lists, k: Tensor, v: Tensor) -> None:
@@ -198,11 +229,14 @@ class DeviceStep(FusedStep):
         fmt, page, slot = self._target
         programs, count = [slots_per_program(fmt, side) for side in "kv"], k.shape[0] * k.shape[1]
         cos, sin = (page, page) if self._turn is None else self._turn
+        grid = (count, 3) if fmt.bounds else (max(-(-count // rows) for rows in programs), 2)
+        low, high = (fmt.regions[name][0] if fmt.bounds else 0 for name in ("k_low", "k_high"))
         launch(
-            _write_both, (max(-(-count // rows) for rows in programs), 2), k, v, self._pages, page, slot, cos, sin,
+            _write_both, grid, k, v, self._pages, page, slot, cos, sin,
             count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, BK=programs[0], BV=programs[1],
             D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if self._turn is None else cos.shape[1],
             **side_constants(fmt, "k", "K_", least=1), **side_constants(fmt, "v", "V_", least=1),
+            DP=power_of_two(fmt.slot.head_dim), LOW=low, HIGH=high, BOUND=ELEMENT[fmt.slot.dtype],
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -235,4 +269,12 @@ class DeviceStep(FusedStep):
         assert self._ring is not None
         for name, buffer, found in zip("kv", (self._ring.k, self._ring.v), self._leaving, strict=True):
             page, slot, place = (x[first:end].flatten() for x in found)
-            write_part(name, self._pages, self._tiers[0].fmt, page, slot, buffer.view(-1, buffer.shape[-1]), place)
+            fmt, x = self._tiers[0].fmt, buffer.view(-1, buffer.shape[-1])
+            frequencies = self._ring.frequencies
+            if name == "k" and frequencies is not None:  # these lose their positions
+                token = self._ring.before[0][:, first:end].transpose(0, 1)[..., None]
+                token = token + torch.arange(len(place) // token.numel(), device=token.device)
+                x = rotate(x[place].float(), -token.flatten()[:, None].float() * frequencies)
+                write_part(name, self._pages, fmt, page, slot, x)
+            else:
+                write_part(name, self._pages, fmt, page, slot, x, place)

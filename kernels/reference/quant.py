@@ -1,6 +1,7 @@
 """Quantisers and planar bit packing: the reference meaning of every code in a page."""
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ def decode(codes: Tensor, scale: Tensor | None, zero: Tensor | None, code: Code)
     if code.is_uniform:
         assert scale is not None, "integer codes have scales"
         return dequantize(codes, scale, zero, code.bits, symmetric=not code.zero)
-    levels = from_fp8(codes) if code.is_float else torch.tensor(code.table, device=codes.device)[codes.int()].float()
+    levels = from_fp8(codes) if code.is_float else _numbers(code.table, codes.device)[codes.int()]
     if zero is not None:
         assert scale is not None, "what has a zero has a scale"
         return levels * scale.float() + zero.float()
@@ -204,12 +205,18 @@ def _encode_levels(x: Tensor, code: Code, apart: Tensor | None = None) -> tuple[
     return codes, scale, zero
 
 
+@cache
+def _numbers(table: tuple[float, ...], device: torch.device) -> Tensor:
+    """A code's numbers, fp32, made once on each device: one that a step is captured on could not fetch them."""
+    return torch.tensor(table, dtype=torch.float32, device=device)
+
+
 def _nearest(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """The magnitudes nearest to fp32 `x`, fp32, and their codes, uint8; on a border, the even code."""
     size, index = x.abs(), torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for lower, border in enumerate(code.midpoints):
         index += (size > border) if lower % 2 == 0 else (size >= border)
-    levels = torch.tensor(code.magnitudes, dtype=torch.float32, device=x.device)[index.int()]
+    levels = _numbers(code.magnitudes, x.device)[index.int()]
     return levels, index | (x.signbit().to(torch.uint8) << (code.bits - 1))
 
 

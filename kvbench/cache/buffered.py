@@ -1,6 +1,7 @@
 """Tokens that wait in 16-bit rings before they go to pages: how a residual buffer is filled and flushed."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -258,6 +259,7 @@ class BufferedStep(PagedStep):
         return out
 
     def end(self) -> None:
+        super().end()
         lists = self.lists.flatten()
         self.holding.ring.num_k[lists], self.holding.ring.num_v[lists] = (x.to(torch.int32) for x in self._after)
 
@@ -320,9 +322,10 @@ class BufferedStep(PagedStep):
             after=after,
             flush_first=self.flush_first,
             most_leaving=rings.most_leaving,
+            frequencies=self.holding.rope.leaving,
         )
         if self.pages.on_device:
-            table = self.pages.step_tiers(self.numbers, self.lists, lambda _: None)[tier]
+            table = self.pages.step_tiers(self.numbers, self.lists, partial(self.holding.rope.turn_of, self.view))[tier]
             return self._open_tables([table], held=held, ring=ring)
         own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
         own.num_k, own.num_v = held

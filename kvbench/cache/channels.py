@@ -1,9 +1,24 @@
 """The order of every list's key channels, for methods that keep the first of them only (`Tier.k_kept`)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Orders of channels, as a step looks them up once.
+
+    Args:
+        queries: int64 [S, L, Hq, D], of every query head its list's.
+        keys: int64 [S, L, H, D].
+    """
+
+    queries: Tensor
+    keys: Tensor
 
 
 class Channels:
@@ -22,6 +37,7 @@ class Channels:
         kind = torch.uint8 if shape.head_dim <= 256 else torch.int16
         each = torch.arange(shape.head_dim, dtype=kind, device=shape.device)
         self._order = each.repeat(rows, shape.num_layers, shape.num_kv_heads, 1)
+        self._group = shape.num_q_heads // shape.num_kv_heads
 
     @property
     def allocated_bytes(self) -> int:
@@ -41,21 +57,18 @@ class Channels:
         """Gives a row the orders of another one."""
         self._order[row] = self._order[source]
 
-    def of(self, rows: Tensor, layer: int) -> Tensor:
-        """int64 [S, H, D] of rows int64 [S]."""
-        return self._order[rows, layer].long()
+    def of(self, rows: Tensor) -> Orders:
+        """The orders of rows int64 [S], in all layers."""
+        keys = self._order[rows].long()
+        return Orders(keys if self._group == 1 else keys.repeat_interleave(self._group, 2), keys)
 
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:
     """Vectors in a list's order of channels.
 
     Args:
-        x: [S, X, D] queries or keys; X is a multiple of H, and the heads of a list follow one another. Of one channel,
-            which stands for vectors that are not there (`kvbench.sizing`), there is no order.
-        order: int64 [S or 1, H, D].
+        x: [S, X, D] queries or keys. Of one channel, which stands for vectors that are not there (`kvbench.sizing`),
+            there is no order.
+        order: int64 [S or 1, X, D].
     """
-    if x.shape[-1] == 1:
-        return x
-    group = x.shape[1] // order.shape[1]
-    index = order if group == 1 else order.repeat_interleave(group, 1)
-    return x.gather(-1, index.expand(len(x), -1, -1))
+    return x if x.shape[-1] == 1 else x.gather(-1, order.expand(len(x), -1, -1))

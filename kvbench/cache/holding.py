@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.channels import Channels, reorder
+from kvbench.cache.channels import Channels, Orders, reorder
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
 from kvbench.cache.due import Due
@@ -124,13 +124,14 @@ class Holding:
         idle = self.turns.keys.idle and self.turns.values.idle
         return idle and self.channels is None and self.scores.queries is None
 
-    def turned(self, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [S, Hq, D], keys and values [S, H, D] of one layer of rows int64 [S] (or of tokens of one row) as
-        attention over pages takes them."""
+    def turned(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, orders: Orders | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [S, Hq, D], keys and values [S, H, D] of one layer of rows (or of tokens of one row) as attention
+        over pages takes them; `orders` are those of the rows' channels."""
         q, k = self.turns.keys.turn(q), self.turns.keys.turn(k)
-        if self.channels is not None:
-            order = self.channels.of(rows, layer)
-            q, k = reorder(q, order), reorder(k, order)
+        if orders is not None:
+            q, k = reorder(q, orders.queries[:, layer]), reorder(k, orders.keys[:, layer])
         return q, k, self.turns.values.turn(v)
 
     # Rows.

@@ -309,7 +309,13 @@ class Pages:
         """Sets the scores in a tier's live pages to 0."""
         first_slot = torch.arange(tier.ids.shape[-1], device=tier.ids.device) * tier.fmt.tokens_per_page
         scores = self.backend.region(self.pool.pages, tier.fmt, "score")
-        scores[tier.ids[first_slot < tier.num_k[..., None]]] = 0.0
+        ids, live = tier.ids.flatten(), (first_slot < tier.num_k[..., None]).flatten()
+        if not self.on_device:
+            scores[ids[live]] = 0.0
+            return
+        # As many pages whatever lists hold: a live one stands for those that are none, if there is one.
+        ids = torch.where(live, ids, ids.gather(0, live.long().argmax(0, keepdim=True)))
+        scores[ids] = torch.where(live.any(), 0.0, scores[ids])
 
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
         """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns

@@ -46,9 +46,15 @@ class QueryRing:
         where = torch.arange(num_tokens - last.shape[1], num_tokens, device=last.device) % self.num_queries
         self._ring[row, layer][:, where] = last
 
-    def hold_step(self, rows: Tensor, layer: int, q: Tensor, scale: float, tokens_seen: Tensor) -> None:
-        """Takes the queries [S, Hq, D] of a decode step; `tokens_seen` int64 [S] is their position."""
-        self._ring[rows, layer, :, tokens_seen % self.num_queries] = (q.float() * scale).to(self._ring.dtype)
+    def hold_step(self, rows: Tensor, tokens_seen: Tensor, given: list[tuple[Tensor, float]]) -> None:
+        """Takes a decode step's queries [S, Hq, D] and factors on them, of one layer after the other; `tokens_seen`
+        int64 [S] is their position."""
+        scales = {scale for _, scale in given}
+        if len(scales) == 1:
+            scaled = torch.stack([q for q, _ in given], 1).float() * scales.pop()
+        else:
+            scaled = torch.stack([q.float() * scale for q, scale in given], 1)
+        self._ring[rows, :, :, tokens_seen % self.num_queries] = scaled.to(self._ring.dtype)
 
     def of(self, row: int, layer: int, tokens_seen: int) -> Tensor:
         """The queries [Hq, up to num_queries, D] of a row, in order of position."""

@@ -1,54 +1,55 @@
 """Decode steps that read some of the pages: which ones, and how many bytes that is."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvbench.cache.pages import Pages
-from kvbench.kernels.operands import TierPages
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import PageChoice, TierPages
 from kvbench.policy import DecodeView, ReadSpec
 
 
-@dataclass
 class StepReads:
     """The reads of one decode step under a policy's `ReadSpec`.
 
     Args:
         spec: What to read.
-        count: int64 [S] pages per list that a layer reads.
-        width: As large as the largest of them, or larger.
-        read_bytes: fp64 [S] read so far in this step: slots, and the bounds of all pages where pages were chosen.
-        held_bytes: fp64 [S] of all slots in the layers so far.
+        fmt: The format of the pages, with bounds.
+        view: What the step was planned from.
+        held: int64 [S, L, H] slots of every list, the new token's among them.
+        first_layer: The model's number of the first of these layers.
+        most: Pages of a list at most, where the host is not to ask for the largest count.
     """
 
-    spec: ReadSpec
-    count: Tensor
-    width: int
-    read_bytes: Tensor
-    held_bytes: Tensor
-
-    @staticmethod
-    def begin(spec: ReadSpec, view: DecodeView, most: int | None = None) -> "StepReads":
-        """How much the rows of a step may read, of lists of `most` pages where the host is not to ask for the largest
-        count."""
+    def __init__(
+        self, spec: ReadSpec, fmt: PageFormat, view: DecodeView, held: Tensor, first_layer: int, most: int | None
+    ) -> None:
+        self._fmt, self._held = fmt, held
         count = (view.budget_tokens(spec.budget) // spec.page_tokens).clamp(min=spec.min_pages)
-        nothing = torch.zeros(len(count), dtype=torch.float64, device=count.device)
-        return StepReads(spec, count, int(count.max()) if most is None else max(1, most), nothing, nothing.clone())
+        self.choice = PageChoice(
+            count=count,
+            width=int(count.max()) if most is None else max(1, most),
+            group=spec.group_reduce,
+            dense_layers=max(0, spec.dense_layers - first_layer),
+        )
 
     def choose(self, pages: Pages, layer: int, q: Tensor, tier: TierPages) -> TierPages:
         """What a layer reads for the queries [S, Hq, D] of the step."""
-        spec, fmt = self.spec, tier.fmt
-        chosen = tier
-        if layer >= spec.dense_layers and tier.ids.shape[-1] > 1:
-            chosen = pages.backend.choose_pages(q, pages.pool.pages, tier, self.count, self.width, spec.group_reduce)
-            num_pages = -(-tier.num_k // fmt.tokens_per_page)
-            looked_at = num_pages * (num_pages > self.count[:, None])  # bounds decide only where a page is left out
-            self.read_bytes += looked_at.sum(1) * fmt.bounds_bytes
-        self.read_bytes += chosen.num_k.sum(1) * fmt.slot.slot_bytes
-        self.held_bytes += tier.num_k.sum(1) * fmt.slot.slot_bytes
-        return chosen
+        choice = self.choice
+        if layer < choice.dense_layers or tier.ids.shape[-1] == 1:
+            return tier
+        return pages.backend.choose_pages(q, pages.pool.pages, tier, choice.count, choice.width, choice.group)
 
     def totals(self) -> Tensor:
-        """fp64 [S, 2]: per row, the bytes that the step read and those that it would have read of everything."""
-        return torch.stack([self.read_bytes, self.held_bytes], 1)
+        """fp64 [S, 2]: per row, the bytes that the step reads (slots, and the bounds of all pages of a list of which
+        some are left out) and those that it would read of everything."""
+        fmt, held = self._fmt, self._held
+        num_pages = (held + fmt.tokens_per_page - 1) // fmt.tokens_per_page
+        left_out = (num_pages - self.choice.count[:, None, None]).clamp(
+            min=0
+        )  # of the others, the last may not be full
+        left_out = left_out * (torch.arange(held.shape[1], device=held.device) >= self.choice.dense_layers)[:, None]
+        looked_at = num_pages * (left_out > 0)
+        slots, saved, looked = (x.sum((1, 2)).double() for x in (held, left_out * fmt.tokens_per_page, looked_at))
+        read = (slots - saved) * fmt.slot.slot_bytes + looked * fmt.bounds_bytes
+        return torch.stack([read, slots * fmt.slot.slot_bytes], 1)

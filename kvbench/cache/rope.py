@@ -87,6 +87,11 @@ class Rope:
         angle = -position[:, None].float() * self._inv_freq
         return angle.cos(), angle.sin()
 
+    @property
+    def leaving(self) -> Tensor | None:
+        """Rotary frequencies, fp32 [D_rot / 2], of the positions that `strip` takes off; None where it leaves them."""
+        return None if self.mode == "absolute" else self._inv_freq
+
     def turn_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
         """Keys of one row as the tokens of a prompt's next chunk attend to them: `cache_relative` ones at their index
         in the cache, which the chunk continues; the others as they are.

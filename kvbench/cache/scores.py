@@ -215,8 +215,13 @@ class Scores:
     @property
     def fuses(self) -> bool:
         """Whether plain probabilities, added or replaced, are all that a step does to tracked scores."""
-        statistic, tracks = self.spec.statistic, "score" in self.spec.track
-        return not (tracks and (statistic.answers("of_step") or statistic.answers("of_token")))
+        return not (self.writes_tokens or self.settles)
+
+    @property
+    def settles(self) -> bool:
+        """Whether the statistic makes something else of a step's probabilities."""
+        spec = self.spec
+        return "score" in spec.track and spec.decode_update and spec.statistic.answers("of_step")
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them."""
@@ -225,7 +230,7 @@ class Scores:
     def add_step(
         self, tokens_seen: Tensor, prompt_tokens: Tensor, tiers: list[TierPages], reduced: list[Tensor]
     ) -> None:
-        """Brings the stored scores of one layer up to date after a step.
+        """Brings stored scores up to date after a step, of one layer, or of several, whose heads H are in a row.
 
         Args:
             tokens_seen: int64 [S], which is the position of the step's queries.

@@ -1,19 +1,22 @@
 """A decode step over pages: how a token is written, what is read, and what becomes of the scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from kvbench.cache import moves
+from kvbench.cache.channels import Orders
 from kvbench.cache.holding import Holding
 from kvbench.cache.homes import HomedStep
 from kvbench.cache.reads import StepReads
 from kvbench.kernels.backend import FusedStep
-from kvbench.kernels.operands import ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepRing, StepTarget, TierPages
 from kvbench.kernels.tier_table import TierTable
 from kvbench.policy import DecodePlan
+
+MOST_GIVEN_BYTES = 2**27  # of scores that wait for the other layers'
 
 
 class PagedStep:
@@ -33,6 +36,7 @@ class PagedStep:
         self.holding, self.pages, self.rows, self.numbers = holding, holding.pages, rows, numbers
         self.view = holding.view(rows, numbers)
         self.tokens_seen = self.view.tokens_seen  # looked up here: it grows while the step goes on
+        self.queries: list[tuple[Tensor, float]] = []  # of the layers so far, and their scales, where they are kept
         self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
         self._plan()
 
@@ -58,7 +62,15 @@ class PagedStep:
                 pages.put(tier, page[own], slot[own], pos=pos[own])
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
         if policy.reading is not None:
-            self.reads = StepReads.begin(policy.reading, self.view, pages.width(self.numbers, 0))
+            held = pages.held(0, self.lists)
+            self.reads = StepReads(
+                policy.reading,
+                pages.formats[0],
+                self.view,
+                held,
+                self.holding.first_layer,
+                pages.width(self.numbers, 0),
+            )
 
     @cached_property
     def width(self) -> list[list[int]]:
@@ -93,7 +105,7 @@ class PagedStep:
                 pages.field(tier, "score")[page, slot] = scores.of_token(keys, values)
         tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
         if self.reads is not None:
-            tiers = [self.reads.choose(pages, self.holding.first_layer + layer, q, tiers[0])]
+            tiers = [self.reads.choose(pages, layer, q, tiers[0])]
         self.holding.rope.turn(tiers, self.view)
         spec = scores.spec
         out, _, reduced = pages.backend.paged_decode(
@@ -108,22 +120,33 @@ class PagedStep:
         scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
         return out
 
+    @cached_property
+    def orders(self) -> Orders | None:
+        """The orders of the rows' key channels, in all layers."""
+        return None if self.holding.channels is None else self.holding.channels.of(self.rows)
+
     def end(self) -> None:
         """Settles what the step changed."""
+        if self.queries:
+            kept = self.holding.scores.queries
+            assert kept is not None, "only these are noted"
+            kept.hold_step(self.rows, self.tokens_seen, self.queries)
 
     # Whole layers in one call.
 
     def fused(self) -> FusedStep | None:
         """What does a whole layer in one call, with the same `attend`; None where the backend does not cover the
         step."""
-        if not (self.pages.backend.fuses_layers or self.pages.on_device) or not self.holding.scores.fuses:
+        if not (self.pages.backend.fuses_layers or self.pages.on_device) or self.holding.scores.writes_tokens:
             return None
-        # No such operation rotates keys between buffer and page, chooses the pages that it reads, or keeps bounds.
-        if self.reads is not None or self.pages.formats[0].bounds:
+        if self.holding.scores.settles and not self.pages.on_device:
+            return None
+        # In main memory no such operation chooses the pages that it reads, or keeps bounds.
+        if self.reads is not None and not self.pages.on_device:
             return None
         if self.pages.books is not None:  # or knows of tables that belong to a layer
             return None
-        if self.holding.rope.mode == "pre_rope" and not (self.pages.on_device and self.holding.policy.residual is None):
+        if self.holding.rope.mode == "pre_rope" and not self.pages.on_device:  # or rotates keys as they leave a buffer
             return None
         return self._fuse()
 
@@ -138,7 +161,11 @@ class PagedStep:
             update = "replace" if spec.decode_replace else "add"
         target = self.tier, self.page, self.slot
         if self.pages.on_device:
-            return self._open_tables(self._tables, target=target, update=update, turn=self._turn)
+            if not self.holding.scores.settles:
+                choice = None if self.reads is None else self.reads.choice
+                return self._open_tables(self._tables, target=target, update=update, turn=self._turn, choice=choice)
+            opened = self._open_tables(self._tables, target=target, gives=True, turn=self._turn)
+            return None if opened is None else SettledStep(opened, self.pages.shape[1], self._settle)
         tiers = [
             self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
             for tier in range(len(self.pages.formats))
@@ -198,7 +225,9 @@ class PagedStep:
         ring: StepRing | None = None,
         target: StepTarget | None = None,
         update: ScoreUpdate | None = None,
+        gives: bool = False,
         turn: tuple[Tensor, Tensor] | None = None,
+        choice: PageChoice | None = None,
     ) -> FusedStep | None:
         """Asks a backend that keeps its own tables for the step."""
         spec = self.holding.policy.score
@@ -215,6 +244,41 @@ class PagedStep:
             power=spec.power,
             group=spec.group_reduce,
             update=update,
-            skip_near=spec.skip_near,
+            gives=gives,
+            skip_near=0 if gives else spec.skip_near,
             turn=turn,
+            choice=choice,
         )
+
+    def _settle(self, first: int, given: list[Sequence[Tensor]]) -> None:
+        """Brings the scores of some layers up to date, from the first of them on; of each, per tier, [S, H, n]."""
+        lists, pages = self.lists[:, first : first + len(given)].flatten(1), self.pages
+        reduced = [torch.stack(scores, 1).flatten(1, 2) for scores in zip(*given, strict=True)]
+        tiers = [
+            pages.tier(tier, lists, scores.shape[-1] // pages.formats[tier].tokens_per_page)
+            for tier, scores in enumerate(reduced)
+        ]
+        self.holding.scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
+
+
+class SettledStep(FusedStep):
+    """A step whose layers give their scores away; of many layers at once, the statistic makes what is stored.
+
+    Args:
+        step: Attends, and gives.
+        num_layers: Layers of the step.
+        settle: Takes the first of some layers, and the scores of each.
+    """
+
+    def __init__(self, step: FusedStep, num_layers: int, settle: Callable[[int, list[Sequence[Tensor]]], None]) -> None:
+        self._step, self._num_layers, self._settle, self.strips = step, num_layers, settle, step.strips
+        self._given: list[Sequence[Tensor]] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out = self._step.attend(layer, q, k, v, scale)
+        self._given.append(self._step.given)
+        given_bytes = sum(scores.nbytes for scores in self._step.given) * len(self._given)
+        if layer + 1 == self._num_layers or given_bytes > MOST_GIVEN_BYTES:
+            self._settle(layer + 1 - len(self._given), self._given)
+            self._given = []
+        return out

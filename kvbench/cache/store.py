@@ -314,7 +314,9 @@ class CompressedStore:
         part.pages.late.collect()
         self.holding.forget(row)
         own, whose = layer - part.first_layer, torch.tensor([row], device=k.device)
-        q, k, v = (x.transpose(0, 1) for x in part.turned(whose, own, *(x.transpose(0, 1) for x in (q, k, v))))
+        orders = None if part.channels is None else part.channels.of(whose)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        q, k, v = (x.transpose(0, 1) for x in part.turned(own, q, k, v, orders))
         out = part.append(row, own, q, self._copied(k, 0), self._copied(v, 0), scale)
         if layer + 1 == self.shape.num_layers:
             seen = self.counters.seen[row] + k.shape[1]
@@ -360,9 +362,9 @@ class CompressedStore:
         assert self._steps, "begin_step comes first"
         index, part = self.holding.part_of(layer)
         step, layers, own = self._steps[index], self._layers[index], layer - part.first_layer
-        if (queries := part.scores.queries) is not None:
-            queries.hold_step(step.rows, own, q, scale, step.tokens_seen)
-        q, k, v = part.turned(step.rows, own, q, k, v)
+        if part.scores.queries is not None:
+            step.queries.append((q, scale))
+        q, k, v = part.turned(own, q, k, v, step.orders)
         k, v = self._copied(k, 1), self._copied(v, 1)
         if not (isinstance(layers, FusedStep) and layers.strips):
             k = step.strip(k)

@@ -28,6 +28,9 @@ METHODS = (
     "kivi residual_tokens=8 group=8 tiers_by_layer=k4v4",
     "qaq key_error=100.0",  # four tiers
     "think window=4",  # keys of fewer channels, and an order of channels for each list
+    "scissorhands budget=12 recent=4",  # counts what probabilities are, of all layers at once
+    "kvquant_style group=8",  # takes the position off keys that leave a ring
+    "quest page_tokens=8 read_budget=8 min_pages=1 dense_layers=0",  # reads some pages, by bounds of their keys
 )
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 

@@ -44,10 +44,13 @@ def scores(pages: Pages) -> list[list[float]]:
     return found
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("chosen", [[0], [1, 0], [2, 6], [4, 6, 3], [2]])
-def test_scores_are_cleared_in_the_lists_that_are_named(pages, chosen):
-    """All their slots and nobody else's, although shorter lists are described with as many pages as the longest."""
-    pages.clear_scores(pages.tier(0, torch.tensor(chosen)))
+def test_scores_are_cleared_in_the_lists_that_are_named(pages, chosen, on_device):
+    """All their slots and nobody else's, although shorter lists are described with as many pages as the longest, or
+    with more, as on a device."""
+    pages.on_device = on_device
+    pages.clear_scores(pages.tier(0, torch.tensor(chosen), width=pages.table.max_pages if on_device else None))
     assert scores(pages) == [[float(number not in chosen)] * count for number, count in enumerate(COUNTS)]
 
 

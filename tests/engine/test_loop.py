@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from engine_helpers import open_settings, random_tokens
 from graph_emulator import record
-from torch.utils._python_dispatch import TorchDispatchMode
+from no_data import NothingOnTheHost, without_data
 
 from kvbench.bench import choices
 from kvbench.bench.check_methods import Case, changes
@@ -20,11 +20,12 @@ from kvbench.engine.loop import State, StepGraphs
 from kvbench.engine.runner import NotFinite, Runner
 from kvbench.errors import NotForModel
 from kvbench.kernels import checks
-from kvbench.kernels.gpu import decode, manager, moves, parts
+from kvbench.kernels.gpu import parts
 from kvbench.models.load import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what empty slots hold
 NO_KERNEL = {"kvquant": {"paged_decode", "write_keys", "write_values"}}
+BULK = ("kv_compress continual=true budget=96", "random_trace", "scissorhands", "snapkv decode_every=4")
 PROMPT, ALONE = 21, Case((((1,), 3),))
 
 
@@ -109,33 +110,21 @@ def test_logits_that_are_not_finite_end_the_loop(loaded):
         head.weight = weight
 
 
-class NothingOnTheHost(TorchDispatchMode):
-    """Fails when an operation brings a result to main memory."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{function} put a result on the host"
-        return out
-
-
 @pytest.fixture(scope="module")
-def without_data():
-    """A model of two layers whose tensors have no data, so that nothing can be read back; launches are not run."""
+def bare():
+    """A model of two layers whose tensors have no data."""
     model = choices.make_model("random preset=tiny num_layers=2 dtype=bfloat16", "cpu")
     model.model.to("meta")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_num_processors", lambda device: 132)
-        uncached = moves.byte_map.__wrapped__  # no table without data may stay behind
-        for module in (moves, manager):
-            patch.setattr(module, "byte_map", uncached)
+    with without_data():
         yield model
 
 
-def step_without_data(loaded, method: str) -> SimpleNamespace:
-    """Makes one step of two rows; its launches, and the operations that have no kernel."""
+def step_without_data(loaded, method: str, due: bool = False) -> SimpleNamespace:
+    """Makes one step of two rows, whose bulk eviction may be due; its launches, and the operations that have no
+    kernel."""
+    method, _, own = method.partition(" ")
     settings = changes(method, ALONE) | open_settings(method)
-    words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings.items())
+    words = own + " " + " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in settings.items())
     runner = Runner(loaded, choices.make_method(f"{method} {words}"), backend="triton")
     runner.reserve(rows=2, prompt_tokens=40, new_tokens=8)
     store, launches = runner.store, []
@@ -143,7 +132,7 @@ def step_without_data(loaded, method: str) -> SimpleNamespace:
     for row in rows:  # as if prompts had been read: writing one takes sizes from its plan
         store.counters.hold(row, 24)
         store.counters.prompt_tokens[row] = 24
-        store.holding.due.learn([row], [False])
+        store.holding.due.learn([row], [due])
     store.pages.late.tape = Tape()  # lists of any length, as in a graph
     there = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(2)]
     state = State(StepRows(rows, there[0]), there[1], lambda *_: None)
@@ -153,14 +142,27 @@ def step_without_data(loaded, method: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("method", options("method"))
-def test_a_whole_step_asks_the_host_for_nothing(without_data, method: str):
+def test_a_whole_step_asks_the_host_for_nothing(bare, method: str):
     """Plan, room, demotions, the model, the choice and the counts, of every method. What has no kernel is named; plain
     torch does it on the device."""
     try:
-        found = step_without_data(without_data, method)
+        found = step_without_data(bare, method)
     except NotForModel as error:
         pytest.skip(str(error))
     without = NO_KERNEL.get(method, set())
     assert found.fallbacks == without
     attended = 0 if "paged_decode" in without else 2 * -(-found.tiers // 2)  # two layers, and two tiers in a launch
     assert found.launches.count("_attend") == attended
+
+
+@pytest.mark.parametrize("method", BULK)
+def test_a_bulk_eviction_asks_the_host_for_nothing(bare, method: str):
+    """Its plan, its moves, and scores that begin anew."""
+    assert step_without_data(bare, method, due=True).launches.count("_move_listed")
+
+
+@pytest.mark.parametrize("method", ["r_kv", "triattention", "vatp decode_every=4"])
+def test_a_statistic_of_held_slots_asks_how_many_there_are(bare, method: str):
+    """As the documentation says: it is measured row by row. Others have no such eviction."""
+    with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta tensors"):
+        step_without_data(bare, method, due=True)

@@ -84,17 +84,35 @@ def test_random_is_spread_over_the_prompt():
 
 def test_random_keeps_its_sinks_and_no_further_token_while_decoding():
     """Over many steps each of the tokens behind the sinks goes in some list."""
-    policy = RandomControl(budget=10, sinks=2, window=1, decode_every=1)
-    pos = torch.arange(40).expand(20, 1, 3, 40)
-    view = SimpleNamespace(
-        tokens_seen=torch.arange(40, 60),
-        prompt_tokens=torch.full((20,), 30),
-        prompt_slots=torch.full((20, 1, 3), 10),
-        slots=lambda tier: SlotArrays(score=torch.zeros(pos.shape), pos=pos, valid=torch.ones(pos.shape).bool()),
-        budget_tokens=lambda budget: torch.full((20,), 10),
-    )
-    (keep,) = policy.plan_compact(view).keep
+    keep = kept_of_trace(torch.arange(40).expand(20, 1, 3, 40), torch.arange(40, 60))
     assert keep[..., :2].all() and not keep[..., 2:].all(dim=(0, 1, 2)).any()
+    assert len({tuple(mask.tolist()) for mask in keep.flatten(0, 2)}) == 60  # each list of each step draws for itself
+
+
+def test_what_goes_at_random_does_not_depend_on_other_rows():
+    """Nor on where in its list a token lies, nor on how many slots are shown that hold none."""
+    seen = torch.tensor([40, 47])
+    keep = kept_of_trace(torch.arange(40).expand(2, 1, 3, 40), seen)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([order, torch.zeros(9, dtype=torch.int64)]).expand(1, 1, 3, 49)
+    alone = kept_of_trace(padded, seen[1:], held=40)
+    assert torch.equal(alone[..., :40], keep[1:, ..., order])
+
+
+def kept_of_trace(pos: torch.Tensor, seen: torch.Tensor, held: int | None = None) -> torch.Tensor:
+    """What an eviction keeps of slots with such positions, of which the first `held` hold tokens."""
+    rows, layers, heads, width = pos.shape
+    valid = (torch.arange(width) < (held or width)).expand(pos.shape)
+    view = SimpleNamespace(
+        shape=(rows, layers, heads),
+        tokens_seen=seen,
+        prompt_tokens=torch.full((rows,), 30),
+        prompt_slots=torch.full((rows, layers, heads), 10),
+        slots=lambda tier: SlotArrays(score=torch.zeros(pos.shape), pos=pos, valid=valid),
+        budget_tokens=lambda budget: torch.full((rows,), 10),
+    )
+    (keep,) = RandomControl(budget=10, sinks=2, window=1, decode_every=1).plan_compact(view).keep
+    return keep
 
 
 def test_random_appends():

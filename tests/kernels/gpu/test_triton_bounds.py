@@ -8,8 +8,10 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from triton_helpers import DEVICE, poisoned_memory, random_queries  # noqa: F401
 
 from kvbench.kernels.format import PageFormat, SlotFormat
+from kvbench.kernels.gpu import choice
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds
+from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference.attention import choose_pages
 from kvbench.kernels.reference.backend import Reference
@@ -47,8 +49,8 @@ def test_bounds_are_the_largest_products(head_dim: int, group_size: int, rule: s
     """Channel by channel the larger of q times low and q times high, summed, then the group reduced."""
     pages, tier = bounded(head_dim, dtype)
     q = random_queries(2, 2 * group_size, head_dim)
-    there = moved(pages, tier)
-    got = page_bounds(q.to(DEVICE), *there, rule).cpu()
+    pool, there = moved(pages, tier)
+    got = page_bounds(q.to(DEVICE), pool, ListTier.of(there), Lists.of(there), rule).cpu()
     low, high = (region(pages, tier.fmt, name).double() for name in ("k_low", "k_high"))
     for s, h in ((0, 0), (0, 1), (1, 1)):
         group = q[s, h * group_size : (h + 1) * group_size].double()
@@ -70,6 +72,29 @@ def test_the_same_pages_are_chosen_as_by_the_reference():
     live = torch.arange(7) * 16 < want.num_k[..., None]
     assert torch.equal(got.ids.cpu()[live], want.ids[live])
     assert backend.fallbacks == set()
+
+
+@pytest.mark.parametrize("at_once", [8192, 16])
+def test_ties_and_what_is_no_number_are_chosen_as_by_the_reference(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """Bounds of few values, both zeros, infinities and NaN among them: of equal ones the first; also where a list's
+    bounds do not fit into a program at once."""
+    monkeypatch.setattr(choice, "_AT_ONCE", at_once)
+    make = torch.Generator().manual_seed(3)
+    nan, inf = float("nan"), float("inf")
+    values = torch.tensor([nan, -nan, inf, -inf, 0.0, -0.0, 1.0, 1.0, -2.0, -2.0, 3e-40, 7.5])
+    bounds = values[torch.randint(len(values), (24, 2, 37), generator=make)]
+    held = torch.randint(0, 16 * 37 + 1, (24, 2), generator=make)
+    held[0] = torch.tensor([0, 1])
+    count = torch.randint(1, 40, (24,), generator=make)
+    fmt = bounded(64, torch.float16)[1].fmt
+    tier = TierPages(fmt, torch.arange(24 * 2 * 37).view(24, 2, 37), held, held)
+    q, pages = torch.zeros(24, 2, 64), torch.zeros(2000, fmt.page_bytes, dtype=torch.uint8)
+    want = choose_pages(q, pages, tier, count, 37, "max", bounds=lambda *_: bounds)
+    _, there = moved(pages, tier)
+    ids, slots = choice.choose(bounds.to(DEVICE), ListTier.of(there), Lists.of(there), count.to(DEVICE), 37)
+    assert torch.equal(slots.cpu(), want.num_k)
+    live = torch.arange(37) * 16 < want.num_k[..., None]
+    assert torch.equal(ids.cpu()[live], want.ids[live])
 
 
 def keys_in_pages(head_dim: int, dtype: torch.dtype, generator: torch.Generator) -> tuple:

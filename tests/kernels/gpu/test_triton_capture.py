@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
+from no_data import NothingOnTheHost, without_data
 from page_helpers import PAGE_BYTES, tier_format
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import decode as triton_decode
@@ -28,23 +28,9 @@ TRACK = ("score", "pos")
 SYNCS = (RuntimeError, NotImplementedError, AssertionError)
 
 
-class NothingOnTheHost(TorchDispatchMode):
-    """Fails when an operation brings a result to main memory."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{function} put a result on the host"
-        return out
-
-
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch):
+def device():
     """Gives tensors without data, of which nothing can be read back. Launches are counted and not run."""
-    monkeypatch.setattr(triton_decode, "_num_processors", lambda device: 132)
-    uncached = triton_moves.byte_map.__wrapped__  # no table without data may stay behind
-    for module in (triton_moves, triton_manager):
-        monkeypatch.setattr(module, "byte_map", uncached)
     launches = []
 
     def note(kernel, grid, arguments, constants) -> None:
@@ -55,7 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch):
     def make(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    with triton_parts.recording(note):
+    with without_data(), triton_parts.recording(note):
         yield SimpleNamespace(make=make, launches=launches)
 
 
@@ -93,7 +79,7 @@ def test_attention_behind_a_ring_and_rotated_reads_nothing_back(device):
 
 
 def test_pages_are_chosen_without_reading_back(device):
-    """One launch for the bounds of all lists; the choice is made of their order. Another one where keys are written."""
+    """One launch for the bounds of all lists, and one for the choice. Another one where keys are written."""
     slot = SlotFormat(head_dim=64, k_bits=16, v_bits=16)
     fmt, make = PageFormat(slot, 16 * int(slot.slot_bytes) + 256, bounds=True), device.make
     (tier,), pages = tiers_of(make, fmt), make(9, fmt.page_bytes, dtype=torch.uint8)
@@ -101,7 +87,8 @@ def test_pages_are_chosen_without_reading_back(device):
         chosen = Gpu().choose_pages(make(3, 6, 64, dtype=torch.float16), pages, tier, make(3), 2, "max")
         for distinct in (True, False):
             Gpu().widen_bounds(pages, fmt, make(6), make(6), make(6, 64, dtype=torch.float16), distinct=distinct)
-    assert chosen.ids.shape == (3, 2, 2) and device.launches == ["_bound_pages", "_widen_pages", "_widen_pages"]
+    assert chosen.ids.shape == (3, 2, 2) and device.launches[:2] == ["_bound_pages", "_choose_pages"]
+    assert device.launches[2:] == ["_widen_pages", "_widen_pages"]
 
 
 def test_a_chunk_of_a_prompt_is_attended_to_without_reading_back(device):
@@ -207,6 +194,8 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
         assert kernels >= {
             "_attend",
             "_finish",
+            "_bound_pages",
+            "_choose_pages",
             "_find_extreme",
             "_find_leaving",
             "_settle",
@@ -226,7 +215,6 @@ def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
             "_move_listed",
             "_attend_prompt",
             "_sum_columns",
-            "_bound_pages",
             "_write_both",
             "_write_fields",
             "_append_ring",

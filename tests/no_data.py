@@ -1,0 +1,56 @@
+"""Steps on tensors that have no data, so that nothing of a device could be read back; launches are not run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvbench.kernels.gpu import decode, manager, moves
+from kvbench.kernels.reference import quant
+
+
+class NothingOnTheHost(TorchDispatchMode):
+    """Fails when an operation brings a result to main memory, or makes the host's numbers a tensor, which a GPU would
+    have to fetch: no step with such a copy could be captured."""
+
+    def __enter__(self):
+        self.made, torch.tensor = torch.tensor, self._refused
+        return super().__enter__()
+
+    def __exit__(self, *ended):
+        torch.tensor = self.made
+        return super().__exit__(*ended)
+
+    def _refused(self, data, **kwargs):
+        raise AssertionError(f"{data} of the host became a tensor")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            assert not isinstance(x, torch.Tensor) or x.device.type == "meta", f"{function} put a result on the host"
+        return out
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """A GPU of 132 multiprocessors is asked for, and no table without data stays behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_num_processors", lambda device: 132)
+        for name, *modules in (("byte_map", moves, manager), ("_numbers", quant)):
+            for module in modules:
+                patch.setattr(module, name, _made_before(getattr(module, name).__wrapped__))
+        yield
+
+
+def _made_before(make):
+    """What makes a table of numbers, as if before the step in which it is asked for."""
+    tensor = torch.tensor
+
+    def made(*arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "tensor", tensor)
+            return make(*arguments)
+
+    return made
