@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model suite format style types docs findings composition formats test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite exhaustive format style types docs findings composition formats test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -48,6 +48,9 @@ test: setup model ## install, fetch the embedded model, run every test in one pr
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
 suite: ## run every test, where `make setup` was done
 	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
+
+exhaustive: ## run what `make suite` leaves to it too: full products, other instruction sets, simulations, hostile programs (an hour)
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal -m ""
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)
 	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py
