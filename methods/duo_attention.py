@@ -8,6 +8,7 @@ import torch
 
 from kvbench.policy import (
     EVICT,
+    TABLE_OR_PATH,
     DecodePlan,
     DecodeView,
     NotForModel,
@@ -15,7 +16,6 @@ from kvbench.policy import (
     Policy,
     PrefillPlan,
     PrefillView,
-    TableOrPath,
     Tier,
     TierText,
     Whole,
@@ -47,7 +47,7 @@ class DuoAttention(Policy):
         gates the later head streams (the original takes a quantile after adding noise).
     """
 
-    table: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
+    table: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
     sparsity: Annotated[float | None, Number(0, 1)] = 0.5
     sinks: Annotated[int, Whole(0, unit="tokens")] = 64
     recent: Annotated[int, Whole(1, unit="tokens")] = 256

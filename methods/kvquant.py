@@ -6,13 +6,13 @@ from typing import Annotated
 
 from kvbench.policy import (
     MAX_TOKENS,
+    TABLE_OR_PATH,
     Choice,
     CodeBooks,
     NotForModel,
     Policy,
     PrefillPlan,
     PrefillView,
-    TableOrPath,
     Tier,
     Whole,
     read_table,
@@ -48,7 +48,7 @@ class KVQuant(Policy):
     """
 
     bits: Annotated[int, Choice(WIDTHS, unit="bits")] = 4
-    books: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
+    books: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
     sinks: Annotated[int, Whole(0, MAX_TOKENS, unit="tokens")] = 1
     outliers: Annotated[int, Whole(0, 8, unit="elements")] = 1
     native: bool = False

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvbench.policy import (
     MAX_TOKENS,
+    TABLE_OR_PATH,
     LayerTensors,
     Need,
     NotForModel,
     Scored,
     Statistic,
-    TableOrPath,
     Whole,
     read_table,
 )
@@ -75,7 +75,7 @@ class TriAttention(Scored):
         budget is of the answer, where the original's counts the prompt.
     """
 
-    centres: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
+    centres: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
     reach: Annotated[int, Whole(1, MAX_TOKENS, unit="steps")] = 65536
     protect: Literal["none", "sinks", "instruction", "prompt", "answer"] = "prompt"
     decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 32

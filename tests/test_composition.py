@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from places import ROOT
 
-from kvbench.rules.declared import declared
+from kvbench.rules import declared
 from kvbench.runs.parts import make_policy, policy_class
 
 PATH = ROOT / "results" / "example" / "composition.py"

@@ -25,7 +25,7 @@ KNOWS = {
     "kernels": set(),
     "rules": set(),
     "policy": {"errors", "rules"},
-    "config": {"errors", "__init__"},
+    "config": {"errors", "rules", "__init__"},
     "methods": {"policy"},
     "cache": {"policy", "kernels", "errors", "rules"},
     "models": {"errors", "config", "kernels"},

@@ -13,7 +13,7 @@ from kvbench.config.files import options, path_of
 from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
-from kvbench.rules.declared import declared
+from kvbench.rules import declared
 
 _STORE = "store."
 

@@ -12,8 +12,7 @@ from kvbench.cache.ranks import ALONE, Ranks
 from kvbench.cache.rotation import KINDS, Kind
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.policy import Policy, ReadSpec, Tier
-from kvbench.rules.declared import check_settings
-from kvbench.rules.kinds import MAX_BYTES, Choice, Number, Several, Whole
+from kvbench.rules import MAX_BYTES, Choice, Number, Several, Whole, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from kvbench.errors import check_whole
 from kvbench.kernels.codes import BOOK_TOP
 from kvbench.methods.kvquant import WIDTHS
 from kvbench.policy import LayerTensors, Need, Policy, ScoreSpec, Statistic
-from kvbench.rules.kinds import Number
+from kvbench.rules import Number
 from kvbench.runs.parts import default_parts
 from kvbench.show.progress import Progress
 

@@ -13,7 +13,7 @@ from kvbench.config.settings import as_dict
 from kvbench.errors import check_whole, unknown_name
 from kvbench.policy import Policy
 from kvbench.results.measures import LOSSES
-from kvbench.rules.declared import Declared, declared
+from kvbench.rules import Declared, declared
 from kvbench.tasks.taskset import TaskSet
 
 PROOFS = ("interval", "mean")

@@ -16,8 +16,7 @@ from kvbench.config.files import FULL, SHARED
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.policy.settings import BudgetRule, TierRule
-from kvbench.rules.declared import Declared, declared
-from kvbench.rules.kinds import Choice
+from kvbench.rules import Choice, Declared, declared
 from kvbench.runs.parts import policy_class
 
 DIGITS = 3  # of a budget: two budgets that differ by less are one

@@ -15,7 +15,7 @@ from kvbench.evidence.comparison import ComparedRun, compare_group
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.runs import Group, StoredRun
 from kvbench.policy import MAX_TOKENS
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 from kvbench.runs.parts import read_bytes
 from kvbench.sizing.shapes import NamedShape, find_shape
 from kvbench.sizing.stored import policy_of, projected

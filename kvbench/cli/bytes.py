@@ -13,7 +13,7 @@ from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
 from kvbench.results.writing import write_atomic
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 from kvbench.runs.parts import make_policy
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes

@@ -86,7 +86,7 @@ def declared_help(group: str, name: str, path: Path, width: int) -> str:
         width: Columns of the terminal.
     """
     from kvbench.config.settings import read_config
-    from kvbench.rules.declared import declared
+    from kvbench.rules import declared
     from kvbench.tasks import settings_class
     from kvbench.tasks.protocol import Protocol
 
@@ -113,7 +113,7 @@ def method_help(name: str, width: int = 80) -> str:
     """A method: what it does, its settings with type, range, unit and default, its source, and where it differs."""
     from kvbench.cli import method_table
     from kvbench.config.settings import read_config
-    from kvbench.rules.declared import declared
+    from kvbench.rules import declared
     from kvbench.runs.parts import make_policy
 
     path = files.path_of("method", name)

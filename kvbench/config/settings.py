@@ -4,11 +4,17 @@ The library is imported where its own types are at hand: a machine with torch al
 """
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
+
+from kvbench.errors import check_keys
+from kvbench.rules import declared
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+Kind = TypeVar("Kind")
 
 
 def as_dict(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,3 +54,29 @@ def read_config(path: Path) -> "DictConfig":
     if not isinstance(found, DictConfig):
         raise ValueError(f"{path} holds a list; a configuration file holds key: value")
     return found
+
+
+def read_settings(kind: type[Kind], given: Mapping[str, Any], prefix: str = "", what: str | None = None) -> Kind:
+    """The settings object that a group of the configuration asks for; what the group lacks takes its default.
+
+    It reads every dataclass whose fields say in their annotations what they may be (`kvbench.rules`): a run, the store,
+    a task, a protocol, a policy. The object checks its values when it is made.
+
+    Args:
+        kind: The dataclass.
+        given: The group; a list stands for a tuple, `???` for a value that is still to be given.
+        prefix: What stands before the names where the user writes them, for example `store.`.
+        what: What an unknown key is called in the message; a setting by default.
+
+    Raises:
+        ValueError: Names a setting that does not exist, that is wrong, or that is missing and has no default.
+    """
+    values, known = {key: value for key, value in as_dict(given).items() if value != "???"}, declared(kind)
+    check_keys(values, known, what=what, prefix="" if what else prefix)
+    for item in fields(kind):  # type: ignore[arg-type]
+        if item.init and item.name not in values and item.default is MISSING and item.default_factory is MISSING:
+            text = known[item.name].text
+            raise ValueError(f"{prefix}{item.name} is missing and has no default; give {text}")
+        if isinstance(values.get(item.name), list) and tuple in map(get_origin, known[item.name].kinds):
+            values[item.name] = tuple(values[item.name])
+    return kind(**values)

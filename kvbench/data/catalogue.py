@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvbench.rules.declared import Declared, declared
+from kvbench.rules import Declared, declared
 from kvbench.tasks.settings import name_list
 from kvbench.tasks.source import RowCheck
 

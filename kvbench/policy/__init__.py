@@ -89,7 +89,7 @@ from kvbench.policy.stepwise import Stepwise
 from kvbench.policy.tiers import ALLOWED_BITS, Tier
 from kvbench.policy.views import GONE, DecodeView, PrefillView
 from kvbench.policy.window import WindowRanked
-from kvbench.rules.kinds import MAX_TOKENS, Choice, Number, Several, TableOrPath, Text, Whole
+from kvbench.rules import MAX_TOKENS, TABLE_OR_PATH, Choice, Number, Several, Text, Whole
 
 __all__ = [
     "ALLOWED_BITS",
@@ -132,7 +132,7 @@ __all__ = [
     "SlotArrays",
     "Statistic",
     "Stepwise",
-    "TableOrPath",
+    "TABLE_OR_PATH",
     "Text",
     "Tier",
     "TierTable",

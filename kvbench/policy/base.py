@@ -11,7 +11,7 @@ from kvbench.policy.declare import CodeBooks, ReadSpec, Residual, ScoreSpec, Tie
 from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import DecodeView, PrefillView
-from kvbench.rules.declared import check_settings, checked_first
+from kvbench.rules import check_settings, checked_first
 
 
 class Declarations:

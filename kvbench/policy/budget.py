@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.rules.kinds import MAX_BYTES, MAX_TOKENS, shown
+from kvbench.rules import MAX_BYTES, MAX_TOKENS, shown
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from kvbench.policy.base import Policy
 from kvbench.policy.declare import ALL_QUERIES
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 
 CHUNK = Whole(1, unit="tokens")
 

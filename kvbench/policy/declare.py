@@ -8,7 +8,7 @@ from typing import Literal
 from kvbench.errors import NotForModel
 from kvbench.policy.budget import Budget
 from kvbench.policy.statistics import NEEDS, Probability, Statistic
-from kvbench.rules.kinds import shown
+from kvbench.rules import shown
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 

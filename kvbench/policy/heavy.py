@@ -9,7 +9,7 @@ from kvbench.policy.plans import DecodePlan
 from kvbench.policy.settings import BudgetText
 from kvbench.policy.stepwise import Stepwise
 from kvbench.policy.views import DecodeView
-from kvbench.rules.kinds import Number
+from kvbench.rules import Number
 
 
 @dataclass(kw_only=True)

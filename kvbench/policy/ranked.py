@@ -19,7 +19,7 @@ from kvbench.policy.settings import BudgetText, TierText
 from kvbench.policy.statistics import WithValueNorms
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import GONE, PrefillView
-from kvbench.rules.kinds import Number, TableOrPath, Whole
+from kvbench.rules import TABLE_OR_PATH, Number, Whole
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class Ranked(ByLayer):
     allocation: Allocation = "uniform"
     alpha: Annotated[float, Number(0, 1)] = 0.2
     beta: Annotated[int, Whole(1, 1000)] = 20
-    table: Annotated[str | Sequence[Sequence[float]] | None, TableOrPath()] = None
+    table: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
     chunk: Annotated[int, Whole(1, unit="tokens")] = 1
     cut_chunk: bool = True
     value_aware: bool = False

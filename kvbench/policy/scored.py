@@ -14,7 +14,7 @@ from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import rank_descending
 from kvbench.policy.statistics import Statistic
 from kvbench.policy.views import DecodeView
-from kvbench.rules.kinds import MAX_TOKENS, Whole
+from kvbench.rules import MAX_TOKENS, Whole
 
 
 @dataclass(kw_only=True)

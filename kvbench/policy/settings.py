@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from kvbench.policy.budget import Budget
 from kvbench.policy.tiers import NAMED, Tier
-from kvbench.rules.declared import declared
-from kvbench.rules.kinds import Rule
+from kvbench.rules import Rule, declared
 
 if TYPE_CHECKING:
     from kvbench.policy.base import Policy

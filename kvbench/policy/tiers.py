@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from kvbench.rules.kinds import shown
+from kvbench.rules import shown
 
 ALLOWED_BITS = (1, 2, 3, 4, 8, 16)
 CodeName = Literal["", "e4m3_scaled", "lloyd", "nvfp4", "mxfp4", "book", "book_channels"]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from kvbench.policy.declare import ScoreSpec
 from kvbench.policy.scored import Scored
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 
 
 @dataclass(kw_only=True)

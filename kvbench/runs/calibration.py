@@ -15,8 +15,7 @@ from kvbench.config.files import BY_LAYER
 from kvbench.config.settings import copy_config
 from kvbench.errors import unknown_name
 from kvbench.results import provenance
-from kvbench.rules.declared import declared
-from kvbench.rules.kinds import shown
+from kvbench.rules import declared, shown
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

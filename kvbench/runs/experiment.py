@@ -18,7 +18,7 @@ from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
-from kvbench.rules.kinds import Flag, Whole
+from kvbench.rules import FLAG, Whole
 from kvbench.runs import calibration
 from kvbench.runs.parts import Parts, prefill_chunk, read_bytes, store_options
 from kvbench.show.progress import note
@@ -37,7 +37,7 @@ KEYS = {
     "fidelity.": {"max_tokens", "on", "per_token"},
     "prefill.": {"chunk"},
 }
-RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": Flag()}
+RULES = {"batch_size": Whole(1, 2**16, unit="samples"), "seed": Whole(0, 2**63 - 1), "resume": FLAG}
 
 
 GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
@@ -116,7 +116,7 @@ def check_config(cfg: DictConfig) -> None:
     if (chunk := prefill_chunk(cfg)) is not None:
         Whole(1, unit="tokens").check("prefill.chunk", chunk)
         _check_chunk_place(cfg.model, chunk)
-    Flag().check("fidelity.per_token", cfg.fidelity.get("per_token", False))
+    FLAG.check("fidelity.per_token", cfg.fidelity.get("per_token", False))
     if Shard.read(cfg.get("shard")) and not cfg.resume:
         raise ValueError(
             f"shard={cfg.shard} with resume=false would throw away what the other shards finished; give the command "

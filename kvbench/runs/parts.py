@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvbench.config.settings import as_dict, copy_config
 from kvbench.errors import check_keys
-from kvbench.rules.kinds import MAX_BYTES, shown
+from kvbench.rules import MAX_BYTES, shown
 from kvbench.show.progress import note, steps_shown
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from kvbench.cache.layout import ModelShape
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 
 HEADLINE = ("llama3-8b", 32768)  # the model and the length that byte counts of small models are projected to
 SIZES = ("layers", "q_heads", "kv_heads", "head_dim")

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from kvbench.errors import check_keys
-from kvbench.rules.declared import check_settings
-from kvbench.rules.kinds import Choice, Day, Number, Text, Whole
+from kvbench.rules import DAY, Choice, Number, Text, Whole, check_settings
 
 CHAT_TEMPLATE = ("auto", "always", "never")
 # The default of Llama 3.1's chat template.
@@ -47,7 +46,7 @@ class Protocol:
     thinking: bool | None = None
     thinking_tokens: Annotated[int | None, Whole(1, unit="tokens")] = None
     system: Annotated[str | None, Text()] = None
-    date: Annotated[str, Day()] = TEMPLATE_DATE
+    date: Annotated[str, DAY] = TEMPLATE_DATE
 
     def __post_init__(self) -> None:
         check_settings(self, "protocol.")

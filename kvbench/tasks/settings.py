@@ -6,8 +6,7 @@ from typing import Annotated, Any, Self
 
 from kvbench.config.settings import as_dict
 from kvbench.errors import check_keys
-from kvbench.rules.declared import check_settings, declared
-from kvbench.rules.kinds import Choice, Several, Text, Whole
+from kvbench.rules import Choice, Several, Text, Whole, check_settings, declared
 
 MIN_PROMPT_TOKENS = 256
 MAX_ITEMS = 2**20

@@ -8,7 +8,7 @@ from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.minikv import MiniKV
-from kvbench.rules.declared import declared
+from kvbench.rules import declared
 from kvbench.runs.parts import make_policy
 
 

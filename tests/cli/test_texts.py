@@ -84,7 +84,7 @@ def test_help_of_every_method(monkeypatch):
     """Each setting stands with its default and the rule that is checked; nothing is wider than 80 columns."""
     from kvbench.cli.choice_help import method_help
     from kvbench.cli.method_table import settings_of
-    from kvbench.rules.declared import declared
+    from kvbench.rules import declared
 
     for name in files.options("method"):
         text = method_help(name, 80)

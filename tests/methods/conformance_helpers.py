@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from places import CONF
 
 from kvbench.policy import EVICT, Budget, CompactPlan, DecodePlan, Policy, PrefillPlan
-from kvbench.rules.declared import declared
+from kvbench.rules import declared
 from kvbench.runs.parts import policy_class
 
 FOLDER = CONF / "method"

@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException
 from kvbench.cache import ledger
 from kvbench.config.files import SHARED
 from kvbench.policy import Ranked, Scored
-from kvbench.rules.declared import declared
+from kvbench.rules import declared
 
 PROMPTS, NEW_TOKENS, BUDGET = (7, 60), 13, 0.4
 LAYERS = HEADS = 2

@@ -8,8 +8,7 @@ from wrong_values import wrong
 
 from kvbench.config.files import SHARED
 from kvbench.policy.settings import BudgetRule, check_sizes
-from kvbench.rules.declared import declared
-from kvbench.rules.kinds import Number, Text, Whole
+from kvbench.rules import Number, Text, Whole, declared
 from kvbench.runs.parts import make_policy, policy_class
 
 # What the installed kvpress alone knows all of.

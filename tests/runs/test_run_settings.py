@@ -13,7 +13,7 @@ from kvbench.engine.engine import Engine
 from kvbench.models.random_weights import random_config
 from kvbench.policy import ScoreSpec
 from kvbench.results.writing import check_writable
-from kvbench.rules.declared import declared
+from kvbench.rules import declared
 from kvbench.runs.experiment import RULES, check_config
 from kvbench.runs.parts import store_options
 from kvbench.tasks.protocol import Protocol

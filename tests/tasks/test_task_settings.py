@@ -6,8 +6,7 @@ from places import CONF
 from wrong_values import wrong
 
 from kvbench.config.settings import as_dict, read_config
-from kvbench.rules.declared import declared
-from kvbench.rules.kinds import Number, Several, Text, Whole
+from kvbench.rules import Number, Several, Text, Whole, declared
 from kvbench.tasks import BENCHMARKS, HARNESS, check_task, settings_class
 from kvbench.tasks.settings import name_list, names_of
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbench.rules.kinds import Choice, Several, Text, Whole
+from kvbench.rules import Choice, Several, Text, Whole
 from kvbench.tasks.chat import render_chat, system_messages, template_settings
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from kvbench.engine.requests import Outcome, Request
-from kvbench.rules.kinds import Number, Text, Whole
+from kvbench.rules import Number, Text, Whole
 from kvbench.stats.intervals import estimate
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.drift.repetition import GRAM, longest_loop, repeated_share

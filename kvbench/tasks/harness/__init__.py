@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.engine.requests import Request
 from kvbench.errors import unknown_name
-from kvbench.rules.kinds import Choice, Text, Values, Whole
+from kvbench.rules import VALUES, Choice, Text, Whole
 from kvbench.tasks.chat import TemplateSettings, render_chat, require_template, template_settings, thinking_label
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.draw import Limit, drawn
@@ -64,7 +64,7 @@ class Settings(TaskSettings):
     include_path: Annotated[str | None, Text()] = None
     data_dir: DataDir = None
     metric: Annotated[str | None, Text()] = None
-    metadata: Annotated[Mapping[str, Any] | None, Values()] = None
+    metadata: Annotated[Mapping[str, Any] | None, VALUES] = None
     context_field: Annotated[str | None, Text()] = None
 
     def __post_init__(self) -> None:

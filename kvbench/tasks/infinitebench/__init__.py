@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.infinitebench.dataset import SUBSETS, check_row, place
 from kvbench.tasks.problem_source import find_rows

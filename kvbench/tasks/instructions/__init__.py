@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated
 
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort, most_units
 from kvbench.tasks.instructions.rules import PAIRS, Instructions, draw

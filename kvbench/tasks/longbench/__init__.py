@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from kvbench.rules.kinds import Whole
+from kvbench.rules import Whole
 from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longbench.dataset import length_bucket

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbench.rules.kinds import Choice, Whole
+from kvbench.rules import Choice, Whole
 from kvbench.tasks.choices import with_choices
 from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.longbench_v2.dataset import LETTERS, PLACE, check_row

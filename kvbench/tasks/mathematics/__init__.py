@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from kvbench.rules.kinds import Choice
+from kvbench.rules import Choice
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.mathematics.dataset import MATH500, SUBJECTS
 from kvbench.tasks.mathematics.grade import vote

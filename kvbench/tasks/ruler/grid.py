@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated
 
-from kvbench.rules.kinds import Choice, Several, Whole
+from kvbench.rules import Choice, Several, Whole
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.fit import TooShort, most_units
 from kvbench.tasks.prompts import PromptBuilder, PromptRules

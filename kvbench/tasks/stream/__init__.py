@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.engine.requests import Outcome, Request
-from kvbench.rules.kinds import Text, Whole
+from kvbench.rules import Text, Whole
 from kvbench.stats.intervals import Estimate
 from kvbench.tasks.draw import Limit
 from kvbench.tasks.passages import check_no_question, passages, read_text
