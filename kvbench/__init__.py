@@ -5,7 +5,6 @@ compressed cache, and `load_model` and `Runner` are the parts for a loop of one'
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.config.version import VERSION as __version__
@@ -34,17 +33,8 @@ __all__ = [
     "sweep",
 ]
 
-# In a clone `methods/`, `kernels/` and `conf/` sit in the repository root, beside this package: appending the root
-# makes `kvbench.methods` and the others resolve there. In a wheel they are inside the package and no pyproject.toml is
-# beside it.
-_root = Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file():
-    __path__.append(str(_root))
-del _root
-
-
 # Where each name comes from; imported when it is asked for, since the command line answers without torch.
-_HOMES = {
+_MODULES = {
     "kvbench.api.compress": ("CompressedCache", "compress"),
     "kvbench.api.generate": ("Generation", "generate"),
     "kvbench.api.load": ("load",),
@@ -56,9 +46,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """What this package offers."""
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(home), name)
+            return getattr(import_module(module), name)
     raise AttributeError(f"module 'kvbench' has no attribute {name!r}")
 
 

@@ -93,9 +93,9 @@ def test_clone_imports_from_its_root():
 @pytest.fixture(scope="module")
 def clean_copy(tmp_path_factory):
     """Gives a copy of what a build needs, so that no build output lands in the repository and none of its is used."""
-    copy = tmp_path_factory.mktemp("clone") / "repository"
+    copy = tmp_path_factory.mktemp("folder") / "kvbench"
     for folder in SOURCES:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, copy / name)
     return copy
@@ -109,12 +109,15 @@ def pip(*arguments):
 
 
 def test_editable_install_imports_from_anywhere(clean_copy, tmp_path):
-    """An editable install finds every part in the clone it was made from, from another working folder."""
+    """An editable install finds every part in the clone it was made from, from another working folder and from the one
+    that holds the clone, where a folder called kvbench is no package."""
     target = tmp_path / "site"
     pip("install", "--editable", str(clean_copy), "--target", str(target))
     # The target first: an environment with an editable kvbench of its own has a finder module of the same name.
     prelude = f"import site; site.addsitedir({str(target)!r})\n" + LIBRARIES
     run_probe(clean_copy, ISOLATED, prelude, cwd=tmp_path)
+    beside = clean_copy.parent
+    run_probe(clean_copy, ISOLATED, prelude + f"sys.path.insert(0, {str(beside)!r})\n", cwd=beside)
 
 
 def test_wheel_holds_and_imports_everything(clean_copy, tmp_path):

@@ -42,5 +42,6 @@ def report(error: Exception) -> int:
 def _is_ours(error: Exception) -> bool:
     """True when kvbench itself raised it, so that its message was written for the user."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    roots = {files.package_folder(), files.sibling_folder("methods"), files.sibling_folder("kernels")}
+    package = files.package_folder()
+    roots = {package, (package / "methods").resolve(), (package / "kernels").resolve()}
     return not last or bool(roots & set(Path(last[0].filename).resolve().parents))

@@ -67,23 +67,19 @@ def package_folder() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-def sibling_folder(name: str) -> Path:
-    """The folder `conf`, `methods` or `kernels`: beside the package in a source tree, inside it when installed.
+def conf_folder() -> Path:
+    """The folder with config.yaml and the groups.
 
     Raises:
-        ValueError: Neither exists, so the installation is broken.
+        ValueError: It is missing, as in a checkout whose links became files.
     """
-    package = package_folder()
-    for folder in (package.parent / name, package / name):
-        # In site-packages a neighbour called `kernels` belongs to somebody else.
-        if folder.is_dir() and (folder.parent == package or (package.parent / "pyproject.toml").exists()):
-            return folder
-    raise ValueError(f"the folder {name}/ is missing beside or inside {package}; install kvbench again")
-
-
-def conf_folder() -> Path:
-    """The folder with config.yaml and the groups."""
-    return sibling_folder("conf")
+    folder = package_folder() / "conf"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder: kvbench/ needs its links to kernels/, methods/ and conf/; clone the repository "
+            "again with `git clone -c core.symlinks=true`, or install the wheel"
+        )
+    return folder
 
 
 def describe(path: Path) -> str:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbench.config.code import hash_files, sources
-from kvbench.config.files import package_folder, sibling_folder
+from kvbench.config.files import package_folder
 from kvbench.config.version import VERSION
 
 # What an answer depends on, beside the task, the method and the backend that runs: these folders of kvbench/ ...
@@ -159,7 +159,8 @@ def code_files(*backends: str) -> dict[str, Path]:
     Returns:
         Name and path of each file.
     """
-    package, kernels = package_folder(), sibling_folder("kernels")
+    package = package_folder()
+    kernels = (package / "kernels").resolve()  # a link in a clone
     own = (*ANSWER_KERNELS, *(BACKEND_FOLDERS.get(backend, backend) for backend in backends))
     roots = [package / name for name in ANSWER_FOLDERS] + [kernels / name for name in dict.fromkeys(own)]
     files = [path for root in roots for path in ([root] if root.is_file() else sources(root))]
