@@ -1,7 +1,7 @@
 # PYTHON chooses the interpreter (and so the environment) that every target uses: make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help setup model suite exhaustive format style types docs findings composition formats test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
+.PHONY: help setup model suite exhaustive format style types docs site findings composition formats test test-code test-degenerate test-exact test-killed test-arm test-bytes test-launchers test-gpu gpu fuzz mutants simulate smoke clean
 
 help: ## show the targets; `make` alone does too
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -28,6 +28,12 @@ types: ## check the types
 
 docs: ## write the documents that are generated from the code
 	$(PYTHON) -m kvbench.cli.method_table > docs/methods.md
+
+site: ## build the documents as a site with search and the Python reference, into build/site
+	$(PYTHON) -m pip install --quiet '.[docs]'
+	rm -rf build/pages && mkdir -p build/pages
+	for part in README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs results notebooks; do ln -s ../../$$part build/pages/$$part; done
+	$(PYTHON) -m mkdocs build --quiet
 
 findings: ## make the tables and pictures of docs/findings.md again from its samples (minutes)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/findings.py

@@ -1,6 +1,7 @@
 """The documents: those that are generated, what the others name, and the published protocols."""
 
 import ast
+import csv
 import importlib.util
 import re
 import shlex
@@ -27,7 +28,7 @@ DOCUMENTS = [
     "results/gpu/README.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 ]
-# The README's example of a new method: two files that a reader would write.
+# The examples of new methods: files that a reader would write.
 EXAMPLE = {"methods/toy.py", "conf/method/toy.yaml", "methods/mylag.py", "conf/method/mylag.yaml"}
 FOLDERS = "kvbench|kernels|methods|conf|tests|docs|notebooks|results/example|results/cpu"
 
@@ -137,10 +138,43 @@ def test_commands_of_a_document_compose(name):
 
 
 @pytest.mark.parametrize("group", ["method", "task"])
-def test_readme_lists_every_choice(group):
-    """The README's tables have every method and every task, by the name that is typed."""
-    rows = "\n".join(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|"))
-    assert {name for name in listing.options(group) if f"`{name}`" not in rows} == set()
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md", "docs/tasks.md"])
+def test_a_page_lists_every_choice(page, group):
+    """The README has every method and every task by the name that is typed, and so have the tables of the pages on
+    choosing and on tasks."""
+    if (page, group) in (("docs/choosing.md", "task"), ("docs/tasks.md", "method")):
+        return
+    text = (ROOT / page).read_text()
+    assert {name for name in listing.options(group) if not re.search(rf"[`\[]{name}[`\]]", text)} == set()
+
+
+def test_the_first_page_is_one_page():
+    """The README has at most 9 KB, and its results are those of the study."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 9 * 1024
+    with (ROOT / "results" / "example" / "measures.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["group"].startswith("mean over")]
+    found = {(row["run"].removesuffix(" tier=fp16"), row["metric"]): row for row in rows}
+
+    def difference(run, metric, scale, form):
+        value, low, high = (
+            format(scale * float(found[run, metric][key]), form) for key in ("difference", "low", "high")
+        )
+        return f"{value} [{low}, {high}]"
+
+    table = re.findall(r"^\| `([^`]+)` \| ([\d.]+) \| ([\d.]+) \| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    assert len(table) > 8
+    for run, held, score, by_score, by_nll in table:
+        row = found[run, "score"]
+        assert (held, score) == (f"{100 * float(row['resident']):.1f}", f"{100 * float(row['value']):.1f}")
+        assert row["n"] == "200"
+        assert (by_score, by_nll) == (difference(run, "score", 100, "+.1f"), difference(run, "nll", 1, "+.2f"))
+
+
+def test_the_site_has_every_page():
+    """Every document is in the navigation of the site, once."""
+    pages = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(pages) == sorted({*DOCUMENTS, "CHANGELOG.md"})
 
 
 # The published protocols, by table or figure of their paper.

@@ -1,4 +1,4 @@
-"""A method is two files: the examples of the README, put into a copy of the repository, are listed, run and tested."""
+"""A method is two files: those of docs/extending.md, put into a copy of the repository, are listed, run and tested."""
 
 import json
 import os
@@ -16,13 +16,13 @@ SKIPPED = shutil.ignore_patterns("__pycache__", ".pytest_cache", "*.egg-info")
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A copy of the repository with the README's two files for each of two methods, and nothing else changed."""
+    """A copy of the repository with the page's two files for each of two methods, and nothing else changed."""
     target = tmp_path_factory.mktemp("copy") / "repository"
     target.mkdir()
     for folder in ("kvbench", "kernels", "methods", "conf", "tests"):
-        shutil.copytree(ROOT / folder, target / folder, ignore=SKIPPED)
+        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=SKIPPED)
     shutil.copy(ROOT / "pyproject.toml", target)
-    section = (ROOT / "README.md").read_text().split("## Adding a method")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "extending.md").read_text()
     for folder, kind, end in (("methods", "python", "py"), ("conf/method", "yaml", "yaml")):
         files = [target / folder / f"{name}.{end}" for name in ("toy", "mylag")]
         for file, text in zip(files, re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL), strict=True):
@@ -62,7 +62,7 @@ def test_a_new_method_runs(copy):
 
 @pytest.mark.timeout(240)
 def test_the_readme_s_lagkv_is_lagkv(copy):
-    """The statistic of the README's own file keeps the very tokens that `lagkv` keeps, in the prompt and behind it."""
+    """The statistic of the page's own file keeps the very tokens that `lagkv` keeps, in the prompt and behind it."""
     script = copy / "compare_lag.py"
     script.write_text(
         "import torch\n"
