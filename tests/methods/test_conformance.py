@@ -29,6 +29,7 @@ from conformance_helpers import (
     watched,
 )
 from engine_helpers import answers, comparable, forced_logits, random_tokens, request
+from store_paths import per_path, spread
 
 from kvbench.cache.buffered import Buffered
 from kvbench.cli import method_table
@@ -120,8 +121,7 @@ def full_logits(tiny_model):
     return build
 
 
-@pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "heads"), spread(cases(), policy_of, SHAPES))
 def test_lossless_settings_equal_full(full_logits, name, heads):
     """With its lossless settings a method gives the full cache's logits (1e-4 in fp32) after 1, 33 and 90 tokens and
     along 16 more, with 1, 3 and 7 query heads per KV head."""
@@ -157,7 +157,7 @@ def test_runs_repeat_themselves(loaded, name):
     assert {k: comparable(o) for k, o in first.items()} == {k: comparable(o) for k, o in second.items()}
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", per_path(cases(), policy_of))
 def test_a_ragged_batch_equals_single_rows(tiny_model, name):
     """Rows fed the same tokens in one batch and alone: the same slots, and logits that only rounding tells apart.
 
@@ -177,7 +177,7 @@ def test_a_ragged_batch_equals_single_rows(tiny_model, name):
         assert kept["slots_per_tier"] == pytest.approx(own[0][1]["slots_per_tier"], rel=0.01, abs=4)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", per_path(cases(), policy_of))
 def test_the_context_can_come_before_the_question(loaded, name):
     """A prompt in two segments is answered, and every token of it is seen once."""
     asked = request("a", random_tokens(300), random_tokens(20, seed=1), gold=random_tokens(5))
@@ -190,8 +190,7 @@ def test_the_context_can_come_before_the_question(loaded, name):
 # What stays ----
 
 
-@pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "heads"), spread(cases(), policy_of, SHAPES))
 def test_protected_tokens_are_never_evicted(tiny_model, name, heads):
     """At every step, sinks, window and the newest token are there, and no position is held twice or made up."""
     loaded, policy, plans, steps = tiny_model("llama", heads, 64), policy_of(name, heads), [], [0]
@@ -233,7 +232,7 @@ def check_positions(arrays, seen: int, must: set[int]) -> None:
             assert must <= set(held)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", per_path(cases(), policy_of))
 def test_a_nan_is_reported_not_hidden(loaded, name):
     """A model that gives NaN fails with its layer, whatever the method does with the numbers."""
     model = copy.deepcopy(loaded.model)

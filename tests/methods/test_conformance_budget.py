@@ -5,29 +5,31 @@ import re
 import pytest
 from conformance_helpers import having, idle, keeping, keeps_prompts, policy_of
 from engine_helpers import answers, random_tokens, request
+from store_paths import spread
 
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier
 
 BUDGETS = (0.2, 0.5, 0.85, 60)
 BUDGETED = having("budget")
+PARTS = {"five": (0.0, 0.13, 0.37, 0.61, 0.88), "most": (0.88,)}  # of what a budget in bytes may be
+TIERS = ("k8v4", "k4v2", "k2v4", "int8", "fp8", "native", "nvfp4")
 HEAD_DIM, LAYERS = 64, 2
 
 
-@pytest.mark.parametrize("name", BUDGETED)
-def test_the_budget_is_met_at_four_budgets(tiny_model, name):
+@pytest.mark.parametrize(("name", "budget"), spread(BUDGETED, policy_of, BUDGETS))
+def test_the_budget_is_met_at_four_budgets(tiny_model, name, budget):
     """Ratio or tokens: after the prompt and ten steps on, the mean list holds what was asked, within a page."""
     loaded = tiny_model("llama", "gqa3", HEAD_DIM)
-    for budget in BUDGETS:
-        policy = policy_of(name, budget=budget)
-        outcome = answers(loaded, policy, [request("0", random_tokens(400), max_new_tokens=11)])["0", 0]
-        kept, page = outcome.kept, outcome.kept["page_tokens"]
-        asked = Budget.parse(budget).tokens(400, kept["lists"], kept["slot_bytes"])
-        asked = 400 if keeps_prompts(policy) else max(asked, getattr(policy, "floor_tokens", 0))
-        assert policy.check_outcome(vars(outcome)) is None
-        assert abs(kept["prompt_slots"] / kept["lists"] - asked) <= page
-        held = sum(kept["slots_per_tier"]) / kept["lists"]
-        assert held <= asked + page + (1 if policy.acts_in_decode else 10)
+    policy = policy_of(name, budget=budget)
+    outcome = answers(loaded, policy, [request("0", random_tokens(400), max_new_tokens=11)])["0", 0]
+    kept, page = outcome.kept, outcome.kept["page_tokens"]
+    asked = Budget.parse(budget).tokens(400, kept["lists"], kept["slot_bytes"])
+    asked = 400 if keeps_prompts(policy) else max(asked, getattr(policy, "floor_tokens", 0))
+    assert policy.check_outcome(vars(outcome)) is None
+    assert abs(kept["prompt_slots"] / kept["lists"] - asked) <= page
+    held = sum(kept["slots_per_tier"]) / kept["lists"]
+    assert held <= asked + page + (1 if policy.acts_in_decode else 10)
 
 
 def smallest(loaded, policy, asked) -> int:
@@ -37,8 +39,8 @@ def smallest(loaded, policy, asked) -> int:
     return int(re.search(r"give method.budget=(\d+)B", str(refused.value)).group(1))
 
 
-@pytest.mark.parametrize("name", BUDGETED)
-def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name):
+@pytest.mark.parametrize(("name", "parts"), spread(BUDGETED, policy_of, PARTS, part=("most",)))
+def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name, parts):
     """From the smallest that is possible to most of the full cache: at its fullest a sequence holds no more bytes than
     asked, and less than a page per list fewer (a block, where a method keeps whole blocks)."""
     new = 60 if keeps_prompts(policy_of(name)) else 10  # of the answer alone an eviction comes later
@@ -47,7 +49,7 @@ def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name):
     with pytest.raises(ValueError, match=f"give method.budget={least}B or more"):
         answers(loaded, policy_of(name, budget=f"{least - 1}B"), [asked])
     full = answers(loaded, policy_of(name, budget=10_000), [asked])["0", 0].ledger["resident_bytes"]
-    for part in (0.0, 0.13, 0.37, 0.61, 0.88):
+    for part in parts:
         budget, fullest = int(least + part * (full - least)), []
         policy = policy_of(name, budget=f"{budget}B")
 
@@ -100,24 +102,28 @@ def test_a_cache_that_only_grows_fails_the_run(tiny_model, name, changes):
     assert message is not None and "held at the end" in message
 
 
-@pytest.mark.parametrize("tier", ["k8v4", "k4v2", "k2v4", "int8", "fp8", "native", "nvfp4"])
-def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, tier):
+def test_the_list_of_eviction_methods_is_long():
+    """What the next test is about."""
+    named = {"snapkv", "pyramidkv", "ada_snapkv", "h2o", "kv_compress", "streaming_llm", "random"}
+    assert named <= set(having("budget", "tier"))
+
+
+@pytest.mark.parametrize(("name", "tier"), spread(having("budget", "tier"), policy_of, TIERS))
+def test_any_eviction_method_stores_what_it_keeps_in_any_token_tier(tiny_model, name, tier):
     """The same tokens are kept as at 16 bits, and their bytes are those of the tier's closed formula."""
-    loaded, names = tiny_model("llama", "gqa3", HEAD_DIM), having("budget", "tier")
-    assert {"snapkv", "pyramidkv", "ada_snapkv", "h2o", "kv_compress", "streaming_llm", "random"} <= set(names)
+    loaded = tiny_model("llama", "gqa3", HEAD_DIM)
     parsed = Tier.parse(tier)
     element, meta = (64, 0) if parsed.native else (parsed.k_bits + parsed.v_bits, 0 if parsed.fp8 else 8)
     if tier == "nvfp4":
         meta = 2 * HEAD_DIM // 16  # one byte for each block of 16 channels, on both sides
-    for name in names:
-        requests = [request("0", random_tokens(150), max_new_tokens=3)]
-        plain, coded = (answers(loaded, policy_of(name, budget=0.4, tier=t), requests)["0", 0] for t in ("fp16", tier))
-        slots = sum(coded.kept["slots_per_tier"])
-        assert coded.kept["prompt_slots"] == plain.kept["prompt_slots"]
-        assert slots < 152 * coded.kept["lists"] or keeps_prompts(policy_of(name))
-        assert coded.ledger["payload_bytes"] == slots * HEAD_DIM * element // 8
-        assert coded.ledger["quant_meta_bytes"] == slots * meta
-        assert coded.ledger["track_bytes"] == slots * 4 * len(policy_of(name).score.track)
+    requests = [request("0", random_tokens(150), max_new_tokens=3)]
+    plain, coded = (answers(loaded, policy_of(name, budget=0.4, tier=t), requests)["0", 0] for t in ("fp16", tier))
+    slots = sum(coded.kept["slots_per_tier"])
+    assert coded.kept["prompt_slots"] == plain.kept["prompt_slots"]
+    assert slots < 152 * coded.kept["lists"] or keeps_prompts(policy_of(name))
+    assert coded.ledger["payload_bytes"] == slots * HEAD_DIM * element // 8
+    assert coded.ledger["quant_meta_bytes"] == slots * meta
+    assert coded.ledger["track_bytes"] == slots * 4 * len(policy_of(name).score.track)
 
 
 @pytest.mark.parametrize("name", having("granularity"))

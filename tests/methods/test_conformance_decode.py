@@ -1,4 +1,5 @@
-"""Every method along long answers: 160 tokens after 10 and 3,060, 40 after 1 and 5; ledger against allocator."""
+"""Every method along long answers: 40 tokens after 1, 5 and 300, on every path through the store 160 after 10 and 3,060
+too; ledger against allocator."""
 
 import dataclasses
 
@@ -6,13 +7,15 @@ import pytest
 import torch
 from conformance_helpers import cases, policy_of
 from engine_helpers import answers, random_tokens, request
+from store_paths import spread
 
 from kvbench.cache import ledger
 
 # Prompt tokens and decode steps; five tokens are fewer than any window. The long one needs more than one chunk of the
 # C++ kernels, and both residual buffers of 128 tokens overflow: that of the long row, which begins with 116, twice.
-STEPS = 160
-PROMPTS = {"one": (1, 40), "five": (5, 40), "ten": (10, STEPS), "long": (3060, STEPS)}
+SHORT = {"one": (1, 40), "five": (5, 40), "some": (300, 40)}
+LONG = {"one": (1, 40), "five": (5, 40), "ten": (10, 160), "long": (3060, 160)}
+ANSWERS = spread(cases(), policy_of, {"short": SHORT, "long": LONG}, part=("short",))
 
 
 def check_ledger(store, rows) -> None:
@@ -30,13 +33,13 @@ def check_ledger(store, rows) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", cases())
-def test_long_answers_to_short_and_long_prompts(tiny_model, name):
-    """Four prompts in one batch, shorter than the window and far longer: full answers, a ledger that always adds up,
+@pytest.mark.parametrize(("name", "prompts"), ANSWERS)
+def test_long_answers_to_short_and_long_prompts(tiny_model, name, prompts):
+    """Prompts in one batch, shorter than the window and far longer: full answers, a ledger that always adds up,
     and a method that finds its own work done."""
     loaded = dataclasses.replace(tiny_model("llama", "gqa3", 64), max_tokens=4096)
     policy, seen = policy_of(name), []
-    requests = [request(key, random_tokens(n), max_new_tokens=steps + 1) for key, (n, steps) in PROMPTS.items()]
+    requests = [request(key, random_tokens(n), max_new_tokens=steps + 1) for key, (n, steps) in prompts.items()]
 
     def check(running, step):
         seen.append(step)
@@ -44,8 +47,8 @@ def test_long_answers_to_short_and_long_prompts(tiny_model, name):
             check_ledger(running.store, running.runner.open_rows)
 
     outcomes = answers(loaded, policy, requests, on_step=check)
-    assert len(seen) == STEPS
-    for key, (num_tokens, steps) in PROMPTS.items():
+    assert len(seen) == max(steps for _, steps in prompts.values())
+    for key, (num_tokens, steps) in prompts.items():
         outcome = outcomes[key, 0]
         assert (outcome.status, outcome.finish, len(outcome.token_ids)) == ("ok", "length", steps + 1)
         held, kept = outcome.ledger, outcome.kept

@@ -1,6 +1,8 @@
 """Every setting of every method has a type, a range and a unit, and what lies outside is refused by name: generated
 from what is declared, so that a new setting is covered without being named here."""
 
+import inspect
+
 import pytest
 from conformance_helpers import METHODS, settings_of
 from omegaconf import OmegaConf
@@ -16,7 +18,18 @@ NAMES_OF_OTHERS = {("kvpress", "press")}
 FIELDS = [(name, field) for name in METHODS for field in declared(policy_class(settings_of(name)._target_))]
 
 
-@pytest.mark.parametrize(("name", "setting"), FIELDS)
+def declarations() -> list:
+    """Method and setting, as parameters; what a class inherits from one that came before is exhaustive."""
+    found, seen = [], set()
+    for name, setting in FIELDS:
+        kinds = policy_class(settings_of(name)._target_).__mro__
+        own = next(kind for kind in kinds if setting in inspect.get_annotations(kind)), setting
+        found.append(pytest.param(name, setting, marks=pytest.mark.exhaustive if own in seen else ()))
+        seen.add(own)
+    return found
+
+
+@pytest.mark.parametrize(("name", "setting"), declarations())
 def test_a_wrong_value_is_refused_by_name(name, setting):
     """Wrong types, NaN, and what lies below or above the range: one ValueError that names the setting, from a
     configuration and from Python alike."""
@@ -40,23 +53,18 @@ def test_the_list_is_long():
     assert len(FIELDS) >= 100 and len(tried) >= 1000
 
 
-@pytest.mark.parametrize(("name", "setting"), FIELDS)
-def test_every_setting_says_what_it_may_be(name, setting):
-    """A number has both ends of its range, and a whole number that counts something its unit."""
-    rule = declared(policy_class(settings_of(name)._target_))[setting].rule
-    assert rule is not None and (not isinstance(rule, Text) or (name, setting) in NAMES_OF_OTHERS)
-    if isinstance(rule, Whole | Number):
-        assert rule.low is not None and rule.high is not None
-
-
-@pytest.mark.parametrize(("name", "setting"), FIELDS)
-def test_both_ends_of_a_range_are_allowed(name, setting):
-    """What the rule calls the smallest and the largest passes the rule itself."""
-    rule = declared(policy_class(settings_of(name)._target_))[setting].rule
-    if isinstance(rule, Whole) and not (rule.odd or rule.multiple_of > 1):
-        assert rule.fits(rule.low) and rule.fits(rule.high) and all(rule.fits(value) for value in rule.also)
-    if isinstance(rule, Number):
-        assert rule.fits(rule.low) is not rule.above and rule.fits(rule.high)
+def test_every_setting_says_what_it_may_be_both_ends_of_a_range_included():
+    """A number has both ends of its range, and what the rule calls the smallest and the largest passes the rule."""
+    for name, setting in FIELDS:
+        rule = declared(policy_class(settings_of(name)._target_))[setting].rule
+        assert rule is not None and (not isinstance(rule, Text) or (name, setting) in NAMES_OF_OTHERS), (name, setting)
+        if isinstance(rule, Whole | Number):
+            assert rule.low is not None and rule.high is not None, (name, setting)
+        if isinstance(rule, Whole) and not (rule.odd or rule.multiple_of > 1):
+            ends = (rule.low, rule.high, *rule.also)
+            assert all(rule.fits(value) for value in ends), (name, setting)
+        if isinstance(rule, Number):
+            assert rule.fits(rule.low) is not rule.above and rule.fits(rule.high), (name, setting)
 
 
 @pytest.mark.parametrize("name", METHODS)

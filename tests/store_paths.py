@@ -1,0 +1,48 @@
+"""Which code of the store a method runs: methods of one path differ in what they decide alone.
+
+The default run takes the first method of each path in every variant of a test, and the others in one; `make exhaustive`
+takes all products.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbench.policy import Policy
+
+
+def path_of(policy: Policy) -> tuple:
+    """What of a method decides which code of the store it runs."""
+    buffer, score = policy.residual, policy.score
+    return (
+        (policy.scope, policy.position_mode, policy.granularity, policy.acts_in_decode, policy.compact_every > 0),
+        buffer and (buffer.v_flush, buffer.when, buffer.hold_prompt),
+        (policy.reading is None, policy.codebooks is None, policy.by_layer is None, len(policy.tiers)),
+        (score.decode_update, score.decode_replace, score.probe is None),
+        frozenset((tier.k_axis, tier.k_code, tier.fp8, tier.turned, tier.k_kept < 1) for tier in policy.tiers),
+    )
+
+
+def per_path(listed: list[str], policy_of: Callable[[str], Policy]) -> list:
+    """Methods as parameters; those whose path an earlier one walks are exhaustive."""
+    found = _spread(listed, policy_of, ("",), part=())
+    return [pytest.param(name, id=name, marks=marks) for name, _, marks in found]
+
+
+def spread(
+    listed: list[str], policy_of: Callable[[str], Policy], variants: dict | tuple, part: tuple | None = None
+) -> list:
+    """Pairs of method and variant as parameters: every variant for the first method of each path, and for the others
+    those named in `part`, or one in turn; the other pairs are exhaustive."""
+    named = variants if isinstance(variants, dict) else {str(each): each for each in variants}
+    found = _spread(listed, policy_of, tuple(named), part)
+    return [pytest.param(name, named[key], id=f"{name}-{key}", marks=marks) for name, key, marks in found]
+
+
+def _spread(listed: list[str], policy_of: Callable, variants: tuple, part: tuple | None) -> Iterator[tuple]:
+    seen: set[tuple] = set()
+    for index, name in enumerate(listed):
+        path = path_of(policy_of(name))
+        taken = variants if path not in seen else (variants[index % len(variants)],) if part is None else part
+        seen.add(path)
+        yield from ((name, key, () if key in taken else pytest.mark.exhaustive) for key in variants)
