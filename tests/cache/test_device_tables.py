@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
 
+from selection import few
+
 from kvbench.bench.choices import make_method
 from kvbench.cache.layout import ModelShape, Place, StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
@@ -110,7 +112,7 @@ class Twins:
         return [act(store) for store in self.stores]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few(METHODS, *(METHODS[i] for i in (0, 1, 3, 4, 6, 7, 11, 12, 14))))
 def test_rows_hold_the_same_whoever_keeps_the_tables(method: str):
     """Prompts, steps, a fork that shares pages until they are written to, rows that end and come again."""
     twins = Twins(method)
@@ -134,14 +136,17 @@ def test_rows_hold_the_same_whoever_keeps_the_tables(method: str):
 
 
 # Its lists compete over the layers, and what is due follows from all of them; and layers of several formats.
-@pytest.mark.parametrize("method", ["kv_compress budget=20 block=8 continual=true", "int4 tiers_by_layer=fp16,int4"])
-def test_two_places_on_a_device_hold_what_one_does(method: str):
+PLACED = ("kv_compress budget=20 block=8 continual=true", "int4 tiers_by_layer=fp16,int4")
+
+
+@pytest.mark.parametrize(("method", "steps"), few([(PLACED[0], 3), (PLACED[0], 10), (PLACED[1], 10)], (PLACED[0], 3)))
+def test_two_places_on_a_device_hold_what_one_does(method: str, steps: int):
     """Each place keeps tables of its own layer, and is told what one plan for both of them says."""
     twins = Twins(method, num_layers=2)
     rows = [twins.read(21), twins.read(12)]
     device = twins.stores[1]
     assert [part.pages.shape[1] for part in device.holding.parts] == [1, 1]
-    for _ in range(10):
+    for _ in range(steps):
         twins.step(rows)
     twins.agree(rows)
     twins.each(lambda store: [store.close_row(row) for row in rows])
@@ -149,7 +154,10 @@ def test_two_places_on_a_device_hold_what_one_does(method: str):
 
 
 # Pages of 16 tokens each.
-@pytest.mark.parametrize(("method", "page_bytes"), [("full", 2048), ("kivi residual_tokens=8 group=8", 768)])
+FULL_STORES = [("full", 2048), ("kivi residual_tokens=8 group=8", 768)]
+
+
+@pytest.mark.parametrize(("method", "page_bytes"), few(FULL_STORES, FULL_STORES[0]))
 def test_a_step_that_finds_no_page_is_refused_before_it_begins(method: str, page_bytes: int):
     """With few pages left the host asks the device first; both stores end at the same token and go on once there is
     room."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from engine_helpers import answers, request
+from selection import few
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -168,7 +169,7 @@ def masked_nll(model, prompt, gold, masks):
     return float(total) / (len(gold) - 1)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", few(METHODS, "snapkv", "tova"))
 def test_eviction_equals_masks(embedded_model, name):
     """A quarter of the cache gives the likelihood that a mask over the same tokens gives, on the embedded model."""
     policy, choose, evict = METHODS[name]

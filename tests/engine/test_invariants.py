@@ -1,6 +1,5 @@
 """What must hold for every run: exactness against transformers, losslessness, batches, seeds, budgets."""
 
-import os
 from functools import cache
 from pydoc_data.topics import topics
 
@@ -34,7 +33,6 @@ MODELS = [
     ("qwen2", "gqa7", 64),
     ("qwen2", "mha", 128),
 ]
-NUM_ROWS, NUM_STEPS = (16, 126) if os.environ.get("KVBENCH_FULL_TESTS") else (8, 40)  # of the embedded model
 LENGTHS = [1, 7, 37, 64, 65, 130, 200, 90]
 
 LOSSLESS = {
@@ -219,9 +217,10 @@ def test_realised_budget_is_within_a_page_per_head(tiny_model, method, budget):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_embedded_model_through_the_store_step_by_step(embedded_model):
-    """On SmolLM2-135M (fp32), 328 tokens fed one by one in 8 rows give the exact logits, as transformers does; with
-    KVBENCH_FULL_TESTS=1 (`make test-exact`) 2,032 tokens in 16 rows.
+@pytest.mark.parametrize(("num_rows", "num_steps"), [(2, 16), pytest.param(16, 126, marks=pytest.mark.exhaustive)])
+def test_embedded_model_through_the_store_step_by_step(embedded_model, num_rows, num_steps):
+    """On SmolLM2-135M (fp32), tokens fed one by one give the exact logits, as transformers does: 34 in
+    2 rows, and 2,032 in 16 rows (`make test-exact`).
 
     The text is the one that longctx fills its prompts with. Exact are the logits of the same weights in float64: on
     logits that reach 43, both caches stay within 1e-4 of them (own: 8.2e-5, ours: 7.7e-5 on one machine). Their
@@ -229,14 +228,14 @@ def test_embedded_model_through_the_store_step_by_step(embedded_model):
     """
     paragraphs = " ".join(topics[name] for name in sorted(topics))
     text = torch.tensor(embedded_model.tokenizer(paragraphs[:80_000]).input_ids)
-    tokens = torch.stack([text[1000 * row :][: 40 + NUM_STEPS] for row in range(NUM_ROWS)])
+    tokens = torch.stack([text[1000 * row :][: 40 + num_steps] for row in range(num_rows)])
     forced = forced_logits(embedded_model, Full(tier="native"), tokens[:, :40].tolist(), tokens[:, 40:].tolist())
     own = own_steps(embedded_model, tokens, 40)
-    assert own.shape[:2] == (NUM_ROWS, NUM_STEPS + 1)
+    assert own.shape[:2] == (num_rows, num_steps + 1)
     ours = torch.stack(list(forced))
     try:
         with torch.no_grad():
-            exact = embedded_model.model.double()(tokens, logits_to_keep=NUM_STEPS + 1).logits
+            exact = embedded_model.model.double()(tokens, logits_to_keep=num_steps + 1).logits
     finally:
         embedded_model.model.float()  # float32 -> float64 -> float32 gives every weight back
     own_error, our_error = ((x.double() - exact).abs().max() for x in (own, ours))
@@ -247,12 +246,13 @@ def test_embedded_model_through_the_store_step_by_step(embedded_model):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_embedded_model_generates_the_tokens_of_transformers(embedded_model):
-    """On SmolLM2-135M, 200 greedy tokens, four prompts in one batch, equal those of generate() with its own cache."""
+@pytest.mark.parametrize(("num_tokens", "distinct"), [(8, 10), pytest.param(50, 40, marks=pytest.mark.exhaustive)])
+def test_embedded_model_generates_the_tokens_of_transformers(embedded_model, num_tokens, distinct):
+    """On SmolLM2-135M, greedy tokens, four prompts in one batch, equal those of generate() with its own cache."""
     text = embedded_model.tokenizer((ROOT / "LICENSE").read_text()).input_ids
     prompts = [tuple(text[begin : begin + 20]) for begin in (0, 400, 800, 1200)]
-    requests = [request(str(i), p, max_new_tokens=50) for i, p in enumerate(prompts)]
+    requests = [request(str(i), p, max_new_tokens=num_tokens) for i, p in enumerate(prompts)]
     outcomes = answers(embedded_model, Full(tier="native"), requests)
-    own = own_greedy(embedded_model, prompts, 50)
+    own = own_greedy(embedded_model, prompts, num_tokens)
     assert [outcomes[str(i), 0].token_ids for i in range(4)] == own
-    assert len({token for tokens in own for token in tokens}) > 40
+    assert len({token for tokens in own for token in tokens}) > distinct

@@ -50,6 +50,7 @@ def start(words, count, **more):
             one.kill()
 
 
+@pytest.mark.exhaustive
 def test_two_processes_answer_as_one(folder, tmp_path):
     """Tokens, ledgers and what was kept are those of one process, for methods that plan by head, by layer and over the
     model, on prompts, forks, segments and forced answers; fidelity differs in the last digits at most."""

@@ -29,7 +29,7 @@ from conformance_helpers import (
     watched,
 )
 from engine_helpers import answers, comparable, forced_logits, random_tokens, request
-from store_paths import per_path, spread
+from selection import per_path, spread
 
 from kvbench.cache.buffered import Buffered
 from kvbench.cli import method_table

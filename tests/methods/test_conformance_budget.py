@@ -5,7 +5,7 @@ import re
 import pytest
 from conformance_helpers import having, idle, keeping, keeps_prompts, policy_of
 from engine_helpers import answers, random_tokens, request
-from store_paths import spread
+from selection import spread
 
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier

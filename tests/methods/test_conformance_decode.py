@@ -7,7 +7,7 @@ import pytest
 import torch
 from conformance_helpers import cases, policy_of
 from engine_helpers import answers, random_tokens, request
-from store_paths import spread
+from selection import spread
 
 from kvbench.cache import ledger
 

@@ -1,14 +1,24 @@
-"""Which code of the store a method runs: methods of one path differ in what they decide alone.
+"""Which cases of a test the default run takes; the others are marked `exhaustive`, and `make exhaustive` takes all.
 
-The default run takes the first method of each path in every variant of a test, and the others in one; `make exhaustive`
-takes all products.
+Methods of one path through the store (`path_of`) differ in what they decide alone: the first method of each path is
+tested in every variant, and the others in one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from kvbench.policy import Policy
+
+
+def few(listed: Iterable, *taken: object) -> list:
+    """Cases as parameters; those that are not in `taken` are exhaustive. Tuples are the values of several arguments."""
+    assert set(taken) <= {*(found := list(listed))}, "a case of the default run is none"
+    marks = [() if case in taken else pytest.mark.exhaustive for case in found]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip(found, marks, strict=True)
+    ]
 
 
 def path_of(policy: Policy) -> tuple:
