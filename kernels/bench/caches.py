@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,69 +17,50 @@ ROPE_BASE = 10000.0  # of the rotary frequencies, where keys are turned
 KIVI_GROUP = 32  # tokens per key scale and channels per value scale, as KIVI's authors set them
 _PLAIN = re.compile(r"K(1|2|3|4|8|16)V(1|2|3|4|8|16)")
 # Formats of serving engines, as policy/tiers.py has them: bits and codes of both sides, channels per scale (0: all).
-_NAMED: dict[str, tuple[int, int, str, str, int]] = {
-    "FP8TH": (8, 8, "e4m3_scaled", "e4m3_scaled", 0),
-    "INT8TH": (8, 8, "symmetric", "symmetric", 0),
-    "TQ4": (4, 4, "lloyd", "min_max", 0),
-    "TQ3": (3, 3, "lloyd", "min_max", 0),
-    "LLOYD4": (4, 4, "lloyd", "lloyd", 0),
-    "LLOYD3": (3, 3, "lloyd", "lloyd", 0),
-    "NVFP4": (4, 4, "nvfp4", "nvfp4", 16),
-    "MXFP4": (4, 4, "mxfp4", "mxfp4", 32),
+_NAMED: dict[str, tuple[tuple[int, int], str, str, int]] = {
+    "FP8TH": ((8, 8), "e4m3_scaled", "e4m3_scaled", 0),
+    "INT8TH": ((8, 8), "symmetric", "symmetric", 0),
+    "TQ4": ((4, 4), "lloyd", "min_max", 0),
+    "TQ3": ((3, 3), "lloyd", "min_max", 0),
+    "LLOYD4": ((4, 4), "lloyd", "lloyd", 0),
+    "LLOYD3": ((3, 3), "lloyd", "lloyd", 0),
+    "NVFP4": ((4, 4), "nvfp4", "nvfp4", 16),
+    "MXFP4": ((4, 4), "mxfp4", "mxfp4", 32),
 }
 
 
-def slot_format(name: str, head_dim: int, track: tuple[str, ...] = ()) -> SlotFormat:
+def slot_format(name: str, head_dim: int) -> SlotFormat:
     """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, `KVQ4` (KVQuant's: keys
     per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`.
 
     Args:
         name: The format.
         head_dim: Channels.
-        track: Fields kept per slot.
 
     Raises:
         ValueError: No such format.
     """
+    more: dict[str, Any]
     if found := _PLAIN.fullmatch(name):
-        return SlotFormat(head_dim=head_dim, k_bits=int(found[1]), v_bits=int(found[2]), track=track)
-    if name in ("KIVI2", "KIVI4"):
-        bits = int(name[-1])
-        groups = head_dim // KIVI_GROUP
-        return SlotFormat(
-            head_dim=head_dim, k_bits=bits, v_bits=bits, k_channel_group=KIVI_GROUP, v_groups=groups, track=track
-        )
-    if name == "FP8":
-        return SlotFormat(head_dim=head_dim, k_bits=8, v_bits=8, fp8=True, track=track)
-    if name in _NAMED:
-        k_bits, v_bits, keys, values, size = _NAMED[name]
+        bits, more = (int(found[1]), int(found[2])), {}
+    elif found := re.fullmatch("KIVI([24])", name):
+        bits = (int(found[1]),) * 2
+        more = {"k_channel_group": KIVI_GROUP, "v_groups": head_dim // KIVI_GROUP}
+    elif found := re.fullmatch("KVQ([234])", name):
+        bits = (int(found[1]),) * 2
+        more = {"k_code": "book_channels", "v_code": "book", "k_apart": 1, "v_apart": 1}
+    elif name == "FP8":
+        bits, more = (8, 8), {"fp8": True}
+    elif name in _NAMED:
+        bits, keys, values, size = _NAMED[name]
         groups = head_dim // size if size else 1
-        return SlotFormat(
-            head_dim=head_dim,
-            k_bits=k_bits,
-            v_bits=v_bits,
-            k_code=keys,
-            v_code=values,
-            k_groups=groups,
-            v_groups=groups,
-            track=track,
+        more = {"k_code": keys, "v_code": values, "k_groups": groups, "v_groups": groups}
+    else:
+        raise ValueError(
+            f"formats={name} does not exist; choose KaVb with a and b among 1, 2, 3, 4, 8, 16 (like K4V2), KIVI2, "
+            f"KIVI4, KVQ2, KVQ3, KVQ4, FP8, {', '.join(_NAMED)}, or two of them joined by + (half of the tokens each)"
         )
-    if name in ("KVQ2", "KVQ3", "KVQ4"):
-        bits = int(name[-1])
-        return SlotFormat(
-            head_dim=head_dim,
-            k_bits=bits,
-            v_bits=bits,
-            k_code="book_channels",
-            v_code="book",
-            k_apart=1,
-            v_apart=1,
-            track=track,
-        )
-    raise ValueError(
-        f"formats={name} does not exist; choose KaVb with a and b among 1, 2, 3, 4, 8, 16 (like K4V2), KIVI2, KIVI4, "
-        f"KVQ2, KVQ3, KVQ4, FP8, {', '.join(_NAMED)}, or two of them joined by + (half of the tokens each)"
-    )
+    return SlotFormat(head_dim=head_dim, k_bits=bits[0], v_bits=bits[1], **more)
 
 
 @dataclass
@@ -101,25 +83,21 @@ def slot_read_bytes(slot: SlotFormat) -> float:
     return slot.slot_bytes - slot.track_bytes
 
 
-def build_caches(
-    name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffers: int, seed: int, track: tuple[str, ...] = ()
-) -> PagedCaches:
+def build_caches(name: str, k: Tensor, v: Tensor, backend: Backend, *, num_buffers: int, seed: int) -> PagedCaches:
     """Quantises keys and values into pages once, and copies those pages to all buffers; page ids are shuffled.
 
     Args:
         name: See `slot_format`; `A+B` puts the first half of the tokens into A.
-        k: fp32 [S, H, n, D].
-        v: fp32 [S, H, n, D].
+        k, v: fp32 [S, H, n, D].
         backend: Writes.
         num_buffers: Copies.
         seed: Of the order of page ids.
-        track: Fields kept per slot.
 
     Raises:
         ValueError: An unknown format, or a length that does not fill whole key groups.
     """
     sequences, heads, length, dim = k.shape
-    slots = [slot_format(part, dim, track) for part in name.split("+")]
+    slots = [slot_format(part, dim) for part in name.split("+")]
     size = choose_page_bytes(slots)
     formats = [PageFormat(slot, size) for slot in slots]
     bounds = [length * i // len(slots) for i in range(len(slots) + 1)]
@@ -174,8 +152,6 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Ten
     page, slot = ids[head, token // fmt.tokens_per_page], token % fmt.tokens_per_page
     backend.write_keys(pages, fmt, page, slot, k.flatten(0, 1))
     backend.write_values(pages, fmt, page, slot, v.flatten(0, 1))
-    if fmt.slot.track:
-        backend.write_tracked(pages, fmt, page, slot, 0.0, token)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -190,6 +166,12 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
     grouped = q.double().view(len(k), -1, q.shape[-1])
     prob = torch.softmax(torch.matmul(grouped, k.double().transpose(1, 2)) * scale, -1)
     return torch.matmul(prob, v.double()).flatten(0, 1), prob
+
+
+def dense_error(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+    """Largest error of attention [S, Hq, D] over keys and values [S, H, n, D] that are exact."""
+    rows = zip(found, q, k, v, strict=True)
+    return worst([relative_error(row, exact_attention(a, b, c, scale)[0]) for row, a, b, c in rows])
 
 
 def paged_error(

@@ -19,26 +19,25 @@ WORKSPACE_BYTES = 128 << 20
 TOLERANCE = 1e-2  # fp16 keys, values and result
 
 
-def variants(q: Tensor, k: Tensor, v: Tensor, scale: float, working_set_mb: int, most: int) -> list[Variant]:
+def variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: int) -> list[Variant]:
     """The peers that can be imported.
 
     Args:
         q: fp32 [S, Hq, D].
-        k: fp32 [S, H, n, D].
-        v: fp32 [S, H, n, D].
-        scale: Factor on the logits.
+        k, v: fp32 [S, H, n, D].
         working_set_mb: MB of buffers per variant.
         most: Buffers at most.
     """
-    size = 2 * (k.numel() + v.numel())
+    size, scale = 2 * (k.numel() + v.numel()), q.shape[-1] ** -0.5
     count = caches.num_buffers(size, working_set_mb, most)
+    q, k, v = q.half(), k.half(), v.half()
     made = []
     for name, module, build in (
         ("flash-attn fp16", "flash_attn", _flash_attention),
         ("flashinfer fp16", "flashinfer", _flash_infer),
     ):
         try:
-            call = build(import_module(module), q.half(), k.half(), v.half(), scale, count)
+            call = build(import_module(module), q, k, v, scale, count)
         except ImportError:
             continue
         made.append(
@@ -48,18 +47,11 @@ def variants(q: Tensor, k: Tensor, v: Tensor, scale: float, working_set_mb: int,
                 num_buffers=count,
                 bytes_per_call=size,
                 tolerance=TOLERANCE,
-                check=partial(_error, call, count - 1, q, k, v, scale),
+                check=partial(lambda call: caches.dense_error(call(count - 1), q, k, v, scale), call),
                 extra={"kind": "dense", "dtype": "fp16"},
             )
         )
     return made
-
-
-def _error(call: Callable[[int], Tensor], buffer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
-    found = call(buffer)
-    q, k, v = q.half(), k.half(), v.half()
-    exact = torch.stack([caches.exact_attention(a, b, c, scale)[0] for a, b, c in zip(q, k, v, strict=True)])
-    return caches.relative_error(found, exact)
 
 
 def _flash_attention(
@@ -91,21 +83,11 @@ def _flash_infer(
     indptr = torch.arange(0, per_buffer + 1, width, dtype=torch.int32, device=q.device)
     last = torch.full((sequences,), PAGE_TOKENS, dtype=torch.int32, device=q.device)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)  # one for all: they run in turn
+    shape, more = (q.shape[1], heads, dim, PAGE_TOKENS), {"q_data_type": q.dtype, "kv_data_type": k.dtype}
     planned = []
     for index in range(count):
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
         ids = torch.arange(index * per_buffer, (index + 1) * per_buffer, dtype=torch.int32, device=q.device)
-        wrapper.plan(
-            indptr,
-            ids,
-            last,
-            q.shape[1],
-            heads,
-            dim,
-            PAGE_TOKENS,
-            q_data_type=q.dtype,
-            kv_data_type=k.dtype,
-            sm_scale=scale,
-        )
+        wrapper.plan(indptr, ids, last, *shape, **more, sm_scale=scale)
         planned.append(wrapper)
     return lambda index: planned[index].run(q, (keys, values))

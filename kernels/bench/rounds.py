@@ -10,11 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
-Timer = Callable[[Callable[[], object]], float]
+Work = Callable[[], object]
+Timer = Callable[[Work], float]
 
 
 @dataclass(kw_only=True)
@@ -40,20 +40,28 @@ class Variant:
     bytes_per_call: int = 0
     check: Callable[[], float] | None = None
     tolerance: float = 0.0
-    before_round: Callable[[], object] | None = None
+    before_round: Work | None = None
     versus: str | None = None
     extra: dict = field(default_factory=dict)
-    replay: Callable[[], object] | None = None
+    replay: Work | None = None
+
+    def sweep(self) -> None:
+        """Does the work on every buffer once."""
+        if self.replay is not None:
+            self.replay()
+            return
+        for index in range(self.num_buffers):
+            self.call(index)
 
 
-def wall_timer(work: Callable[[], object]) -> float:
+def wall_timer(work: Work) -> float:
     """Seconds by the clock on the wall."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
-def thread_timer(work: Callable[[], object]) -> float:
+def thread_timer(work: Work) -> float:
     """CPU seconds of the calling thread: blind to other processes' turns on the core, but not to their use of caches
     and memory."""
     begin = time.thread_time()
@@ -61,7 +69,7 @@ def thread_timer(work: Callable[[], object]) -> float:
     return time.thread_time() - begin
 
 
-def cuda_timer(work: Callable[[], object]) -> float:
+def cuda_timer(work: Work) -> float:
     """Seconds between two events on the current stream; includes waiting for the host when it is the slower one."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -72,7 +80,7 @@ def cuda_timer(work: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
+def cuda_graph(work: Work) -> Work:
     """Captures work in a CUDA graph, after two warm-up runs; returns its replay.
 
     Args:
@@ -138,29 +146,26 @@ def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]
         try:
             error = float(variant.check())
         except Exception as problem:  # compilers and drivers have kinds of their own; one variant must not end the run
-            text = " ".join(str(problem).split())[:300]
-            refused.append({"name": variant.name, "reason": f"failed: {type(problem).__name__}: {text}"})
+            refused.append({"name": variant.name, "reason": f"failed: {_in_line(problem, 300)}"})
             continue
         if error <= variant.tolerance:  # a NaN is not
             variant.extra["max_error"] = error
             right.append(variant)
         else:
-            refused.append(
-                {"name": variant.name, "reason": f"wrong: error {error:.3g} exceeds {variant.tolerance:.3g}; not timed"}
-            )
+            reason = f"wrong: error {error:.3g} exceeds {variant.tolerance:.3g}; not timed"
+            refused.append({"name": variant.name, "reason": reason})
     return right, refused
 
 
+def _in_line(problem: Exception, most: int) -> str:
+    """An error in one line."""
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:most]}"
+
+
 def time_rounds(
-    variants: Sequence[Variant],
-    *,
-    rounds: int,
-    seed: int,
-    timer: Timer,
-    warmup: int = 1,
-    on_round: Callable[[], object] = lambda: None,
+    variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, warmup: int = 1, on_round: Work = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds per call of every variant in every round.
+    """Seconds per call of every variant in every round, by name.
 
     Args:
         variants: What to time, names distinct.
@@ -169,52 +174,22 @@ def time_rounds(
         timer: Returns the seconds that a function takes.
         warmup: Rounds before them whose times are thrown away.
         on_round: Called after each round.
-
-    Returns:
-        Name -> one number per round.
     """
     order = random.Random(seed)
     found: dict[str, list[float]] = {variant.name: [] for variant in variants}
     if len(found) != len(variants):
         raise AssertionError("two variants of a cell have the same name")
-    for turn in range(-warmup, rounds):
+    for index in range(-warmup, rounds):
         queue = list(variants)
         order.shuffle(queue)
         for variant in queue:
             if variant.before_round is not None:
                 variant.before_round()
-            seconds = timer(partial(_sweep, variant)) / variant.num_buffers
-            if turn >= 0:
+            seconds = timer(variant.sweep) / variant.num_buffers
+            if index >= 0:
                 found[variant.name].append(seconds)
         on_round()
     return found
-
-
-def capture_sweeps(
-    variants: Sequence[Variant], capture: Callable[[Callable[[], object]], Callable[[], object]]
-) -> None:
-    """Puts the replay of a graph in place of each variant's calls, so that kernels are timed and not their launches.
-
-    Args:
-        variants: Those that only launch kernels on the same tensors each time.
-        capture: `cuda_graph`, or what stands for it.
-
-    A variant that cannot be captured is timed as it is; `extra["graph"]` says which, and `extra["no_graph"]` why.
-    """
-    for variant in variants:
-        try:
-            variant.replay = capture(partial(_sweep, variant))
-        except Exception as problem:  # drivers have kinds of their own; one variant must not end the run
-            variant.extra["no_graph"] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
-        variant.extra["graph"] = variant.replay is not None
-
-
-def _sweep(variant: Variant) -> None:
-    if variant.replay is not None:
-        variant.replay()
-        return
-    for index in range(variant.num_buffers):
-        variant.call(index)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -240,77 +215,71 @@ def measure_cell(
     timer: Timer,
     warmup: int = 1,
     probe: Variant | None = None,
-    on_round: Callable[[], object] = lambda: None,
-    capture: Callable[[Callable[[], object]], Callable[[], object]] | None = None,
+    on_round: Work = lambda: None,
+    capture: Callable[[Work], Work] | None = None,
 ) -> dict:
     """Checks, times and summarises the variants of one cell.
 
     Args:
         cell: What the cell is (shape, length, ...), for the record.
-        variants: What to time.
+        variants, rounds, seed, timer, warmup, on_round: As `time_rounds` takes them.
         baselines: Names of the variants that the others are divided by.
-        rounds: Timed rounds.
-        seed: Of the orders.
-        timer: See `choose_timer`.
-        warmup: Rounds that are thrown away.
         probe: Measures the bandwidth within the same rounds; its `bytes_per_call` per second is the 100 %.
-        on_round: Called after each round.
-        capture: Makes each variant's calls one replay, see `capture_sweeps`; None times the calls.
+        capture: Makes each variant's sweep one replay (`cuda_graph`), so that kernels are timed and not their launches;
+            None times the calls. What cannot be captured is timed as it is: `graph` of its row is false, and `no_graph`
+            says why.
 
     Returns:
         JSON types: `cell`, `variants` (seconds per round, median, quartiles, ratios per baseline, bytes per second,
         share of the probe's), `probe`, `refused`, `reuse_distance_bytes` (bytes that pass between uses of a
         buffer), and `twice`: the first baseline beside itself, timed a second time in each round. Its `name`, its ratio
         (median and quartiles), and `noise`, how far the quartiles are from 1: a ratio of two variants that is no
-        farther from 1 says nothing.
+        farther from 1 says nothing. `twice` is None where nothing was timed.
     """
     right, refused = refuse_wrong(variants)
-    again = [replace(variant, name=f"{variant.name} (again)") for variant in _first(right, baselines)]
-    if capture is not None:
-        capture_sweeps([*right, *again], capture)
-    timed = [*right, *([probe] if probe else []), *again]
+    by_name = {variant.name: variant for variant in right}
+    first = [by_name[name] for name in [*baselines, *by_name] if name in by_name][:1]
+    again = [replace(variant, name=f"{variant.name} (again)") for variant in first]
+    for variant in [*right, *again] if capture is not None else ():
+        try:
+            variant.replay = capture(variant.sweep)
+        except Exception as problem:  # as in `refuse_wrong`
+            variant.extra["no_graph"] = _in_line(problem, 200)
+        variant.extra["graph"] = variant.replay is not None
+    probes = [probe] if probe else []
+    timed = [*right, *probes, *again]
     seconds = time_rounds(timed, rounds=rounds, seed=seed, timer=timer, warmup=warmup, on_round=on_round)
-    rows = []
-    for variant in timed:
-        span = spread(seconds[variant.name])
-        row: dict[str, object] = {"name": variant.name, "seconds": seconds[variant.name], **span}
-        row["bytes_per_call"], row["num_buffers"] = variant.bytes_per_call, variant.num_buffers
-        if variant.bytes_per_call:
-            row["bytes_per_s"] = variant.bytes_per_call / span["median"]
-            if probe:
-                rate = [probe.bytes_per_call / s for s in seconds[probe.name]]
-                own = [variant.bytes_per_call / s for s in seconds[variant.name]]
-                row["bandwidth_share"] = spread([a / b for a, b in zip(own, rate, strict=True)])
-        row["ratios"] = {
-            name: ratios(seconds[name], seconds[variant.name])
-            for name in baselines
-            if name in seconds and variant is not probe
-        }
-        if variant.versus is not None and variant.versus in seconds:
-            row["versus"] = {"name": variant.versus, **ratios(seconds[variant.versus], seconds[variant.name])}
-        rows.append(row | variant.extra)
-    hidden = {variant.name for variant in (*again, *([probe] if probe else []))}
+    rates = [probe.bytes_per_call / s for s in seconds[probe.name]] if probe else []
+    known = [name for name in baselines if name in seconds]
+    rows = {variant.name: _row(variant, seconds, rates, known) for variant in [*right, *probes]}
+    twice = None
+    for variant in first:
+        ratio = ratios(seconds[variant.name], seconds[f"{variant.name} (again)"])
+        twice = {"name": variant.name, **ratio, "noise": max(abs(ratio["q1"] - 1.0), abs(ratio["q3"] - 1.0))}
     return {
         "cell": cell,
-        "variants": [row for row in rows if row["name"] not in hidden],
-        "twice": _beside_itself(seconds, again),
-        "probe": next((row for row in rows if probe and row["name"] == probe.name), None),
+        "variants": [rows[name] for name in by_name],
+        "twice": twice,
+        "probe": rows[probe.name] | {"ratios": {}} if probe else None,
         "refused": refused,
-        "reuse_distance_bytes": sum(v.bytes_per_call * v.num_buffers for v in timed if v not in again),
+        "reuse_distance_bytes": sum(v.bytes_per_call * v.num_buffers for v in [*right, *probes]),
     }
 
 
-def _first(variants: Sequence[Variant], baselines: Sequence[str]) -> list[Variant]:
-    """The variant to time twice: the first baseline that is there, else the first of all; none where there is none."""
-    by_name = {variant.name: variant for variant in variants}
-    named = [by_name[name] for name in baselines if name in by_name]
-    return [*named, *variants][:1]
-
-
-def _beside_itself(seconds: dict[str, list[float]], again: Sequence[Variant]) -> dict | None:
-    """The A/A pair of a cell; None where nothing was timed."""
-    for variant in again:
-        name = variant.name.removesuffix(" (again)")
-        ratio = ratios(seconds[name], seconds[variant.name])
-        return {"name": name, **ratio, "noise": max(abs(ratio["q1"] - 1.0), abs(ratio["q3"] - 1.0))}
-    return None
+def _row(
+    variant: Variant, seconds: dict[str, list[float]], rates: Sequence[float], baselines: Sequence[str]
+) -> dict[str, object]:
+    """The figures of one variant; `rates` are the probe's bytes per second in each round, empty without one."""
+    own = seconds[variant.name]
+    span = spread(own)
+    row = {"name": variant.name, "seconds": own, **span}
+    row |= {"bytes_per_call": variant.bytes_per_call, "num_buffers": variant.num_buffers}
+    if variant.bytes_per_call:
+        row["bytes_per_s"] = variant.bytes_per_call / span["median"]
+        if rates:
+            shares = [variant.bytes_per_call / s / rate for s, rate in zip(own, rates, strict=True)]
+            row["bandwidth_share"] = spread(shares)
+    row["ratios"] = {name: ratios(seconds[name], own) for name in baselines}
+    if variant.versus in seconds:
+        row["versus"] = {"name": variant.versus, **ratios(seconds[variant.versus], own)}
+    return row | variant.extra

@@ -5,24 +5,18 @@ import json
 import time
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from omegaconf import DictConfig
 
 from kvbench.config.files import conf_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
-from kvbench.kernels.bench.settings import Common
+from kvbench.kernels.bench.bench import WHOLE_MODEL, Common, check_document, is_complete, run
 from kvbench.results import provenance
 
-# what -> module with Settings, QUICK and run(settings, progress). Those in kernels/ need torch alone.
-MODULES = {
-    "attention": "kvbench.kernels.bench.attention",
-    "prefill": "kvbench.kernels.bench.prefill",
-    "manager": "kvbench.kernels.bench.manager",
-    "decode": "kvbench.bench.decode",
-    "throughput": "kvbench.bench.throughput",
-}
+# what -> module with Settings. Those in kernels/ need torch alone.
+MODULES = {name: f"kvbench.kernels.bench.{name}" for name in ("attention", "prefill", "manager")}
+MODULES |= {name: f"kvbench.bench.{name}" for name in WHOLE_MODEL}
 
 
 def main(cfg: DictConfig) -> int:
@@ -43,22 +37,22 @@ def main(cfg: DictConfig) -> int:
         show.publish(read_document(Path(str(cfg.load))), Path(str(cfg.load)))
         return 0
     names = list(MODULES) if cfg.what == "all" else [cfg.what]
-    jobs = [(name, *settings_of(cfg, name)) for name in names]  # a bad setting of the last must not wait for the first
+    jobs = [settings_of(cfg, name) for name in names]  # a bad setting of the last must not wait for the first
     status = 0
-    for name, module, settings in jobs:
-        with show.Bar(name) as bar:
-            document = module.run(settings, bar.update)
+    for settings in jobs:
+        with show.Bar(settings.what) as bar:
+            document = run(settings, bar.update)
         document["provenance"] = dataclasses.asdict(provenance.git_state()) | {
             "harness": provenance.harness_hash("cpu")
         }
         document["quick"] = bool(cfg.quick)
-        show.publish(document, result_folder(Path(str(cfg.out)), name) / "bench.json")
-        status = max(status, int(any(cell["refused"] for cell in document["cells"])))
-    return status
+        show.publish(document, result_folder(Path(str(cfg.out)), settings.what) / "bench.json")
+        status |= not is_complete(document)
+    return int(status)
 
 
-def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, Common]:
-    """The module that measures `name`, and its settings.
+def settings_of(cfg: DictConfig, name: str) -> Common:
+    """The settings of the bench `name`.
 
     Raises:
         ValueError: There is no such bench, or a value is out of range.
@@ -67,15 +61,14 @@ def settings_of(cfg: DictConfig, name: str) -> tuple[ModuleType, Common]:
         raise unknown_name("what", name, [*MODULES, "all"])
     if not isinstance(cfg.quick, bool):
         raise ValueError(f"quick={cfg.quick} is neither true nor false")
-    module = import_module(MODULES[name])
+    kind: type[Common] = import_module(MODULES[name]).Settings
     values = _merged(cfg, name)
     if cfg.quick:
         default = _merged(read_config(conf_folder() / "command" / "bench.yaml"), name)
-        values |= {key: small for key, small in module.QUICK.items() if values[key] == default[key]}
-    known = {item.name for item in dataclasses.fields(module.Settings)}
-    settings: Common = module.Settings(**{key: value for key, value in values.items() if key in known})
+        values |= {key: small for key, small in kind.quick.items() if values[key] == default[key]}
+    settings = kind(**{item.name: values[item.name] for item in dataclasses.fields(kind)})
     settings.check()
-    return module, settings
+    return settings
 
 
 def _merged(cfg: DictConfig, name: str) -> dict:
@@ -101,8 +94,6 @@ def read_document(path: Path) -> dict:
     Raises:
         ValueError: It is not there, no JSON, or not of this schema.
     """
-    from kvbench.kernels.bench.report import check_document
-
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

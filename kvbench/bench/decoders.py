@@ -1,18 +1,18 @@
 """Two ways to decode that a bench drives step by step: kvbench's runner, and transformers with a cache of its own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.bench import choices
 from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.kernels.bench.rounds import cuda_graph
 from kvbench.kernels.dispatch import get_backend
 from kvbench.models.load import LoadedModel
-from kvbench.policy import Policy
 
 REFERENCE_ROWS = 2  # copies of a row, for one step by the backend and one by the reference
 
@@ -22,57 +22,63 @@ class StoreDecoder:
 
     Args:
         model: The model, shared with other decoders.
-        policy: The method.
+        method: The method's string, see `choices.make_cache`.
         rows: Sequences.
         context: Prompt tokens.
         new_tokens: Tokens that will be decoded at most.
         kernels: Backend.
         prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
-        options: Memory layout.
+        budget_bytes: What the cache's pool may take; None = no limit of its own.
         chunk: Tokens of a prompt that are read at once; None = all.
+
+    Attributes:
+        logits: Behind the prompts that were read last, fp32 [B, vocabulary].
     """
+
+    logits: Tensor
 
     def __init__(
         self,
         model: LoadedModel,
-        policy: Policy,
+        method: str,
         *,
         rows: int,
         context: int,
         new_tokens: int,
         kernels: str = "auto",
         prompts: PromptCache | None = None,
-        options: StoreOptions | None = None,
+        budget_bytes: int | None = None,
         chunk: int | None = None,
     ) -> None:
+        policy, options = choices.make_cache(method)
+        if budget_bytes is not None:
+            options = replace(options, budget_bytes=budget_bytes)
         self.runner = Runner(model, policy, options=options, backend=kernels, prompts=prompts, chunk=chunk)
         # The rows that the check copies count among all rows, so that the bytes of a row are what they are in a run.
         self.runner.reserve(rows=rows + REFERENCE_ROWS, prompt_tokens=context, new_tokens=new_tokens)
         self.rows: list[int] = []
-        self.logits: list[Tensor] = []
 
     def focus(self) -> None:
         """Routes the shared model's attention to this decoder."""
         self.runner.focus()
 
-    def prefill(self, prompt: list[int]) -> int:
-        """Reads a prompt into a new row; returns it."""
-        row, logits = self.runner.read(prompt)
-        self.logits.append(logits[0])
-        self.rows.append(row)
-        return row
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Reads prompts into new rows."""
+        self.focus()
+        rows, logits = zip(*map(self.runner.read, prompts), strict=True)
+        self.rows += rows
+        self.logits = torch.cat([found[:1] for found in logits])
 
-    def fork(self, source: int) -> int:
-        """Copies a row, in pages of its own: rows that share pages would be read from a processor's cache."""
-        row = self.runner.fork(source, share=False)
-        self.rows.append(row)
-        return row
+    def repeat(self, rows: int) -> None:
+        """Copies rows in turn until there are as many, in pages of their own: pages that rows share would be read from
+        a processor's cache."""
+        held = list(self.rows)
+        self.rows += [self.runner.fork(held[row % len(held)], share=False) for row in range(len(held), rows)]
 
-    def drop(self, row: int) -> None:
-        """Forgets a row."""
-        self.runner.close(row)
-        if row in self.rows:
-            self.rows.remove(row)
+    def clear(self) -> None:
+        """Forgets all rows."""
+        while self.rows:
+            self.runner.close(self.rows.pop())
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary]."""
@@ -115,28 +121,30 @@ class OwnDecoder:
         ImportError: See `hf.own_cache`.
     """
 
+    logits: Tensor
+    """As `StoreDecoder.logits`."""
+
     def __init__(self, model: LoadedModel, kind: str = "dynamic", max_tokens: int = 0) -> None:
         self.loaded, self.kind, self.max_tokens = model, kind, max_tokens
-        self.cache = hf.own_cache(model.model, kind, max_tokens)
-        self.logits: Tensor | None = None
+        self.clear()
 
     def focus(self) -> None:
         """Gives the shared model its own attention."""
         hf.detach(self.loaded.model)
 
-    @torch.no_grad()
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self.cache = hf.own_cache(self.loaded.model, self.kind, self.max_tokens)
+
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads prompts of one length into an empty cache."""
         self.focus()
-        self.cache = hf.own_cache(self.loaded.model, self.kind, self.max_tokens)
-        self.logits = self._forward(prompts)
+        self.clear()
+        self.logits = self._run(torch.tensor(prompts, device=self.loaded.device))
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary]."""
-        return self._forward([[token] for token in tokens])
-
-    def _forward(self, tokens: list[list[int]]) -> Tensor:
-        return self._run(torch.tensor(tokens, device=self.loaded.device))
+        return self._run(torch.tensor(tokens, device=self.loaded.device)[:, None])
 
     @torch.no_grad()
     def _run(self, ids: Tensor) -> Tensor:
@@ -166,27 +174,27 @@ class StaticDecoder(OwnDecoder):
 
     def __init__(self, model: LoadedModel, max_tokens: int) -> None:
         super().__init__(model, "static", max_tokens)
-        self._step: Callable[[], object] | None = None
+        self._step: Callable[[], object] = self._go
 
     def prefill(self, prompts: list[list[int]]) -> None:
         super().prefill(prompts)
-        self._step, self._held = None, len(prompts[0])
+        self._step = self._go
         self._ids = torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.loaded.device)
         if self.loaded.device.type == "cuda":
             self._step = cuda_graph(self._go)
-            hf.rewind(self.cache, self._held)  # warming up and capturing have put tokens behind the prompt
+            hf.rewind(self.cache, len(prompts[0]))  # warming up and capturing have put tokens behind the prompt
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites on a GPU."""
         self._ids.copy_(torch.tensor(tokens)[:, None])
-        if self._step is None:
-            self._go()
-        else:
-            self._step()
+        self._step()
         return self._found
 
     def _go(self) -> None:
         self._found = self._run(self._ids)
+
+
+Decoder = StoreDecoder | OwnDecoder
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvbench.bench import choices
-from kvbench.bench.decoders import OwnDecoder, StoreDecoder
+from kvbench.bench.decoders import Decoder, OwnDecoder, StoreDecoder
 
 WARM_TOKENS = 32  # threads, scratch memory and compiled kernels are there before the count begins
 
@@ -58,19 +58,16 @@ def main(order: dict) -> int:
     model = choices.make_model(order["model"], order["device"])
     text = choices.sample_tokens(model, 1, order["context"])[0]
     mark = Watermark(order["device"])
+    decoder: Decoder
     if order["kind"]:
-        own = OwnDecoder(model, order["kind"])
-        own.prefill([text[:WARM_TOKENS]])
-        before = mark.reset()
-        own.prefill([text])
-        return mark.peak() - before
-    policy, options = choices.make_cache(order["name"])
-    reads = {"context": order["context"], "chunk": order.get("chunk")}
-    decoder = StoreDecoder(model, policy, rows=1, new_tokens=1, kernels=order["kernels"], options=options, **reads)
-    decoder.focus()
-    decoder.drop(decoder.prefill(text[:WARM_TOKENS]))
+        decoder = OwnDecoder(model, order["kind"])
+    else:
+        reads = {"context": order["context"], "chunk": order.get("chunk"), "kernels": order["kernels"]}
+        decoder = StoreDecoder(model, order["name"], rows=1, new_tokens=1, **reads)
+    decoder.prefill([text[:WARM_TOKENS]])
+    decoder.clear()
     before = mark.reset()
-    decoder.prefill(text)
+    decoder.prefill([text])
     return mark.peak() - before
 
 

@@ -4,7 +4,8 @@ import io
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,8 +14,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.kernels.bench import report
-from kvbench.kernels.bench.report import label_of
+from kvbench.kernels.bench import bench
+from kvbench.kernels.bench.bench import label_of
 from kvbench.models.matrices import PLAIN
 from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
@@ -75,9 +76,9 @@ def publish(document: dict, path: Path) -> None:
     """
     from kvbench.bench import plot
 
-    report.check_document(document)
+    bench.check_document(document)
     if not path.exists():
-        report.write(document, path)
+        bench.write(document, path)
     rendered = render(document)
     text = io.StringIO()
     terminal.console(WIDTH, file=text).print(rendered)
@@ -101,17 +102,97 @@ def span(value: dict | None) -> str:
     return f"{number(value['median'])} [{number(value['q1'])}, {number(value['q3'])}]"
 
 
+def scaled(row: dict, factor: float) -> dict:
+    """Median and quartiles times a factor."""
+    return {key: row[key] * factor for key in ("median", "q1", "q3")}
+
+
+def rate(row: dict) -> dict:
+    """Tokens per second of a row."""
+    tokens = row["tokens_per_call"]
+    return {"median": tokens / row["median"], "q1": tokens / row["q3"], "q3": tokens / row["q1"]}
+
+
 def duration(row: dict) -> str:
     """A row's seconds per call in the unit that suits its median."""
     unit, factor = ("us", 1e6) if row["median"] < 1e-3 else ("ms", 1e3) if row["median"] < 1 else ("s", 1.0)
-    scaled = {key: row[key] * factor for key in ("median", "q1", "q3")}
-    return f"{span(scaled)} {unit}"
+    return f"{span(scaled(row, factor))} {unit}"
+
+
+def ratio(row: dict, name: str | None) -> str:
+    """How many times as fast as a baseline a row is, in tokens per second where batches differ."""
+    return span(row.get("rate_ratios", row["ratios"]).get(name))
 
 
 def best_dense(rows: Sequence[dict]) -> str | None:
     """Name of the fastest dense variant."""
     dense = [row for row in rows if row.get("kind") == "dense"]
     return min(dense, key=lambda row: row["median"])["name"] if dense else None
+
+
+def _share(row: dict) -> str:
+    share = row.get("bandwidth_share")
+    return NONE if share is None else f"{row['bytes_per_s'] / 1e9:.1f} ({100 * share['median']:.0f} %)"
+
+
+def _cost(row: dict) -> str:
+    """How much longer than the variant it is a change of."""
+    if (versus := row.get("versus")) is None:
+        return ""
+    middle, low, high = (100 * (1 / versus[key] - 1) for key in ("median", "q3", "q1"))
+    return f"{middle:+.0f} [{low:+.0f}, {high:+.0f}] %"
+
+
+def _baseline(name: str, model: dict | None) -> str:
+    """The heading of the ratios to a baseline; transformers' own cache has the model's dtype, the full one 16 bits."""
+    if name.partition(", ")[0] != "transformers" or not model:
+        return f"x {name}"
+    linear = model.get("linear", PLAIN)
+    how = [model.get("dtype", "").removeprefix("torch."), linear if linear != PLAIN else ""]
+    return f"x {name} ({', '.join(filter(None, how))})"
+
+
+def _cell_table(document: dict, rows: Sequence[dict]) -> Table:
+    """One row per variant; what no variant has is no column."""
+    columns: dict[str, Callable[[dict], str]]
+    names = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    if document["what"] == "attention":
+        best = best_dense(rows)
+        dense = [name for name in ("sdpa fp32", "sdpa bf16", "sdpa fp16") if any(row["name"] == name for row in rows)]
+        names = dense[:2]  # the third is a row like any other, and all ratios are in the JSON
+        columns = {"": lambda row: row["name"] + (" *" if row["name"] == best else ""), "time": duration}
+        more = {"x fastest dense": lambda row: ratio(row, best), "GB/s (share)": _share, "scores cost": _cost}
+    else:
+        is_rate = bool(rows[0].get("tokens_per_call"))
+        columns = {"": lambda row: row["name"]}
+        columns |= {"tokens/s": lambda row: span(rate(row))} if is_rate else {"time": duration}
+        more = {
+            title: show
+            for title, key, show in (
+                ("costs", "versus", _cost),
+                ("peak memory added", "peak_bytes", lambda row: format_bytes(row.get("peak_bytes"))),
+                ("batch", "batch", lambda row: str(row["batch"])),
+                ("cache", "cache_bytes", lambda row: format_bytes(row.get("cache_bytes"))),
+            )
+            if any(row.get(key) is not None for row in rows)
+        }
+    model = document.get("model") if rows[0].get("tokens_per_call") else None
+    columns |= {_baseline(name, model): partial(ratio, name=name) for name in names} | more
+    return _table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+
+
+def _manager(cells: Sequence[dict]) -> Table:
+    """All cells in one table: two rows each would be a page of headings."""
+    names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
+    base, lines = "one by one", []
+    others = [name for name in names if name != base]
+    for cell in cells:
+        rows = {row["name"]: row for row in cell["variants"]}
+        times = [duration(rows[name]) if name in rows else NONE for name in names]
+        ratios = [ratio(rows[name], base) if name in rows else NONE for name in others]
+        lines.append([*(str(value) for value in cell["cell"].values()), *times, *ratios])
+    heads = [f"{name}, x {base}" if len(others) > 1 else f"x {base}" for name in others]
+    return _table([*cells[0]["cell"], *names, *heads], lines)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -124,98 +205,6 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _share(row: dict) -> str:
-    share = row.get("bandwidth_share")
-    return NONE if share is None else f"{row['bytes_per_s'] / 1e9:.1f} ({100 * share['median']:.0f} %)"
-
-
-def _cost(versus: dict | None) -> str:
-    """How much longer than the variant it is a change of."""
-    if versus is None:
-        return ""
-    middle, low, high = (100 * (1 / versus[key] - 1) for key in ("median", "q3", "q1"))
-    return f"{middle:+.0f} [{low:+.0f}, {high:+.0f}] %"
-
-
-def _attention(cell: dict) -> Table:
-    rows = cell["variants"]
-    best = best_dense(rows)
-    columns = [name for name in ("sdpa fp32", "sdpa bf16", "sdpa fp16") if any(r["name"] == name for r in rows)]
-    columns = columns[:2]  # the third is a row like any other, and all ratios are in the JSON
-    headings = ["", "time", *(f"x {name}" for name in columns), "x fastest dense", "GB/s (share)", "scores cost"]
-    lines = []
-    for row in rows:
-        ratios = row["ratios"]
-        lines.append(
-            [
-                row["name"] + (" *" if row["name"] == best else ""),
-                duration(row),
-                *(span(ratios.get(name)) for name in columns),
-                span(ratios.get(best)),
-                _share(row),
-                _cost(row.get("versus")),
-            ]
-        )
-    return _table(headings, lines)
-
-
-def _general(cell: dict) -> Table:
-    rows = cell["variants"]
-    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
-    costs = ["costs"] if any("versus" in row for row in rows) else []
-    peak = ["peak memory added"] if any(row.get("peak_bytes") for row in rows) else []
-    headings = ["", "time", *(f"x {name}" for name in baselines), *costs, *peak]
-    lines = []
-    for row in rows:
-        line = [row["name"], duration(row), *(span(row["ratios"].get(name)) for name in baselines)]
-        line += [_cost(row.get("versus")) for _ in costs]
-        lines.append([*line, *(format_bytes(row.get("peak_bytes")) for _ in peak)])
-    return _table(headings, lines)
-
-
-def _manager(cells: Sequence[dict]) -> Table:
-    """All cells in one table: two rows each would be a page of headings."""
-    names = list(dict.fromkeys(row["name"] for cell in cells for row in cell["variants"]))
-    base, lines = "one by one", []
-    for cell in cells:
-        rows = {row["name"]: row for row in cell["variants"]}
-        times = [duration(rows[name]) if name in rows else NONE for name in names]
-        ratios = [span(rows[name]["ratios"].get(base)) if name in rows else NONE for name in names if name != base]
-        lines.append([*(str(value) for value in cell["cell"].values()), *times, *ratios])
-    heads = [f"{name}, x {base}" if len(names) > 2 else f"x {base}" for name in names if name != base]
-    return _table([*cells[0]["cell"], *names, *heads], lines)
-
-
-def _baseline(name: str, model: dict | None) -> str:
-    """The heading of the ratios to a baseline; transformers' own cache has the model's dtype, the full one 16 bits."""
-    if name.partition(", ")[0] != "transformers" or not model:
-        return f"x {name}"
-    linear = model.get("linear", PLAIN)
-    how = [model.get("dtype", "").removeprefix("torch."), linear if linear != PLAIN else ""]
-    return f"x {name} ({', '.join(filter(None, how))})"
-
-
-def _decode(cell: dict, model: dict | None = None) -> Table:
-    """Tokens per second and bytes; the rows are (batch x steps) tokens per call."""
-    rows = cell["variants"]
-    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
-    headings = ["", "tokens/s", *(_baseline(name, model) for name in baselines)]
-    extra = [("batch", "batch"), ("cache_bytes", "cache")]
-    extra = [(key, title) for key, title in extra if any(row.get(key) is not None for row in rows)]
-    lines = []
-    for row in rows:
-        rate = row.get("tokens_per_call")
-        speed = {"median": rate / row["median"], "q1": rate / row["q3"], "q3": rate / row["q1"]} if rate else None
-        ratio = [row.get("rate_ratios", row["ratios"]).get(name) for name in baselines]
-        cells = [str(row[key]) if key == "batch" else format_bytes(row.get(key)) for key, _ in extra]
-        lines.append([row["name"], span(speed), *(span(value) for value in ratio), *cells])
-    return _table([*headings, *(title for _, title in extra)], lines)
-
-
-def _title(what: str, cell: dict) -> str:
-    return f"{what}: {label_of(cell['cell'])}"
-
-
 def _tables(document: dict) -> list[Table | Text]:
     what = document["what"]
     if what == "manager" and document["cells"]:
@@ -224,22 +213,12 @@ def _tables(document: dict) -> list[Table | Text]:
         return [Text(what, style="bold"), _manager(document["cells"]), *said, Text()]
     parts: list[Table | Text] = []
     for cell in document["cells"]:
-        if not cell["variants"]:
-            parts += [Text(f"{_title(what, cell)}: {cell.get('skipped') or 'nothing could be timed'}"), Text()]
-            continue
-        parts.append(Text(_title(what, cell), style="bold"))
-        if what == "attention":
-            parts.append(_attention(cell))
-        elif cell["variants"][0].get("tokens_per_call"):
-            parts.append(_decode(cell, document.get("model")))
+        title = f"{what}: {label_of(cell['cell'])}"
+        if cell["variants"]:
+            parts += [Text(title, style="bold"), _cell_table(document, cell["variants"])]
+            parts += [Text(remark, style="dim") for remark in bench.remarks(cell)]
         else:
-            parts.append(_general(cell))
-        if twice := cell.get("twice"):  # documents of before have none
-            parts.append(Text(report.noise_text(twice), style="dim"))
-        if probe := cell.get("probe"):
-            parts.append(
-                Text(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s", style="dim")
-            )
+            parts.append(Text(f"{title}: {cell.get('skipped') or 'nothing could be timed'}"))
         parts.append(Text())
     return parts
 

@@ -2,45 +2,34 @@
 
 import sys
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, ClassVar
 
 from kvbench.bench import choices
-from kvbench.bench.decode import BASELINES, OWN, REFERENCE_TOLERANCE, WholeModel, tolerance
-from kvbench.bench.decoders import REFERENCE_ROWS, OwnDecoder, StoreDecoder
-from kvbench.cache.layout import StoreOptions
+from kvbench.bench.decode import BASELINES, OWN, WholeModel
+from kvbench.bench.decoders import REFERENCE_ROWS, Decoder, OwnDecoder
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.kernels.bench import machine, report
-from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell, ratios
-from kvbench.kernels.bench.settings import check_whole
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.bench.bench import Bench, main, setting
+from kvbench.kernels.bench.rounds import Variant, ratios
 from kvbench.models.load import LoadedModel
 
 PROMPT_BYTES = 2 << 30  # of prompts that are kept from a method's trial to its batch
 DISTINCT_PROMPTS = 4  # read one by one; further sequences are copies of their pages
-QUICK = {"kv_mb": 32, "context": 256, "new_tokens": 16, "rounds": 3, "steps": 2}
 
 
 @dataclass(kw_only=True)
 class Settings(WholeModel):
-    """What to measure.
+    """A fixed amount of KV memory: how many sequences fit, and how many tokens per second they make."""
 
-    Args:
-        kv_mb: MB (10^6 bytes) for everything that a cache holds: pages, tables, buffers.
-        context: Prompt tokens.
-        new_tokens: Tokens that every sequence must have room for.
-        max_batch: Sequences at most.
-    """
+    what = "throughput"
+    quick: ClassVar[dict[str, Any]] = {"kv_mb": 32, "context": 256, "new_tokens": 16, "rounds": 3, "steps": 2}
 
-    kv_mb: int = 256
-    context: int = 1024
-    new_tokens: int = 96
-    max_batch: int = 256
+    kv_mb: int = setting(256, "MB (10^6 bytes) for everything that a cache holds: pages, tables, buffers.", 1)
+    context: int = setting(1024, "Prompt tokens.", 1)
+    new_tokens: int = setting(96, "Tokens that every sequence must have room for.", 1)
+    max_batch: int = setting(256, "Sequences at most.", 1)
 
     def check(self) -> None:
-        """Raises ValueError for a value out of range, with the rule."""
         super().check()
-        for name in ("kv_mb", "new_tokens", "max_batch"):
-            check_whole(name, getattr(self, name), 1)
         need = 2 * (self.rounds + 1) * self.steps  # the baseline is timed twice in each round
         if self.new_tokens < need:
             raise ValueError(
@@ -49,61 +38,32 @@ class Settings(WholeModel):
                 "lower rounds or steps"
             )
 
+    def cells(self, threads: list[int]) -> list[dict]:
+        names = ("kv_mb", "context", "new_tokens")
+        return [{name: getattr(self, name) for name in names} | {"threads": threads[-1]}]
 
-def run(settings: Settings, progress: report.Progress = report.quiet) -> dict:
-    """Finds every method's batch, then decodes all batches in the same rounds.
+    def variants(self, bench: Bench, cell: dict) -> list[Variant]:
+        model = choices.make_model(self.model, bench.device)
+        bench.more["model"] = choices.describe_model(model)
+        bench.notes += filter(None, [model.remark])
+        text = choices.sample_tokens(model, DISTINCT_PROMPTS, self.context + self.new_tokens)
+        found = []
+        for name in (OWN, *self.methods):
+            bench.stage(f"filling {self.kv_mb} MB for {name}")
+            asked = (self, model, text, bench.notes)
+            found.append(own_variant(*asked) if name == OWN else store_variant(name, *asked))
+        return [variant for variant in found if variant is not None]
 
-    Args:
-        settings: What to measure.
-        progress: Told what is done.
-
-    Returns:
-        The document that `kernels.bench.report` describes; ratios are of tokens per second.
-    """
-    device = machine.pick_device(settings.device)
-    backend = get_backend(settings.kernels, device)
-    cell = {
-        "kv_mb": settings.kv_mb,
-        "context": settings.context,
-        "new_tokens": settings.new_tokens,
-        "threads": settings.num_threads if device == "cpu" else 0,
-    }
-    bench = report.begin("throughput", settings, device, backend, [cell])
-    model = choices.make_model(settings.model, device)
-    bench.notes += filter(None, [model.remark])
-    text = choices.sample_tokens(model, DISTINCT_PROMPTS, settings.context + settings.new_tokens)
-    for _ in bench.todo(progress):
-        bench.stage(f"filling {settings.kv_mb} MB for {OWN}")
-        variants = [own_variant(settings, model, text, bench.notes)]
-        for method in settings.methods:
-            bench.stage(f"filling {settings.kv_mb} MB for {method}")
-            variants.append(store_variant(settings, model, method, text, bench.notes))
-        found = measure_cell(
-            cell,
-            [v for v in variants if v is not None],
-            baselines=BASELINES,
-            rounds=settings.rounds,
-            seed=settings.seed,
-            timer=choose_timer(settings.clock, device, cell["threads"]),
-            on_round=bench.on_round,
-        )
+    def finish(self, found: dict) -> None:
         add_rates(found["variants"])
-        bench.add(found)
-    document = bench.document()
-    document["model"] = choices.describe_model(model)
-    return document
 
 
 def add_rates(rows: list[dict]) -> None:
     """Adds `rate_ratios`: tokens per second of a row over those of each baseline, formed within each round."""
     by_name = {row["name"]: row for row in rows}
-    for row in rows:
-        row["rate_ratios"] = {}
-        for name in BASELINES:
-            if base := by_name.get(name):
-                slow = [s / base["tokens_per_call"] for s in base["seconds"]]
-                fast = [s / row["tokens_per_call"] for s in row["seconds"]]
-                row["rate_ratios"][name] = ratios(slow, fast)
+    per_token = {row["name"]: [s / row["tokens_per_call"] for s in row["seconds"]] for row in rows}
+    for name, row in by_name.items():
+        row["rate_ratios"] = {base: ratios(per_token[base], per_token[name]) for base in BASELINES if base in by_name}
 
 
 def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]) -> int:
@@ -122,28 +82,17 @@ def own_variant(settings: Settings, model: LoadedModel, text: list[list[int]], n
     decoder.prefill([tokens[: settings.context] for tokens in text])
     token_bytes = decoder.cache_bytes() / (len(text) * settings.context)
     batch = fitting(settings, round(token_bytes * (settings.context + settings.new_tokens)), OWN, notes)
-    if not batch:
-        return None
-    decoder.repeat(batch)
-    return _variant(OWN, decoder, settings, text, batch)
+    return _filled(settings, OWN, decoder, text, batch) if batch else None
 
 
 def store_variant(
-    settings: Settings, model: LoadedModel, method: str, text: list[list[int]], notes: list[str]
+    method: str, settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]
 ) -> Variant | None:
     """A method with as many sequences as fit at their final length, which is measured by answering once."""
-    make = partial(
-        StoreDecoder,
-        model,
-        context=settings.context,
-        new_tokens=settings.new_tokens,
-        kernels=settings.kernels,
-        prompts=PromptCache(PROMPT_BYTES),  # the trial's prompts are those of the batch
-    )
-    trial = make(choices.make_method(method), rows=len(text))
-    trial.focus()
-    for tokens in text:
-        trial.prefill(tokens[: settings.context])
+    prompts = PromptCache(PROMPT_BYTES)  # the trial's prompts are those of the batch
+    asked: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
+    trial = settings.decoder(model, method, rows=len(text), **asked)
+    trial.prefill([tokens[: settings.context] for tokens in text])
     peak = 0
     for index in range(settings.new_tokens):
         trial.step([tokens[settings.context + index] for tokens in text])
@@ -154,31 +103,21 @@ def store_variant(
         return None
     # A GPU's pool is made once: without a budget each method's would hold what its lists could ever need.
     room = int(1.1 * peak * (batch + REFERENCE_ROWS)) if model.device.type == "cuda" else None
-    decoder = make(choices.make_method(method), rows=batch, options=StoreOptions(budget_bytes=room))
-    first = [decoder.prefill(tokens[: settings.context]) for tokens in text[:batch]]
-    for index in range(len(first), batch):
-        decoder.fork(first[index % len(first)])
+    decoder = settings.decoder(model, method, rows=batch, budget_bytes=room, **asked)
+    decoder.prefill([tokens[: settings.context] for tokens in text[:batch]])
+    variant = _filled(settings, method, decoder, text, batch, sequence_bytes=peak)
     decoder.runner.prompts = PromptCache()
-    variant = _variant(method, decoder, settings, text, batch)
-    variant.check = partial(decoder.reference_error, text[0][settings.context])
-    variant.tolerance = tolerance(REFERENCE_TOLERANCE, model)
-    variant.extra["sequence_bytes"] = peak
     return variant
 
 
-def _variant(
-    name: str, decoder: OwnDecoder | StoreDecoder, settings: Settings, text: list[list[int]], batch: int
+def _filled(
+    settings: Settings, name: str, decoder: Decoder, text: list[list[int]], batch: int, **extra: Any
 ) -> Variant:
-    state = {"at": settings.context}
-
-    def call(_: int) -> None:
-        for _ in range(settings.steps):
-            decoder.step([text[row % len(text)][state["at"]] for row in range(batch)])
-            state["at"] += 1
-
-    extra = {"tokens_per_call": batch * settings.steps, "batch": batch, "cache_bytes": decoder.cache_bytes()}
-    return Variant(name=name, call=call, before_round=decoder.focus, extra=extra)
+    """The variant of a decoder that gets as many sequences as fit, copies of those that it has read."""
+    decoder.repeat(batch)
+    answers = [text[row % len(text)][settings.context :] for row in range(batch)]
+    return settings.stepping(name, decoder, answers, batch=batch, **extra)
 
 
 if __name__ == "__main__":
-    sys.exit(report.main("throughput", Settings, QUICK, run, sys.argv[1:], package="kvbench.bench"))
+    sys.exit(main(Settings, sys.argv[1:]))

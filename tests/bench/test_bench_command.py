@@ -108,7 +108,7 @@ def test_time_left_is_told_from_the_last_rounds(monkeypatch, capsys):
 def test_quick_leaves_what_the_user_sets():
     """A value that differs from the default is kept, for settings of one bench and for those of all."""
     words = ["quick=true", "attention.lengths=[128,256]", "rounds=7"]
-    _, settings = command.settings_of(commands.compose_command("bench", words), "attention")
+    settings = command.settings_of(commands.compose_command("bench", words), "attention")
     assert settings.lengths == [128, 256] and settings.rounds == 7 and settings.batches == [1]
 
 
@@ -117,15 +117,15 @@ def test_quick_and_defaults_fit_the_modules(name):
     """The YAML's defaults are the module's own, and every quick value is a setting that passes its check."""
     import dataclasses
 
-    module, settings = command.settings_of(commands.compose_command("bench", []), name)
-    assert settings == module.Settings()
-    _, quick = command.settings_of(commands.compose_command("bench", ["quick=true", "seed=5"]), name)
-    assert quick.seed == 5 and set(module.QUICK) <= {item.name for item in dataclasses.fields(module.Settings)}
-    assert all(getattr(quick, key) == value for key, value in module.QUICK.items())
+    settings = command.settings_of(commands.compose_command("bench", []), name)
+    assert settings == type(settings)()
+    quick = command.settings_of(commands.compose_command("bench", ["quick=true", "seed=5"]), name)
+    assert quick.seed == 5 and set(quick.quick) <= {item.name for item in dataclasses.fields(quick)}
+    assert all(getattr(quick, key) == value for key, value in quick.quick.items())
     assert quick.rounds < settings.rounds
 
 
 def test_no_two_of_many_variants_look_alike():
     """Colour and marker together tell more variants apart than there are colours."""
-    styles = [tuple(plot._style(index).values()) for index in range(2 * len(plot._COLOURS))]
+    styles = [tuple(plot._style(index).values()) for index in range(2 * len(plot.COLOURS))]
     assert len(set(styles)) == len(styles)

@@ -10,8 +10,8 @@ import torch
 
 from kvbench.bench import evidence_gpu
 from kvbench.bench.evidence_gpu import STAGES, Stage, go_on, left_over, words_of
-from kvbench.kernels.bench import report
-from kvbench.kernels.bench.settings import read_words
+from kvbench.kernels.bench import bench
+from kvbench.kernels.bench.bench import read_words
 
 GOOD, BAD = "platform", "kvbench.bench.no_such_module"  # a module of Python's own that prints and ends well
 
@@ -61,7 +61,7 @@ def test_every_stage_names_settings_that_exist(tmp_path, dry):
         assert (python, flag) == (sys.executable, "-m")
         found = importlib.import_module(module)
         if hasattr(found, "Settings"):
-            settings = read_words(found.Settings, words, found.QUICK)
+            settings = read_words(found.Settings, words)
             assert settings.rounds < 11 or module.endswith("manager")
             assert f"out={tmp_path / stage.name}.json" in words
         else:
@@ -79,7 +79,7 @@ def test_a_dry_run_leaves_one_folder_and_one_archive(tmp_path, monkeypatch, caps
     words = ["--dry", "--minutes", "4", "--results", str(tmp_path / "r"), "--archive", str(tmp_path / "a.tar.gz")]
     assert evidence_gpu.main(words) == 0, capsys.readouterr().out
     folder = tmp_path / "r" / "interpreter"
-    report.check_document(json.loads((folder / "attention.json").read_text()))
+    bench.check_document(json.loads((folder / "attention.json").read_text()))
     said = (folder / "probe.txt").read_text()
     assert json.loads(said[said.index("{") :])["backend"] == "triton"
     with tarfile.open(tmp_path / "a.tar.gz") as pack:

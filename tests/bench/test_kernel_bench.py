@@ -10,7 +10,7 @@ import pytest
 import torch
 from places import ROOT
 
-from kvbench.kernels.bench import attention, caches, machine, manager, prefill, report, settings
+from kvbench.kernels.bench import attention, bench, caches, machine, manager, prefill
 from kvbench.kernels.bench.attention import Settings
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.reference.attention import gather_dense
@@ -53,7 +53,7 @@ def test_attention_bench_runs_with_torch_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "x sdpa fp32" in done.stdout and "K8V4+K4V2 + scores" in done.stdout
     document = json.loads((tmp_path / "a.json").read_text())
-    report.check_document(document)
+    bench.check_document(document)
     (cell,) = document["cells"]
     rows = {row["name"]: row for row in cell["variants"]}
     assert {len(row["seconds"]) for row in rows.values()} == {2}
@@ -70,7 +70,7 @@ MODULES = {"attention": attention, "prefill": prefill, "manager": manager}
 def test_help_names_every_setting(name, capsys):
     """--help prints each setting with its default and meaning, and runs nothing."""
     module = MODULES[name]
-    assert report.main(name, module.Settings, module.QUICK, None, ["--help"]) == 0
+    assert bench.main(module.Settings, ["--help"]) == 0
     shown = capsys.readouterr().out
     for item in dataclasses.fields(module.Settings):
         (line,) = [i for i, text in enumerate(shown.splitlines()) if text.startswith(f"  {item.name}=")]
@@ -80,24 +80,24 @@ def test_help_names_every_setting(name, capsys):
 
 def test_user_errors_of_the_script_are_one_line(capsys):
     """An unknown setting ends with exit code 2 and what there is."""
-    assert report.main("attention", Settings, {}, None, ["length=3"]) == 2
+    assert bench.main(Settings, ["length=3"]) == 2
     assert capsys.readouterr().err.startswith("error: length=3 is no setting; there are")
 
 
 def test_quick_gives_way_to_what_the_user_says():
     """quick=true changes defaults only."""
-    made = settings.read_words(Settings, ["quick=true", "lengths=[128,256]"], attention.QUICK)
-    assert made.lengths == [128, 256] and made.batches == attention.QUICK["batches"] and made.rounds == 5
-    assert settings.read_words(Settings, [], attention.QUICK).rounds == 11
+    made = bench.read_words(Settings, ["quick=true", "lengths=[128,256]"])
+    assert made.lengths == [128, 256] and made.batches == Settings.quick["batches"] and made.rounds == 5
+    assert bench.read_words(Settings, []).rounds == 11
 
 
 def test_flags_and_the_working_set_are_read_as_they_are_written():
     """`false` is no, not a word; buffers go beyond a GPU's cache unless the user says how far."""
     for text, value in (("false", False), ("true", True), ("False", False)):
-        made = settings.read_words(Settings, [f"peers={text}", f"graph={text}"], {})
+        made = bench.read_words(Settings, [f"peers={text}", f"graph={text}"])
         assert made.peers is value and made.graph is value
     assert (made.working_set("cpu"), made.working_set("cuda:1")) == (64, 512)
-    assert settings.read_words(Settings, ["working_set_mb=7"], {}).working_set("cuda") == 7
+    assert bench.read_words(Settings, ["working_set_mb=7"]).working_set("cuda") == 7
 
 
 def test_keys_before_the_rotary_embedding_are_turned_to_their_tokens():
@@ -130,7 +130,7 @@ def test_keys_before_the_rotary_embedding_are_turned_to_their_tokens():
 def test_settings_out_of_range_are_refused(word, message):
     """Every refusal names value and rule."""
     with pytest.raises(ValueError, match=message):
-        settings.read_words(Settings, [word], {})
+        bench.read_words(Settings, [word])
 
 
 def test_device_that_is_not_there_is_refused():
@@ -138,7 +138,7 @@ def test_device_that_is_not_there_is_refused():
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
     with pytest.raises(ValueError, match="sees 0 CUDA"):
-        attention.run(settings.read_words(Settings, ["device=cuda"], {}))
+        bench.run(bench.read_words(Settings, ["device=cuda"]))
 
 
 @pytest.mark.parametrize("name", ["K16V16", "K8V4", "K4V2", "KIVI2", "FP8", "K8V4+K4V2"])
@@ -169,12 +169,12 @@ def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
             short = [dataclasses.replace(t, num_k=t.num_k - 3, num_v=t.num_v - 3) for t in tiers]
             return super().paged_decode(q, pages, short, ring, scale, **how)
 
-    monkeypatch.setattr(attention, "get_backend", lambda name, device: Lazy())
-    document = attention.run(settings.read_words(Settings, SMALL, {}))
+    monkeypatch.setattr(bench, "get_backend", lambda name, device: Lazy())
+    document = bench.run(bench.read_words(Settings, SMALL))
     (cell,) = document["cells"]
     assert {row["name"] for row in cell["variants"]} == {"sdpa fp32", "sdpa fp32 grouped"}
     assert len(cell["refused"]) == 10 and all("not timed" in entry["reason"] for entry in cell["refused"])
-    assert not report.is_complete(document)
+    assert not bench.is_complete(document)
     assert any("K4V2 at shape 6x2x64" in note for note in document["notes"])
 
 
@@ -188,8 +188,8 @@ def test_a_kernel_with_wrong_scores_is_refused(monkeypatch):
             out, lse, scores = super().paged_decode(q, pages, tiers, ring, scale, **how)
             return out, lse, [s * 1.01 for s in scores]
 
-    monkeypatch.setattr(attention, "get_backend", lambda name, device: Careless())
-    (cell,) = attention.run(settings.read_words(Settings, SMALL, {}))["cells"]
+    monkeypatch.setattr(bench, "get_backend", lambda name, device: Careless())
+    (cell,) = bench.run(bench.read_words(Settings, SMALL))["cells"]
     assert {entry["name"] for entry in cell["refused"]} == {
         f"{name} + scores" for name in ("K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4")
     }
@@ -204,10 +204,10 @@ def test_nan_is_never_the_smaller_error():
 def test_a_cell_that_does_not_fit_is_skipped(monkeypatch):
     """Memory is asked before a cell is built; a skipped cell is named in the document."""
     monkeypatch.setattr(attention.machine, "available_bytes", lambda device: 1000)
-    document = attention.run(settings.read_words(Settings, SMALL, {}))
+    document = bench.run(bench.read_words(Settings, SMALL))
     (cell,) = document["cells"]
     assert "GB are free" in cell["skipped"] and not cell["variants"]
-    report.check_document(document)
+    bench.check_document(document)
 
 
 def test_documents_that_contradict_themselves_are_refused():
@@ -215,16 +215,16 @@ def test_documents_that_contradict_themselves_are_refused():
     row = {"name": "a", "seconds": [1.0], "median": 1.0, "q1": 1.0, "q3": 1.0}
     good = {"schema": 1, "what": "attention", "started": "", "elapsed_s": 1, "settings": {}, "environment": {}}
     good |= {"notes": [], "cells": [{"cell": {"n": 1}, "variants": [row]}]}
-    report.check_document(good)
+    bench.check_document(good)
     everything_refused = {"cell": {"n": 2}, "variants": [], "refused": [{"name": "a", "reason": "wrong"}]}
-    assert "attention: n 2" in report.plain_table(good | {"cells": [everything_refused]})
+    assert "attention: n 2" in bench.plain_table(good | {"cells": [everything_refused]})
     with pytest.raises(ValueError, match="schema 7"):
-        report.check_document(good | {"schema": 7})
+        bench.check_document(good | {"schema": 7})
     with pytest.raises(ValueError, match="notes missing"):
-        report.check_document({key: value for key, value in good.items() if key != "notes"})
+        bench.check_document({key: value for key, value in good.items() if key != "notes"})
     for bad in (row | {"seconds": [float("nan")]}, row | {"q1": 2.0}):
         with pytest.raises(ValueError, match="a at n 1"):
-            report.check_document(good | {"cells": [{"cell": {"n": 1}, "variants": [bad]}]})
+            bench.check_document(good | {"cells": [{"cell": {"n": 1}, "variants": [bad]}]})
 
 
 def test_a_loaded_machine_is_called_so():
@@ -249,8 +249,8 @@ def test_a_format_that_cannot_be_written_is_refused(monkeypatch):
         def write_values(self, *arguments):
             raise RuntimeError("no kernel image for this device")
 
-    monkeypatch.setattr(attention, "get_backend", lambda name, device: Failing())
-    (cell,) = attention.run(settings.read_words(Settings, SMALL, {}))["cells"]
+    monkeypatch.setattr(bench, "get_backend", lambda name, device: Failing())
+    (cell,) = bench.run(bench.read_words(Settings, SMALL))["cells"]
     assert {entry["name"] for entry in cell["refused"]} == {"K16V16", "K4V2", "KIVI2", "K8V4+K4V2", "K4V2+KVQ4"}
     assert "RuntimeError: no kernel image" in cell["refused"][0]["reason"]
     assert [row["name"] for row in cell["variants"]] == ["sdpa fp32", "sdpa fp32 grouped"]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from kvbench.kernels.bench.report import plain_table
+from kvbench.kernels.bench.bench import plain_table
 from kvbench.kernels.bench.rounds import (
     Variant,
     choose_timer,

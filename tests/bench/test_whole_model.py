@@ -9,7 +9,7 @@ from rich.console import Console
 from kvbench.bench import choices, decode, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
 from kvbench.engine import hf
-from kvbench.kernels.bench import report
+from kvbench.kernels.bench import bench
 from kvbench.kernels.reference.backend import Reference
 from kvbench.models import packed, streamed
 
@@ -29,8 +29,8 @@ def test_decode_measures_prompts_and_every_batch():
     methods = ["full", "snapkv budget=0.5 window=8", "kivi bits=2 residual_tokens=32"]
     settings = decode.Settings(**COMMON, methods=methods, batches=[1, 2], prefill_rounds=1, peak=False)
     settings.check()
-    document = decode.run(settings)
-    report.check_document(document)
+    document = bench.run(settings)
+    bench.check_document(document)
     assert [cell["cell"]["phase"] for cell in document["cells"]] == ["prompt", "decode", "decode"]
     for cell in document["cells"]:
         assert not cell["refused"], cell["refused"]
@@ -60,7 +60,7 @@ def test_packed_and_streamed_rows_stand_beside_plain_ones():
         linear=["packed", "streamed"],
     )
     settings.check()
-    document = decode.run(settings)
+    document = bench.run(settings)
     names = [f"{name}{mark}" for mark in ("", ", packed", ", streamed") for name in ("transformers", "full")]
     for cell in document["cells"]:
         assert not cell["refused"], cell["refused"]
@@ -98,7 +98,7 @@ def test_thread_count_is_given_back():
         settings = decode.Settings(
             **COMMON, methods=["full"], batches=[1], prefill_rounds=0, peak=False, quantised=False
         )
-        document = decode.run(settings)
+        document = bench.run(settings)
         assert torch.get_num_threads() == before + 1
         assert document["cells"][0]["cell"]["threads"] == 1
     finally:
@@ -121,13 +121,9 @@ def test_both_decoders_give_the_same_logits(model):
     text = choices.sample_tokens(model, 2, 40)
     own = OwnDecoder(model)
     own.prefill([tokens[:32] for tokens in text])
-    store = StoreDecoder(
-        model, choices.make_method("full tier=native"), rows=2, context=32, new_tokens=8, kernels="torch"
-    )
-    store.focus()
-    for tokens in text:
-        store.prefill(tokens[:32])
-    assert torch.allclose(torch.stack(store.logits), own.logits, atol=1e-4)
+    store = StoreDecoder(model, "full tier=native", rows=2, context=32, new_tokens=8, kernels="torch")
+    store.prefill([tokens[:32] for tokens in text])
+    assert torch.allclose(store.logits, own.logits, atol=1e-4)
     for index in range(32, 36):
         tokens = [line[index] for line in text]
         own.focus()
@@ -161,12 +157,12 @@ def test_the_static_cache_gives_the_same_logits(model, monkeypatch):
     assert static.cache_bytes() > own.cache_bytes() * 40 / 36 * 0.99
     settings = decode.Settings(**COMMON, methods=["full"], quantised=False)
     prompts, answers = [tokens[:32] for tokens in text], [tokens[32:] for tokens in text]
-    variant = decode.static_variant(settings, model, prompts, answers, 40)
+    variant = decode.static_variant(settings, model, prompts, answers)
     variant.call(0)
     assert variant.name == decode.STATIC and variant.extra["tokens_per_call"] == 2
     monkeypatch.setattr(hf, "own_cache", lambda *given: (_ for _ in ()).throw(ImportError("no such cache")))
     with pytest.raises(ImportError, match="no such cache"):
-        decode.static_variant(settings, model, prompts, answers, 40).check()
+        decode.static_variant(settings, model, prompts, answers).check()
 
 
 def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
@@ -202,8 +198,8 @@ def test_throughput_fills_the_memory_and_no_more():
         new_tokens=6,
     )
     settings.check()
-    document = throughput.run(settings)
-    report.check_document(document)
+    document = bench.run(settings)
+    bench.check_document(document)
     (cell,) = document["cells"]
     assert not cell["refused"]
     rows = {row["name"]: row for row in cell["variants"]}

@@ -153,14 +153,14 @@ def test_ignored_signal_stays_ignored(tmp_path, here, signal_at):
 
 def test_bench_stops(tmp_path, here, monkeypatch, capsys):
     """`bench` ends too, and promises nothing, because it starts again from nothing."""
-    from kvbench.kernels.bench import manager
+    from kvbench.bench import command
 
     def run(settings, progress):
         progress(1, 9, "many lists")
         os.kill(os.getpid(), signal.SIGHUP)
 
     monkeypatch.setattr("kvbench.config.files.conf_folder", CONF_FOLDER)
-    monkeypatch.setattr(manager, "run", run)
+    monkeypatch.setattr(command, "run", run)
     assert cli.main(["bench", "what=manager"]) == 128 + signal.SIGHUP
     assert capsys.readouterr().err.endswith(
         "\nstopped by SIGHUP; to start again: python -m kvbench bench what=manager\n"

@@ -1,0 +1,385 @@
+"""What every bench has in common: settings that are read from `key=value` words without any library, the loop over
+cells, the JSON document that it fills, a plain table, and the command line."""
+
+import ast
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from kvbench.kernels.bench import machine
+from kvbench.kernels.bench.rounds import Variant, choose_timer, measure_cell
+from kvbench.kernels.dispatch import get_backend
+
+SCHEMA = 1
+CLOCKS = ("wall", "cpu")
+WHOLE_MODEL = ("decode", "throughput")  # benches of kvbench/bench; the others lie here
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+S = TypeVar("S", bound="Common")
+Progress = Callable[[int, int, str], object]  # rounds done, rounds in all, what is being measured
+
+
+def setting(default: Any, meaning: str, least: int | None = None, among: Any = None) -> Any:
+    """Declares a setting, or a list of them.
+
+    Args:
+        default: Its default; a list means that it takes a list of at least one.
+        meaning: A sentence for the help.
+        least: It is a whole number of at least so much.
+        among: It is one of these.
+    """
+    made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(metadata={"meaning": meaning, "least": least, "among": among}, **made)
+
+
+@dataclass(kw_only=True)
+class Common:
+    """The settings of every bench, and what a bench is asked."""
+
+    what: ClassVar[str]
+    """Name of the bench."""
+    quick: ClassVar[dict[str, Any]]
+    """The values that `quick=true` puts in place of defaults."""
+
+    kernels: str = setting("auto", "auto, or a backend's name.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
+    threads: list[int] = setting([1, 0], "CPU thread counts, each measured apart; 0 = all cores of this process.", 0)
+    rounds: int = setting(11, "Timed rounds.", 1)
+    seed: int = setting(0, "Of data and orders.", 0)
+    clock: str = setting("wall", "wall, or cpu = CPU time of the calling thread (one thread only).", among=CLOCKS)
+    working_set_mb: int = setting(
+        0,
+        "MB of buffers per variant that a timing goes through; 0 = 64 in main memory and 512 on a GPU, beyond its "
+        "second-level cache.",
+        0,
+    )
+    graph: bool = setting(
+        True, "Replay CUDA graphs on a GPU, so that kernels are timed and not Python, where a bench calls only kernels."
+    )
+    max_buffers: int = setting(256, "Buffers per variant at most.", 1)
+
+    def check(self) -> None:
+        """Raises ValueError for a value out of range, with the rule."""
+        for item in dataclasses.fields(self):
+            value, least, among = getattr(self, item.name), item.metadata["least"], item.metadata["among"]
+            if item.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{item.name}={value} is neither true nor false")
+            if least is None and among is None:
+                continue
+            takes_list = item.default is dataclasses.MISSING
+            if takes_list and not (isinstance(value, list) and value):
+                example = f"{item.name}=[{next(iter(among)) if among else least + 1}]"
+                raise ValueError(f"{item.name}={value} must be a list with at least one value, for example {example}")
+            for each in value if takes_list else [value]:
+                if least is not None and (type(each) is not int or each < least):
+                    raise ValueError(f"{item.name}={each} must be a whole number of at least {least}")
+                if among is not None and each not in among:
+                    raise ValueError(f"{item.name}={each} does not exist; choose among {', '.join(among)}")
+        if self.clock == "cpu" and self.threads != [1]:
+            raise ValueError(f"clock=cpu counts one thread, but threads={self.threads}; set threads=[1]")
+
+    def working_set(self, device: str) -> int:
+        """MB of buffers per variant on a device."""
+        return self.working_set_mb or (64 if device == "cpu" else 512)
+
+    def cells(self, threads: list[int]) -> list[dict]:
+        """What is measured one after the other, each in one set of rounds.
+
+        Args:
+            threads: The CPU thread counts, without repeats; [0] on a GPU.
+        """
+        raise NotImplementedError
+
+    def prepare(self, bench: "Bench") -> None:
+        """Makes what all cells share."""
+
+    def variants(self, bench: "Bench", cell: dict) -> list[Variant]:
+        """What is timed in a cell.
+
+        Raises:
+            Skipped: The cell cannot be measured here.
+        """
+        raise NotImplementedError
+
+    def timing(self, bench: "Bench", cell: dict) -> dict[str, Any]:
+        """Arguments of `measure_cell`, `baselines` at least."""
+        raise NotImplementedError
+
+    def finish(self, found: dict) -> None:
+        """Adds to the figures of a cell."""
+
+
+class Skipped(Exception):
+    """A cell cannot be measured here; the message says why."""
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """`QxKxD`: query heads, KV heads, head dim.
+
+    Raises:
+        ValueError: It is not of that form, or the KV heads do not divide the query heads.
+    """
+    parts = str(text).split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"shapes={text} is not query heads x KV heads x head dim, for example 32x8x128")
+    queries, heads, dim = (int(part) for part in parts)
+    if queries % heads:
+        raise ValueError(f"shapes={text}: {heads} KV heads do not divide {queries} query heads")
+    return queries, heads, dim
+
+
+def read_words(kind: type[S], words: list[str]) -> S:
+    """A settings object from `key=value` words; `quick=true` puts small values in place of the defaults.
+
+    Args:
+        kind: The settings of a bench.
+        words: For example `lengths=[1024,4096]` or `clock=cpu`.
+
+    Raises:
+        ValueError: An unknown key, or a value that cannot be read.
+    """
+    known = {item.name: item.default is dataclasses.MISSING for item in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or key not in {*known, "quick", "out"}:
+            there = ", ".join([*known, "quick", "out"])
+            raise ValueError(f"{word} is no setting; there are {there}, given as key=value")
+        parts = [_literal(part.strip()) for part in text.strip("[]").split(",") if part.strip()]
+        values[key] = parts if known.get(key) else _literal(text)
+    small = kind.quick if values.pop("quick", False) is True else {}
+    values.pop("out", None)
+    settings = kind(**{key: value for key, value in small.items() if key in known} | values)
+    settings.check()
+    return settings
+
+
+def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false"):  # as YAML writes them; Python's own words are capitalised
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def label_of(cell: dict) -> str:
+    """A cell in words."""
+    return ", ".join(f"{name} {value}" for name, value in cell.items() if value != 0)
+
+
+class Bench:
+    """One start of a bench: notes the machine and its load before anything runs, then fills the document.
+
+    Args:
+        settings: What to measure.
+        progress: Told what is done.
+
+    Attributes:
+        device: Where the work runs.
+        backend: The kernels' backend.
+        notes: What a reader must know.
+        more: Further parts of the document.
+    """
+
+    def __init__(self, settings: Common, progress: Progress | None = None) -> None:
+        self.settings = settings
+        self.device = machine.pick_device(settings.device)
+        self.backend = get_backend(settings.kernels, self.device)
+        threads = [n or machine.num_cpus() for n in settings.threads] if self.device == "cpu" else [0]
+        self.cells = settings.cells(list(dict.fromkeys(threads)))
+        self.environment = machine.describe(self.device, self.backend)
+        self.notes = machine.doubts(self.environment, settings.clock, self.backend)
+        self.more: dict[str, Any] = {}
+        self._progress, self._label = progress, ""
+        self._done, self._rounds = 0, settings.rounds + 1  # with the one that warms up
+
+    @cached_property
+    def bandwidth(self) -> machine.Bandwidth:
+        """The probe, made when a cell first asks for it: it takes a gigabyte."""
+        return machine.Bandwidth(self.device)
+
+    def stage(self, text: str = "") -> None:
+        """Says what is being prepared or measured."""
+        if self._progress is not None:
+            label = f"{self._label}: {text}".removesuffix(": ").removeprefix(": ")
+            self._progress(self._done, len(self.cells) * self._rounds, label)
+
+    def _on_round(self) -> None:
+        self._done += 1
+        self.stage()
+
+    def run(self) -> dict:
+        """Measures every cell, with its thread count in force.
+
+        Returns:
+            JSON types: `schema`, `what`, `started`, `elapsed_s`, `settings`, `environment`, `notes`, `cells`.
+        """
+        started, before = time.time(), torch.get_num_threads()
+        try:
+            self.settings.prepare(self)
+            found = list(self._measured())
+        finally:
+            torch.set_num_threads(before)
+        return {
+            "schema": SCHEMA,
+            "what": self.settings.what,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+            "elapsed_s": time.time() - started,
+            "settings": dataclasses.asdict(self.settings),
+            "environment": self.environment | {"load_average_end": machine.load_average()},
+            "notes": self.notes,
+            "cells": found,
+            **self.more,
+        }
+
+    def _measured(self) -> Iterator[dict]:
+        for index, cell in enumerate(self.cells):
+            self._done, self._label = index * self._rounds, label_of(cell)
+            if cell.get("threads"):
+                torch.set_num_threads(cell["threads"])
+            self.stage()
+            asked = {
+                "rounds": self.settings.rounds,
+                "seed": self.settings.seed,
+                "timer": choose_timer(self.settings.clock, self.device, cell["threads"]),
+                "on_round": self._on_round,
+            }
+            try:
+                variants = self.settings.variants(self, cell)
+            except Skipped as reason:
+                self.notes.append(f"{self._label} skipped: {reason}")
+                yield {"cell": cell, "variants": [], "refused": [], "skipped": str(reason)}
+                continue
+            found = measure_cell(cell, variants, **asked | self.settings.timing(self, cell))
+            self.settings.finish(found)
+            self.notes += [f"{entry['name']} at {self._label} {entry['reason']}" for entry in found["refused"]]
+            distance, cache = found["reuse_distance_bytes"], self.environment["cpu_cache_bytes"]
+            if self.device == "cpu" and self.settings.what == "attention" and cache and distance < 2 * cache:
+                self.notes.append(
+                    f"{self._label}: only {distance / 1e6:.0f} MB pass between two uses of a buffer; the cache is said "
+                    f"to hold {cache / 1e6:.0f} MB; raise working_set_mb or max_buffers"
+                )
+            yield found
+
+
+def run(settings: Common, progress: Progress | None = None) -> dict:
+    """The document of a bench; see `Bench`."""
+    return Bench(settings, progress).run()
+
+
+def check_document(document: dict) -> None:
+    """Raises ValueError when a document is not one of this schema, or its figures contradict each other."""
+    missing = {"schema", "what", "started", "elapsed_s", "settings", "environment", "notes", "cells"} - set(document)
+    if missing:
+        raise ValueError(f"not a document of kvbench bench: {', '.join(sorted(missing))} missing")
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"schema {document['schema']} is not {SCHEMA}, the one this version reads; measure again")
+    for cell in document["cells"]:
+        for row in cell["variants"]:
+            numbers = [row["median"], row["q1"], row["q3"], *row["seconds"]]
+            if not all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers):
+                raise ValueError(f"{row['name']} at {label_of(cell['cell'])}: a time is no number of at least 0")
+            if not row["q1"] <= row["median"] <= row["q3"]:
+                raise ValueError(f"{row['name']} at {label_of(cell['cell'])}: the quartiles are out of order")
+
+
+def is_complete(document: dict) -> bool:
+    """True when no variant was refused."""
+    return not any(cell["refused"] for cell in document["cells"])
+
+
+def plain_table(document: dict) -> str:
+    """All cells as text, for a machine without rich."""
+    lines = []
+    for cell in document["cells"]:
+        lines.append(f"\n{document['what']}: {label_of(cell['cell'])}")
+        if cell.get("skipped"):
+            lines.append(f"  skipped: {cell['skipped']}")
+            continue
+        # The other ways to compute the same are rows of their own; a column each would be too wide.
+        baselines = [name for row in cell["variants"][:1] for name in row["ratios"] if not name.endswith(" grouped")]
+        table = [["variant", "ms [quartiles]", *(f"x {name}" for name in baselines), "share of bandwidth"]]
+        for row in cell["variants"]:
+            span = f"{1e3 * row['median']:.4g} [{1e3 * row['q1']:.4g}, {1e3 * row['q3']:.4g}]"
+            shares = [*(row["ratios"].get(name) for name in baselines), row.get("bandwidth_share")]
+            table.append([row["name"], span, *map(_span, shares)])
+        width = max([24, *(len(first) + 1 for first, *_ in table)])
+        lines += ["  " + first.ljust(width) + "".join(text.rjust(28) for text in rest) for first, *rest in table]
+        lines += [f"  {remark}" for remark in remarks(cell)]
+    clock = [f"clock={document['settings']['clock']}"] if document["settings"].get("clock") == "cpu" else []
+    return "\n".join([*lines, "", *clock, *document["notes"]])
+
+
+def remarks(cell: dict) -> list[str]:
+    """The A/A pair and the bandwidth of a cell in words; documents of before have none."""
+    found = []
+    if twice := cell.get("twice"):
+        noise = f"ratios within {100 * twice['noise']:.0f} % of 1 are noise"
+        found.append(f"A/A: {twice['name']} timed twice is {_span(twice)} times itself; {noise}")
+    if probe := cell.get("probe"):
+        found.append(f"{probe['name']} in the same rounds: {probe['bytes_per_s'] / 1e9:.1f} GB/s")
+    return found
+
+
+def _span(ratio: dict | None) -> str:
+    return "-" if ratio is None else f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]"
+
+
+def main(kind: type[Common], words: list[str]) -> int:
+    """The command line of one bench that needs no library for settings.
+
+    Args:
+        kind: Its settings.
+        words: `key=value` words.
+
+    Returns:
+        Exit code: 0 done, 1 a variant was wrong and not timed, 2 a setting is wrong.
+    """
+    if {"-h", "--help"} & set(words):
+        _print_help(kind)
+        return 0
+    told: set[str] = set()
+
+    def speak(done: int, total: int, label: str) -> None:
+        if label not in told:
+            told.add(label)
+            print(f"{done}/{total} rounds: {label}", file=sys.stderr, flush=True)
+
+    try:
+        document = run(read_words(kind, words), speak)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    check_document(document)
+    print(plain_table(document))
+    for path in (word.partition("=")[2] for word in words if word.startswith("out=")):
+        write(document, Path(path))
+        print(path)
+    return 0 if is_complete(document) else 1
+
+
+def _print_help(kind: type[Common]) -> None:
+    """Prints the settings with their defaults and meanings."""
+    package = "kvbench.bench" if kind.what in WHOLE_MODEL else "kvbench.kernels.bench"
+    print(f"usage: python -m {package}.{kind.what} [key=value ...]\n\n{kind.__doc__}\n")
+    defaults = kind()
+    for item in dataclasses.fields(kind):
+        value = getattr(defaults, item.name)
+        shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+        print(f"  {item.name}={shown}\n      {item.metadata['meaning']}")
+    print("  quick=false\n      true = small settings, about a minute\n  out=FILE\n      JSON of all numbers")
+
+
+def write(document: dict, path: Path) -> None:
+    """Writes a document as JSON, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
