@@ -1,4 +1,4 @@
-"""The picture of a bench: a row for each variant, with quartiles, and a panel for each setting that must not be mixed."""
+"""The picture of a bench: a row for each variant, with quartiles, a panel for each setting that must not be mixed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
