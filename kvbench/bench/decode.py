@@ -223,8 +223,8 @@ def static_variant(
 
 
 def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> list[Variant]:
-    """One prompt, read into an empty cache in each timing. Its own answer is exact for every method: all are held to that
-    of the first model's own cache."""
+    """One prompt, read into an empty cache in each timing. Its own answer is exact for every method: all are held to
+    that of the first model's own cache."""
     exact = None
     variants = []
     for mark, model in models.items():
