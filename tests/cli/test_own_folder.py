@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kvbench.calibrate import command as calibrate
-from kvbench.calibrate import gates
+from kvbench.calibrate import tables
 from kvbench.cli.main import main
 from kvbench.config import files
 
@@ -94,7 +94,7 @@ def test_commands_run_with_own_choices(mine, monkeypatch):
     seen = []
     shares = lambda: read_choice("method", "toy share=0.3")["share"]  # noqa: E731
     monkeypatch.setattr(calibrate, "main", lambda cfg: seen.append(cfg.method._target_) or 0)
-    monkeypatch.setattr(gates, "main", lambda cfg: seen.append((cfg.model.name, cfg.task["items"])) or 0)
+    monkeypatch.setattr(tables, "gates", lambda cfg: seen.append((cfg.model.name, cfg.task["items"])) or 0)
     monkeypatch.setattr("kvbench.bench.command.main", lambda cfg: seen.append(shares()) or 0)
     own = ["--config-dir", str(mine)]
     assert main(["calibrate", "method=toy", *own]) == 0

@@ -1,0 +1,299 @@
+"""The commands `gates`, `centres` and `books` run a model over prompts to make the table of numbers that a method needs
+of it: which heads look far back (`duo_attention`), where each head's queries gather (`triattention`), and with which
+levels and scales keys and values are coded (`kvquant`)."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from kvbench.cache.layout import StoreOptions
+from kvbench.engine.engine import Engine
+from kvbench.errors import check_whole
+from kvbench.kernels.codes import BOOK_TOP
+from kvbench.methods.kvquant import WIDTHS
+from kvbench.policy import ALL_QUERIES, LayerTensors, Need, Policy, ScoreSpec, Statistic
+from kvbench.results.writing import write_file
+from kvbench.rules import Number
+from kvbench.runs.parts import default_parts
+from kvbench.show.progress import Progress
+
+if TYPE_CHECKING:
+    from kvbench.engine.requests import Request
+    from kvbench.models.load import LoadedModel
+
+FINE = 16  # bins of a level in the counts that tables are made from
+ROUNDS = 200  # of k-means; most tables stand still after some dozens
+Advance = Callable[[], object]
+
+
+def gates(cfg: DictConfig) -> int:
+    """Measures the gates and writes them; see conf/command/gates.yaml.
+
+    Raises:
+        ValueError: A setting is out of range, or the task has no gold answers.
+    """
+    own = cfg.gates
+    check_whole("gates.sinks", own.sinks, 0)
+    check_whole("gates.recent", own.recent, 1)
+    measure = partial(measure_gates, sinks=own.sinks, recent=own.recent)
+    return _command(cfg, "gates", measure, "KV heads", "duo_attention method.table", needs_gold=True)
+
+
+def centres(cfg: DictConfig) -> int:
+    """Measures the mean queries and writes them; see conf/command/centres.yaml.
+
+    Raises:
+        ValueError: A setting is out of range, or the model's rotary embedding cannot be taken off.
+    """
+    return _command(cfg, "centres", measure_centres, "numbers", "triattention method.centres")
+
+
+def books(cfg: DictConfig) -> int:
+    """Measures the codebooks and writes them; see conf/command/books.yaml.
+
+    Raises:
+        ValueError: A setting is out of range, or the model's rotary embedding cannot be taken off.
+    """
+    own = cfg.books
+    check_whole("books.sinks", own.sinks, 0)
+    Number(0, 0.5).check("books.outside", own.outside)
+    measure = partial(measure_books, outside=own.outside, sinks=own.sinks)
+    return _command(cfg, "books", measure, "numbers", "kvquant method.books", form=".6g")
+
+
+def _command(
+    cfg: DictConfig,
+    name: str,
+    measure: "Callable[[LoadedModel, Sequence[Request], Advance], Tensor]",
+    unit: str,
+    use: str,
+    *,
+    form: str = ".4f",
+    needs_gold: bool = False,
+) -> int:
+    """Measures on the prompts of a task, and writes a line per layer as `kvbench.policy.read_table` reads it."""
+    out, count = cfg[name].out, check_whole(f"{name}.prompts", cfg[name].prompts, 1)
+    parts = default_parts()
+    parts.check_task(cfg)
+    model = parts.load_model(cfg.model)
+    task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)
+    requests = [request for request in task.requests if request.gold or not needs_gold]
+    if not requests:
+        raise ValueError(f"task={task.name} has no gold answers to measure with; task=longctx has")
+    with Progress(f"{name} of {model.name} on {task.name}", len(requests), 0) as progress:
+        table = measure(model, requests, advance=progress.advance)
+    text = "".join("\t".join(f"{number:{form}}" for number in row) + "\n" for row in table.tolist())
+    write_file(Path(out), text.encode("ascii"))
+    said = f"{out}: {table.shape[0]} layers x {table.shape[1]} {unit} from {len(requests)} prompts"
+    if name == "gates":
+        far = table.flatten().sort(descending=True).values
+        said += f"; gates from {far[-1]:.3f} to {far[0]:.3f}, median {far.median():.3f}"
+    print(said, file=sys.stderr)
+    print(f"use it: kvbench method={use}={out}")
+    return 0
+
+
+@torch.no_grad()
+def measure_gates(
+    loaded: "LoadedModel", requests: "Sequence[Request]", sinks: int, recent: int, advance: Advance = lambda: None
+) -> Tensor:
+    """The mean share of attention that answer positions give to tokens between the sinks and the recent window.
+
+    Args:
+        loaded: A model whose attention can be asked for its weights (`eager`); it gets its own attention back.
+        requests: Prompts with gold tokens.
+        sinks: First tokens that do not count.
+        recent: Tokens up to and with the position itself that do not count.
+        advance: Called after every prompt.
+
+    Returns:
+        fp32 [layers, KV heads], in [0, 1]: the mean over the prompts, their answer positions and the query heads of a
+        group.
+
+    Source: the idea of telling retrieval heads by where they look; Wu et al. (2024) count copied tokens instead.
+    """
+    model = loaded.model
+    config = model.config.get_text_config()
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    before = config._attn_implementation
+    model.set_attn_implementation("eager")
+    total = torch.zeros(config.num_hidden_layers, num_kv_heads)
+    try:
+        for request in requests:
+            prompt = request.prompt
+            tokens = torch.tensor([[*prompt, *request.gold[:-1]]], device=model.device)
+            out = model(input_ids=tokens, output_attentions=True, logits_to_keep=1, use_cache=False)
+            rows = torch.arange(len(prompt) - 1, tokens.shape[1], device=model.device)
+            place = torch.arange(tokens.shape[1], device=model.device)
+            far = (place >= sinks) & (place <= rows[:, None] - recent)
+            for layer, weights in enumerate(out.attentions):
+                share = (weights[0, :, rows].float() * far).sum(-1).mean(-1)  # [query heads]
+                total[layer] += share.view(num_kv_heads, -1).mean(1).cpu()
+            advance()
+    finally:
+        model.set_attn_implementation(before)
+    return total / len(requests)
+
+
+@dataclass(frozen=True)
+class _Looks(Statistic):
+    """Sees every layer's tensors of a prompt as they were before the rotary embedding, and scores nothing."""
+
+    found: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict, compare=False)
+    needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
+
+    def of_prompt(self, seen: LayerTensors) -> Tensor:
+        self.found.setdefault(seen.layer, []).append(self.look(seen))
+        return torch.zeros(seen.k.shape[:2], device=seen.k.device)
+
+    def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
+        """What is kept of a layer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Queries(_Looks):
+    """Sums of queries and of the lengths of their pairs of channels."""
+
+    def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
+        plain = seen.turned(seen.q, -seen.q_pos)
+        length = torch.hypot(*plain.chunk(2, -1))
+        return (torch.cat([plain, length], -1).double().sum(1).flatten().cpu(),)
+
+
+@dataclass(frozen=True)
+class _KeysAndValues(_Looks):
+    """Keys and values behind the first `sinks` tokens."""
+
+    sinks: int = 0
+    by_queries: ClassVar[bool] = False
+
+    def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
+        keys = seen.turned(seen.k, -seen.pos)[:, self.sinks :].cpu()
+        return keys, seen.v[:, self.sinks :].float().cpu()
+
+
+def _look(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], advance: Advance) -> None:
+    """Reads prompts under the full cache with a statistic that looks; the model gets its own attention back."""
+    policy, before = Policy(), loaded.model.config.get_text_config()._attn_implementation
+    policy.score = score
+    try:
+        engine = Engine(loaded, policy, store=StoreOptions(), batch_size=1, seed=0, fidelity_max_tokens=0)
+        engine.runner.reserve(rows=1, prompt_tokens=max(map(len, prompts)), new_tokens=1)
+        for prompt in prompts:
+            row, _ = engine.runner.read(prompt)
+            engine.runner.close(row)
+            advance()
+    finally:
+        loaded.model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advance: Advance = lambda: None) -> Tensor:
+    """The mean query of each head before its rotary embedding, and the mean length of its pairs of channels.
+
+    Args:
+        loaded: A model with a plain rotary embedding; it gets its own attention back.
+        requests: Prompts.
+        advance: Called after every prompt.
+
+    Returns:
+        fp64 [layers, query heads x 3 D / 2]: per query head D numbers of the mean query, then D / 2 mean lengths.
+
+    Raises:
+        ValueError: The model's rotary embedding is not of the plain kind.
+
+    Source: WeianMao/triattention at c3744ee6, scripts/calibrate.py.
+    Differs: all prompts of a task count, each token alike, where the original reads one long text.
+    """
+    looks, prompts = _Queries(), [list(request.prompt) for request in requests]
+    _look(loaded, ScoreSpec(statistic=looks, prefill_queries=ALL_QUERIES), prompts, advance)
+    sums = [sum((own for (own,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
+    return torch.stack(sums) / sum(map(len, prompts))
+
+
+@torch.no_grad()
+def measure_books(
+    loaded: "LoadedModel", requests: "Sequence[Request]", outside: float, sinks: int, advance: Advance = lambda: None
+) -> Tensor:
+    """The tables of each layer's codes, and the scale and zero of each of its key channels.
+
+    Args:
+        loaded: A model with a plain rotary embedding; it gets its own attention back.
+        requests: Prompts; their keys and values are held all at once, in 8 bytes x channels x tokens.
+        outside: Share of a key channel's numbers that may lie outside its range, in [0, 0.5].
+        sinks: First tokens of each prompt that do not count; some prompt has more.
+        advance: Called after every prompt.
+
+    Returns:
+        fp64 [layers, numbers]: as `method=kvquant` reads them.
+
+    Raises:
+        ValueError: The model's rotary embedding is not of the plain kind, or no prompt is longer than `sinks`.
+
+    Source: KVQuant (Hooper et al. 2024), sections 3.1 and 3.3, from memory.
+    Differs: k-means counts every number alike, where the paper weighs it by the squared gradient of the loss.
+    """
+    looks, prompts = _KeysAndValues(sinks=sinks), [list(request.prompt) for request in requests]
+    if max(map(len, prompts)) <= sinks:
+        raise ValueError(f"books.sinks={sinks} leaves no token of any prompt; give less, or a longer task.length")
+    _look(loaded, ScoreSpec(statistic=looks), prompts, advance)
+    rows = []
+    for layer in sorted(looks.found):
+        keys, values = (torch.cat(parts, 1) for parts in zip(*looks.found.pop(layer), strict=True))
+        rows.append(_books_of_layer(keys, values, outside))
+    return torch.stack(rows)
+
+
+def _books_of_layer(keys: Tensor, values: Tensor, outside: float) -> Tensor:
+    """The line of a layer, from keys and values [H, n, D]."""
+    channels = keys.transpose(1, 2).flatten(0, 1).double()  # [H * D, n]
+    ordered = channels.sort(-1).values
+    cut = int(outside / 2 * channels.shape[1])
+    zero, high = ordered[:, cut], ordered[:, channels.shape[1] - 1 - cut]
+    scale = (high - zero) / BOOK_TOP
+    low, top = values.double().aminmax(dim=-1, keepdim=True)
+    counts = [_counts(channels, zero[:, None], scale[:, None]), _counts(values.double(), low, (top - low) / BOOK_TOP)]
+    tables = [table_of(count, 2**bits) for bits in WIDTHS for count in counts]
+    return torch.cat([*(table.double() for table in tables), scale, zero])
+
+
+def _counts(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
+    """fp64 [bins]: how many numbers lie in each sixteenth of a level of their range; those outside of it count at its
+    ends, and at 0 where the range is one point."""
+    levels = ((x - zero) / torch.where(scale > 0, scale, torch.inf)).clamp(0, BOOK_TOP)
+    return torch.bincount((levels * FINE).round().long().flatten(), minlength=BOOK_TOP * FINE + 1).double()
+
+
+def table_of(counts: Tensor, size: int) -> Tensor:
+    """The levels that numbers are nearest to in the mean, by k-means in one dimension, as whole numbers.
+
+    Args:
+        counts: fp64 [255 * FINE + 1] how many numbers lie in each bin, some at least.
+        size: Levels, at most 256.
+
+    Returns:
+        int64 [size], ascending, each level once.
+    """
+    place = torch.arange(len(counts), dtype=torch.float64) / FINE
+    number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * place))
+    share = (torch.arange(size, dtype=torch.float64) + 0.5) / size * number[-1]
+    centre = place[torch.searchsorted(number[1:], share).clamp(max=len(place) - 1)]
+    for _ in range(ROUNDS):
+        edge = torch.searchsorted(place, (centre[1:] + centre[:-1]) / 2)
+        edge = torch.cat([edge.new_zeros(1), edge, edge.new_tensor([len(place)])])
+        held = number[edge].diff()
+        moved = torch.where(held > 0, total[edge].diff() / held.clamp(min=1), centre)
+        if torch.equal(moved, centre):
+            break
+        centre = moved
+    step = torch.arange(size)
+    level = (centre.round().long() - step).cummax(0).values  # equal levels make room for one another
+    return level.clamp(max=BOOK_TOP + 1 - size) + step
