@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.bench.show import rate, scaled
 from kvbench.kernels.bench.bench import label_of
 from kvbench.results.writing import write_atomic
 from kvbench.show.palette import COLOURS, MARKERS
@@ -38,6 +37,17 @@ class View:
     label: str
     is_log: bool = False
     note: Callable[[dict], str] = lambda _: ""
+
+
+def scaled(row: dict, factor: float) -> dict:
+    """Median and quartiles times a factor."""
+    return {key: row[key] * factor for key in ("median", "q1", "q3")}
+
+
+def rate(row: dict) -> dict:
+    """Tokens per second of a row."""
+    tokens = row["tokens_per_call"]
+    return {"median": tokens / row["median"], "q1": tokens / row["q3"], "q3": tokens / row["q1"]}
 
 
 def _speed(row: dict, base: str) -> dict | None:

@@ -14,6 +14,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.bench import plot
+from kvbench.bench.plot import rate, scaled
 from kvbench.kernels.bench import bench
 from kvbench.kernels.bench.bench import label_of
 from kvbench.models.matrices import PLAIN
@@ -74,8 +76,6 @@ def publish(document: dict, path: Path) -> None:
         document: What was measured.
         path: For example bench.json; the table goes to bench.txt, the picture to bench.png.
     """
-    from kvbench.bench import plot
-
     bench.check_document(document)
     if not path.exists():
         bench.write(document, path)
@@ -100,17 +100,6 @@ def span(value: dict | None) -> str:
     if value is None:
         return NONE
     return f"{number(value['median'])} [{number(value['q1'])}, {number(value['q3'])}]"
-
-
-def scaled(row: dict, factor: float) -> dict:
-    """Median and quartiles times a factor."""
-    return {key: row[key] * factor for key in ("median", "q1", "q3")}
-
-
-def rate(row: dict) -> dict:
-    """Tokens per second of a row."""
-    tokens = row["tokens_per_call"]
-    return {"median": tokens / row["median"], "q1": tokens / row["q3"], "q3": tokens / row["q1"]}
 
 
 def duration(row: dict) -> str:
