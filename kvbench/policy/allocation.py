@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
@@ -10,12 +11,118 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvbench.policy.ranking import rank_descending, share_with_cap
+from kvbench.errors import NotForModel
+from kvbench.policy.ranking import pyramid_budgets, rank_descending, share_with_cap
+from kvbench.policy.views import PrefillView
 
 Allocation = Literal["uniform", "pyramid", "ada", "ada_pyramid", "global", "preference", "table"]
 """Who competes for a budget: nobody, layers by their depth, the heads of a layer, all heads, or a table decides, or
 what the method finds its layers to be worth."""
 Table = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Who shares a budget, and by what.
+
+    Args:
+        allocation: The rule.
+        alpha: Share of a list's budget that the others cannot take, in [0, 1].
+        beta: Steepness of a pyramid.
+        table: Weights of `allocation=table`, one row per layer.
+        official_rounding: Round pyramids and Ada-KV's budgets as their released code does, which misses the budget.
+
+    Raises:
+        ValueError: Weights that no rule uses, or that say nothing.
+    """
+
+    allocation: Allocation = "uniform"
+    alpha: float = 0.2
+    beta: int = 20
+    table: Table | None = None
+    official_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.table is None:
+            return
+        if self.allocation != "table":
+            raise ValueError(f"table is for allocation=table, but allocation={self.allocation}; set one of the two")
+        if min(map(min, self.table)) < 0 or not any(map(any, self.table)):
+            raise ValueError("table holds weights below 0, or nothing but 0; give what every head's share is worth")
+
+    @property
+    def is_mean(self) -> bool:
+        """Lists may have more than the budget, which is the mean over them."""
+        return self.allocation != "uniform"
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages per list that may be spent beyond the budget."""
+        return int(self.official_rounding and self.is_mean)
+
+    @property
+    def scope(self) -> Literal["head", "layer", "model"]:
+        """Whose tokens have to be seen together."""
+        if self.allocation in ("global", "preference"):
+            return "model"
+        return "layer" if self.allocation in ("ada", "ada_pyramid") else "head"
+
+    def check_model(self, num_layers: int, num_kv_heads: int) -> None:
+        """Refuses weights of another model.
+
+        Raises:
+            NotForModel: The shape of the table is not the model's.
+        """
+        found = (len(self.table), len(self.table[0])) if self.table is not None else (0, 0)
+        if self.allocation == "table" and found != (num_layers, num_kv_heads):
+            raise NotForModel(
+                f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
+                f"{num_kv_heads} KV heads; give allocation=table the weights of this model as method.table=PATH"
+            )
+
+    def own(
+        self, view: PrefillView, score: Tensor, mean: int, reserve: int, worth: Callable[[PrefillView], Tensor]
+    ) -> Tensor:
+        """Tokens that each list keeps of those ranked, int64 and broadcast against [V, H, 1]; their mean is `mean`.
+
+        Args:
+            view: The view.
+            score: fp32 [V, H, n] the tokens to choose from.
+            mean: At most n.
+            reserve: Tokens (0 or 1) that every list has before others are shared out.
+            worth: Of a view fp64 [L], what each layer is worth, for `allocation=preference`.
+        """
+        base, room, here = mean - reserve, score.shape[-1] - reserve, score.device
+        if self.allocation == "uniform":
+            return torch.tensor(mean, device=here)
+        if self.table is not None:
+            weights = torch.tensor(self.table, dtype=torch.float64)
+            weights = weights.repeat_interleave(view.num_kv_heads // weights.shape[1], 1)
+            shares = shares_by_table(weights, base, room, self.alpha)[view.layers.cpu()]
+            return (reserve + shares).to(here)[..., None]
+        if self.allocation == "preference":
+            by_layer = share_with_cap(worth(view), base * view.num_layers, room, at_least=0)
+            return reserve + torch.tensor(by_layer, device=here)[:, None, None]
+        layers = torch.full((len(view.layers),), base, device=here)
+        if "pyramid" in self.allocation and base:
+            pyramid = pyramid_budgets(
+                base,
+                room,
+                view.num_tokens,
+                view.num_layers,
+                beta=self.beta,
+                official_rounding=self.official_rounding,
+                uniform_middle=self.allocation == "pyramid" or not self.official_rounding,
+            )
+            layers = torch.tensor(pyramid, device=here)[view.layers]
+        if self.allocation == "pyramid":
+            return reserve + layers[:, None, None]
+        if reserve:
+            score = score.masked_fill(rank_descending(score) == 0, float("-inf"))
+        if self.allocation == "global":
+            score, layers = score.flatten(0, 1)[None], layers[:1]
+        found = shares_by_score(score, layers, self.alpha, official_rounding=self.official_rounding)
+        return reserve + found.view(len(view.layers), -1, 1)
 
 
 def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_rounding: bool = False) -> Tensor:

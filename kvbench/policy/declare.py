@@ -1,13 +1,16 @@
 """What a method declares beside its tiers: attention statistics, residual buffer, reads, layers that differ. Methods
 import these from `kvbench.policy`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from torch import Tensor
 
 from kvbench.errors import NotForModel
 from kvbench.policy.budget import Budget
 from kvbench.policy.statistics import NEEDS, Probability, Statistic
+from kvbench.policy.views import DecodeView
 from kvbench.rules import shown
 
 ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
@@ -147,6 +150,27 @@ class ScoreSpec:
     def only_keys_and_values(self) -> bool:
         """Whether a prompt's keys and values are all that is looked at, so that they can be scored at any time."""
         return not (self.prefill_queries or self.slot_queries or self.statistic.needs - {"before_rope"})
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """Evictions of many tokens at once, which `Policy.plan_compact` decides.
+
+    Args:
+        every: Most tokens of a sequence that come in between two of them.
+        when: Of a view bool [S], the sequences that evict before this step; None = after every `every` tokens behind
+            the prompt.
+    """
+
+    every: int = 1
+    when: Callable[[DecodeView], Tensor] | None = None
+
+    def due(self, view: DecodeView) -> Tensor:
+        """bool [S]: the sequences that evict before this step."""
+        if self.when is not None:
+            return self.when(view)
+        grown = view.tokens_seen - view.prompt_tokens
+        return (grown > 0) & (grown % self.every == 0)
 
 
 @dataclass(frozen=True, kw_only=True)

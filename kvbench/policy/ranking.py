@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
@@ -136,6 +137,81 @@ def keep_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -
     count = ((rank < limit) & (price < float("inf"))).sum(-1)
     last = torch.add(last, count - 1, alpha=block)  # below 0 where no block goes
     return (_inverse(order) > last[..., None])[..., :num_slots]
+
+
+def chunk_means(score: Tensor, held: Tensor, chunk: int) -> Tensor:
+    """Every token's mean over those of its chunk that are held, fp32 [V, H, n]; equal chunks keep their order.
+
+    Args:
+        score: fp32 [V, H, n].
+        held: bool [V, H, n]: tokens that are not gone.
+        chunk: Tokens per chunk.
+    """
+    mean = _per_chunk(score.masked_fill(~held, 0.0), chunk) / _per_chunk(held.long(), chunk).clamp(min=1)
+    return mean[..., _chunk_of(score, chunk)]
+
+
+def whole_chunks(chosen: Tensor, held: Tensor, chunk: int, may_be_none: bool) -> Tensor:
+    """Chosen tokens, bool [V, H, n], without those of chunks of which not all that are held are.
+
+    Args:
+        chosen: bool [V, H, n].
+        held: bool [V, H, n]: tokens that are not gone.
+        chunk: Tokens per chunk.
+        may_be_none: Otherwise a list that would be empty keeps its part of a chunk.
+    """
+    is_whole = _per_chunk((chosen & held).long(), chunk) == _per_chunk(held.long(), chunk)
+    whole = chosen & is_whole[..., _chunk_of(chosen, chunk)]
+    return whole if may_be_none else torch.where(whole.any(-1, keepdim=True), whole, chosen)
+
+
+def _chunk_of(tokens: Tensor, chunk: int) -> Tensor:
+    """Of tokens [.., n] the chunk of each, int64 [n]."""
+    return torch.arange(tokens.shape[-1], device=tokens.device) // chunk
+
+
+def _per_chunk(x: Tensor, chunk: int) -> Tensor:
+    """x [.., n], summed over chunks."""
+    return x.new_zeros(*x.shape[:-1], num_blocks(x.shape[-1], chunk)).index_add_(-1, _chunk_of(x, chunk), x)
+
+
+@dataclass(frozen=True)
+class TwoStages:
+    """CriticalKV's choice: some tokens by their score alone, the others by the score times a norm.
+
+    Args:
+        first: Share of a list's tokens that go by the score alone.
+        epsilon: Added to the score before it is multiplied.
+    """
+
+    first: float = 0.5
+    epsilon: float = 1e-4
+
+    def choose(self, score: Tensor, norm: Tensor, held: Tensor, own: Tensor) -> Tensor:
+        """bool [V, H, n]: the `own` tokens of each list; scores below 0 count from the smallest."""
+        score = score - score.masked_fill(~held, float("inf")).amin(-1, keepdim=True).clamp(max=0)
+        first = rank_descending(score) < (own * self.first).long()
+        worth = ((score + self.epsilon) * norm).masked_fill(~held, float("-inf"))
+        return rank_descending(worth.masked_fill(first, float("inf"))) < own
+
+
+def uniform(seed: int, *place: Tensor) -> Tensor:
+    """Numbers drawn evenly between 0 and 1: the same in any batch and on any device, and without the host.
+
+    Args:
+        seed: A whole number, at most 2**63 - 1.
+        place: int64 tensors that broadcast: whose numbers these are.
+
+    Returns:
+        fp32 in their common shape, never 0; one of 2**24 values.
+    """
+    mixed = torch.full((), seed, dtype=torch.int64, device=place[0].device)
+    for number in place:  # overflow wraps, as meant
+        mixed = (mixed + number + 1) * 0x5851F42D4C957F2D
+        mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
+        mixed = mixed * 0x2545F4914F6CDD1D
+        mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+    return ((mixed & 0xFFFFFF).float() + 0.5) / 2**24
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -1,0 +1,108 @@
+"""What a run's records show of its method: whether it held what it promised, and what readers should know of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from kvbench.policy import Bounds, Extent, Policy, Ranked
+
+Kept = Mapping[str, Any]
+
+
+def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
+    """What is wrong when a sequence held more or less than its method promises (`Policy.bounds`).
+
+    Args:
+        policy: The method.
+        record: A sample's record, with what the ledger counted: `kept` and `ledger`.
+
+    Returns:
+        One line, or None when nothing is wrong or nothing was counted.
+    """
+    kept: Kept = record.get("kept", {})
+    if (ratio := kept.get("read_ratio", 0.0)) > 1:  # reading the bounds of pages costs bytes too
+        return f"attention read {ratio:.3f} of the bytes it holds, which saves nothing"
+    bounds = policy.bounds(extent(kept)) if "prompt_slots" in kept else None
+    if bounds is None:
+        return None
+    if found := _of_prompt(bounds, kept) or _at_end(bounds, kept):
+        return found
+    resident = record.get("ledger", {}).get("resident_bytes", 0)
+    if resident > bounds.resident_bytes:
+        return f"{resident} bytes held at the end, but the budget allows {bounds.resident_bytes:g}"
+    return None
+
+
+def extent(kept: Kept) -> Extent:
+    """The lengths of a sequence from a record's `kept`; one without an answer ends with its prompt."""
+    given = {"tokens_seen": kept["prompt_tokens"]} | dict(kept)
+    return Extent(**{item.name: given[item.name] for item in fields(Extent) if item.name in given})
+
+
+def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
+    """What is wrong behind the prompt."""
+    mean = kept["prompt_slots"] / kept["lists"]
+    lists = [float(kept[name]) for name in ("prompt_slots_max", "prompt_slots_min") if name in kept]
+    sizes = bounds.prompt_sizes
+    for count, (least, most) in [(mean, bounds.prompt_mean), *((count, bounds.prompt) for count in lists)]:
+        if not least <= count <= most or (sizes and not set(lists) <= set(sizes)):
+            asked = _said(count, least, most) if not sizes else " or ".join(map(str, sorted(set(sizes))))
+            held = f"a head kept {count:g} of {kept['prompt_tokens']} prompt tokens ({mean:g} on average)"
+            return f"{held}, but {bounds.why} {asked}"
+    return None
+
+
+def _at_end(bounds: Bounds, kept: Kept) -> str | None:
+    """What is wrong behind the last token."""
+    if (slots := kept.get("slots_per_tier")) is None:
+        return None
+    held, inside = sum(slots) / kept["lists"], sum(slots[tier] for tier in bounds.tiers) / kept["lists"]
+    if not bounds.end_mean[0] <= held <= bounds.end_mean[1]:
+        return f"{held:g} tokens per head held at the end, but {bounds.why} {_said(held, *bounds.end_mean)}"
+    if not bounds.in_tiers[0] <= inside <= bounds.in_tiers[1]:
+        return f"{inside:g} of {kept['tokens_seen']} tokens per head {bounds.why} {_said(inside, *bounds.in_tiers)}"
+    return None
+
+
+def _said(count: float, least: float, most: float) -> str:
+    """The end of a range that a count lies beyond."""
+    return f"{most:g}" if count > most or least == most else f"at least {least:g}"
+
+
+def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
+    """What readers of a run should know of what its method did, from its samples' records; empty = nothing."""
+    held: list[Kept] = [record["kept"] for record in records if record.get("kept")]
+    if isinstance(policy, Ranked) and policy.threshold is not None and policy.protect != "prompt":
+        return _of_threshold(policy.threshold, [(kept, policy.fewest_of_prompt(extent(kept))) for kept in held])
+    return _of_bits(policy, held) if policy.chooses_bits else ""
+
+
+def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
+    """What share of the prompts reached a threshold, and whether that was everything or nothing.
+
+    Args:
+        threshold: The setting.
+        samples: Of each sample its `kept`, and the tokens per list that stay whatever their score is.
+    """
+    total = sum(kept["prompt_tokens"] * kept["lists"] for kept, _ in samples)
+    if not total:
+        return ""
+    slots = sum(kept["prompt_slots"] for kept, _ in samples)
+    said = f"threshold={threshold:g} kept {100 * slots / total:.1f} % of the prompts' tokens"
+    if slots == total:
+        return f"{said}: every score reaches it, so that this is the full cache under another name; raise it"
+    if all(kept["prompt_slots"] <= kept["lists"] * (least + 1) for kept, least in samples):
+        return f"{said}: no score reaches it, so that only what always stays and each head's best did; lower it"
+    return said
+
+
+def _of_bits(policy: Policy, held: Sequence[Kept]) -> str:
+    """How many bits keys and values have on average."""
+    slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
+    if not sum(slots) or any(tier.native for tier in policy.tiers):
+        return ""
+    keys, values = (
+        sum(count * getattr(tier, side) for count, tier in zip(slots, policy.tiers, strict=True)) / sum(slots)
+        for side in ("k_bits", "v_bits")
+    )
+    return f"keys have {keys:.2f} and values {values:.2f} bits on average"
