@@ -50,7 +50,6 @@ class CAKE(Scored):
     from how widely and how unsteadily its window attends.
 
     Args:
-        budget: What stays of the prompt, window included, the mean over layers: ratio, tokens per head, or bytes.
         allocation: `preference`: layers in proportion to entropy ** (1 / tau1) * variance ** (1 / tau2) of the window's
             attention to the tokens before it. The method then sees all layers at once, which holds the whole
             uncompressed prompt meanwhile.
@@ -59,9 +58,6 @@ class CAKE(Scored):
         gamma: Weight of the variance in a token's score; >= 0.
         window: Observation window, the last prompt queries; >= 1. While decoding they are kept, and billed.
         pool_kernel: Odd width of the maximum over neighbouring tokens.
-        decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never, as the paper has it.
-        tier: Precision of what is kept.
 
     Source: CAKE (Qin et al. 2025, arXiv 2503.12491), from the paper alone, since its code carries no licence that
         says so: preference score, eviction indicator. Beside the paper, figures of its code's configuration: gamma 200
@@ -81,8 +77,8 @@ class CAKE(Scored):
     window: Annotated[int, Whole(1, unit="tokens")] = 32
     pool_kernel: Annotated[int, Whole(1, 1023, unit="tokens", odd=True)] = 7
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.score_by(
             AttentionShifts(self.gamma, self.pool_kernel),
             slot_queries=self.window,

@@ -6,25 +6,21 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvbench.policy import PrefillView, Whole, WindowRanked
+from kvbench.methods.snapkv import SnapKV
+from kvbench.policy import PrefillView, Whole
 
 
 @dataclass(kw_only=True)
-class ChunkKV(WindowRanked):
+class ChunkKV(SnapKV):
     """Keeps the observation window and the chunks of consecutive tokens that its queries attend to most.
 
     Args:
-        budget: What stays of the prompt, window included: ratio, tokens per head, or bytes.
         chunk: Tokens per chunk; >= 1.
         reuse: Neighbouring layers that keep what the first of them chose; 1 = every layer chooses. With more the
             method sees all layers at once, which holds the whole uncompressed prompt meanwhile.
-        window: Observation window, the last prompt queries; >= 1.
         pool: `max`, `avg` or `none`, over the prompt before the window, before chunks are formed.
-        pool_kernel: Odd width of the pool.
         decode_every: Evict single tokens again before every n-th decode step, down to each list's share of the prompt's
             budget; 0 = never, as the paper has it.
-        tier: Precision of what is kept.
-        granularity: `kv_head`: KV heads hold one set each. `q_head`: query heads do, each stored and billed.
 
     Source: ChunkKV (Liu et al. 2025, arXiv 2502.00299), Algorithms 1 and 2; NVIDIA/kvpress chunkkv_press.py, which
         takes the mean over a chunk and one choice for all heads of a layer.
@@ -36,8 +32,8 @@ class ChunkKV(WindowRanked):
     reuse: Annotated[int, Whole(1, 1000, unit="layers")] = 1
     pool: Literal["max", "avg", "none"] = "none"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         if self.reuse > 1:
             self.scope = "model"
 

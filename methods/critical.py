@@ -1,32 +1,24 @@
 """CriticalKV: half of the budget by attention, the rest by attention times what the value adds to the output."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import Number, WindowRanked
+from kvbench.methods.snapkv import SnapKV
+from kvbench.policy import Number, Shares, TwoStages
 
 
 @dataclass(kw_only=True)
-class Critical(WindowRanked):
+class Critical(SnapKV):
     """Chooses among SnapKV's tokens in two stages: by attention alone, then by attention times projected values.
 
     Args:
-        budget: What stays of the prompt (a mean where heads share it), window included: ratio, tokens per
-            head, or bytes.
         first_stage: Share of a head's budget beside the window that goes by attention alone, in [0, 1].
         epsilon: Added to the attention before it is multiplied; >= 0.
         allocation: `uniform`; `ada` and `ada_pyramid` are CriticalKV over Ada-SnapKV and Ada-PyramidKV.
-        alpha: With `ada`, the share of a head's budget that does not depend on the ranking, in [0, 1].
-        beta: Steepness of a pyramid; >= 1.
         value_aware: false leaves SnapKV, or what `allocation` makes of it.
-        window: Observation window; >= 1.
-        pool: `max`, `avg` or `none`.
-        pool_kernel: Odd width of the pool.
         official_rounding: As in `ada_snapkv`.
         decode_every: Evict again by attention alone before every n-th decode step, down to each list's share of the
             prompt's budget; 0 = never, as the paper has it.
-        tier: Precision of what is kept.
-        granularity: `kv_head`: one kept set per KV head. `q_head`: one per query head, each stored and billed.
 
     Source: CriticalKV (Feng et al. 2025, arXiv 2502.03805), Algorithm 1; NVIDIA/kvpress criticalkv_press.py.
     Differs: the window is outside of both stages, where kvpress counts it in the first. Scores are means over the
@@ -39,6 +31,8 @@ class Critical(WindowRanked):
     epsilon: Annotated[float, Number(0, 1)] = 1e-4
     official_rounding: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.value_epsilon = self.epsilon
+    def make_shares(self) -> Shares:
+        return replace(super().make_shares(), official_rounding=self.official_rounding)
+
+    def make_stages(self) -> TwoStages:
+        return TwoStages(self.first_stage, self.epsilon)

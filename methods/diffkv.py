@@ -5,27 +5,13 @@ from typing import Annotated, Literal
 
 import torch
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    APPEND,
-    EVICT,
-    DecodePlan,
-    DecodeView,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    TierText,
-    Whole,
-)
+import kvbench.policy as kv
 
 HIGH, LOW = 0, 1
 
 
 @dataclass(kw_only=True)
-class DiffKV(Policy):
+class DiffKV(kv.Policy):
     """Keeps significant tokens in a high tier, less significant ones in a low tier, and prunes the rest.
 
     A token's significance is the mean attention it got from the queries after it, the maximum over the query heads of
@@ -54,22 +40,22 @@ class DiffKV(Policy):
         off by default, and slots keep their true position beside the count that the code packs into it.
     """
 
-    alpha_h: Annotated[float, Number(0, 1e9)] = 1.0
-    alpha_l: Annotated[float, Number(0, 1e9)] = 0.02
-    window: Annotated[int, Whole(1, unit="tokens")] = 64
-    high: TierText = "k8v4"
-    low: TierText = "k4v2"
-    queries: Annotated[int, Whole(1, unit="tokens", also=(ALL_QUERIES,))] = ALL_QUERIES
+    alpha_h: Annotated[float, kv.Number(0, 1e9)] = 1.0
+    alpha_l: Annotated[float, kv.Number(0, 1e9)] = 0.02
+    window: Annotated[int, kv.Whole(1, unit="tokens")] = 64
+    high: kv.TierText = "k8v4"
+    low: kv.TierText = "k4v2"
+    queries: Annotated[int, kv.Whole(1, unit="tokens", also=(kv.ALL_QUERIES,))] = kv.ALL_QUERIES
     threshold: Literal["N", "i"] = "N"
     decode_rule: Literal["algorithm1", "released"] = "algorithm1"
     cot: bool = False
     emulate_score_bug: bool = False
     acts_in_decode = True
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         if self.alpha_h < self.alpha_l:
             raise ValueError(f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} must satisfy 0 <= alpha_l <= alpha_h")
-        named = high, low = Tier.parse(self.high), Tier.parse(self.low)
+        named = high, low = kv.Tier.parse(self.high), kv.Tier.parse(self.low)
         if not high.native and (low.native or low.k_bits > high.k_bits or low.v_bits > high.v_bits):
             raise ValueError(
                 f"low={self.low} must not hold more bits per key or value than high={self.high}; exchange them, or "
@@ -81,30 +67,32 @@ class DiffKV(Policy):
                 f"alpha_l={self.alpha_l} would part; set alpha_h equal to alpha_l, or choose a lower low"
             )
         self.tiers = tuple(tier.split_by_bits({4: 2, 2: 4}) for tier in named) if self.cot else named
-        self.score = ScoreSpec(
+        self.score = kv.ScoreSpec(
             prefill_queries=self.queries, group_reduce="max", decode_update=True, track=("score", "pos")
         )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         length = view.num_tokens
         position = torch.arange(length, device=view.score.device)
         count = length - position
-        mean = view.score / (count if self.queries == ALL_QUERIES else count.clamp(max=self.queries))
+        mean = view.score / (count if self.queries == kv.ALL_QUERIES else count.clamp(max=self.queries))
         scale = 1.0 / length if self.threshold == "N" else 1.0 / (position + 1)
         protected = position >= length - self.window
-        tier_of = torch.where(mean >= self.alpha_h * scale, HIGH, torch.where(mean >= self.alpha_l * scale, LOW, EVICT))
+        tier_of = torch.where(
+            mean >= self.alpha_h * scale, HIGH, torch.where(mean >= self.alpha_l * scale, LOW, kv.EVICT)
+        )
         stored = None
         if self.emulate_score_bug:
             order = mean.masked_fill(protected, 1.0).argsort(dim=-1, stable=True)
             stored = torch.empty_like(view.score).scatter_(-1, order, view.score)
-        return PrefillPlan(tier_of=tier_of.masked_fill(protected, HIGH).to(torch.int8), score=stored)
+        return kv.PrefillPlan(tier_of=tier_of.masked_fill(protected, HIGH).to(torch.int8), score=stored)
 
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
+    def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         at_high, at_low = (alpha / view.tokens_seen[:, None, None] for alpha in (self.alpha_h, self.alpha_l))
         rule = self._algorithm1 if self.decode_rule == "algorithm1" else self._released
         return rule(view, at_high, at_low)
 
-    def _algorithm1(self, view: DecodeView, at_high: torch.Tensor, at_low: torch.Tensor) -> DecodePlan:
+    def _algorithm1(self, view: kv.DecodeView, at_high: torch.Tensor, at_low: torch.Tensor) -> kv.DecodePlan:
         """Algorithm 1; the incoming token takes the high slot that becomes free, or a new one."""
         leaving = view.tokens_seen - self.window
         candidate = view.find(HIGH, leaving)
@@ -117,25 +105,25 @@ class DiffKV(Policy):
         stays = candidate.found & ~goes & high.found
         prune_high = stays & (high.value < at_low)
         demote_high = stays & ~prune_high & (high.value < at_high)
-        victim = torch.where(prune_high | demote_high, high.slot, APPEND)
-        return DecodePlan(
+        victim = torch.where(prune_high | demote_high, high.slot, kv.APPEND)
+        return kv.DecodePlan(
             slot=torch.where(goes, candidate.slot, victim),
-            demote_to=torch.where(demote | demote_high, LOW, EVICT),
-            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, APPEND),
+            demote_to=torch.where(demote | demote_high, LOW, kv.EVICT),
+            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, kv.APPEND),
         )
 
-    def _released(self, view: DecodeView, at_high: torch.Tensor, at_low: torch.Tensor) -> DecodePlan:
+    def _released(self, view: kv.DecodeView, at_high: torch.Tensor, at_low: torch.Tensor) -> kv.DecodePlan:
         """The released four-way rule over tokens that at least `window` queries have scored."""
         before = view.tokens_seen - self.window + 1
-        if self.queries != ALL_QUERIES:  # prompt tokens count from the first scored query on
+        if self.queries != kv.ALL_QUERIES:  # prompt tokens count from the first scored query on
             scored = view.tokens_seen - (view.prompt_tokens - self.queries)
             before = torch.where(scored < self.window, torch.zeros_like(before), before)
         high, low = (view.argmin(tier, by="mean", before=before) for tier in (HIGH, LOW))
         room = view.num_slots(HIGH) + view.num_slots(LOW) + 1 <= self.window
         prune = ~room & high.found & (high.value < at_low) & (high.value < low.value)
         demote = ~room & ~prune & high.found & (high.value < at_high)
-        return DecodePlan(
-            slot=torch.where(prune | demote, high.slot, APPEND),
-            demote_to=torch.where(demote, LOW, EVICT),
-            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, APPEND),
+        return kv.DecodePlan(
+            slot=torch.where(prune | demote, high.slot, kv.APPEND),
+            demote_to=torch.where(demote, LOW, kv.EVICT),
+            demote_slot=torch.where(demote & low.found & (low.value < at_low), low.slot, kv.APPEND),
         )

@@ -5,23 +5,11 @@ from typing import Annotated
 
 import torch
 
-from kvbench.policy import (
-    EVICT,
-    DecodePlan,
-    DecodeView,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    TierText,
-    Whole,
-)
+import kvbench.policy as kv
 
 
 @dataclass(kw_only=True)
-class DMS(Policy):
+class DMS(kv.Policy):
     """Keeps a sliding window, and behind it the tokens that its queries attended to more than a threshold; a token's
     fate is decided when it leaves the window, once.
 
@@ -39,31 +27,31 @@ class DMS(Policy):
         token's own query and those of the same KV head count, the largest of the group.
     """
 
-    threshold: Annotated[float, Number(0, 1e6)] = 0.5
-    window: Annotated[int, Whole(1, unit="tokens")] = 256
-    tier: TierText = "fp16"
+    threshold: Annotated[float, kv.Number(0, 1e6)] = 0.5
+    window: Annotated[int, kv.Whole(1, unit="tokens")] = 256
+    tier: kv.TierText = "fp16"
     acts_in_decode = True
 
-    def __post_init__(self) -> None:
-        self.tiers = (Tier.parse(self.tier),)
-        self.score = ScoreSpec(
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
+        self.score = kv.ScoreSpec(
             prefill_queries=self.window, group_reduce="max", decode_update=True, track=("score", "pos")
         )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         position = torch.arange(view.num_tokens, device=view.layers.device)
         share = view.score / min(self.window, view.num_tokens) * view.num_tokens
         goes = (share < self.threshold) & (position < view.num_tokens - self.window)
-        return PrefillPlan(tier_of=view.filled(0).masked_fill(goes, EVICT))
+        return kv.PrefillPlan(tier_of=view.filled(0).masked_fill(goes, kv.EVICT))
 
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
+    def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         """The incoming token takes the slot of the one that leaves the window, where that goes."""
         leaving = view.find(0, view.tokens_seen - self.window)
         share = leaving.value * view.tokens_seen[:, None, None]
-        return DecodePlan(slot=torch.where(leaving.found & (share < self.threshold), leaving.slot, -1))
+        return kv.DecodePlan(slot=torch.where(leaving.found & (share < self.threshold), leaving.slot, -1))
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if not kept or kept["prompt_slots_min"] >= (least := min(kept["prompt_tokens"], self.window)):
-            return None
-        return f"a head kept {kept['prompt_slots_min']} prompt tokens, but the last {least} wait for their eviction"
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        least = min(extent.prompt_tokens, self.window)
+        return kv.Bounds(
+            why="those in the window wait for their eviction, which are", prompt=(least, extent.prompt_tokens)
+        )

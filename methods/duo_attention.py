@@ -6,26 +6,11 @@ from typing import Annotated
 
 import torch
 
-from kvbench.policy import (
-    EVICT,
-    TABLE_OR_PATH,
-    DecodePlan,
-    DecodeView,
-    NotForModel,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    Tier,
-    TierText,
-    Whole,
-    rank_descending,
-    read_table,
-)
+import kvbench.policy as kv
 
 
 @dataclass(kw_only=True)
-class DuoAttention(Policy):
+class DuoAttention(kv.Policy):
     """Keeps all tokens in retrieval heads; streaming heads keep the first `sinks` and the last `recent` tokens.
 
     Which head is which comes from a table of gates, one per layer and KV head, that the authors' training finds for a
@@ -47,63 +32,58 @@ class DuoAttention(Policy):
         gates the later head streams (the original takes a quantile after adding noise).
     """
 
-    table: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
-    sparsity: Annotated[float | None, Number(0, 1)] = 0.5
-    sinks: Annotated[int, Whole(0, unit="tokens")] = 64
-    recent: Annotated[int, Whole(1, unit="tokens")] = 256
-    tier: TierText = "fp16"
+    table: Annotated[str | Sequence[Sequence[float]] | None, kv.TABLE_OR_PATH] = None
+    sparsity: Annotated[float | None, kv.Number(0, 1)] = 0.5
+    sinks: Annotated[int, kv.Whole(0, unit="tokens")] = 64
+    recent: Annotated[int, kv.Whole(1, unit="tokens")] = 256
+    tier: kv.TierText = "fp16"
     acts_in_decode = True
 
-    def __post_init__(self) -> None:
-        self.tiers = (Tier.parse(self.tier),)
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
         if self.table is None:
             return
-        self.table = read_table(self.table)  # the gates themselves, so that a run's identity does not hang on a path
+        self.table = kv.read_table(self.table)  # the gates themselves, so that a run's identity does not hang on a path
         gates = torch.tensor(self.table).clamp(0, 1)
         if self.sparsity is None:
             self._streams = gates <= 0.5
         else:
             num_full = gates.numel() - int(self.sparsity * gates.numel() + 1e-9)
-            self._streams = (rank_descending(gates.flatten()) >= num_full).view_as(gates)
+            self._streams = (kv.rank_descending(gates.flatten()) >= num_full).view_as(gates)
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         if self.table is None:
-            raise NotForModel(
+            raise kv.NotForModel(
                 "method.table=null: duo_attention needs the gates of this model; give a file of "
                 f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH; "
                 "`kvbench gates` measures them"
             )
         found = tuple(self._streams.shape)
         if found != (num_layers, num_kv_heads):
-            raise NotForModel(
+            raise kv.NotForModel(
                 f"method.table has {found[0]} layers x {found[1]} heads, but the model has {num_layers} layers x "
                 f"{num_kv_heads} KV heads; gates belong to one model, give those of this one "
                 "(`kvbench gates` measures them)"
             )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         tier_of = view.filled(0)
         outside = torch.arange(view.num_tokens, device=tier_of.device)
         outside = (outside >= self.sinks) & (outside < view.num_tokens - self.recent)
         streams = self._streams.to(tier_of.device)[view.layers]
-        return PrefillPlan(tier_of=tier_of.masked_fill(streams[..., None] & outside, EVICT))
+        return kv.PrefillPlan(tier_of=tier_of.masked_fill(streams[..., None] & outside, kv.EVICT))
 
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
+    def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         """In streaming heads, overwrite number t takes slot sinks + t mod recent, so no positions need to be stored."""
         turns = view.tokens_seen - view.prompt_tokens.clamp(min=self.sinks + self.recent)
         slot = torch.where(turns >= 0, self.sinks + turns % self.recent, -1)
-        return DecodePlan(slot=torch.where(self._streams.to(slot.device), slot[:, None, None], -1))
+        return kv.DecodePlan(slot=torch.where(self._streams.to(slot.device), slot[:, None, None], -1))
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if not kept:
-            return None
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
         streams, limit = int(self._streams.sum()), self.sinks + self.recent
-        for seen, held in (
-            (kept["prompt_tokens"], kept["prompt_slots"]),
-            (kept["tokens_seen"], sum(kept["slots_per_tier"])),
-        ):
-            expected = (kept["lists"] - streams) * seen + streams * min(seen, limit)
-            if held != expected:
-                return f"{held} slots after {seen} tokens, but {streams} streaming heads of {limit} make {expected}"
-        return None
+        prompt, end = (
+            ((extent.lists - streams) * seen + streams * min(seen, limit)) / extent.lists
+            for seen in (extent.prompt_tokens, extent.tokens_seen)
+        )
+        why = f"{streams} streaming heads of {limit} make"
+        return kv.Bounds(why=why, prompt_mean=(prompt, prompt), end_mean=(end, end))

@@ -67,16 +67,12 @@ class ExpectedAttention(Scored):
     """Keeps the tokens that future queries are expected to attend to, from the mean and spread of past queries.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
         sinks: First tokens that always stay; their queries do not count. >= 0.
         future: Next positions that the rotary embedding is averaged over; >= 1.
         covariance: Count the spread of the queries, and not their mean alone.
         value_norm: Multiply the expectation by the value's Euclidean norm.
         epsilon: Added to the expectation before that; >= 0.
         recent_queries: Last queries that evictions while decoding estimate from; they are kept, and billed. >= 1.
-        decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never.
-        tier: Precision of what is kept.
 
     Source: NVIDIA/kvpress expected_attention_press.py (Devoto et al. 2025, arXiv 2510.00636).
     Differs: queries before their rotary embedding are those after it, turned back, which asks for a plain rotary
@@ -91,8 +87,8 @@ class ExpectedAttention(Scored):
     epsilon: Annotated[float, Number(0, 1)] = 0.0
     recent_queries: Annotated[int, Whole(1, 4096)] = 64
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         statistic = ExpectedAttentionScore(self.sinks, self.future, self.covariance, self.value_norm, self.epsilon)
         self.score_by(statistic, slot_queries=self.recent_queries, prefill_queries=ALL_QUERIES)
 

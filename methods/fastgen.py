@@ -7,27 +7,13 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    EVICT,
-    LayerTensors,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Statistic,
-    Tier,
-    TierText,
-    Whole,
-    rank_descending,
-)
+import kvbench.policy as kv
 
 ROWS = 256  # queries whose attention lies in memory at once
 
 
 @dataclass(frozen=True)
-class Profile(Statistic):
+class Profile(kv.Statistic):
     """Attention that a token receives, summed over queries; as `far`, the part from queries far behind it.
 
     Args:
@@ -38,7 +24,7 @@ class Profile(Statistic):
     also: ClassVar[tuple[str, ...]] = ("far",)
     words: ClassVar[str] = "those far behind a token apart"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         length = seen.k.shape[1]
         found = torch.zeros(2, *seen.pos.shape, device=seen.k.device)
         for begin in range(0, length, ROWS):
@@ -50,7 +36,7 @@ class Profile(Statistic):
 
 
 @dataclass(kw_only=True)
-class FastGen(Policy):
+class FastGen(kv.Policy):
     """Keeps of the prompt, in each head, the first of these sets that receives enough of the head's attention: the
     first tokens; these and the most attended ones; these and the newest ones; everything.
 
@@ -70,17 +56,17 @@ class FastGen(Policy):
         them. Tokens of the answer all stay; the paper's heads go on evicting by their sets.
     """
 
-    recovery: Annotated[float, Number(0, 1)] = 0.95
-    sinks: Annotated[int, Whole(1, unit="tokens")] = 4
-    frequent: Annotated[float, Number(0, 1)] = 0.3
-    local: Annotated[float, Number(0, 1)] = 0.3
-    tier: TierText = "fp16"
+    recovery: Annotated[float, kv.Number(0, 1)] = 0.95
+    sinks: Annotated[int, kv.Whole(1, unit="tokens")] = 4
+    frequent: Annotated[float, kv.Number(0, 1)] = 0.3
+    local: Annotated[float, kv.Number(0, 1)] = 0.3
+    tier: kv.TierText = "fp16"
 
-    def __post_init__(self) -> None:
-        self.tiers = (Tier.parse(self.tier),)
-        self.score = ScoreSpec(statistic=Profile(self.local), prefill_queries=ALL_QUERIES)
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
+        self.score = kv.ScoreSpec(statistic=Profile(self.local), prefill_queries=kv.ALL_QUERIES)
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         length = view.num_tokens
         share, near = view.score / length, (view.score - view.extra["far"]) / length
         position = torch.arange(length, device=share.device)
@@ -88,26 +74,23 @@ class FastGen(Policy):
         keep, done = torch.ones_like(share, dtype=torch.bool), torch.zeros_like(share[..., :1], dtype=torch.bool)
         for frequent, local in ((False, False), (True, False), (True, True)):
             own = (first | last if local else first).expand_as(keep)
-            rank = rank_descending(share.masked_fill(own, -1.0))
+            rank = kv.rank_descending(share.masked_fill(own, -1.0))
             chosen = first | (rank < self._frequent(length)) if frequent else first.expand_as(keep)
             received = torch.where(chosen, share, near if local else torch.zeros_like(near)).sum(-1, keepdim=True)
             fits = (received >= self.recovery) & ~done if self.recovery < 1 else torch.zeros_like(done)
             keep = torch.where(fits, chosen | own, keep)
             done = done | fits
-        return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8))
+        return kv.PrefillPlan(tier_of=torch.where(keep, 0, kv.EVICT).to(torch.int8))
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if not kept:
-            return None
-        length, new = kept["prompt_tokens"], kept["tokens_seen"] - kept["prompt_tokens"]
-        first, often = min(self.sinks, length), self._frequent(length)
-        newest = local_tokens(self.local, length)
-        counts = {first, min(length, first + often), min(length, first + newest + often), length}
-        held = sum(kept["slots_per_tier"]) - kept["prompt_slots"]
-        if not {kept["prompt_slots_min"], kept["prompt_slots_max"]} <= counts or held != new * kept["lists"]:
-            return f"heads kept {kept['prompt_slots_min']} to {kept['prompt_slots_max']} of {length}, which no set has"
-        return None
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        length = extent.prompt_tokens
+        first, often, newest = min(self.sinks, length), self._frequent(length), local_tokens(self.local, length)
+        end = extent.prompt_slots / extent.lists + extent.new_tokens
+        return kv.Bounds(
+            why="its sets and all of the answer have",
+            prompt_sizes=(first, min(length, first + often), min(length, first + newest + often), length),
+            end_mean=(end, end),
+        )
 
     def _frequent(self, length: int) -> int:
         return math.ceil(self.frequent * length)

@@ -18,5 +18,5 @@ class Full(Policy):
 
     tier: TierText = "fp16"
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         self.tiers = (Tier.parse(self.tier),)

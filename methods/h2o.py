@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvbench.policy import ALL_QUERIES, DecodePlan, DecodeView, HeavyHitters, ScoreSpec, Whole
+from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Number, ScoreSpec, Stepwise, Whole
 
 
 @dataclass(kw_only=True)
-class H2O(HeavyHitters):
+class H2O(Stepwise):
     """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
     ones.
 
@@ -16,12 +16,10 @@ class H2O(HeavyHitters):
 
     Args:
         budget: Heavy and recent tokens together: ratio of the prompt, tokens, or bytes.
-        recent_share: Share of the budget that is the recent window, in [0, 1].
         group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
         one_shot: Never evict after the prompt, and do not update scores (the variant that several comparison papers
             ran).
         window: Recent tokens of the one-shot variant instead of `recent_share`; 0 = use the share.
-        tier: Precision of what is kept.
         granularity: `kv_head`: one kept set per KV head. `q_head`: KV heads are repeated first, as the original does,
             and every query head's copy is stored and billed.
 
@@ -30,14 +28,15 @@ class H2O(HeavyHitters):
     Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
     """
 
+    budget: BudgetText | None = 0.2
+    recent_share: Annotated[float, Number(0, 1)] = 0.5
     group: Literal["sum", "mean", "max"] = "sum"
     one_shot: bool = False
     window: Annotated[int, Whole(0, unit="tokens")] = 0
     granularity: Literal["kv_head", "q_head"] = "kv_head"
-    how_to_evict_later = "set one_shot=false"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.acts_in_decode = not self.one_shot
         self.rank_by(
             ScoreSpec(
@@ -51,8 +50,9 @@ class H2O(HeavyHitters):
     def always(self, budget: int) -> tuple[int, int]:
         return (0, self.window) if self.window else super().always(budget)
 
-    def evicts_later(self) -> bool:
-        return not self.one_shot
+    @property
+    def no_eviction(self) -> str:
+        return "set one_shot=false" if self.one_shot else ""
 
     def plan_decode(self, view: DecodeView) -> DecodePlan:
         return DecodePlan() if self.one_shot else super().plan_decode(view)

@@ -3,28 +3,21 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvbench.policy import Allocation, Number, Whole, WindowRanked
+from kvbench.methods.snapkv import SnapKV
+from kvbench.policy import Allocation, Number, Whole
 
 
 @dataclass(kw_only=True)
-class HeadKV(WindowRanked):
+class HeadKV(SnapKV):
     """Keeps the observation window and the tokens its queries attend to most; what a head keeps follows from a table of
     one weight per layer and KV head.
 
     Args:
-        budget: Mean over heads of what stays of the prompt, window included: ratio, tokens per head, or bytes.
         allocation: `table`: heads in proportion to `table`, above a floor of `alpha`.
         alpha: Share of a head's budget that does not depend on the table, in [0, 1]: 1 - 1 / beta of the paper, which
             takes a share of 1 / beta from each head into a common pool. With `ada` as in `ada_snapkv`.
         table: Weights, >= 0, one per layer and KV head: a path, or a list of lists. They belong to one model; the
             YAML's are the embedded model's, measured by `kvbench gates`. Other allocations do without.
-        window: Observation window; >= 1.
-        pool: `max`, `avg` or `none`, over the prompt before the window.
-        pool_kernel: Odd width of the pool.
-        decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
-            0 = never, as the paper has it.
-        tier: Precision of what is kept.
-        granularity: `kv_head`: one kept set per KV head. `q_head`: one per query head, each stored and billed.
 
     Source: HeadKV (Fu et al. 2024, arXiv 2410.19258), from the paper alone, since its code carries no licence: the
         division of the budget, with beta = 1.2.
@@ -38,7 +31,7 @@ class HeadKV(WindowRanked):
     alpha: Annotated[float, Number(0, 1)] = 0.1667
     window: Annotated[int, Whole(1, unit="tokens")] = 8
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         if self.allocation != "table":
             self.table = None  # the file's, for which another allocation has no use
-        super().__post_init__()
+        super().declare()

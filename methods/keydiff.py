@@ -30,16 +30,12 @@ class KeyDiff(Scored):
     """Keeps, per KV head, the tokens whose keys are least like the others; no attention is looked at.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
-        decode_every: Compare all keys again and evict before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never.
-        tier: Precision of what is kept.
 
     Source: KeyDiff (Park et al. 2025, arXiv 2504.15364), as NVIDIA/kvpress keydiff_press.py computes its anchor.
     Differs: the prompt is compressed at once, after it was read, where the paper reads it in blocks and evicts after
         each, as `prefill.chunk` does. Keys are compared in fp32; equal ones keep the earlier token.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.score_by(KeyDifference())

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import ALL_QUERIES, BudgetText, HeavyHitters, LayerTensors, Number, ScoreSpec, Statistic, Whole
-from kvbench.policy.noise import uniform
+from kvbench.policy import ALL_QUERIES, BudgetText, LayerTensors, Number, ScoreSpec, Statistic, Stepwise, Whole, uniform
 
 ROWS = 256  # queries whose attention lies in memory at once
 
@@ -45,18 +44,16 @@ class GumbelAttention(Statistic):
 
 
 @dataclass(kw_only=True)
-class Keyformer(HeavyHitters):
+class Keyformer(Stepwise):
     """Keeps, per KV head, a recent window and the tokens with the largest sums of noisy attention over all queries so
     far; in every decode step the new token takes the slot of the lightest token outside the window.
 
     Args:
         budget: Key and recent tokens together: ratio of the prompt, tokens, or bytes.
-        recent_share: Share of the budget that is the recent window, in [0, 1].
         tau_init: Temperature in the prompt; > 0.
         tau_delta: What each decode step adds to it; >= 0.
         noise: Factor on the Gumbel noise; >= 0. 0 = none.
         seed: Of the noise.
-        tier: Precision of what is kept.
 
     Source: d-matrix-ai/keyformer-llm models/gptj-keyformer-lib/modeling_gptj.py (Adnan et al. 2024, arXiv 2403.09054):
         60 % of the prompt, 30 % of it recent, temperatures from 1 in steps of 0.01.
@@ -73,8 +70,8 @@ class Keyformer(HeavyHitters):
     noise: Annotated[float, Number(0, 1000)] = 1.0
     seed: Annotated[int, Whole(0, 2**31)] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.rank_by(
             ScoreSpec(
                 statistic=GumbelAttention(self.tau_init, self.tau_delta, self.noise, self.seed),

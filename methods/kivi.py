@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import ByLayer, Choice, Residual, Tier, Whole
+from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, Tier, Whole, quantised
 
 
 @dataclass(kw_only=True)
@@ -27,7 +27,7 @@ class Kivi(ByLayer):
     residual_tokens: Annotated[int, Whole(8, 2**16, unit="tokens", multiple_of=8)] = 128
     native: bool = False
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         if self.residual_tokens % self.group:
             raise ValueError(
                 f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}"
@@ -47,8 +47,5 @@ class Kivi(ByLayer):
             return tier  # which says itself what its scales span, or has none
         return replace(tier, k_axis="channel", k_group=self.group, v_group=self.group)
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if kept and kept["tokens_seen"] >= 2 * self.residual_tokens and sum(kept["slots_per_tier"][:-1]) == 0:
-            return f"{kept['tokens_seen']} tokens seen but none was quantised"
-        return None
+    def bounds(self, extent: Extent) -> Bounds:
+        return quantised(extent, range(len(self.tiers)), beyond=2 * self.residual_tokens - 1)

@@ -15,7 +15,6 @@ class KeyNorm(Scored):
         skip_layers: First layers that keep everything, >= 0; the others share what the budget leaves.
         decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
             0 = never.
-        tier: Precision of what is kept.
 
     Source: alessiodevoto/l2compress cache.py, l2_compress (EMNLP 2024).
     Differs: one budget for the whole cache: with `skip_layers` the other layers keep less, so that the mean is met (the
@@ -24,8 +23,8 @@ class KeyNorm(Scored):
 
     skip_layers: Annotated[int, Whole(0, 1000, unit="layers")] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         if self.skip_layers and (self.allocation != "uniform" or self.threshold is not None):
             raise ValueError(
                 f"skip_layers={self.skip_layers} divides a budget among layers, as allocation={self.allocation} with "

@@ -6,28 +6,41 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    EVICT,
-    Budget,
-    BudgetText,
-    Choice,
-    CompactPlan,
-    DecodeView,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    TierText,
-    Whole,
-    keep_blocks,
-    num_blocks,
-)
+import kvbench.policy as kv
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverBudget(kv.Compaction):
+    """Evictions before every step that begins with more blocks than the budget allows.
+
+    Args:
+        budget: Mean over lists.
+        block: Tokens per block.
+        floor_tokens: Tokens per list below which no budget goes.
+    """
+
+    budget: kv.Budget
+    block: int
+    floor_tokens: int
+
+    def due(self, view: kv.DecodeView) -> Tensor:
+        return self.surplus(view.num_slots(0).flatten(1), view.budget_tokens(self.budget)) > 0
+
+    def surplus(self, held: Tensor, tokens: Tensor) -> Tensor:
+        """Blocks beyond those that a budget allows the lists of a sequence together, int64 [...]; blocks that incoming
+        tokens will open do not count yet.
+
+        Args:
+            held: int64 [..., M] slots per list.
+            tokens: int64 [...] the budget per list.
+        """
+        tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
+        held = kv.num_blocks(held, self.block)
+        return torch.sub(held.sum(-1), kv.num_blocks(tokens, self.block), alpha=held.shape[-1])
 
 
 @dataclass(kw_only=True)
-class KVCompress(Policy):
+class KVCompress(kv.Policy):
     """Evicts the blocks whose costliest token is cheapest, over all layers and KV heads of a sequence together.
 
     Args:
@@ -53,25 +66,27 @@ class KVCompress(Policy):
         are 32, 50 and 0, and it can protect another number of tokens than it observes. No bias per head, as there.
     """
 
-    budget: BudgetText = 0.25
+    budget: kv.BudgetText = 0.25
     variant: Literal["window", "full"] = "window"
-    power: Annotated[int, Choice((1, 2))] = 2
-    obs_window: Annotated[int, Whole(1, unit="tokens")] = 8
-    skip_near: Annotated[int, Whole(0, unit="tokens")] = 10
-    protected: Annotated[int, Whole(1, unit="tokens")] = 32
-    block: Annotated[int, Whole(1, 1024, unit="tokens")] = 16
+    power: Annotated[int, kv.Choice((1, 2))] = 2
+    obs_window: Annotated[int, kv.Whole(1, unit="tokens")] = 8
+    skip_near: Annotated[int, kv.Whole(0, unit="tokens")] = 10
+    protected: Annotated[int, kv.Whole(1, unit="tokens")] = 32
+    block: Annotated[int, kv.Whole(1, 1024, unit="tokens")] = 16
     continual: bool = False
-    floor_tokens: Annotated[int, Whole(0, unit="tokens")] = 0
-    tier: TierText = "fp16"
+    floor_tokens: Annotated[int, kv.Whole(0, unit="tokens")] = 0
+    tier: kv.TierText = "fp16"
     scope = "model"
     budget_is_mean = True
 
-    def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        self.compact_every = int(self.continual)  # see compact_due
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
+        self.limit = self._budget = kv.Budget.parse(self.budget)
+        self._over = OverBudget(budget=self._budget, block=self.block, floor_tokens=self.floor_tokens)
+        self.compaction = self._over if self.continual else None
         self.budget_step = self.block
-        self.fewest_tokens = num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
-        both = ScoreSpec(power=self.power, group_reduce="sum", decode_update=self.continual, track=("score", "pos"))
+        self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block
+        both = kv.ScoreSpec(power=self.power, group_reduce="sum", decode_update=self.continual, track=("score", "pos"))
         if self.variant == "window":
             self.score = replace(
                 both,
@@ -82,42 +97,30 @@ class KVCompress(Policy):
                 pool_region="all",
             )
         else:
-            self.score = replace(both, prefill_queries=ALL_QUERIES, skip_near=self.skip_near)
+            self.score = replace(both, prefill_queries=kv.ALL_QUERIES, skip_near=self.skip_near)
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         length = view.num_tokens
         position = torch.arange(length, device=view.score.device)
         cost = view.score.masked_fill(position > length - self._protected, float("inf"))
         lists = cost.flatten(0, 1)
         held = torch.full((len(lists),), length, device=cost.device)
-        surplus = self._surplus(held, held.new_tensor(view.budget_tokens(self._budget)))
-        keep = keep_blocks(lists, held, self.block, surplus)
-        return PrefillPlan(tier_of=torch.where(keep, 0, EVICT).to(torch.int8).view(view.score.shape))
+        surplus = self._over.surplus(held, held.new_tensor(view.budget_tokens(self._budget)))
+        keep = kv.keep_blocks(lists, held, self.block, surplus)
+        return kv.PrefillPlan(tier_of=torch.where(keep, 0, kv.EVICT).to(torch.int8).view(view.score.shape))
 
-    def compact_due(self, view: DecodeView) -> Tensor:
-        """Before every step that begins with more blocks than the budget allows."""
-        return self._surplus(view.num_slots(0).flatten(1), view.budget_tokens(self._budget)) > 0
-
-    def plan_compact(self, view: DecodeView) -> CompactPlan:
+    def plan_compact(self, view: kv.DecodeView) -> kv.CompactPlan:
         slots, held = view.slots(0), view.num_slots(0).flatten(1)
         last = view.tokens_seen - self._protected  # the incoming token is one of the protected
         free = slots.valid & (slots.pos <= last[:, None, None, None])
         cost = torch.where(free, slots.score, float("inf")).flatten(1, 2)
-        keep = keep_blocks(cost, held, self.block, self._surplus(held, view.budget_tokens(self._budget)))
-        return CompactPlan(keep=[keep.view(slots.valid.shape)])
+        keep = kv.keep_blocks(cost, held, self.block, self._over.surplus(held, view.budget_tokens(self._budget)))
+        return kv.CompactPlan(keep=[keep.view(slots.valid.shape)])
 
-    def check_outcome(self, record: dict) -> str | None:
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
         at_end = 1 if self.continual else None  # every step begins within the budget and adds a token
-        return self.budget_complaint(
-            record, self._budget, at_least=self.fewest_tokens, mean=True, block=self.block, at_end=at_end
-        )
+        return kv.within(extent, self._budget, at_least=self.fewest_tokens, mean=True, block=self.block, at_end=at_end)
 
     @property
     def _protected(self) -> int:
         return self.obs_window if self.variant == "window" else self.protected
-
-    def _surplus(self, held: Tensor, tokens: Tensor) -> Tensor:
-        """Blocks beyond those that `tokens` per list allow the lists of a sequence together, int64 [...]; `held` is
-        [..., M] slots per list. Blocks that incoming tokens will open do not count yet."""
-        tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
-        return torch.sub(num_blocks(held, self.block).sum(-1), num_blocks(tokens, self.block), alpha=held.shape[-1])

@@ -127,8 +127,6 @@ class KVPress(Ranked):
     Args:
         press: Class of kvpress that is a ScorerPress, such as KeyDiffPress.
         settings: Its settings beside the compression ratio, each as name=value, such as [window_size=32].
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
-        tier: Precision of what is kept.
 
     Source: NVIDIA/kvpress scorer_press.py; the scorer is the installed package's own.
     Differs: `floor(ratio x tokens)` tokens stay as here for all methods; equal scores keep the earlier token; what goes
@@ -139,8 +137,8 @@ class KVPress(Ranked):
     press: str = "KeyDiffPress"
     settings: Annotated[Sequence[str], Several(Text(), least=0)] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.settings = tuple(self.settings)
         self.rank_by(ScoreSpec(statistic=PressScore(self.press, tuple(self.settings), self._budget)))
 

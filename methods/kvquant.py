@@ -4,26 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvbench.policy import (
-    MAX_TOKENS,
-    TABLE_OR_PATH,
-    Choice,
-    CodeBooks,
-    NotForModel,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    Tier,
-    Whole,
-    read_table,
-)
+import kvbench.policy as kv
 
 WIDTHS = (2, 3, 4)  # bits that books have tables for; of each, the keys' table and then the values'
 TABLES = sum(2 * 2**bits for bits in WIDTHS)
 
 
 @dataclass(kw_only=True)
-class KVQuant(Policy):
+class KVQuant(kv.Policy):
     """Stores keys as they are before the rotary embedding and values as codes of tables that a calibration found for
     each layer, their outliers apart, and the first tokens of a prompt in 16 bits.
 
@@ -47,21 +35,21 @@ class KVQuant(Policy):
         255 of a vector's or channel's range. Sinks lie in a page of their own in each head, whose empty rest is billed.
     """
 
-    bits: Annotated[int, Choice(WIDTHS, unit="bits")] = 4
-    books: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
-    sinks: Annotated[int, Whole(0, MAX_TOKENS, unit="tokens")] = 1
-    outliers: Annotated[int, Whole(0, 8, unit="elements")] = 1
+    bits: Annotated[int, kv.Choice(WIDTHS, unit="bits")] = 4
+    books: Annotated[str | Sequence[Sequence[float]] | None, kv.TABLE_OR_PATH] = None
+    sinks: Annotated[int, kv.Whole(0, kv.MAX_TOKENS, unit="tokens")] = 1
+    outliers: Annotated[int, kv.Whole(0, 8, unit="elements")] = 1
     native: bool = False
 
     position_mode = "pre_rope"
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         bits, apart = self.bits, self.outliers
-        coded = Tier(k_bits=bits, v_bits=bits, k_code="book_channels", v_code="book", k_apart=apart, v_apart=apart)
-        whole = Tier(native=self.native)
+        coded = kv.Tier(k_bits=bits, v_bits=bits, k_code="book_channels", v_code="book", k_apart=apart, v_apart=apart)
+        whole = kv.Tier(native=self.native)
         self.tiers = (whole if self.native else coded, whole)[: 2 if self.sinks else 1]
         if self.books is not None:  # the numbers themselves, so that a run's identity does not hang on a path
-            self.books = read_table(self.books, "books")
+            self.books = kv.read_table(self.books, "books")
             self.codebooks = None if self.native else _read(self.books, self.bits)
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
@@ -69,24 +57,21 @@ class KVQuant(Policy):
         found = 0 if self.codebooks is None else len(self.codebooks.scale)
         fits = self.codebooks is not None and len(self.codebooks.scale[0]) % num_kv_heads == 0
         if not self.native and (found != num_layers or not fits):
-            raise NotForModel(
+            raise kv.NotForModel(
                 f"method.books has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
                 "kvquant needs the books of this model, which `kvbench books` measures: give them as method.books=PATH"
             )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         tier_of = view.filled(0)
         tier_of[..., : self.sinks] = len(self.tiers) - 1
-        return PrefillPlan(tier_of=tier_of)
+        return kv.PrefillPlan(tier_of=tier_of)
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if kept and kept["tokens_seen"] > self.sinks and kept["slots_per_tier"][0] == 0:
-            return f"{kept['tokens_seen']} tokens seen but none was quantised"
-        return None
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        return kv.quantised(extent, [0], beyond=self.sinks)
 
 
-def _read(rows: Sequence[Sequence[float]], bits: int) -> CodeBooks:
+def _read(rows: Sequence[Sequence[float]], bits: int) -> kv.CodeBooks:
     """The books of a width, from lines with the tables of all widths and then the scales and zeros of key channels.
 
     Raises:
@@ -101,7 +86,7 @@ def _read(rows: Sequence[Sequence[float]], bits: int) -> CodeBooks:
             f"of a layer, but this one has {len(rows[0])} numbers and is none; `kvbench books` writes such a file"
         )
     keys, values = (tuple(tuple(map(int, row)) for row in table) for table in tables)
-    return CodeBooks(
+    return kv.CodeBooks(
         keys=keys,
         values=values,
         scale=tuple(tuple(row[TABLES : TABLES + half]) for row in rows),

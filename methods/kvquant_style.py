@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import ByLayer, Choice, Residual, Tier, Whole
+from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, Tier, Whole, quantised
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class KVQuantStyle(ByLayer):
     pre_rope: bool = True
     native: bool = False
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         quantised = Tier(
             k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_splits=self.v_splits
         )
@@ -50,8 +50,5 @@ class KVQuantStyle(ByLayer):
             return tier  # which says itself what its scales span, or has none
         return replace(tier, k_axis="channel", k_group=self.group, v_splits=self.v_splits)
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if kept and kept["tokens_seen"] > 2 * self.group and sum(kept["slots_per_tier"][:-1]) == 0:
-            return f"{kept['tokens_seen']} tokens seen but none was quantised"
-        return None
+    def bounds(self, extent: Extent) -> Bounds:
+        return quantised(extent, range(len(self.tiers)), beyond=2 * self.group)

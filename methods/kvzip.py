@@ -50,12 +50,9 @@ class KVzip(Ranked):
     `peak_bytes`).
 
     Args:
-        budget: What stays of the prompt, the mean over heads: ratio, tokens per head, or bytes.
         sinks: First tokens that always stay; >= 0.
         part: Tokens that are repeated in one pass; >= 1.
         allocation: `global`: all heads of all layers compete.
-        alpha: Share of a head's budget that others cannot take, in [0, 1].
-        tier: Precision of what is kept.
 
     Source: KVzip (Kim et al. 2025, arXiv 2505.23416); snu-mllab/KVzip model/wrapper.py and attention/score.py;
         NVIDIA/kvpress kvzip_press.py.
@@ -70,8 +67,8 @@ class KVzip(Ranked):
     allocation: Allocation = "global"
     alpha: Annotated[float, Number(0, 1)] = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         probe = Probe(
             ask="\n\nRepeat the previous context exactly.",
             go_on="\n\nRepeat the part of the previous context exactly, starting with",

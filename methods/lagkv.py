@@ -52,12 +52,10 @@ class LagKV(Scored):
     """Cuts the prompt into partitions and keeps, of each, the tokens that the next one explains least.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
         sinks: First tokens that always stay; >= 0.
         lag: Tokens per partition. The last whole one and what follows it stay as far as the budget allows.
         decode_every: Rank all slots again and evict before every n-th decode step, down to each list's share of the
             prompt's budget; 0 = never.
-        tier: Precision of what is kept.
 
     Source: LagKV (Liang et al. 2025, arXiv 2504.04704), as NVIDIA/kvpress lagkv_press.py ranks a whole prompt.
     Differs: the budget is met exactly, where the paper keeps a fixed share of each partition; when it is below the
@@ -68,8 +66,8 @@ class LagKV(Scored):
     sinks: Annotated[int, Whole(0, unit="tokens")] = 4
     lag: Annotated[int, Whole(2, unit="tokens")] = 128
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.score_by(LagRelative(self.sinks, self.lag))
 
     def always(self, budget: int) -> tuple[int, int]:

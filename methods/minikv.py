@@ -5,27 +5,11 @@ from typing import Annotated, Literal
 
 import torch
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    EVICT,
-    Budget,
-    BudgetText,
-    Choice,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    Residual,
-    ScoreSpec,
-    Tier,
-    Whole,
-    rank_descending,
-    share_with_cap,
-)
+import kvbench.policy as kv
 
 
 @dataclass(kw_only=True)
-class MiniKV(Policy):
+class MiniKV(kv.Policy):
     """Keeps heavy hitters and a recent window of the prompt, all at `bits`; generated tokens pass a 16-bit buffer and
     are never evicted.
 
@@ -50,18 +34,18 @@ class MiniKV(Policy):
         to the other layers. The default allocation is the paper's pyramid; pred_minikv.py has uniform.
     """
 
-    heavy: Annotated[float, Number(0, 1, above=True)] = 0.25
-    recent: Annotated[float, Number(0, 1, above=True)] = 0.25
-    budget: BudgetText | None = None
+    heavy: Annotated[float, kv.Number(0, 1, above=True)] = 0.25
+    recent: Annotated[float, kv.Number(0, 1, above=True)] = 0.25
+    budget: kv.BudgetText | None = None
     allocation: Literal["uniform", "pyramid", "var_prop", "var_inv"] = "pyramid"
-    depth: Annotated[int, Whole(1, 1000)] = 7
-    bits: Annotated[int, Choice((1, 2, 4, 8), unit="bits")] = 2
-    group: Annotated[int, Whole(8, 1024, unit="tokens", multiple_of=8)] = 16
-    residual_tokens: Annotated[int, Whole(8, 2**16, unit="tokens", multiple_of=8)] = 128
+    depth: Annotated[int, kv.Whole(1, 1000)] = 7
+    bits: Annotated[int, kv.Choice((1, 2, 4, 8), unit="bits")] = 2
+    group: Annotated[int, kv.Whole(8, 1024, unit="tokens", multiple_of=8)] = 16
+    residual_tokens: Annotated[int, kv.Whole(8, 2**16, unit="tokens", multiple_of=8)] = 128
     native: bool = False
     granularity: Literal["kv_head", "q_head"] = "kv_head"
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         if self.budget is None and self.heavy + self.recent > 1:
             raise ValueError(
                 f"heavy={self.heavy} and recent={self.recent} are shares of one prompt, and their sum is above 1; "
@@ -69,18 +53,20 @@ class MiniKV(Policy):
             )
         if self.residual_tokens % self.group:
             raise ValueError(f"residual_tokens={self.residual_tokens} must be a multiple of group={self.group}")
-        self._budget = Budget.parse(min(1.0, self.heavy + self.recent) if self.budget is None else self.budget)
+        self.limit = self._budget = kv.Budget.parse(
+            min(1.0, self.heavy + self.recent) if self.budget is None else self.budget
+        )
         self.budget_is_mean = self.allocation != "uniform"
         self.fewest_tokens = 2 * self.depth  # below, one heavy token in every layer lifts the pyramid's mean
         self.scope = "model" if self.allocation.startswith("var") else "head"
-        coded = Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
-        self.tiers = (Tier(native=True) if self.native else coded,)
-        self.score = ScoreSpec(prefill_queries=ALL_QUERIES, group_reduce="sum")
-        self.residual = Residual(
+        coded = kv.Tier(k_bits=self.bits, v_bits=self.bits, k_axis="channel", k_group=self.group, v_group=self.group)
+        self.tiers = (kv.Tier(native=True) if self.native else coded,)
+        self.score = kv.ScoreSpec(prefill_queries=kv.ALL_QUERIES, group_reduce="sum")
+        self.residual = kv.Residual(
             num_tokens=self.residual_tokens, v_flush="all", when="before_attention", hold_prompt=False
         )
 
-    def heavy_counts(self, view: PrefillView) -> list[int]:
+    def heavy_counts(self, view: kv.PrefillView) -> list[int]:
         """Heavy hitters of every layer of the view; at least one."""
         total, (heavy, recent) = view.num_layers, self._shares(view)
         cap = max(1, view.num_tokens - recent)
@@ -92,13 +78,13 @@ class MiniKV(Policy):
             exact = [first + (last - first) / (total - 1) * layer for layer in range(total)]
             counts = [max(1, int(count)) for count in exact]
             if counts[0] > cap:
-                counts = share_with_cap(torch.tensor(exact, dtype=torch.float64), int(heavy) * total, cap)
+                counts = kv.share_with_cap(torch.tensor(exact, dtype=torch.float64), int(heavy) * total, cap)
             return [counts[layer] for layer in view.layers.tolist()]
         variance = view.score.var(-1, unbiased=False).mean(-1).double()
         weight = variance if self.allocation == "var_prop" else 1.0 / variance.clamp(min=1e-30)
-        return share_with_cap(weight, int(heavy) * total, cap)
+        return kv.share_with_cap(weight, int(heavy) * total, cap)
 
-    def _shares(self, view: PrefillView) -> tuple[float, int]:
+    def _shares(self, view: kv.PrefillView) -> tuple[float, int]:
         """Heavy hitters, as the exact mean over layers, and recent tokens of a prompt."""
         length = view.num_tokens
         if self.budget is None:
@@ -107,13 +93,13 @@ class MiniKV(Policy):
         recent = max(1, int(tokens * self.recent / (self.heavy + self.recent)))
         return tokens - recent, recent
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         tier_of = view.filled(0)
         prefix = max(0, view.num_tokens - self._shares(view)[1])
         if prefix:
             own = torch.tensor(self.heavy_counts(view), device=view.layers.device)[:, None, None]
-            tier_of[..., :prefix] = torch.where(rank_descending(view.score[..., :prefix]) < own, 0, EVICT)
-        return PrefillPlan(tier_of=tier_of)
+            tier_of[..., :prefix] = torch.where(kv.rank_descending(view.score[..., :prefix]) < own, 0, kv.EVICT)
+        return kv.PrefillPlan(tier_of=tier_of)
 
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, at_least=self.fewest_tokens, mean=True)
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        return kv.within(extent, self._budget, at_least=self.fewest_tokens, mean=True)

@@ -7,28 +7,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    EVICT,
-    Budget,
-    BudgetText,
-    LayerTensors,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Statistic,
-    Tier,
-    TierText,
-    Whole,
-    rank_descending,
-    share_with_cap,
-)
+import kvbench.policy as kv
 
 
 @dataclass(frozen=True)
-class RecentAttention(Statistic):
+class RecentAttention(kv.Statistic):
     """Mean attention of the last queries, the newest of which weigh more.
 
     Args:
@@ -41,7 +24,7 @@ class RecentAttention(Statistic):
     in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "of which a recent share counts"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         count = 1 + int(self.recent_share * seen.k.shape[1])
         attention = seen.probabilities(slice(-count, None))
         weight = torch.linspace(1.0, self.distance_weight, attention.shape[1], device=attention.device)
@@ -49,7 +32,7 @@ class RecentAttention(Statistic):
 
 
 @dataclass(kw_only=True)
-class PyramidInfer(Policy):
+class PyramidInfer(kv.Policy):
     """Keeps first and newest tokens, and of the others in each layer those that recent queries attend to most in the
     layer below, among what that one kept; all heads of a layer keep the same. The first layer has its own attention.
 
@@ -70,25 +53,26 @@ class PyramidInfer(Policy):
         number of tokens, there the recent share. Tokens of the answer all stay, there every 16 of them are thinned.
     """
 
-    budget: BudgetText = 0.25
-    decay: Annotated[float, Number(0, 1, above=True)] = 0.9
-    recent_share: Annotated[float, Number(0, 1)] = 0.2
-    distance_weight: Annotated[float, Number(0, 1000, above=True)] = 1.2
-    sinks: Annotated[int, Whole(0, unit="tokens")] = 4
-    window: Annotated[int, Whole(0, unit="tokens")] = 32
-    tier: TierText = "fp16"
+    budget: kv.BudgetText = 0.25
+    decay: Annotated[float, kv.Number(0, 1, above=True)] = 0.9
+    recent_share: Annotated[float, kv.Number(0, 1)] = 0.2
+    distance_weight: Annotated[float, kv.Number(0, 1000, above=True)] = 1.2
+    sinks: Annotated[int, kv.Whole(0, unit="tokens")] = 4
+    window: Annotated[int, kv.Whole(0, unit="tokens")] = 32
+    tier: kv.TierText = "fp16"
     scope = "model"
     budget_is_mean = True
 
-    def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
+        self.limit = self._budget = kv.Budget.parse(self.budget)
         statistic = RecentAttention(self.recent_share, self.distance_weight)
-        self.score = ScoreSpec(statistic=statistic, prefill_queries=ALL_QUERIES)
+        self.score = kv.ScoreSpec(statistic=statistic, prefill_queries=kv.ALL_QUERIES)
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         tier_of, budget = view.filled(0), view.budget_tokens(self._budget)
         if budget >= view.num_tokens:
-            return PrefillPlan(tier_of=tier_of)
+            return kv.PrefillPlan(tier_of=tier_of)
         first = min(self.sinks, budget)
         last = min(self.window, budget - first)
         # Every layer keeps a token: where none is first or last, one comes before others are shared out.
@@ -97,13 +81,13 @@ class PyramidInfer(Policy):
         score = view.score[..., free].mean(1)
         room = score.shape[-1] - reserve
         total = (budget - first - last - reserve) * view.num_layers
-        counts = sorted(share_with_cap(self.shape(view.num_layers), total, room, at_least=0), reverse=True)
+        counts = sorted(kv.share_with_cap(self.shape(view.num_layers), total, room, at_least=0), reverse=True)
         below = torch.ones_like(score[0], dtype=torch.bool)
         for layer, count in enumerate(counts):
             among = score[max(0, layer - 1)].masked_fill(~below, float("-inf"))
-            below = below & (rank_descending(among) < count + reserve)
-            tier_of[layer, :, free].masked_fill_(~below, EVICT)
-        return PrefillPlan(tier_of=tier_of)
+            below = below & (kv.rank_descending(among) < count + reserve)
+            tier_of[layer, :, free].masked_fill_(~below, kv.EVICT)
+        return kv.PrefillPlan(tier_of=tier_of)
 
     def shape(self, num_layers: int) -> Tensor:
         """fp64 [L]: what each layer keeps, relative to the first; it never rises."""
@@ -112,5 +96,5 @@ class PyramidInfer(Policy):
         ]
         return torch.tensor([1.0, *steps], dtype=torch.float64).cumprod(0)
 
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, mean=True)
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        return kv.within(extent, self._budget, mean=True)

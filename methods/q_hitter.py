@@ -6,25 +6,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    BudgetText,
-    Choice,
-    LayerTensors,
-    Number,
-    PrefillPlan,
-    PrefillView,
-    Scored,
-    ScoreSpec,
-    Statistic,
-    TierText,
-    Whole,
-    rank_descending,
-)
+import kvbench.policy as kv
 
 
 @dataclass(frozen=True)
-class HittersBearing(Statistic):
+class HittersBearing(kv.Statistic):
     """Attention and how small the errors of key and value would be, each from 0 to 1 over a layer, mixed; the attention
     itself is `attention`.
 
@@ -39,14 +25,14 @@ class HittersBearing(Statistic):
     in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "mixed with errors of quantisation"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         return self._mixed(seen.attention(), seen)
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
+    def of_slots(self, seen: kv.LayerTensors) -> Tensor:
         assert seen.stored is not None, "the method tracks scores"
         return self._mixed(seen.stored, seen)
 
-    def _mixed(self, attention: Tensor, seen: LayerTensors) -> Tensor:
+    def _mixed(self, attention: Tensor, seen: kv.LayerTensors) -> Tensor:
         bears = 1 - (scaled(self.error(seen.k)) + scaled(self.error(seen.v))) / 2
         return torch.stack([self.mix * scaled(attention) + (1 - self.mix) * bears, attention])
 
@@ -59,19 +45,17 @@ class HittersBearing(Statistic):
 
 
 @dataclass(kw_only=True)
-class QHitter(Scored):
+class QHitter(kv.Scored):
     """Keeps recent tokens, the most attended ones, and others by attention and by how little quantising them loses; all
     of it is stored in few bits.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
         mix: Weight of attention where both count, in [0, 1].
         sure_share: Share of the budget that goes by attention alone, in [0, 1].
         bits: Bits of the codes whose errors count; those of `tier`.
         window: Last tokens that always stay.
         decode_every: Evict again before every n-th decode step, by the attention received since and the errors, down to
             each list's share of the prompt's budget; 0 = never.
-        tier: Precision of what is kept.
 
     Source: VITA-Group/Q-Hitter utils/modify_llama.py (QH2OKVCache; Zhang et al., MLSys 2024): 4 bits, 0.07 of the
         prompt by attention alone in a budget of 0.2.
@@ -81,36 +65,30 @@ class QHitter(Scored):
         0.5. Codes have a zero that is not rounded.
     """
 
-    budget: BudgetText | None = 0.2
-    mix: Annotated[float, Number(0, 1)] = 0.5
-    sure_share: Annotated[float, Number(0, 1)] = 0.35
-    bits: Annotated[int, Choice((2, 4, 8), unit="bits")] = 4
-    window: Annotated[int, Whole(0, unit="tokens")] = 32
-    tier: TierText = "int4"
+    budget: kv.BudgetText | None = 0.2
+    mix: Annotated[float, kv.Number(0, 1)] = 0.5
+    sure_share: Annotated[float, kv.Number(0, 1)] = 0.35
+    bits: Annotated[int, kv.Choice((2, 4, 8), unit="bits")] = 4
+    window: Annotated[int, kv.Whole(0, unit="tokens")] = 32
+    tier: kv.TierText = "int4"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.rank_by(
-            ScoreSpec(
-                statistic=HittersBearing(self.bits, self.mix),
-                prefill_queries=ALL_QUERIES,
-                group_reduce="sum",
-                decode_update=self.decode_every > 0,
-                track=("score", "pos") if self.decode_every else (),
-            )
+            self.sums(statistic=HittersBearing(self.bits, self.mix), prefill_queries=kv.ALL_QUERIES, group_reduce="sum")
         )
 
     def always(self, budget: int) -> tuple[int, int]:
         return 0, self.window
 
-    def ranking(self, view: PrefillView) -> Tensor:
+    def ranking(self, view: kv.PrefillView) -> Tensor:
         """Tokens that go by attention alone come first; the others' numbers are at most 1."""
-        rank = rank_descending(view.extra["attention"][..., : max(0, view.num_tokens - self.window)])
+        rank = kv.rank_descending(view.extra["attention"][..., : max(0, view.num_tokens - self.window)])
         sure = torch.zeros_like(view.score)
         sure[..., : rank.shape[-1]] = (rank < int(self.sure_share * self.prompt_budget(view))).float()
         return view.score + 2 * sure
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         plan = super().plan_prefill(view)
         plan.score = view.extra["attention"] if self.decode_every else None
         return plan

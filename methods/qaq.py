@@ -1,31 +1,19 @@
 """QAQ: bits of keys and of values chosen apart, token by token, by the error that attention tolerates in each."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    Choice,
-    LayerTensors,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Statistic,
-    Tier,
-    Whole,
-)
+import kvbench.policy as kv
 
-BITS = Choice((1, 2, 3, 4, 8), unit="bits")
+BITS = kv.Choice((1, 2, 3, 4, 8), unit="bits")
 
 
 @dataclass(frozen=True)
-class NeededBits(Statistic):
+class NeededBits(kv.Statistic):
     """Bits that a token's key needs so that no attention of the last queries errs by more than it may; those of its
     value are `value_bits`.
 
@@ -41,7 +29,7 @@ class NeededBits(Statistic):
     extremes: ClassVar[tuple[float, float]] = (0.0, 16.0)
     words: ClassVar[str] = "as bits of keys and values that keep errors of attention small"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         attention = seen.grouped(seen.probabilities()).flatten(1, 2).amax(1)  # [H, n]
         length, channels = seen.k.shape[1:]
         # A key's error moves the token's own attention by a (1 - a), and that of another token b by a b.
@@ -60,7 +48,7 @@ def bits(x: Tensor, precision: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class QAQ(Policy):
+class QAQ(kv.Policy):
     """Stores the key of each prompt token at one of two precisions and its value at one of two others, by what
     attention of the last queries tolerates of each; the last prompt tokens and those of the answer have the higher
     ones.
@@ -89,40 +77,29 @@ class QAQ(Policy):
     key_high: Annotated[int, BITS] = 4
     value_low: Annotated[int, BITS] = 2
     value_high: Annotated[int, BITS] = 4
-    key_error: Annotated[float, Number(0, 1e12, above=True)] = 1e4
-    value_error: Annotated[float, Number(0, 1e12, above=True)] = 10.0
-    largest_query: Annotated[float, Number(0, 1e6, above=True)] = 3.0
-    window: Annotated[int, Whole(1, unit="tokens")] = 5
+    key_error: Annotated[float, kv.Number(0, 1e12, above=True)] = 1e4
+    value_error: Annotated[float, kv.Number(0, 1e12, above=True)] = 10.0
+    largest_query: Annotated[float, kv.Number(0, 1e6, above=True)] = 3.0
+    window: Annotated[int, kv.Whole(1, unit="tokens")] = 5
     native: bool = False
+    chooses_bits = True
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         for side, low, high in (("key", self.key_low, self.key_high), ("value", self.value_low, self.value_high)):
             if low >= high:
                 raise ValueError(f"{side}_low={low} must be fewer bits than {side}_high={high}")
         pairs = [(k, v) for k in (self.key_high, self.key_low) for v in (self.value_high, self.value_low)]
-        self.tiers = tuple(Tier(native=True) if self.native else Tier(k_bits=k, v_bits=v) for k, v in pairs)
-        self.score = ScoreSpec(
+        self.tiers = tuple(kv.Tier(native=True) if self.native else kv.Tier(k_bits=k, v_bits=v) for k, v in pairs)
+        self.score = kv.ScoreSpec(
             statistic=NeededBits(self.key_error, self.value_error, self.largest_query), prefill_queries=self.window
         )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         """Tiers are both high, value low, key low, both low."""
         newest = torch.arange(view.num_tokens, device=view.score.device) > view.num_tokens - self.window
         low_key = (view.score <= self.key_low) & ~newest
         low_value = (view.extra["value_bits"] <= self.value_low) & ~newest
-        return PrefillPlan(tier_of=(2 * low_key.to(torch.int8) + low_value.to(torch.int8)))
+        return kv.PrefillPlan(tier_of=(2 * low_key.to(torch.int8) + low_value.to(torch.int8)))
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if kept and sum(kept["slots_per_tier"]) != kept["lists"] * kept["tokens_seen"]:
-            return f"{sum(kept['slots_per_tier'])} slots held, but nothing is evicted of {kept['tokens_seen']} tokens"
-        return None
-
-    def remark(self, records: Sequence[dict]) -> str:
-        """How many bits the sides have on average."""
-        held = torch.tensor([r["kept"]["slots_per_tier"] for r in records if r.get("kept")], dtype=torch.float64)
-        if self.native or not held.numel() or not held.sum():
-            return ""
-        share = held.sum(0) / held.sum()
-        keys, values = share @ torch.tensor([(tier.k_bits, tier.v_bits) for tier in self.tiers], dtype=share.dtype)
-        return f"keys have {keys:.2f} and values {values:.2f} bits on average"
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        return kv.Bounds(why="nothing is evicted of", end_mean=(extent.tokens_seen, extent.tokens_seen))

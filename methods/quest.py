@@ -35,7 +35,7 @@ class Quest(Policy):
     group: Literal["max", "mean"] = "max"
     tier: TierText = "fp16"
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         self.tiers = (Tier.parse(self.tier),)
         self.reading = ReadSpec(
             budget=Budget.parse(self.read_budget),
@@ -44,8 +44,3 @@ class Quest(Policy):
             dense_layers=self.dense_layers,
             group_reduce=self.group,
         )
-
-    def check_outcome(self, record: dict) -> str | None:
-        """Bounds of pages cost reads too: more than everything means that choosing among them left nothing out."""
-        ratio = record.get("kept", {}).get("read_ratio", 0.0)
-        return f"attention read {ratio:.3f} of the bytes it holds, which saves nothing" if ratio > 1 else None

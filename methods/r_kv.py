@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.policy import MAX_TOKENS, LayerTensors, Number, Scored, Statistic, Whole
+from kvbench.policy import LayerTensors, Number, Scored, Statistic, Steps, Whole
 
 ROWS = 512  # of a head's similarities that lie in memory at once
 
@@ -71,14 +71,10 @@ class RKV(Scored):
     """Keeps what the last queries attend to and no later key repeats, after the prompt and along the answer.
 
     Args:
-        budget: What stays: ratio, tokens per head, or bytes.
         window: Last queries, whose tokens always stay; >= 1. They are kept for evictions while decoding, and billed.
         pool_kernel: Odd width of the maximum over neighbouring tokens' attention.
         mix: Weight of attention against redundancy, in [0, 1].
         similar: Cosine from which one key repeats another, in [0, 1].
-        decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
-            prompt's budget; 0 = never.
-        tier: Precision of what is kept.
 
     Source: Zefan-Cai/R-KV at d15c976, rkv/compression/r1_kv.py (Cai et al. 2025, arXiv 2505.24133).
     Differs: it evicts every 32 steps unless told otherwise, the original every 128. The budget may be a share of the
@@ -91,10 +87,10 @@ class RKV(Scored):
     pool_kernel: Annotated[int, Whole(1, 1023, unit="tokens", odd=True)] = 7
     mix: Annotated[float, Number(0, 1)] = 0.07
     similar: Annotated[float, Number(0, 1)] = 0.5
-    decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 32
+    decode_every: Steps = 32
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         statistic = Redundancy(self.window, self.pool_kernel, self.mix, self.similar)
         self.score_by(statistic, slot_queries=self.window, prefill_queries=self.window)
 

@@ -6,8 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvbench.policy import CompactPlan, DecodeView, PrefillView, Scored, ScoreSpec, Whole
-from kvbench.policy.noise import uniform
+from kvbench.policy import CompactPlan, DecodeView, PrefillView, Scored, ScoreSpec, Whole, uniform
 
 
 @dataclass(kw_only=True)
@@ -18,13 +17,11 @@ class RandomControl(Scored):
     random (`random_trace`).
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
         sinks: First tokens that always stay.
         window: Last tokens that always stay, as in the methods it is compared with.
         seed: Of the choice; the prompt's length is mixed in.
         decode_every: Evict again before every n-th decode step, down to each list's share of the prompt's budget;
             0 = never, as the papers have it.
-        tier: Precision of what is kept.
 
     Source: none (control). `random_trace`: Random Attention (arXiv 2609.03430), which keeps the prompt and evicts the
         trace of a thinking model at random, as others describe it; its text was not at hand.
@@ -36,8 +33,8 @@ class RandomControl(Scored):
     window: Annotated[int, Whole(0, unit="tokens")] = 32
     seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         if self.value_aware:
             raise ValueError("value_aware=true weighs a score, and random has none; leave it false")
         self.score = ScoreSpec(track=("pos",) if self.decode_every else ())

@@ -6,27 +6,33 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    EVICT,
-    BelowUniform,
-    Budget,
-    BudgetText,
-    CompactPlan,
-    DecodeView,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    TierText,
-    Whole,
-    rank_descending,
-)
+import kvbench.policy as kv
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhenFull(kv.Compaction):
+    """Evictions whenever the budget is full: all lists hold as many tokens, so the count of steps says when.
+
+    Args:
+        budget: Most tokens per list.
+        drop: Share of the budget that is dropped at once.
+    """
+
+    budget: kv.Budget
+    drop: float
+
+    def due(self, view: kv.DecodeView) -> Tensor:
+        budget = view.budget_tokens(self.budget)
+        since_full = view.tokens_seen - torch.maximum(view.prompt_tokens, budget)
+        return (since_full >= 0) & (since_full % self.dropped(budget) == 0)
+
+    def dropped(self, budget: Tensor) -> Tensor:
+        """Tokens dropped at once, int64 [S]."""
+        return (budget.double() * self.drop).long().clamp(min=1)
 
 
 @dataclass(kw_only=True)
-class Scissorhands(Policy):
+class Scissorhands(kv.Policy):
     """Keeps the tokens that few recent queries attended to with less than the uniform share, and the most recent ones.
 
     The prompt is cut to the budget by its last `history` queries. Whenever the budget is full and a token comes in, a
@@ -50,19 +56,20 @@ class Scissorhands(Policy):
         paper gives later layers more by their measured persistence).
     """
 
-    budget: BudgetText = 0.25
-    history: Annotated[int, Whole(1, unit="tokens")] = 400
-    recent: Annotated[int, Whole(0, unit="tokens")] = 10
-    drop: Annotated[float, Number(0, 1, above=True)] = 0.5
+    budget: kv.BudgetText = 0.25
+    history: Annotated[int, kv.Whole(1, unit="tokens")] = 400
+    recent: Annotated[int, kv.Whole(0, unit="tokens")] = 10
+    drop: Annotated[float, kv.Number(0, 1, above=True)] = 0.5
     normalize: bool = True
-    tier: TierText = "fp16"
+    tier: kv.TierText = "fp16"
     acts_in_decode = True
-    compact_every = 1  # whether it is time is asked before every step: see compact_due
 
-    def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
-        self.score = ScoreSpec(
-            statistic=BelowUniform(),
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
+        self.limit = self._budget = kv.Budget.parse(self.budget)
+        self.compaction = self._when_full = WhenFull(budget=self._budget, drop=self.drop)
+        self.score = kv.ScoreSpec(
+            statistic=kv.BelowUniform(),
             prefill_queries=self.history,
             group_reduce="max",
             decode_update=True,
@@ -72,24 +79,18 @@ class Scissorhands(Policy):
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         return min(budget, num_prompt_tokens + num_new_tokens)  # a full budget shrinks before a token comes in
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         budget, length = view.budget_tokens(self._budget), view.num_tokens
         position = torch.arange(length, device=view.score.device)
         seen_by = (length - position).clamp(max=self.history)
         score = view.score / seen_by if self.normalize else view.score
         score = score.masked_fill(position >= length - self.recent, float("inf"))
-        tier_of = torch.where(rank_descending(score) < budget, 0, EVICT).to(torch.int8)
-        return PrefillPlan(tier_of=tier_of)
+        tier_of = torch.where(kv.rank_descending(score) < budget, 0, kv.EVICT).to(torch.int8)
+        return kv.PrefillPlan(tier_of=tier_of)
 
-    def compact_due(self, view: DecodeView) -> Tensor:
-        """When the budget is full: all lists hold as many tokens, so the count of steps says when."""
-        budget = view.budget_tokens(self._budget)
-        since_full = view.tokens_seen - torch.maximum(view.prompt_tokens, budget)
-        return (since_full >= 0) & (since_full % self._dropped(budget) == 0)
-
-    def plan_compact(self, view: DecodeView) -> CompactPlan:
+    def plan_compact(self, view: kv.DecodeView) -> kv.CompactPlan:
         budget, slots = view.budget_tokens(self._budget), view.slots(0)
-        seen, dropped, score = view.tokens_seen, self._dropped(budget), slots.score
+        seen, dropped, score = view.tokens_seen, self._when_full.dropped(budget), slots.score
         if self.normalize:  # counted: since the last drop, and before the first one since the prompt's history began
             full = torch.maximum(view.prompt_tokens, budget)
             since = torch.where(seen == full, view.prompt_tokens - self.history, seen - dropped)
@@ -101,12 +102,8 @@ class Scissorhands(Policy):
         score = torch.where(is_recent, 1.0 + slots.pos, score).masked_fill(~slots.valid, float("-inf"))
         by_position = slots.pos.argsort(dim=-1)  # equal counts are common, and slots lose their order when others move
         rank = torch.empty_like(by_position)
-        rank.scatter_(-1, by_position, rank_descending(score.gather(-1, by_position)))
-        return CompactPlan(keep=[rank < keep], restart_scores=True)
+        rank.scatter_(-1, by_position, kv.rank_descending(score.gather(-1, by_position)))
+        return kv.CompactPlan(keep=[rank < keep], restart_scores=True)
 
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, at_end=0)
-
-    def _dropped(self, budget: Tensor) -> Tensor:
-        """Tokens dropped at once, int64 [S]."""
-        return (budget.double() * self.drop).long().clamp(min=1)
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        return kv.within(extent, self._budget, at_end=0)

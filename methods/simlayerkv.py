@@ -5,23 +5,11 @@ from typing import Annotated
 
 import torch
 
-from kvbench.policy import (
-    EVICT,
-    DecodePlan,
-    DecodeView,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Tier,
-    TierText,
-    Whole,
-)
+import kvbench.policy as kv
 
 
 @dataclass(kw_only=True)
-class SimLayerKV(Policy):
+class SimLayerKV(kv.Policy):
     """Keeps all tokens in some layers, and only the first and the last ones in lazy layers: those whose last prompt
     queries attend to little else.
 
@@ -41,45 +29,42 @@ class SimLayerKV(Policy):
         counts with all that it attends to, where kvpress leaves out the tokens of the asking queries.
     """
 
-    threshold: Annotated[float, Number(0, 1)] = 0.9
-    sinks: Annotated[int, Whole(0, unit="tokens")] = 4
-    recent: Annotated[int, Whole(1, unit="tokens")] = 1024
-    queries: Annotated[int, Whole(1, unit="tokens")] = 1
-    tier: TierText = "fp16"
+    threshold: Annotated[float, kv.Number(0, 1)] = 0.9
+    sinks: Annotated[int, kv.Whole(0, unit="tokens")] = 4
+    recent: Annotated[int, kv.Whole(1, unit="tokens")] = 1024
+    queries: Annotated[int, kv.Whole(1, unit="tokens")] = 1
+    tier: kv.TierText = "fp16"
     acts_in_decode = True
     in_chunks = False  # a layer that was lazy once has dropped what it would need to be no more
     scope = "layer"
 
-    def __post_init__(self) -> None:
-        self.tiers = (Tier.parse(self.tier),)
-        self.score = ScoreSpec(prefill_queries=self.queries, group_reduce="mean")
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
+        self.score = kv.ScoreSpec(prefill_queries=self.queries, group_reduce="mean")
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         position = torch.arange(view.num_tokens, device=view.layers.device)
         stays = (position < self.sinks) | (position >= view.num_tokens - self.recent)
         on_them = view.score.mean(1)[:, stays].sum(-1) / min(self.queries, view.num_tokens)
         is_lazy = on_them > (self.threshold if self.threshold < 1 else float("inf"))  # sums of shares may exceed 1
         goes = is_lazy[:, None, None] & ~stays
-        return PrefillPlan(tier_of=view.filled(0).masked_fill(goes, EVICT))
+        return kv.PrefillPlan(tier_of=view.filled(0).masked_fill(goes, kv.EVICT))
 
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
+    def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         """In lazy layers, which hold fewer tokens than were seen, step t takes slot sinks + t mod recent: those of the
         prompt lie in the order of their positions, so none need be stored."""
         turns = view.tokens_seen - view.prompt_tokens
         slot = (self.sinks + turns % self.recent)[:, None, None]
-        return DecodePlan(slot=torch.where(view.num_slots(0) < view.tokens_seen[:, None, None], slot, -1))
+        return kv.DecodePlan(slot=torch.where(view.num_slots(0) < view.tokens_seen[:, None, None], slot, -1))
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if not kept:
-            return None
-        limit, prompt, seen, lists = self.sinks + self.recent, kept["prompt_tokens"], kept["tokens_seen"], kept["lists"]
-        gone, held = lists * prompt - kept["prompt_slots"], sum(kept["slots_per_tier"])
-        lazy, rest = divmod(gone, prompt - limit) if prompt > limit else (0, gone)
-        if rest or kept["prompt_slots_min"] < min(prompt, limit):
-            return (
-                f"{kept['prompt_slots']} slots of a prompt of {prompt} tokens are not whole lists and lists of {limit}"
-            )
-        if held != (expected := (lists - lazy) * seen + lazy * min(seen, limit)):
-            return f"{held} slots after {seen} tokens, but {lazy} lazy lists of {limit} make {expected}"
-        return None
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        """A list holds all tokens or those of a lazy layer; how many are lazy, the prompt's slots say."""
+        limit, prompt, seen, lists = self.sinks + self.recent, extent.prompt_tokens, extent.tokens_seen, extent.lists
+        lazy = (lists * prompt - extent.prompt_slots) // (prompt - limit) if prompt > limit else 0
+        at_prompt, at_end = (((lists - lazy) * length + lazy * min(length, limit)) / lists for length in (prompt, seen))
+        return kv.Bounds(
+            why=f"{lazy} lazy lists of {limit} make",
+            prompt=(min(prompt, limit), prompt),
+            prompt_mean=(at_prompt, at_prompt),
+            end_mean=(at_end, at_end),
+        )

@@ -6,23 +6,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    EVICT,
-    Budget,
-    BudgetText,
-    DecodePlan,
-    DecodeView,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    Tier,
-    TierText,
-    Whole,
-)
+import kvbench.policy as kv
 
 
 @dataclass(kw_only=True)
-class StreamingLLM(Policy):
+class StreamingLLM(kv.Policy):
     """Keeps the first `sinks` and the last tokens; every new token overwrites the oldest one that is not a sink.
 
     Args:
@@ -37,14 +25,15 @@ class StreamingLLM(Policy):
         does `prefill.chunk`, after each chunk).
     """
 
-    sinks: Annotated[int, Whole(0, unit="tokens")] = 4
-    budget: BudgetText = 516
+    sinks: Annotated[int, kv.Whole(0, unit="tokens")] = 4
+    budget: kv.BudgetText = 516
     position_mode: Literal["cache_relative", "absolute"] = "cache_relative"
-    tier: TierText = "fp16"
+    tier: kv.TierText = "fp16"
     acts_in_decode = True
 
-    def __post_init__(self) -> None:
-        self.tiers, self._budget = (Tier.parse(self.tier),), Budget.parse(self.budget)
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier),)
+        self.limit = self._budget = kv.Budget.parse(self.budget)
         self.fewest_tokens = self.sinks + 1
         if self._budget.unit == "tokens" and self._budget.value <= self.sinks:
             raise ValueError(
@@ -54,27 +43,27 @@ class StreamingLLM(Policy):
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         return min(budget, num_prompt_tokens + num_new_tokens)  # a token is overwritten before one comes in
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         recent = max(1, view.budget_tokens(self._budget) - self.sinks)
         tier_of = view.filled(0)
-        tier_of[..., self.sinks : max(self.sinks, view.num_tokens - recent)] = EVICT
-        return PrefillPlan(tier_of=tier_of)
+        tier_of[..., self.sinks : max(self.sinks, view.num_tokens - recent)] = kv.EVICT
+        return kv.PrefillPlan(tier_of=tier_of)
 
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
+    def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         recent, turns = self._ring(view)
         slot = torch.where(turns >= 0, self.sinks + turns % recent, -1)
-        return DecodePlan(slot=slot[:, None, None].expand(view.shape))
+        return kv.DecodePlan(slot=slot[:, None, None].expand(view.shape))
 
-    def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:
+    def cache_positions(self, view: kv.DecodeView, num_slots: int) -> Tensor:
         recent, turns = self._ring(view)
         slot = torch.arange(num_slots, device=turns.device).expand(len(turns), -1)
         age = self.sinks + (slot - self.sinks - (turns + 1)[:, None]) % recent[:, None]
         return torch.where((slot < self.sinks) | (turns < 0)[:, None], slot, age)
 
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, self._budget, at_least=self.sinks + 1, at_end=0)
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        return kv.within(extent, self._budget, at_least=self.sinks + 1, at_end=0)
 
-    def _ring(self, view: DecodeView) -> tuple[Tensor, Tensor]:
+    def _ring(self, view: kv.DecodeView) -> tuple[Tensor, Tensor]:
         """Recent tokens per sequence, and how many overwrites came before this step (negative: the cache is not full
         yet); int64 [S].
 

@@ -6,36 +6,23 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    EVICT,
-    Budget,
-    LayerTensors,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    Probability,
-    ScoreSpec,
-    Tier,
-    Whole,
-    rank_descending,
-)
+import kvbench.policy as kv
 
 
 @dataclass(frozen=True)
-class ChannelLogits(Probability):
+class ChannelLogits(kv.Probability):
     """Attention, and of every key channel the Frobenius norm of its part of the logits of the queries that count: the
     norm of the queries' channel, over all query heads of the KV head, times that of the keys'."""
 
     in_chunks: ClassVar[bool] = False
 
-    def of_channels(self, seen: LayerTensors) -> Tensor:
+    def of_channels(self, seen: kv.LayerTensors) -> Tensor:
         queries = seen.grouped(seen.q.float()).square().sum((1, 2))
         return (queries * seen.k.float().square().sum(1)).sqrt()
 
 
 @dataclass(kw_only=True)
-class ThinK(Policy):
+class ThinK(kv.Policy):
     """Stores the keys of the prompt without the channels that count least in the logits of its last queries, other
     channels in each KV head; values, the window and what follows the prompt stay whole.
 
@@ -54,27 +41,27 @@ class ThinK(Policy):
         (the original by the mean of 5); values are never pruned.
     """
 
-    keep_channels: Annotated[float, Number(0, 1, above=True)] = 0.6
-    window: Annotated[int, Whole(1, unit="tokens")] = 32
-    keep_tokens: Annotated[float, Number(0, 1, above=True)] = 1.0
+    keep_channels: Annotated[float, kv.Number(0, 1, above=True)] = 0.6
+    window: Annotated[int, kv.Whole(1, unit="tokens")] = 32
+    keep_tokens: Annotated[float, kv.Number(0, 1, above=True)] = 1.0
     native: bool = False
 
     in_chunks = False
 
-    def __post_init__(self) -> None:
-        self.tiers = (Tier(native=self.native), Tier(native=self.native, k_kept=self.keep_channels))
-        self.score = ScoreSpec(
+    def declare(self) -> None:
+        self.tiers = (kv.Tier(native=self.native), kv.Tier(native=self.native, k_kept=self.keep_channels))
+        self.score = kv.ScoreSpec(
             statistic=ChannelLogits(), prefill_queries=self.window, pool="max", pool_kernel=7, group_reduce="mean"
         )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         tier_of, before = view.filled(0), max(0, view.num_tokens - self.window)
         tier_of[..., :before] = 1
         if before and self.keep_tokens < 1:
-            budget = max(0, view.budget_tokens(Budget.parse(self.keep_tokens)) - self.window)
-            stays = rank_descending(view.score[..., :before]) < budget
-            tier_of[..., :before] = torch.where(stays, 1, EVICT).to(torch.int8)
-        return PrefillPlan(tier_of=tier_of, channels=view.channels.argsort(dim=-1, descending=True, stable=True))
+            budget = max(0, view.budget_tokens(kv.Budget.parse(self.keep_tokens)) - self.window)
+            stays = kv.rank_descending(view.score[..., :before]) < budget
+            tier_of[..., :before] = torch.where(stays, 1, kv.EVICT).to(torch.int8)
+        return kv.PrefillPlan(tier_of=tier_of, channels=view.channels.argsort(dim=-1, descending=True, stable=True))
 
-    def check_outcome(self, record: dict) -> str | None:
-        return self.budget_complaint(record, Budget.parse(self.keep_tokens), at_least=self.window)
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        return kv.within(extent, kv.Budget.parse(self.keep_tokens), at_least=self.window)

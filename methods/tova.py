@@ -16,9 +16,7 @@ class TOVA(Stepwise):
     With a threshold it drops that one only where its attention is below it.
 
     Args:
-        budget: What stays: ratio of the prompt, tokens, or bytes.
         per_head: Every KV head ranks and drops on its own, by the mean of its query heads.
-        tier: Precision of what is kept.
 
     Source: schwartz-lab-NLP/TOVA src/tova_cache.py (mean over all heads of a layer, then top-k of the last query).
     Differs: the victim of a step is overwritten when the next step begins, so one token more than the budget is held
@@ -28,8 +26,8 @@ class TOVA(Stepwise):
 
     per_head: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         if not self.per_head and (self.value_aware or self.allocation not in ("uniform", "pyramid")):
             what = "value_aware=true" if self.value_aware else f"allocation={self.allocation}"
             raise ValueError(f"{what} tells heads of a layer apart, and TOVA keeps one set for all; set per_head=true")

@@ -2,26 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    MAX_TOKENS,
-    TABLE_OR_PATH,
-    LayerTensors,
-    Need,
-    NotForModel,
-    Scored,
-    Statistic,
-    Whole,
-    read_table,
-)
+import kvbench.policy as kv
 
 
 @dataclass(frozen=True)
-class TrigonometricScore(Statistic):
+class TrigonometricScore(kv.Statistic):
     """Logit of a head's mean query from positions to come, and what its queries' lengths add to it whatever their
     direction is; the largest of a group.
 
@@ -33,11 +23,11 @@ class TrigonometricScore(Statistic):
 
     centres: tuple[tuple[float, ...], ...]
     reach: int
-    needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
+    needs: ClassVar[frozenset[kv.Need]] = frozenset({"before_rope"})
     in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "logits of mean queries at positions to come"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         half = seen.k.shape[-1] // 2
         table = torch.tensor(self.centres[seen.layer], device=seen.k.device).view(-1, 3 * half)
         mean, length = seen.of_these_heads(table).split([2 * half, half], -1)
@@ -50,12 +40,12 @@ class TrigonometricScore(Statistic):
         longer = torch.einsum("hgd,hnd->hgn", seen.grouped(spread), torch.hypot(keys[..., :half], keys[..., half:]))
         return (logit + longer).amax(1)
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
+    def of_slots(self, seen: kv.LayerTensors) -> Tensor:
         return self.of_prompt(seen)
 
 
 @dataclass(kw_only=True)
-class TriAttention(Scored):
+class TriAttention(kv.Scored):
     """Keeps the prompt, and of the answer the tokens that queries to come would attend to, were they all at their
     head's mean; scored by a model's table, without looking at any query.
 
@@ -66,7 +56,6 @@ class TriAttention(Scored):
         reach: Longest distance ahead that counts; distances are 1, 2, 4, .. up to it. >= 1.
         protect: `prompt`: only the answer is compressed. `none`: the prompt too.
         decode_every: Score all slots again and evict before every n-th decode step, down to the budget; 0 = never.
-        tier: Precision of what is kept.
 
     Source: WeianMao/triattention at c3744ee6, triattention/methods/pruning_utils.py (Mao et al. 2026, arXiv
         2604.04921): mean over offsets, largest of a group.
@@ -75,22 +64,22 @@ class TriAttention(Scored):
         budget is of the answer, where the original's counts the prompt.
     """
 
-    centres: Annotated[str | Sequence[Sequence[float]] | None, TABLE_OR_PATH] = None
-    reach: Annotated[int, Whole(1, MAX_TOKENS, unit="steps")] = 65536
-    protect: Literal["none", "sinks", "instruction", "prompt", "answer"] = "prompt"
-    decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 32
+    centres: Annotated[str | Sequence[Sequence[float]] | None, kv.TABLE_OR_PATH] = None
+    reach: Annotated[int, kv.Whole(1, kv.MAX_TOKENS, unit="steps")] = 65536
+    protect: kv.Protect = "prompt"
+    decode_every: kv.Steps = 32
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         if self.centres is not None:  # the numbers themselves, so that a run's identity does not hang on a path
-            self.centres = read_table(self.centres, "centres")
+            self.centres = kv.read_table(self.centres, "centres")
         self.score_by(TrigonometricScore(self.centres or (), self.reach))
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)
         found = len(self.centres) if self.centres is not None else 0
         if self.centres is None or found != num_layers or len(self.centres[0]) % (3 * num_kv_heads):
-            raise NotForModel(
+            raise kv.NotForModel(
                 f"method.centres has {found} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
                 "triattention needs the table of this model, which `kvbench centres` measures: give it as "
                 "method.centres=PATH"

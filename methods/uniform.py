@@ -32,7 +32,7 @@ class Uniform(ByLayer):
     symmetric: bool = False
     splits: Annotated[int, Whole(1, 1024)] = 1
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         named = Tier.parse(self.tier)
         if max(named.k_bits, named.v_bits) == 16 and not named.native:
             raise ValueError(

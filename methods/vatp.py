@@ -6,23 +6,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    CompactPlan,
-    DecodeView,
-    LayerTensors,
-    Number,
-    PrefillPlan,
-    PrefillView,
-    Scored,
-    ScoreSpec,
-    Statistic,
-    Whole,
-)
+import kvbench.policy as kv
 
 
 @dataclass(frozen=True)
-class ValueWeighted(Statistic):
+class ValueWeighted(kv.Statistic):
     """Attention times the sum of the value's absolute entries; the attention itself is `attention`."""
 
     also: ClassVar[tuple[str, ...]] = ("attention",)
@@ -30,10 +18,10 @@ class ValueWeighted(Statistic):
     in_chunks: ClassVar[bool] = True
     words: ClassVar[str] = "times the L1 norm of the value"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         return self._weighed(seen.attention(), seen.v)
 
-    def of_slots(self, seen: LayerTensors) -> Tensor:
+    def of_slots(self, seen: kv.LayerTensors) -> Tensor:
         assert seen.stored is not None, "the method tracks scores"
         return self._weighed(seen.stored, seen.v)
 
@@ -42,17 +30,15 @@ class ValueWeighted(Statistic):
 
 
 @dataclass(kw_only=True)
-class VATP(Scored):
+class VATP(kv.Scored):
     """Keeps the tokens with the most attention times the L1 norm of their value, the first ones and a recent window.
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes.
         recent_share: Share of the budget for the most recent tokens, in [0, 1).
         sinks: First tokens that always stay, since their values are small whatever they do; >= 0.
         window: Last prompt queries that count (Scissorhands' form counts 400); 0 = all, as H2O.
         decode_every: Evict again before every n-th decode step, by the attention received since, down to each list's
             share of the prompt's budget; 0 = never.
-        tier: Precision of what is kept.
 
     Source: guozhiyu/vatp utils_hh/modify_llama.py (Guo et al., EMNLP 2024), H2O's form with 20 first tokens.
     Differs: one kept set per KV head, by its query heads' sum; the original masks and frees nothing, at every step;
@@ -60,20 +46,14 @@ class VATP(Scored):
         a budget too small for both.
     """
 
-    recent_share: Annotated[float, Number(0, 1)] = 0.5
-    sinks: Annotated[int, Whole(0, unit="tokens")] = 20
-    window: Annotated[int, Whole(0, unit="tokens")] = 0
+    recent_share: Annotated[float, kv.Number(0, 1)] = 0.5
+    sinks: Annotated[int, kv.Whole(0, unit="tokens")] = 20
+    window: Annotated[int, kv.Whole(0, unit="tokens")] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def declare(self) -> None:
+        super().declare()
         self.rank_by(
-            ScoreSpec(
-                statistic=ValueWeighted(),
-                prefill_queries=self.window or ALL_QUERIES,
-                group_reduce="sum",
-                decode_update=self.decode_every > 0,
-                track=("score", "pos") if self.decode_every else (),
-            )
+            self.sums(statistic=ValueWeighted(), prefill_queries=self.window or kv.ALL_QUERIES, group_reduce="sum")
         )
 
     def always(self, budget: int) -> tuple[int, int]:
@@ -82,12 +62,12 @@ class VATP(Scored):
     def last_tokens(self) -> int:
         return 0  # a share of what each sequence holds: see plan_compact
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         plan = super().plan_prefill(view)
         plan.score = view.extra["attention"] if self.decode_every else None
         return plan
 
-    def plan_compact(self, view: DecodeView) -> CompactPlan:
+    def plan_compact(self, view: kv.DecodeView) -> kv.CompactPlan:
         slots = view.slots(0)
         share = view.prompt_slots.double().mean((1, 2)) * self.recent_share
         first = (view.tokens_seen - share.long())[:, None, None, None]

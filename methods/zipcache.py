@@ -6,26 +6,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    ALL_QUERIES,
-    DecodePlan,
-    DecodeView,
-    LayerTensors,
-    Number,
-    Policy,
-    PrefillPlan,
-    PrefillView,
-    ScoreSpec,
-    Statistic,
-    Tier,
-    TierText,
-    Whole,
-    rank_descending,
-)
+import kvbench.policy as kv
 
 
 @dataclass(frozen=True)
-class ProbedSaliency(Statistic):
+class ProbedSaliency(kv.Statistic):
     """Attention from a few queries, the newest and random ones, divided by the queries that can see a token; while
     decoding, that of every `window`-th query.
 
@@ -40,7 +25,7 @@ class ProbedSaliency(Statistic):
     window: int
     words: ClassVar[str] = "of which some probe, per query that can see a token"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         length = seen.k.shape[1]
         before = min(int(length - self.probes * length), length - 1)
         rows = torch.arange(before, length)
@@ -56,7 +41,7 @@ class ProbedSaliency(Statistic):
 
 
 @dataclass(kw_only=True)
-class ZipCache(Policy):
+class ZipCache(kv.Policy):
     """Stores the prompt's salient tokens at one precision and the others at a lower one; tokens of the answer stay in
     16 bits until they leave a window. Every `window` of them are ranked together, by the last one's query.
 
@@ -78,30 +63,30 @@ class ZipCache(Policy):
         at once, the prompt's codes too. Random probes are drawn once for a length.
     """
 
-    salient: Annotated[float, Number(0, 1)] = 0.6
-    high: TierText = "k4v4"
-    low: TierText = "k2v2"
-    window: Annotated[int, Whole(1, unit="tokens")] = 100
-    probes: Annotated[float, Number(0, 1, above=True)] = 0.05
-    seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
-    tier: TierText = "fp16"
+    salient: Annotated[float, kv.Number(0, 1)] = 0.6
+    high: kv.TierText = "k4v4"
+    low: kv.TierText = "k2v2"
+    window: Annotated[int, kv.Whole(1, unit="tokens")] = 100
+    probes: Annotated[float, kv.Number(0, 1, above=True)] = 0.05
+    seed: Annotated[int, kv.Whole(0, 2**63 - 1)] = 0
+    tier: kv.TierText = "fp16"
     acts_in_decode = True
 
-    def __post_init__(self) -> None:
-        self.tiers = (Tier.parse(self.tier), Tier.parse(self.high, "high"), Tier.parse(self.low, "low"))
-        self.score = ScoreSpec(
+    def declare(self) -> None:
+        self.tiers = (kv.Tier.parse(self.tier), kv.Tier.parse(self.high, "high"), kv.Tier.parse(self.low, "low"))
+        self.score = kv.ScoreSpec(
             statistic=ProbedSaliency(self.probes, self.seed, self.window),
-            prefill_queries=ALL_QUERIES,
+            prefill_queries=kv.ALL_QUERIES,
             decode_update=True,
             track=("score", "pos"),
         )
 
-    def plan_prefill(self, view: PrefillView) -> PrefillPlan:
+    def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:
         lower = int((1 - self.salient) * view.num_tokens + 1e-9)
-        is_high = rank_descending(view.score) < view.num_tokens - lower
-        return PrefillPlan(tier_of=torch.where(is_high, 1, 2).to(torch.int8))
+        is_high = kv.rank_descending(view.score) < view.num_tokens - lower
+        return kv.PrefillPlan(tier_of=torch.where(is_high, 1, 2).to(torch.int8))
 
-    def plan_decode(self, view: DecodeView) -> DecodePlan:
+    def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         """The incoming token takes the slot of the one that leaves the window, which goes to one of the other tiers."""
         oldest = (view.tokens_seen - self.window)[:, None, None, None]
         leaving, tiers = view.find(0, oldest[:, 0, 0, 0]), [view.slots(tier) for tier in range(len(self.tiers))]
@@ -112,15 +97,10 @@ class ZipCache(Policy):
         above = judged & ((score > own) | ((score == own) & (pos < oldest)))
         lower = int((1 - self.salient) * self.window + 1e-9)
         tier = torch.where(above.sum(-1) < self.window - lower, 1, 2)
-        return DecodePlan(
+        return kv.DecodePlan(
             slot=torch.where(leaving.found, leaving.slot, -1), demote_to=tier, demote_slot=torch.full_like(tier, -1)
         )
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if not kept:
-            return None
-        new = min(self.window, kept["tokens_seen"] - kept["prompt_tokens"]) * kept["lists"]
-        if kept["slots_per_tier"][0] != new:
-            return f"{kept['slots_per_tier'][0]} slots wait in the window, but {new} should"
-        return None
+    def bounds(self, extent: kv.Extent) -> kv.Bounds:
+        new = min(self.window, extent.new_tokens)
+        return kv.Bounds(why="wait in the window, but that should be", tiers=(0,), in_tiers=(new, new))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from omegaconf import OmegaConf
 
 from kvbench.engine.requests import Outcome, Request
-from kvbench.policy import Policy
+from kvbench.policy import Bounds, Extent, Policy
 from kvbench.runs.parts import Parts
 
 
@@ -27,10 +27,10 @@ class FakePolicy(Policy):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"method.ratio={self.ratio} is outside (0, 1]; give the share of the cache to keep")
 
-    def check_outcome(self, record: dict) -> str | None:
-        """Complain when the realised share is not the one asked for."""
-        kept = record["kept"]["ratio"]
-        return None if abs(kept - self.ratio) < 0.01 else f"kept {kept} instead of {self.ratio}"
+    def bounds(self, extent: Extent) -> Bounds:
+        """The share of the prompt that was asked for."""
+        least, most = (share * extent.prompt_tokens for share in (self.ratio - 0.01, self.ratio + 0.01))
+        return Bounds(why="the share allows", prompt_mean=(least, most))
 
 
 @dataclass
@@ -121,7 +121,8 @@ class FakeEngine:
                 "peak_bytes": 1200,
                 "fp16_bytes": 1000,
             },
-            kept={"ratio": ratio, "tokens_seen": request.num_prompt_tokens},
+            kept={"ratio": ratio, "tokens_seen": (length := request.num_prompt_tokens)}
+            | {"prompt_tokens": length, "prompt_slots": ratio * length, "lists": 1, "page_tokens": 1},
             timing={"prefill_s": time.perf_counter() % 1, "decode_s": 0.5, "decode_share_s": 0.25, "decode_tokens": 5},
         )
 

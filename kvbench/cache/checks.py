@@ -106,10 +106,11 @@ class CheckedPlans:
         Raises:
             ValueError: The policy answers with something else.
         """
-        due = self._policy.compact_due(view)
-        self._check_tensor(due, "the answer", (view.shape[0],), "compact_due", _step(view))
+        assert self._policy.compaction is not None, "the caller looked"
+        due = self._policy.compaction.due(view)
+        self._check_tensor(due, "the answer", (view.shape[0],), "compaction", _step(view))
         if due.dtype != torch.bool:
-            raise self._error("compact_due", _step(view), f"the answer is {_dtype(due)}, but it must be bool")
+            raise self._error("compaction", _step(view), f"the answer is {_dtype(due)}, but it must be bool")
         return due
 
     def compact(self, view: DecodeView) -> CompactPlan:

@@ -20,7 +20,7 @@ class Due:
     """
 
     def __init__(self, policy: Policy, plans: CheckedPlans, late: Late, is_told: bool) -> None:
-        self._happens, self._is_told = policy.compact_every > 0, is_told
+        self._happens, self._is_told = policy.compaction is not None, is_told
         self._plans, self._late = plans, late
         self._told: dict[int, int] = {}
 

@@ -211,7 +211,7 @@ def _check_layers(policy: Policy, shape: ModelShape) -> None:
         ValueError: Names it.
     """
     name, given = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
-    if policy.acts_in_decode or policy.compact_every or policy.score.decode_update or policy.reading is not None:
+    if policy.acts_in_decode or policy.compaction or policy.score.decode_update or policy.reading is not None:
         raise ValueError(
             f"{name} ranks or reads single slots while decoding, for which all layers have one precision; leave "
             f"{given} out, or choose a method that decides about the prompt alone"
@@ -236,7 +236,7 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
     name = type(policy).__name__
     if not orders:
         raise ValueError(f"{name} stores some key channels only, but {statistic} does not measure them (of_channels)")
-    looks = policy.compact_every or policy.reading is not None or policy.score.statistic.answers("of_token")
+    looks = policy.compaction or policy.reading is not None or policy.score.statistic.answers("of_token")
     if looks or policy.residual is not None or policy.by_layer is not None or policy.in_chunks:
         raise ValueError(
             f"{name} orders key channels once, behind the prompt: it cannot measure keys later, read pages by bounds, "
@@ -256,7 +256,7 @@ def _readable_format(policy: Policy, reading: ReadSpec, slots: list[SlotFormat],
     Raises:
         ValueError: The policy or the options do not go with pages that are chosen by bounds.
     """
-    moves = policy.acts_in_decode or policy.compact_every or policy.score.decode_update
+    moves = policy.acts_in_decode or policy.compaction or policy.score.decode_update
     if moves or policy.residual is not None or len(slots) > 1 or policy.position_mode != "absolute":
         raise ValueError(
             f"{type(policy).__name__}: pages are read by bounds only where every token stays in the one tier it was "

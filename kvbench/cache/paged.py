@@ -28,7 +28,7 @@ class Paged(Holding):
     @property
     def takes_chunks(self) -> bool:
         """Whether `append` may be called: the policy leaves the tokens of a later segment where they are written."""
-        return not (self.policy.acts_in_decode or self.policy.compact_every)
+        return not (self.policy.acts_in_decode or self.policy.compaction)
 
     # Prompts.
 

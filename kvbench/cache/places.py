@@ -80,7 +80,7 @@ def make_holding(
         at_home = {0: lists} if table is None else Counter(tier for row in table for tier in row)
         pages.at_home = sorted(at_home.items())
         # Only bulk eviction asks how much the prompt's plan gave each list.
-        counted = pages.table.num_lists if policy.compact_every else 0
+        counted = pages.table.num_lists if policy.compaction else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
         if policy.residual is None:
             return Paged(policy, own, pages, counters, turns, first_layer)

@@ -34,7 +34,7 @@ class Rope:
                 "rotary embedding is not of the plain kind that allows it; set method.position_mode=absolute or "
                 "method.pre_rope=false where the method has that option"
             )
-        if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compact_every):
+        if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compaction):
             raise ValueError(f"{name}: position_mode='pre_rope' needs tiers in which every token stays in its slot")
         self._in_order = policy.by_layer is None  # else each list has one tier
         self._known: dict[int, InOrder] = {}

@@ -30,7 +30,7 @@ class Scores:
     def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, turns: Turns, first_layer: int = 0) -> None:
         self.spec, self._pages, self._turns, self._first_layer = policy.score, pages, turns, first_layer
         self._measurer = Measurer(policy.score, shape, pages.backend)
-        self.measures_slots = policy.compact_every > 0 and self.spec.statistic.answers("of_slots")
+        self.measures_slots = policy.compaction is not None and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)
         self.queries: QueryRing | None = None
         if self.spec.slot_queries:
@@ -266,7 +266,7 @@ def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
     """
     spec, name = policy.score, f"{type(policy).__name__} with {type(policy.score.statistic).__name__}"
     if spec.slot_queries and not measures_slots:
-        raise ValueError(f"{name}: slot_queries={spec.slot_queries} are for bulk eviction, but compact_every is 0")
+        raise ValueError(f"{name}: slot_queries={spec.slot_queries} are for bulk eviction, but compaction is None")
     if measures_slots and (len(policy.tiers) > 1 or policy.residual is not None or policy.position_mode != "absolute"):
         raise ValueError(
             f"{name}: slots are measured where one tier holds every token with its position; a method with more tiers, "

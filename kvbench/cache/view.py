@@ -130,7 +130,7 @@ class PagesView(SlotsView):
     @cached_property
     def prompt_slots(self) -> Tensor:  # type: ignore[override]
         if not self._counters.prompt_slots.numel():
-            raise AttributeError("prompt_slots are counted only where compact_every > 0")
+            raise AttributeError("prompt_slots are counted only with a compaction")
         return self._counters.prompt_slots[self._lists].long().view(self.shape)
 
     @cached_property

@@ -13,7 +13,7 @@ from kvbench.config import files as listing
 from kvbench.config.files import BY_LAYER, SHARED
 from kvbench.config.settings import read_config
 from kvbench.kernels.format import PageFormat
-from kvbench.policy import ALL_QUERIES, ByLayer, Policy, Ranked, Scored
+from kvbench.policy import ALL_QUERIES, ByLayer, Compaction, Policy, Ranked, Scored
 from kvbench.runs.parts import make_policy
 
 HEAD = """# Methods
@@ -55,10 +55,8 @@ def acts(policy: Policy) -> str:
         times.append("prompt")
     if type(policy).plan_decode is not Policy.plan_decode and policy.acts_in_decode:
         times.append("every step")
-    if policy.compact_every and type(policy).compact_due is not Policy.compact_due:
-        times.append("when the budget is full")
-    elif policy.compact_every:
-        times.append(f"every {policy.compact_every} steps")
+    if (bulk := policy.compaction) is not None:
+        times.append(f"every {bulk.every} steps" if type(bulk) is Compaction else "when the budget is full")
     if (reading := policy.reading) is not None:
         share = "of the prompt's tokens" if reading.budget.unit == "ratio" else reading.budget.unit
         times.append(f"every step reads {reading.budget.value:g} {share} in pages of {reading.page_tokens}")
@@ -91,7 +89,7 @@ def slots(policy: Policy) -> list[str]:
         return ["n0"]
     if getattr(policy, "protect", "none") == "prompt":
         return ["(N + B)"]
-    shrinks = policy.acts_in_decode or policy.compact_every
+    shrinks = policy.acts_in_decode or policy.compaction
     return ["B" if shrinks else "(B + T)"]
 
 

@@ -107,7 +107,7 @@ class Steps:
         told = _Told(rows, most, device)
         state = State(StepRows(list(numbers), to_device(numbers, device)), to_device(tokens, device), told.choose)
         # Whether a bulk eviction is due has to be known before the next step.
-        ahead = 0 if self._runner.policy.compact_every else 1
+        ahead = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()
         while made < most and not told.over and (not made or self._is_free(numbers)):
             before.note()

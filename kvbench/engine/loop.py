@@ -119,7 +119,7 @@ class StepGraphs:
         device, late = self._runner.device, self._store.pages.late
         state = State(StepRows(list(rows), to_device(rows, device)), to_device(tokens, device), told)
         # Whether a bulk eviction is due has to be known before the next step.
-        ahead = 1 if late.is_late and not self._runner.policy.compact_every else 0
+        ahead = 1 if late.is_late and not self._runner.policy.compaction else 0
         late.collect()
         given = 0
         for _ in range(steps):

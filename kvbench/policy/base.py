@@ -1,7 +1,7 @@
 """The base class of all methods."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -12,6 +12,11 @@ from kvbench.policy.plans import CompactPlan, DecodePlan, PrefillPlan
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import DecodeView, PrefillView
 from kvbench.rules import check_settings
+
+
+def _declared(default: Any) -> Any:
+    """A field that no constructor takes, and that neither `==` nor `repr` looks at."""
+    return field(init=False, repr=False, compare=False, default=default)
 
 
 @dataclass(kw_only=True)
@@ -54,24 +59,24 @@ class Policy:
         fewest_tokens: The smallest budget that the method keeps to, in tokens per list.
     """
 
-    tiers: tuple[Tier, ...] = field(init=False, default=(Tier(),))
-    by_layer: TierTable | None = field(init=False, default=None)
-    codebooks: CodeBooks | None = field(init=False, default=None)
-    score: ScoreSpec = field(init=False, default=ScoreSpec())
-    limit: Budget | None = field(init=False, default=None)
-    reading: ReadSpec | None = field(init=False, default=None)
-    residual: Residual | None = field(init=False, default=None)
-    scope: Literal["head", "layer", "model"] = field(init=False, default="head")
-    position_mode: Literal["absolute", "cache_relative", "pre_rope"] = field(init=False, default="absolute")
-    granularity: Literal["kv_head", "q_head"] = field(init=False, default="kv_head")
-    acts_in_decode: bool = field(init=False, default=False)
-    compaction: Compaction | None = field(init=False, default=None)
-    needs_instruction: bool = field(init=False, default=False)
-    in_chunks: bool = field(init=False, default=True)
-    chooses_bits: bool = field(init=False, default=False)
-    budget_is_mean: bool = field(init=False, default=False)
-    budget_step: int = field(init=False, default=1)
-    fewest_tokens: int = field(init=False, default=1)
+    tiers: tuple[Tier, ...] = _declared((Tier(),))
+    by_layer: TierTable | None = _declared(None)
+    codebooks: CodeBooks | None = _declared(None)
+    score: ScoreSpec = _declared(ScoreSpec())
+    limit: Budget | None = _declared(None)
+    reading: ReadSpec | None = _declared(None)
+    residual: Residual | None = _declared(None)
+    scope: Literal["head", "layer", "model"] = _declared("head")
+    position_mode: Literal["absolute", "cache_relative", "pre_rope"] = _declared("absolute")
+    granularity: Literal["kv_head", "q_head"] = _declared("kv_head")
+    acts_in_decode: bool = _declared(False)
+    compaction: Compaction | None = _declared(None)
+    needs_instruction: bool = _declared(False)
+    in_chunks: bool = _declared(True)
+    chooses_bits: bool = _declared(False)
+    budget_is_mean: bool = _declared(False)
+    budget_step: int = _declared(1)
+    fewest_tokens: int = _declared(1)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -1,6 +1,7 @@
 """How many tokens a sequence may hold: what a method promises, and results are held to (`kvbench/results/verdict.py`).
 Methods import these from `kvbench.policy`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -30,7 +31,7 @@ class Extent:
     tokens_seen: int
     lists: int
     prompt_slots: int
-    page_tokens: int
+    page_tokens: int = 1
     slot_bytes: float = 0.0
     instruction_tokens: int = 0
     prompt_chunks: int = 1
@@ -108,3 +109,37 @@ def within(
         end_mean=ANY if at_end is None else (0, limit + at_end),
         resident_bytes=budget.value if budget.unit == "bytes" else inf,
     )
+
+
+def of_answer(extent: Extent, budget: Budget, window: int, spare: int) -> Bounds:
+    """The bounds of a sequence whose prompt is kept whole and whose answer has the budget.
+
+    Args:
+        extent: The sequence.
+        budget: Of the answer; in bytes, of both.
+        window: Last tokens that stay.
+        spare: Tokens per list that may come in before the next eviction.
+    """
+    prompt = extent.prompt_tokens
+    allowed = int(budget.value * extent.new_tokens) if budget.unit == "ratio" else int(budget.value)
+    if budget.unit == "bytes":
+        allowed = extent.budget_tokens - prompt
+    return Bounds(
+        why="protect=prompt and the budget allow",
+        prompt_mean=(prompt, prompt),
+        end_mean=(0, prompt + max(window, allowed) + spare),
+        resident_bytes=budget.value if budget.unit == "bytes" else inf,
+    )
+
+
+def quantised(extent: Extent, tiers: Sequence[int], beyond: int) -> Bounds:
+    """The bounds of a method that quantises some tokens of every sequence with more than `beyond` of them.
+
+    Args:
+        extent: The sequence.
+        tiers: Where quantised tokens lie.
+        beyond: Tokens of which none need be quantised.
+    """
+    least = 1 / extent.lists if extent.tokens_seen > beyond else 0
+    why = "were quantised, but that should be"
+    return Bounds(why=why, tiers=tuple(tiers), in_tiers=(least, extent.tokens_seen))

@@ -7,31 +7,22 @@ from typing import Annotated
 
 from kvbench.policy.base import Policy
 from kvbench.policy.declare import TierTable
-from kvbench.policy.settings import TierRule, TierText
+from kvbench.policy.settings import Readable, TierRule, TierText
 from kvbench.policy.tiers import Tier
-from kvbench.rules import Rule, Several, Whole, shown
+from kvbench.rules import Several, Whole, shown
 
 MAX_TIERS = 4
 MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True)
-class TiersByLayer(Rule):
+class TiersByLayer(Readable):
     """What `read_table` reads."""
 
-    @property
-    def text(self) -> str:
-        return (
-            "one precision per layer, such as '2*fp16 26*int4 2*fp16', with one per KV head where they differ, such as "
-            "fp16/int4; or the layers with another one, such as '0:fp16 -1:int8'"
-        )
-
-    def fits(self, value: object) -> bool:
-        try:
-            self.check("tiers_by_layer", value)
-        except ValueError:
-            return False
-        return True
+    text = (
+        "one precision per layer, such as '2*fp16 26*int4 2*fp16', with one per KV head where they differ, such as "
+        "fp16/int4; or the layers with another one, such as '0:fp16 -1:int8'"
+    )
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, str):

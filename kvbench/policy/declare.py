@@ -1,7 +1,7 @@
 """What a method declares beside its tiers: attention statistics, residual buffer, reads, layers that differ. Methods
 import these from `kvbench.policy`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -154,21 +154,17 @@ class ScoreSpec:
 
 @dataclass(frozen=True)
 class Compaction:
-    """Evictions of many tokens at once, which `Policy.plan_compact` decides.
+    """When `Policy.plan_compact` evicts many tokens at once; a subclass has a rule of its own.
 
     Args:
         every: Most tokens of a sequence that come in between two of them.
-        when: Of a view bool [S], the sequences that evict before this step; None = after every `every` tokens behind
-            the prompt.
     """
 
     every: int = 1
-    when: Callable[[DecodeView], Tensor] | None = None
 
     def due(self, view: DecodeView) -> Tensor:
-        """bool [S]: the sequences that evict before this step."""
-        if self.when is not None:
-            return self.when(view)
+        """bool [S]: the sequences that evict before this step. Default: after every `every` tokens behind the
+        prompt."""
         grown = view.tokens_seen - view.prompt_tokens
         return (grown > 0) & (grown % self.every == 0)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policy.budget import Budget
-from kvbench.policy.views import DecodeView, PrefillView
+from kvbench.policy.views import DecodeView
 
 Protect = Literal["none", "sinks", "instruction", "prompt", "answer"]
 
@@ -24,25 +24,25 @@ class Protection:
     of: Protect = "none"
     tokens: int = 4
 
-    def check(self, budget: Budget, evicts_later: bool, how_to: str) -> None:
+    def check(self, given: object, budget: Budget, no_eviction: str) -> None:
         """Refuses what cannot be protected.
 
         Args:
-            budget: The method's.
-            evicts_later: The method evicts while decoding.
-            how_to: What to set so that it does.
+            given: The method's budget, as it was written.
+            budget: The same, as it was read.
+            no_eviction: What to set so that the method evicts while decoding; empty = it does.
 
         Raises:
             ValueError: Names the settings and the remedy.
         """
-        if self.of in ("prompt", "answer") and not evicts_later:
+        if self.of in ("prompt", "answer") and no_eviction:
             raise ValueError(
-                f"protect={self.of} is about evictions while decoding, and these settings make none; {how_to}"
+                f"protect={self.of} is about evictions while decoding, and these settings make none; {no_eviction}"
             )
         if self.of == "instruction" and budget.unit == "bytes":
             raise ValueError(
-                f"budget={budget.value:g}B counts the whole cache, and how long the instruction is that protect="
-                "instruction keeps differs from text to text; give a ratio or tokens"
+                f"budget={given} counts the whole cache, and how long the instruction is that protect=instruction "
+                "keeps differs from text to text; give a ratio or tokens"
             )
 
     @property
@@ -59,20 +59,20 @@ class Protection:
         """First tokens of a sequence that are never evicted, of one with so long an instruction."""
         return max(self.sinks, instruction_tokens)
 
-    def first_of_prompt(self, view: PrefillView) -> int:
-        """First tokens of a prompt that stay."""
-        return self.first(view.instruction_tokens)
-
-    def first_held(self, view: DecodeView) -> Tensor:
-        """int64 [S]: first tokens of each sequence that no eviction takes."""
+    def first_held(self, view: DecodeView) -> int | Tensor:
+        """First tokens that no eviction takes: int64 [S] where sequences differ, else one number."""
         if self.of == "prompt":
             return view.prompt_tokens
-        if self.of == "instruction":
-            return view.instruction_tokens
-        return torch.full_like(view.prompt_tokens, self.sinks)
+        return view.instruction_tokens if self.of == "instruction" else self.sinks
+
+    def room(self, view: DecodeView, allowed: Tensor) -> Tensor:
+        """int64 [S]: tokens that a list may hold where the budget allows so many: those that are first at least."""
+        first = self.first_held(view)
+        return torch.maximum(allowed, first) if isinstance(first, Tensor) else allowed.clamp(min=first)
 
     def slots(self, view: DecodeView, pos: Tensor) -> Tensor:
         """bool [S, L, H, n]: slots at these positions that are never evicted."""
         if self.of == "answer":
             return pos >= view.prompt_tokens[:, None, None, None]
-        return pos < self.first_held(view)[:, None, None, None]
+        first = self.first_held(view)
+        return pos < (first[:, None, None, None] if isinstance(first, Tensor) else first)

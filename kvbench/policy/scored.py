@@ -1,14 +1,14 @@
 """What the methods share that rank a prompt's tokens, and where they are told to, all held tokens again later."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from kvbench.policy.bounds import Bounds, Extent, of_answer
 from kvbench.policy.budget import Budget
-from kvbench.policy.declare import ScoreSpec
-from kvbench.policy.outcomes import answer_tokens, kept_first, prompt_complaint
+from kvbench.policy.declare import Compaction, ScoreSpec
 from kvbench.policy.plans import CompactPlan, SlotArrays
 from kvbench.policy.ranked import Ranked
 from kvbench.policy.ranking import rank_descending
@@ -16,47 +16,52 @@ from kvbench.policy.statistics import Statistic
 from kvbench.policy.views import DecodeView
 from kvbench.rules import MAX_TOKENS, Whole
 
+Steps = Annotated[int, Whole(0, MAX_TOKENS, unit="steps")]
+
 
 @dataclass(kw_only=True)
 class Scored(Ranked):
-    """A method that keeps, per KV head, the tokens with the highest scores; a subclass says by which statistic.
+    """A method that keeps, per KV head, the tokens with the highest scores, and may evict again while decoding.
 
-    Its `__post_init__` calls `super().__post_init__()` and then `self.score_by(...)`.
+    Its `declare` calls `super().declare()` and then `self.rank_by(...)`, or `self.score_by(...)` for a statistic that
+    can measure held tokens again.
 
     Args:
         decode_every: Score all slots again and evict before every n-th decode step, down to each list's share of the
             prompt's budget; 0 = never.
     """
 
-    decode_every: Annotated[int, Whole(0, MAX_TOKENS, unit="steps")] = 0
+    decode_every: Steps = 0
 
-    how_to_evict_later = "set decode_every"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.compact_every = self.decode_every
+    def declare(self) -> None:
+        super().declare()
         if self.decode_every:
+            self.compaction = Compaction(self.decode_every)
             self.fewest_tokens = max(self.fewest_tokens, self.last_tokens())
 
-    def evicts_later(self) -> bool:
-        return self.decode_every > 0
+    @property
+    def no_eviction(self) -> str:
+        return "" if self.decode_every else "set decode_every"
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
-        """Declares the score.
+        """Declares a score that is measured again before every eviction.
 
         Args:
             statistic: Measures a prompt, and the slots held where `decode_every` asks for that.
             slot_queries: Last queries that it looks at while decoding.
             how: Further fields of the ScoreSpec.
         """
-        self.rank_by(
-            ScoreSpec(
-                statistic=statistic,
-                slot_queries=slot_queries if self.decode_every else 0,
-                track=("pos",) if self.decode_every else (),
-                **how,
-            )
-        )
+        later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.decode_every else {}
+        self.rank_by(ScoreSpec(statistic=statistic, **later, **how))
+
+    def sums(self, **how: Any) -> ScoreSpec:
+        """A score of attention, to which every decode step adds its own where `decode_every` asks for evictions.
+
+        Args:
+            how: Fields of the ScoreSpec.
+        """
+        later: dict[str, Any] = {"decode_update": True, "track": ("score", "pos")} if self.decode_every else {}
+        return ScoreSpec(**later, **how)
 
     def last_tokens(self) -> int:
         """Last tokens that evictions while decoding keep. Default: as many as of a prompt of any length."""
@@ -65,6 +70,20 @@ class Scored(Ranked):
     def least_tokens(self, num_prompt_tokens: int) -> int:
         more = self.last_tokens() - 1 if self.protect == "prompt" else 0
         return super().least_tokens(num_prompt_tokens) + max(0, more)
+
+    def bounds(self, extent: Extent) -> Bounds | None:
+        """The budget has to be met after the prompt, and at the end where the method also evicts while decoding."""
+        if self.threshold is not None or self.compaction is None:
+            return super().bounds(extent)
+        stays, given = self.last_tokens(), extent.allowed(self._budget, extent.tokens_seen)
+        if self.protect == "prompt":
+            return of_answer(extent, self._budget, stays, self.compaction.every)
+        if self.protect == "answer" and extent.new_tokens:
+            # Where lists share the budget, some hold little else, others their share.
+            stays = max(stays, extent.new_tokens + (given if self.budget_is_mean else 0))
+        stays = max(stays, self.protection.first(extent.instruction_tokens), given)
+        most = stays + self.compaction.every + self.shares.spare_pages * extent.page_tokens
+        return replace(self.within_budget(extent), end_mean=(0, most))
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         return self.shrink(view)
@@ -77,7 +96,7 @@ class Scored(Ranked):
             score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
         """
         slots, window = view.slots(0), self.last_tokens()
-        stays = self._protected(view, slots.pos) & slots.valid
+        stays = self.protection.slots(view, slots.pos) & slots.valid
         if self.threshold is None:
             target = answer_share(view, self._budget) if self.protect == "prompt" else self._share(view)
             return shrink_to_share(view, self._budget, window, score, stays=stays, target=target)
@@ -88,23 +107,11 @@ class Scored(Ranked):
 
     def _share(self, view: DecodeView) -> Tensor:
         """int64 [S, L, H]: `prompt_share`; what first tokens took beyond the budget does not grow with the sequence."""
-        if self.protect not in ("sinks", "instruction"):
+        if not self.protection.is_first:
             return prompt_share(view, self._budget)
         allowed = view.budget_tokens(self._budget)
-        first = view.instruction_tokens if self.protect == "instruction" else torch.full_like(allowed, self._sinks)
-        given = view.prompt_slots * allowed[:, None, None] // torch.maximum(allowed, first)[:, None, None]
-        return prompt_share(view, self._budget, given)
-
-    def _protected(self, view: DecodeView, pos: Tensor) -> Tensor:
-        """bool [S, L, H, n]: slots that `protect` never evicts."""
-        prompt = view.prompt_tokens[:, None, None, None]
-        if self.protect == "sinks":
-            return pos < self.protect_tokens
-        if self.protect == "instruction":
-            return pos < view.instruction_tokens[:, None, None, None]
-        if self.protect == "none":
-            return torch.zeros_like(pos, dtype=torch.bool)
-        return pos < prompt if self.protect == "prompt" else pos >= prompt
+        room = self.protection.room(view, allowed)[:, None, None]
+        return prompt_share(view, self._budget, view.prompt_slots * allowed[:, None, None] // room)
 
     def _per_query_held(self, view: DecodeView, slots: SlotArrays) -> Tensor:
         """Slots' scores; tracked sums divided by the queries since their token, of a prompt those that count."""
@@ -114,22 +121,6 @@ class Scored(Ranked):
         if self.score.prefill_queries > 0:
             origin = torch.maximum(origin, (view.prompt_tokens - self.score.prefill_queries)[:, None, None, None])
         return slots.score / (view.tokens_seen[:, None, None, None] - origin).clamp(min=1)
-
-    def check_outcome(self, record: dict) -> str | None:
-        """The budget has to be met after the prompt, and at the end where the method also evicts while decoding."""
-        if self.threshold is not None:
-            return None
-        kept, window = record.get("kept", {}), self.last_tokens()
-        if self.protect == "prompt":
-            return prompt_complaint(record, self._budget, window, self.compact_every)
-        first = kept_first(kept, self._sinks)
-        answer = answer_tokens(kept) if kept and self.protect == "answer" else 0
-        if answer and self.budget_is_mean:  # some lists hold little else, others their share
-            answer += kept.get("budget_tokens") or self._budget.tokens(
-                kept["tokens_seen"], kept["lists"], kept["slot_bytes"]
-            )
-        window = max(window, answer, first)
-        return self.share_complaint(record, self._budget, window, at_least=max(1, first), **self._leeway)
 
 
 def prompt_share(view: DecodeView, budget: Budget, given: Tensor | None = None) -> Tensor:

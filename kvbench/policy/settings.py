@@ -11,39 +11,32 @@ if TYPE_CHECKING:
     from kvbench.policy.base import Policy
 
 
-@dataclass(frozen=True)
-class BudgetRule(Rule):
-    """What `Budget.parse` reads."""
-
-    @property
-    def text(self) -> str:
-        return "a ratio in (0, 1] such as 0.25, a whole number of tokens per KV head, or bytes such as 8MiB"
+class Readable(Rule):
+    """What a function reads; a subclass defines `check`, which lets it refuse the rest in its own words."""
 
     def fits(self, value: object) -> bool:
         try:
-            self.check("budget", value)
+            self.check("it", value)
         except ValueError:
             return False
         return True
+
+
+@dataclass(frozen=True)
+class BudgetRule(Readable):
+    """What `Budget.parse` reads."""
+
+    text = "a ratio in (0, 1] such as 0.25, a whole number of tokens per KV head, or bytes such as 8MiB"
 
     def check(self, name: str, value: object) -> None:
         Budget.parse(value, name)
 
 
 @dataclass(frozen=True)
-class TierRule(Rule):
+class TierRule(Readable):
     """What `Tier.parse` reads."""
 
-    @property
-    def text(self) -> str:
-        return f"a precision: {', '.join(NAMED)}, k<bits>v<bits> such as k8v4, or lloyd-k<bits>v<bits>"
-
-    def fits(self, value: object) -> bool:
-        try:
-            self.check("tier", value)
-        except ValueError:
-            return False
-        return True
+    text = f"a precision: {', '.join(NAMED)}, k<bits>v<bits> such as k8v4, or lloyd-k<bits>v<bits>"
 
     def check(self, name: str, value: object) -> None:
         Tier.parse(value, name)

@@ -1,13 +1,13 @@
 """What the methods share that make room for each new token: one goes at every step, from the first on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.policy.outcomes import answer_tokens, prompt_complaint
-from kvbench.policy.plans import DecodePlan
+from kvbench.policy.bounds import Bounds, Extent, of_answer
+from kvbench.policy.plans import APPEND, DecodePlan
 from kvbench.policy.ranked import Ranked
 from kvbench.policy.scored import answer_share
 from kvbench.policy.views import DecodeView
@@ -17,18 +17,24 @@ from kvbench.policy.views import DecodeView
 class Stepwise(Ranked):
     """A method whose new tokens take the slots of the lightest ones once a list is full.
 
-    A subclass declares a score with `decode_update` and `track=("score", "pos")`, and its `plan_decode` calls
-    `make_room`.
+    A subclass declares a score with `decode_update` and `track=("score", "pos")`.
+
+    Args:
+        recent_share: Share of the budget that is the recent window, in [0, 1].
     """
 
     acts_in_decode = True
+    recent_share: float = field(init=False, repr=False, compare=False, default=0.0)
 
-    def evicts_later(self) -> bool:
-        return True
+    @property
+    def no_eviction(self) -> str:
+        return ""
 
-    def recent_tokens(self, budget: Tensor) -> Tensor:
-        """int64 [S]: last tokens that a step never drops, of so many that a list may hold. Default: none."""
-        return torch.zeros_like(budget)
+    def always(self, budget: int) -> tuple[int, int]:
+        return 0, int(budget * self.recent_share)
+
+    def plan_decode(self, view: DecodeView) -> DecodePlan:
+        return self.make_room(view)
 
     def make_room(self, view: DecodeView, over_layer: bool = False) -> DecodePlan:
         """The lightest token of each list that is full makes room; what is protected stays. With a threshold it goes
@@ -41,10 +47,12 @@ class Stepwise(Ranked):
         by: Literal["mean", "score"] = "score"
         if self.threshold is not None and not self.score.decode_replace:
             by = "mean"
-        first = self._first(view)
+        first = self.protection.first_held(view)
         allowed = self._allowed(view)
-        before = view.tokens_seen - self.recent_tokens(allowed)
-        if self.protect in ("sinks", "instruction"):  # the recent ones yield to them, as in the prompt's plan
+        before = view.tokens_seen
+        if self.recent_share:  # the prompt's number of recent tokens: 0.29 x 100 differs in fp32
+            before = before - (allowed.double() * self.recent_share).long()
+        if self.protection.is_first:  # the recent ones yield to them, as in the prompt's plan
             before = torch.maximum(before, view.tokens_seen - (allowed - first))
         if self.protect == "answer":
             before = torch.minimum(before, view.prompt_tokens)
@@ -56,13 +64,7 @@ class Stepwise(Ranked):
         goes = lightest.found & full
         if self.threshold is not None:
             goes = goes & (lightest.value < self.threshold)
-        return DecodePlan(slot=torch.where(goes, lightest.slot, -1))
-
-    def _first(self, view: DecodeView) -> int | Tensor:
-        """First tokens that no step drops."""
-        if self.protect == "prompt":
-            return view.prompt_tokens
-        return view.instruction_tokens if self.protect == "instruction" else self._sinks
+        return DecodePlan(slot=torch.where(goes, lightest.slot, APPEND))
 
     def _allowed(self, view: DecodeView) -> Tensor:
         """int64 [S]: tokens that a list may hold, of the answer where the prompt is protected, and of the prompt's
@@ -71,19 +73,15 @@ class Stepwise(Ranked):
             return view.prompt_tokens
         if self.protect == "prompt":
             return answer_share(view, self._budget)[:, 0, 0] - view.prompt_tokens
-        allowed, first = view.budget_tokens(self._budget), self._first(view)
-        return torch.maximum(allowed, first) if isinstance(first, Tensor) else allowed.clamp(min=first)
+        return self.protection.room(view, view.budget_tokens(self._budget))
 
-    def check_outcome(self, record: dict) -> str | None:
-        kept = record.get("kept", {})
-        if self.threshold is not None or not kept or not self.acts_in_decode:
-            return super().check_outcome(record)
+    def bounds(self, extent: Extent) -> Bounds | None:
+        if self.threshold is not None or not self.acts_in_decode:
+            return super().bounds(extent)
         if self.protect == "prompt":
-            return prompt_complaint(record, self._budget, 0, 1)
-        spare = 1
+            return of_answer(extent, self._budget, 0, 1)
+        spare, new = 1, extent.new_tokens
         if self.protect == "answer":
-            given = kept.get("budget_tokens") or self._budget.tokens(
-                kept["prompt_tokens"], kept["lists"], kept["slot_bytes"]
-            )
-            spare += answer_tokens(kept) if self.budget_is_mean else max(0, answer_tokens(kept) - given)
-        return self.prompt_budget_complaint(record, at_end=spare)
+            given = extent.allowed(self._budget, extent.prompt_tokens)
+            spare += new if self.budget_is_mean else max(0, new - given)
+        return self.within_budget(extent, at_end=spare)

@@ -109,7 +109,7 @@ class DecodeView(ABC):
     Attributes:
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
         prompt_tokens: int64 [S]: prompt length.
-        prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only where `compact_every` > 0.
+        prompt_slots: int64 [S, L, H]: slots that the prompt's plan gave each list; only with a `compaction`.
         instruction_tokens: int64 [S]: first tokens of the prompt that are its instruction; only with
             `needs_instruction`.
         shape: (S, L, H).

@@ -52,13 +52,13 @@ def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
 
     A method that did nothing, and a run in which no sample ended well, would otherwise pass as a result.
     """
+    from kvbench.results.verdict import complaint
+
     ok = [record for record in records if record["status"] == "ok"]
     if not ok:
         first = records[0]
         return f"no sample ended well; the first, {first['sample_id']}, ended as {first['status']}: {first['message']}"
-    complaints = [
-        (record["sample_id"], text) for record in ok if (text := experiment.policy.check_outcome(dict(record)))
-    ]
+    complaints = [(record["sample_id"], text) for record in ok if (text := complaint(experiment.policy, record))]
     if complaints:
         sample_id, text = complaints[0]
         where = f"in {len(complaints)} of {len(ok)} samples: {text} (sample {sample_id})"
@@ -68,6 +68,8 @@ def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
 
 def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
     """Fill the numbers of `run.json` from the journal."""
+    from kvbench.results.verdict import remark
+
     task, records = experiment.task, list(journal.records.values())
     record.weighting = task.weighting
     record.metrics = summary.metrics(records, task.metrics, task.primary, task.weighting)
@@ -80,7 +82,7 @@ def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> No
     record.kept = summary.means(item["kept"] for item in records if item["status"] == "ok")
     record.timing = summary.timing(records, sum(session.wall_s for session in record.sessions))
     ok = [dict(item) for item in records if item["status"] == "ok"]
-    record.remark = experiment.policy.remark(ok)
+    record.remark = remark(experiment.policy, ok)
     _count(experiment, record, journal)
 
 

@@ -10,11 +10,21 @@ import torch
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
-from kvbench.policy import APPEND, EVICT, CompactPlan, DecodePlan, Policy, PrefillPlan, ScoreSpec, Tier
+from kvbench.policy import APPEND, EVICT, Compaction, CompactPlan, DecodePlan, Policy, PrefillPlan, ScoreSpec, Tier
 
 LAYERS, HEADS, DIM, TOKENS = 2, 3, 16, 11
 SHAPE = (2, LAYERS, HEADS)
 BACKENDS = ("torch", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Compaction):
+    """Is due as told."""
+
+    rule: Callable
+
+    def due(self, view):
+        return self.rule(view)
 
 
 @dataclass(kw_only=True)
@@ -28,8 +38,11 @@ class Newcomer(Policy):
     tiers: ClassVar = (Tier(k_bits=8, v_bits=4), Tier(k_bits=4, v_bits=2))
     score: ClassVar = ScoreSpec(prefill_queries=4, decode_update=True, track=("score", "pos"))
     acts_in_decode: bool = True
-    compact_every: ClassVar = 1
     asked: list = field(default_factory=list)
+
+    def declare(self):
+        """Evicts in bulk as told."""
+        self.compaction = Told(rule=self.due)
 
     def plan_prefill(self, view):
         """As told."""
@@ -38,10 +51,6 @@ class Newcomer(Policy):
     def plan_decode(self, view):
         """As told."""
         return self.step(view)
-
-    def compact_due(self, view):
-        """As told."""
-        return self.due(view)
 
     def plan_compact(self, view):
         """As told."""
@@ -450,5 +459,5 @@ def test_whose_turn_it_is_must_be_said_by_a_mask(due, rule: str):
     """Row numbers would be taken for rows of the step, which they are not."""
     store = store_of(Newcomer(due=lambda view: due))
     rows = [prefill(store), prefill(store, seed=1)]
-    with pytest.raises(ValueError, match=rf"^Newcomer\.compact_due, decode step at token 11: {rule}$"):
+    with pytest.raises(ValueError, match=rf"^Newcomer\.compaction, decode step at token 11: {rule}$"):
         step(store, rows)

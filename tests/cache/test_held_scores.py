@@ -11,7 +11,7 @@ from store_helpers import held_positions, make_store
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.methods.keydiff import KeyDifference
 from kvbench.methods.r_kv import RKV
-from kvbench.policy import CompactPlan, PrefillPlan, Scored, ScoreSpec, Statistic, shrink_to_share
+from kvbench.policy import Compaction, CompactPlan, PrefillPlan, Scored, ScoreSpec, Statistic, shrink_to_share
 
 DIM, PROMPT = 8, 30
 
@@ -37,9 +37,9 @@ class Spying(Scored):
 
     def __post_init__(self):
         super().__post_init__()
-        self.score, self.compact_every = (
+        self.score, self.compaction = (
             ScoreSpec(statistic=Spy(), prefill_queries=2, slot_queries=5, track=("score", "pos"), decode_update=True),
-            3,
+            Compaction(3),
         )
         self.views = []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats, compile_tier
-from kvbench.policy import Budget, Policy, ReadSpec, Residual, ScoreSpec, Tier
+from kvbench.policy import Budget, Compaction, Policy, ReadSpec, Residual, ScoreSpec, Tier
 
 SHAPE = ModelShape(
     num_layers=3, num_q_heads=6, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu")
@@ -85,7 +85,7 @@ def test_keys_with_scales_per_channel():
         ),
         ({"score": ScoreSpec(track=("pos",)), "residual": Residual(num_tokens=8)}, "behind a residual buffer"),
         ({"reading": READING, "acts_in_decode": True}, "read by bounds only"),
-        ({"reading": READING, "compact_every": 1}, "read by bounds only"),
+        ({"reading": READING, "compaction": Compaction()}, "read by bounds only"),
         ({"reading": READING, "score": ScoreSpec(decode_update=True, track=("score",))}, "read by bounds only"),
         ({"reading": READING, "residual": Residual(num_tokens=8)}, "read by bounds only"),
         ({"reading": READING, "tiers": (Tier(), Tier(k_bits=8))}, "read by bounds only"),

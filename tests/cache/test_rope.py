@@ -7,7 +7,7 @@ import torch
 
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.rope import Rope
-from kvbench.policy import Policy
+from kvbench.policy import Compaction, Policy
 
 INV_FREQ = torch.tensor([1.0, 0.25])
 SHAPE = ModelShape(
@@ -83,7 +83,7 @@ def test_a_later_tier_holds_the_earlier_tokens_of_a_single_head():
         assert torch.equal(tier.rotation.angles(8), ((torch.arange(8.0) + first)[:, None] * INV_FREQ)[None])
 
 
-@pytest.mark.parametrize("rule", [{"acts_in_decode": True}, {"compact_every": 8}])
+@pytest.mark.parametrize("rule", [{"acts_in_decode": True}, {"compaction": Compaction(8)}])
 def test_tokens_that_leave_their_slots_cannot_be_turned_by_them(rule):
     """Eviction and positions that are read off the slot do not go together."""
     policy = type("Moving", (Policy,), {"position_mode": "pre_rope", **rule})()

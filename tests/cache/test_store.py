@@ -10,7 +10,7 @@ from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.vatp import VATP
-from kvbench.policy import Policy, PrefillPlan, PrefillView, ScoreSpec, Tier
+from kvbench.policy import Compaction, Policy, PrefillPlan, PrefillView, ScoreSpec, Tier
 
 LAYERS, HEADS, GROUP = 2, 2, 3
 
@@ -281,15 +281,15 @@ def test_a_plan_of_the_wrong_shape_is_noticed():
 
 
 def test_bulk_eviction_must_be_defined_where_it_is_announced():
-    """A policy with `compact_every` but no `plan_compact` says so at the first compaction."""
+    """A policy with `compaction` but no `plan_compact` says so at the first compaction."""
 
     class Silent(Keep):
-        compact_every = 1
+        compaction = Compaction()
 
     store, layers = store_of(Silent()), tokens(64, 8)
     row = prefill(store, layers, 5)
     step(store, [row], [layers], 5)
-    with pytest.raises(NotImplementedError, match="Silent sets compact_every but does not define plan_compact"):
+    with pytest.raises(NotImplementedError, match="Silent sets compaction but does not define plan_compact"):
         step(store, [row], [layers], 6)
 
 

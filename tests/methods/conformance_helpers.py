@@ -118,7 +118,7 @@ def protected(policy: Policy, num_prompt_tokens: int, tokens_seen: int) -> set[i
     """Positions that the method's own fields promise to keep, by the names in this file's first lines."""
     sinks, length = getattr(policy, "sinks", 0), num_prompt_tokens
     budget = Budget.parse(policy.budget) if getattr(policy, "budget", None) is not None else None
-    end = tokens_seen if policy.acts_in_decode or policy.compact_every else length
+    end = tokens_seen if policy.acts_in_decode or policy.compaction else length
     last = getattr(policy, "window", 0) or getattr(policy, "recent", 0)
     if getattr(policy, "recent_share", 0) and not last:
         last = int(budget.tokens(length, 1, 1.0) * policy.recent_share)

@@ -34,8 +34,7 @@ from selection import per_path, spread
 from kvbench.cache.buffered import Buffered
 from kvbench.cli import method_table
 from kvbench.methods.full import Full
-from kvbench.policy import Policy, ReadSpec, Residual, ScoreSpec, Tier
-from kvbench.policy.base import Declarations
+from kvbench.policy import Compaction, Policy, ReadSpec, Residual, ScoreSpec, Tier
 
 
 @pytest.fixture
@@ -89,15 +88,15 @@ def test_further_settings_change_the_method(case):
 
 @pytest.mark.parametrize("name", sorted({*METHODS, *cases()}))
 def test_declarations_fit_together(name):
-    """What a method declares has the type that the contract names, stays as `__post_init__` left it, and is the same
+    """What a method declares has the type that the contract names, stays as `declare` left it, and is the same
     for a policy that is made again from its fields."""
-    policy, types = policy_of(name), get_type_hints(Declarations)
+    policy, types = policy_of(name), get_type_hints(Policy)
     assert 1 <= len(policy.tiers) <= 4 and all(isinstance(tier, Tier) for tier in policy.tiers)
     assert isinstance(policy.score, ScoreSpec)
     assert isinstance(policy.residual, Residual | None) and isinstance(policy.reading, ReadSpec | None)
     for item in ("scope", "position_mode", "granularity"):
         assert getattr(policy, item) in get_args(types[item])
-    assert isinstance(policy.acts_in_decode, bool) and isinstance(policy.compact_every, int)
+    assert isinstance(policy.acts_in_decode, bool) and isinstance(policy.compaction, Compaction | None)
     assert not any(isinstance(inspect.getattr_static(policy, item), property) for item in types)
     again = type(policy)(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
     assert again == policy and again is not policy

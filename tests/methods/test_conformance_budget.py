@@ -9,6 +9,7 @@ from selection import spread
 
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier
+from kvbench.results.verdict import complaint
 
 BUDGETS = (0.2, 0.5, 0.85, 60)
 BUDGETED = having("budget")
@@ -26,7 +27,7 @@ def test_the_budget_is_met_at_four_budgets(tiny_model, name, budget):
     kept, page = outcome.kept, outcome.kept["page_tokens"]
     asked = Budget.parse(budget).tokens(400, kept["lists"], kept["slot_bytes"])
     asked = 400 if keeps_prompts(policy) else max(asked, getattr(policy, "floor_tokens", 0))
-    assert policy.check_outcome(vars(outcome)) is None
+    assert complaint(policy, vars(outcome)) is None
     assert abs(kept["prompt_slots"] / kept["lists"] - asked) <= page
     held = sum(kept["slots_per_tier"]) / kept["lists"]
     assert held <= asked + page + (1 if policy.acts_in_decode else 10)
@@ -59,7 +60,7 @@ def test_a_byte_budget_is_met_at_five_budgets(tiny_model, name, parts):
         outcome = answers(loaded, policy, [asked], on_step=look)["0", 0]
         fullest.append(outcome.ledger["peak_bytes"] - outcome.ledger["staging_peak_bytes"])  # or behind the prompt
         page, block = outcome.ledger["page_bytes"] + 4, getattr(policy, "block", 0) * outcome.kept["slot_bytes"]
-        assert outcome.status == "ok" and policy.check_outcome(vars(outcome)) is None
+        assert outcome.status == "ok" and complaint(policy, vars(outcome)) is None
         assert budget - outcome.kept["lists"] * (page + block) < max(fullest) <= budget
         assert outcome.kept["budget_tokens"] >= most
         most = outcome.kept["budget_tokens"]
@@ -75,7 +76,7 @@ def test_a_missed_budget_fails_the_run(tiny_model, name):
     for count in (4,) if keeps_prompts(policy) else (None, 4):
         outcome = answers(loaded, keeping(policy, count), asked)["0", 0]
         assert outcome.kept["prompt_slots_max"] == (count or 400)
-        message = policy.check_outcome(vars(outcome))
+        message = complaint(policy, vars(outcome))
         assert message is not None and said in message.replace("208", "200")
 
 
@@ -97,8 +98,8 @@ def test_a_cache_that_only_grows_fails_the_run(tiny_model, name, changes):
     if keeps_prompts(policy):
         policy = policy_of(name, budget=5, **changes)  # tokens of the answer
     asked = [request("0", random_tokens(120), max_new_tokens=57)]
-    assert policy.check_outcome(vars(answers(loaded, policy, asked)["0", 0])) is None
-    message = policy.check_outcome(vars(answers(loaded, idle(policy), asked)["0", 0]))
+    assert complaint(policy, vars(answers(loaded, policy, asked)["0", 0])) is None
+    message = complaint(policy, vars(answers(loaded, idle(policy), asked)["0", 0]))
     assert message is not None and "held at the end" in message
 
 

@@ -9,6 +9,7 @@ from store_helpers import held_positions
 from kvbench.cache.ledger import ITEMS
 from kvbench.engine.runner import Runner
 from kvbench.policy import check_chunk
+from kvbench.results.verdict import complaint
 
 CHUNK, LENGTH, STEPS = 64, 200, 3  # 8 + 3 x 64
 REFUSED = {
@@ -102,7 +103,7 @@ def test_a_method_reads_in_chunks(loaded, case):
             logits = runner.step([row], [token])[0]
         assert torch.isfinite(logits).all()
         ledger, kept = runner.store.ledger.report(row)
-        assert policy.check_outcome({"ledger": ledger, "kept": kept}) is None
+        assert complaint(policy, {"ledger": ledger, "kept": kept}) is None
         assert kept["prompt_chunks"] == 4 and kept["prompt_tokens"] == LENGTH
         assert ledger["peak_bytes"] >= ledger["resident_bytes"] and ledger["one_shot_peak_bytes"]
         runner.close(row)

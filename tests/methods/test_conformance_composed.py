@@ -9,6 +9,7 @@ from hydra.errors import InstantiationException
 from kvbench.cache import ledger
 from kvbench.config.files import SHARED
 from kvbench.policy import Ranked, Scored
+from kvbench.results.verdict import complaint
 from kvbench.rules import declared
 
 PROMPTS, NEW_TOKENS, BUDGET = (7, 60), 13, 0.4
@@ -100,7 +101,7 @@ def test_a_composed_method_keeps_its_budget(tiny_model, name, setting):
             asked = max(asked, 5)
         if setting == "threshold" or keeps_prompts(policy):
             asked = length
-        assert outcome.status == "ok" and policy.check_outcome(vars(outcome)) is None
+        assert outcome.status == "ok" and complaint(policy, vars(outcome)) is None
         lists = LAYERS * HEADS
         assert (asked - short) * lists <= kept["prompt_slots"] <= asked * lists and kept["prompt_slots_min"] >= 1
         assert kept["prompt_slots_max"] - kept["prompt_slots_min"] <= short or policy.allocation != "uniform"
@@ -125,7 +126,7 @@ def test_a_composed_method_keeps_to_its_shares_while_decoding(tiny_model, name, 
         counts.append(running.store.holding.slots_per_tier(lists)[0].tolist())
 
     outcome = answers(loaded, policy, [asked], on_step=look)["0", 0]
-    assert policy.check_outcome(vars(outcome)) is None
+    assert complaint(policy, vars(outcome)) is None
     at_first = [count - 1 for count in counts[0]]
     assert sum(at_first) == 30 * LAYERS * HEADS
     assert counts[16] == [count + 1 for count in at_first]
@@ -144,7 +145,7 @@ def first_held(loaded, policy, **fields) -> list[set[int]]:
         found[:] = [set(pos[valid].tolist()) for pos, valid in rows]
 
     asked = request("0", random_tokens(60), max_new_tokens=15, **fields)
-    assert policy.check_outcome(vars(answers(loaded, policy, [asked], on_step=look)["0", 0])) is None
+    assert complaint(policy, vars(answers(loaded, policy, [asked], on_step=look)["0", 0])) is None
     return found
 
 
@@ -189,5 +190,5 @@ def test_bytes_beside_a_protected_prompt_are_kept_to(tiny_model, name):
     asked = request("0", random_tokens(60), max_new_tokens=40)
     outcome = answers(tiny_model("llama", "gqa3", 64), policy, [asked])["0", 0]
     kept, lists = outcome.kept, LAYERS * HEADS
-    assert outcome.ledger["resident_bytes"] <= 75 << 10 and policy.check_outcome(vars(outcome)) is None
+    assert outcome.ledger["resident_bytes"] <= 75 << 10 and complaint(policy, vars(outcome)) is None
     assert kept["prompt_slots"] == 60 * lists and 60 * lists < sum(kept["slots_per_tier"]) < kept["tokens_seen"] * lists

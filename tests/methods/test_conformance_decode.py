@@ -10,6 +10,7 @@ from engine_helpers import answers, random_tokens, request
 from selection import spread
 
 from kvbench.cache import ledger
+from kvbench.results.verdict import complaint
 
 # Prompt tokens and decode steps; five tokens are fewer than any window. The long one needs more than one chunk of the
 # C++ kernels, and both residual buffers of 128 tokens overflow: that of the long row, which begins with 116, twice.
@@ -61,4 +62,4 @@ def test_long_answers_to_short_and_long_prompts(tiny_model, name, prompts):
         fields = 4 * len(policy.score.track)  # score and position, four bytes each
         if policy.reading is None:  # bounds of pages are counted with the tracked fields
             assert held["track_bytes"] == fields * sum(kept["slots_per_tier"])
-        assert policy.check_outcome(vars(outcome)) is None
+        assert complaint(policy, vars(outcome)) is None

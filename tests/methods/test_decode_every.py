@@ -67,7 +67,7 @@ def test_a_short_prompt_grows_up_to_the_budget():
 def test_off_by_default(method):
     """Without the option nothing is tracked or evicted after the prompt."""
     policy = method(budget=40)
-    assert policy.compact_every == 0 and policy.score.track == () and not policy.score.decode_update
+    assert policy.compaction is None and policy.score.track == () and not policy.score.decode_update
     with pytest.raises(ValueError, match="decode_every=-1 must be a whole number of steps from 0"):
         method(budget=40, decode_every=-1)
 

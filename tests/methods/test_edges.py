@@ -22,6 +22,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import TOVA
 from kvbench.policy import Budget, Policy, keep_blocks, largest_remainder, pyramid_budgets, share_with_cap
+from kvbench.results.verdict import complaint
 
 # Constants of the methods' sources, read in the code that the YAML names; `make docs` would follow any change.
 CONSTANTS = {
@@ -204,11 +205,11 @@ def contents(store, row):
 
 
 # Records of four lists that kept `most` and on average `average` of a prompt of 100 tokens, and at the end `end` each.
-def complaint(policy: Policy, most: float, average: float, end: float = 0.0) -> str | None:
+def complained(policy: Policy, most: float, average: float, end: float = 0.0) -> str | None:
     """What the method's own check says to such a record."""
     kept = {"lists": 4, "prompt_tokens": 100, "tokens_seen": 100, "page_tokens": 8, "slot_bytes": 2.0}
     slots = {"prompt_slots_max": most, "prompt_slots": 4 * average, "slots_per_tier": [4 * end]}
-    return policy.check_outcome({"kept": kept | slots})
+    return complaint(policy, {"kept": kept | slots})
 
 
 @pytest.mark.parametrize(
@@ -224,8 +225,8 @@ def complaint(policy: Policy, most: float, average: float, end: float = 0.0) -> 
 def test_what_a_method_holds_at_the_end_is_checked_to_the_token(policy, spare):
     """The budget, and the one token that a step adds where the victim goes when the next one begins."""
     limit = int(Budget.parse(policy.budget).value)
-    assert complaint(policy, limit, limit, limit + spare) is None
-    assert "held at the end" in complaint(policy, limit, limit, limit + spare + 0.25)
+    assert complained(policy, limit, limit, limit + spare) is None
+    assert "held at the end" in complained(policy, limit, limit, limit + spare + 0.25)
 
 
 @pytest.mark.parametrize(
@@ -248,13 +249,13 @@ def test_what_a_method_holds_at_the_end_is_checked_to_the_token(policy, spare):
 def test_a_budget_is_of_every_list_or_of_their_mean(policy, mean):
     """One list with more than the budget is wrong, unless lists share one."""
     limit = int(Budget.parse(policy.budget).value)
-    assert complaint(policy, limit, limit) is None
-    assert (complaint(policy, limit + 20, limit) is None) == mean
-    assert complaint(policy, limit + 20, limit + 0.25) is not None
+    assert complained(policy, limit, limit) is None
+    assert (complained(policy, limit + 20, limit) is None) == mean
+    assert complained(policy, limit + 20, limit + 0.25) is not None
 
 
 def test_one_shot_methods_may_hold_what_they_like_at_the_end():
     """Only what the prompt left is held to the budget where nothing is evicted later."""
     for policy in (H2O(budget=40, one_shot=True), KVCompress(budget=48), SnapKV(budget=40, window=8)):
         limit = int(Budget.parse(policy.budget).value)
-        assert complaint(policy, limit, limit, 99) is None
+        assert complained(policy, limit, limit, 99) is None

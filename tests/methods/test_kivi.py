@@ -6,6 +6,7 @@ from store_helpers import golden, make_store, plain_attention
 
 from kvbench.methods.kivi import Kivi
 from kvbench.policy import Residual
+from kvbench.results.verdict import complaint
 
 
 class ShortResidual(Kivi):
@@ -149,11 +150,14 @@ def test_quantised_tokens_cost_the_golden_bytes(bits, group):
 
 def test_a_policy_that_never_quantises_is_caught():
     """When twice the residual was seen and no page was written, the method's check says so."""
-    policy = Kivi(group=8, residual_tokens=8)
-    assert policy.check_outcome({"kept": {"tokens_seen": 20, "slots_per_tier": [16, 4]}}) is None
-    assert policy.check_outcome({"kept": {"tokens_seen": 15, "slots_per_tier": [0, 15]}}) is None
-    message = policy.check_outcome({"kept": {"tokens_seen": 20, "slots_per_tier": [0, 20]}})
-    assert message == "20 tokens seen but none was quantised"
+    policy, kept = (
+        Kivi(group=8, residual_tokens=8),
+        {"lists": 1, "prompt_tokens": 9, "prompt_slots": 9, "page_tokens": 8},
+    )
+    assert complaint(policy, {"kept": kept | {"tokens_seen": 20, "slots_per_tier": [16, 4]}}) is None
+    assert complaint(policy, {"kept": kept | {"tokens_seen": 15, "slots_per_tier": [0, 15]}}) is None
+    message = complaint(policy, {"kept": kept | {"tokens_seen": 20, "slots_per_tier": [0, 20]}})
+    assert message == "0 of 20 tokens per head were quantised, but that should be at least 1"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from store_helpers import golden, held_positions, held_scores, make_store
 from kvbench.kernels.reference.attention import column_scores, reduce_scores
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.policy import keep_blocks
+from kvbench.results.verdict import complaint
 
 METRICS = [[5.0, 1.0, 4.0, 2.0, 9.0], [3.0, 6.0]]
 
@@ -222,7 +223,7 @@ def test_the_floor_is_kept(variant, steps):
         held = [len(positions) for positions in held_positions(store, row)]
         assert tokens * 4 - 16 * 4 < sum(held) - 4 * (steps > 0) <= tokens * 4
         _, kept = store.ledger.report(row)
-        assert policy.check_outcome({"kept": kept}) is None
+        assert complaint(policy, {"kept": kept}) is None
 
 
 def test_an_overshoot_fails_the_run():
@@ -230,10 +231,10 @@ def test_an_overshoot_fails_the_run():
     policy = KVCompress(budget=64, continual=True)
     store, row = run_store(policy, 200, 40)
     _, kept = store.ledger.report(row)
-    assert policy.check_outcome({"kept": kept}) is None
+    assert complaint(policy, {"kept": kept}) is None
     full = kept | {"slots_per_tier": [65 * 4]}
-    assert policy.check_outcome({"kept": full}) is None
-    message = policy.check_outcome({"kept": kept | {"slots_per_tier": [66 * 4]}})
+    assert complaint(policy, {"kept": full}) is None
+    message = complaint(policy, {"kept": kept | {"slots_per_tier": [66 * 4]}})
     assert message == "66 tokens per head held at the end, but the budget 64 tokens allows 65"
 
 

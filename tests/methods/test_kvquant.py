@@ -15,6 +15,7 @@ from kvbench.cache.store import CompressedStore
 from kvbench.errors import NotForModel
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.kvquant import KVQuant
+from kvbench.results.verdict import complaint
 
 DIM, HEADS, GROUP, LAYERS, SCALE = 16, 2, 3, 2, 0.25
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
@@ -289,11 +290,23 @@ def test_a_run_that_never_coded_is_caught():
     """All tokens in 16 bits: as it should be where all are sinks, and not with one more."""
     policy = KVQuant(books=BOOKS, sinks=4)
 
-    def complaint(coded: int, sinks: int) -> str | None:
-        return policy.check_outcome({"kept": {"tokens_seen": coded + sinks, "slots_per_tier": [coded, sinks]}})
+    def found(coded: int, sinks: int) -> str | None:
+        return complaint(
+            policy,
+            {
+                "kept": {
+                    "lists": 1,
+                    "prompt_tokens": 4,
+                    "prompt_slots": 4,
+                    "page_tokens": 8,
+                    "tokens_seen": coded + sinks,
+                    "slots_per_tier": [coded, sinks],
+                }
+            },
+        )
 
-    assert complaint(0, 4) is None and complaint(1, 4) is None
-    assert complaint(0, 5) == "5 tokens seen but none was quantised"
+    assert found(0, 4) is None and found(1, 4) is None
+    assert found(0, 5) == "0 of 5 tokens per head were quantised, but that should be at least 1"
 
 
 def test_triton_takes_the_reference_and_says_so():

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.policy import Policy, Tier
+from kvbench.results.verdict import complaint
 
 DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
@@ -158,11 +159,23 @@ def test_a_run_that_never_quantised_is_caught():
     """More than two groups seen and no page written: not with two groups, and not with a slot in a page."""
     policy = KVQuantStyle(group=8)
 
-    def complaint(seen: int, paged: int) -> str | None:
-        return policy.check_outcome({"kept": {"tokens_seen": seen, "slots_per_tier": [paged, seen - paged]}})
+    def found(seen: int, paged: int) -> str | None:
+        return complaint(
+            policy,
+            {
+                "kept": {
+                    "lists": 1,
+                    "prompt_tokens": 4,
+                    "prompt_slots": 4,
+                    "page_tokens": 8,
+                    "tokens_seen": seen,
+                    "slots_per_tier": [paged, seen - paged],
+                }
+            },
+        )
 
-    assert complaint(16, 0) is None and complaint(17, 1) is None
-    assert complaint(17, 0) == "17 tokens seen but none was quantised"
+    assert found(16, 0) is None and found(17, 1) is None
+    assert found(17, 0) == "0 of 17 tokens per head were quantised, but that should be at least 1"
 
 
 def test_policies_that_lose_slots_are_refused():

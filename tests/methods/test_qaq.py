@@ -7,6 +7,7 @@ import torch
 from store_helpers import causal_probabilities, held_positions, make_store
 
 from kvbench.methods.qaq import QAQ
+from kvbench.results.verdict import complaint, remark
 
 HEADS, GROUP, LENGTH, DIM = 2, 2, 40, 16
 
@@ -74,11 +75,11 @@ def test_formats_and_bytes_follow_from_the_pairs():
     assert items["payload_bytes"] == sum(n * DIM * bits // 8 for n, bits in zip(held, (12, 10, 6, 4), strict=True))
     assert items["quant_meta_bytes"] == 8 * HEADS * LENGTH and sum(held) == HEADS * LENGTH
     kept = store.ledger.report(row)[1]
-    assert policy.check_outcome({"kept": kept}) is None
+    assert complaint(policy, {"kept": kept}) is None
     wrong = kept | {"slots_per_tier": [kept["slots_per_tier"][0] - 1, *kept["slots_per_tier"][1:]]}
-    assert "nothing is evicted" in policy.check_outcome({"kept": wrong})
+    assert "nothing is evicted" in complaint(policy, {"kept": wrong})
     keys = (8 * (held[0] + held[1]) + 2 * (held[2] + held[3])) / sum(held)
-    assert f"keys have {keys:.2f} and values" in policy.remark([{"kept": kept}])
+    assert f"keys have {keys:.2f} and values" in remark(policy, [{"kept": kept}])
 
 
 def test_a_prompt_of_one_token():

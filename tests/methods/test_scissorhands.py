@@ -203,4 +203,4 @@ def test_a_drop_is_due_when_the_budget_is_full(prompt, drop, dropped):
     for _ in range(20):
         due.append(held == 4)
         held = held - dropped + 1 if held == 4 else held + 1
-    assert Scissorhands(budget=4, drop=drop).compact_due(view).tolist() == due
+    assert Scissorhands(budget=4, drop=drop).compaction.due(view).tolist() == due

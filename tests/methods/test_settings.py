@@ -10,6 +10,7 @@ from wrong_values import wrong
 
 from kvbench.config.files import SHARED
 from kvbench.policy.settings import BudgetRule, check_sizes
+from kvbench.results.verdict import complaint
 from kvbench.rules import Number, Text, Whole, declared
 from kvbench.runs.parts import make_policy, policy_class
 
@@ -100,4 +101,4 @@ def test_a_class_has_the_defaults_of_its_file(name):
     assert {field: value for field, value in own.items() if field in listed or field not in SHARED} | {
         "table": None
     } == {**{key: value for key, value in listed.items() if key != "_target_"}, "table": None}
-    assert policy.check_outcome({}) is None  # a record without slots says nothing
+    assert complaint(policy, {}) is None  # a record without slots says nothing

@@ -10,6 +10,7 @@ from kvbench.kernels.reference.attention import reduce_scores
 from kvbench.methods.lagkv import LagKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import PrefillPlan
+from kvbench.results.verdict import complaint
 
 
 def kept_of(plan: PrefillPlan) -> list[int]:
@@ -170,7 +171,7 @@ def test_budget_is_met_exactly_and_passes_its_own_check(budget, num_tokens, expe
     store.prefill_layer(row, 0, q, k, v, 1.0)
     counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
     assert counts.tolist() == [expected, expected]
-    assert policy.check_outcome({"kept": store.ledger.meters[row].prompt}) is None
+    assert complaint(policy, {"kept": store.ledger.meters[row].prompt}) is None
 
 
 @pytest.mark.parametrize("budget", [0.5, 40, "14KiB"])
@@ -186,7 +187,7 @@ def test_a_policy_that_keeps_everything_is_caught(budget):
     q, k, v = torch.randn(3, 2, 200, 8)
     row = store.open_row()
     store.prefill_layer(row, 0, q, k, v, 1.0)
-    message = policy.check_outcome({"kept": store.ledger.meters[row].prompt})
+    message = complaint(policy, {"kept": store.ledger.meters[row].prompt})
     assert message is not None and "kept 200 of 200 prompt tokens" in message
 
 

@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.policy import DecodePlan
+from kvbench.results.verdict import complaint
 
 DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
@@ -154,7 +155,7 @@ def test_budget_holds_after_every_step(budget, num_tokens, expected):
         counts = store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0]
         assert counts.tolist() == [expected, expected]
     kept = {**store.ledger.meters[row].prompt, "slots_per_tier": [int(counts.sum())]}
-    assert policy.check_outcome({"kept": kept}) is None
+    assert complaint(policy, {"kept": kept}) is None
 
 
 @pytest.mark.parametrize(("budget", "held_tokens"), [(0.25, 23), (20, 23), ("2720B", 19)])
@@ -171,7 +172,7 @@ def test_a_policy_that_never_overwrites_is_caught(budget, held_tokens):
     for position in range(80, 83):
         step(store, row, position, raw_q, raw_k, v)
     held = [int(store.holding.slots_per_tier(store.pages.lists_of(torch.tensor([row])))[0].sum())]
-    message = policy.check_outcome({"kept": {**store.ledger.meters[row].prompt, "slots_per_tier": held}})
+    message = complaint(policy, {"kept": {**store.ledger.meters[row].prompt, "slots_per_tier": held}})
     assert message is not None and f"{held_tokens} tokens per head held at the end" in message
 
 

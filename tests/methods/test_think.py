@@ -12,7 +12,7 @@ from kvbench.cache.channels import Channels
 from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.kernels.format import SlotFormat
 from kvbench.methods.think import ChannelLogits, ThinK
-from kvbench.policy import Policy, PrefillPlan, Probability, ScoreSpec, Tier, check_chunk
+from kvbench.policy import Compaction, Policy, PrefillPlan, Probability, ScoreSpec, Tier, check_chunk
 
 LAYERS, HEADS, GROUP, DIM, WINDOW, SCALE = 2, 2, 3, 20, 6, 0.3
 
@@ -258,7 +258,7 @@ def declared(**declarations) -> Policy:
 REFUSED = {
     "statistic": ({"score": ScoreSpec(statistic=Plain(), prefill_queries=4)}, "Plain does not measure them"),
     "chunks": ({"in_chunks": True}, "or read a prompt in chunks"),
-    "compact": ({"compact_every": 4}, "it cannot measure keys later"),
+    "compact": ({"compaction": Compaction(4)}, "it cannot measure keys later"),
     "position": ({"position_mode": "pre_rope"}, "which are stored with their positions"),
     "granularity": ({"granularity": "q_head"}, "orders the channels of KV heads' keys"),
     "turned": ({"tiers": (Tier(turned="keys"), Tier(k_kept=0.5))}, "mixes the key channels"),

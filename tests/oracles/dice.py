@@ -8,7 +8,17 @@ import numpy as np
 import torch
 from oracles.slow_store import APPEND, EVICT, SlowStore
 
-from kvbench.policy import CompactPlan, DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, ScoreSpec, Tier
+from kvbench.policy import (
+    Compaction,
+    CompactPlan,
+    DecodePlan,
+    DecodeView,
+    Policy,
+    PrefillPlan,
+    PrefillView,
+    ScoreSpec,
+    Tier,
+)
 
 TIERS = {
     "diffkv": (Tier(k_bits=8, v_bits=4), Tier(k_bits=4, v_bits=2)),
@@ -50,7 +60,7 @@ class Dice(Policy):
     stepping: tuple = ()
     compactions: int = 0
     acts_in_decode: ClassVar[bool] = True
-    compact_every: ClassVar[int] = 2
+    compaction: ClassVar[Compaction] = Compaction(2)
 
     @property
     def tiers(self) -> tuple:
@@ -78,7 +88,7 @@ class Dice(Policy):
         self.compactions += 1
         make, owners = torch.Generator().manual_seed(self.dice.randrange(2**31)), self.slow.rows
         grown = {row: owners[row].tokens_seen - owners[row].prompt_tokens for row in self.stepping}
-        due = [row for row, tokens in grown.items() if tokens and tokens % self.compact_every == 0]
+        due = [row for row, tokens in grown.items() if tokens and tokens % self.compaction.every == 0]
         assert view.shape == (len(due), self.slow.num_layers, self.slow.num_heads)
         share, keep = self.dice.random(), []
         for tier in range(len(self.tiers)):

@@ -1,12 +1,13 @@
 """When a record shows that a method missed its budget: every limit at its edge; and when bulk evictions are due."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvbench.policy import Budget, Policy, Scored, ScoreSpec
+from kvbench.policy import Budget, BudgetText, Compaction, Policy, Scored, ScoreSpec, Shares, within
+from kvbench.results.verdict import complaint
 
 LISTS, PAGE = 4, 8
 
@@ -16,6 +17,18 @@ def record(most: float, average: float, end: float = 0.0, seen: int = 100) -> di
     kept = {"lists": LISTS, "prompt_tokens": 100, "tokens_seen": seen, "page_tokens": PAGE, "slot_bytes": 2.0}
     slots = {"prompt_slots_max": most, "prompt_slots": average * LISTS, "slots_per_tier": [end * LISTS - 4, 4]}
     return {"kept": kept | slots}
+
+
+@dataclass(kw_only=True)
+class Bounded(Policy):
+    """Declares the bounds of a budget under some rules."""
+
+    budget: BudgetText
+    rules: dict = field(default_factory=dict)
+
+    def bounds(self, extent):
+        """As told."""
+        return within(extent, Budget.parse(self.budget), **self.rules)
 
 
 @pytest.mark.parametrize(
@@ -34,86 +47,81 @@ def record(most: float, average: float, end: float = 0.0, seen: int = 100) -> di
 def test_lists_keep_what_the_budget_allows(budget, rules, allowed):
     """Not one token more in any list, and on average at most a page (or a block) less."""
 
-    def complaint(most: float, average: float, **more: object) -> str | None:
-        return Policy().budget_complaint(record(most, average), Budget.parse(budget), **rules | more)
+    def said(most: float, average: float, **more: object) -> str | None:
+        return complaint(Bounded(budget=budget, rules=rules | more), record(most, average))
 
     short = max(PAGE, rules.get("block", 1))
-    assert complaint(allowed, allowed) is None and complaint(allowed, allowed - short) is None
-    assert f"a head kept {allowed + 1} of 100" in complaint(allowed + 1, allowed)
-    assert f"allows {allowed}" in complaint(allowed, allowed - short - 0.25)
-    assert complaint(allowed + PAGE, allowed, spare_pages=1) is None
-    assert complaint(allowed + PAGE + 1, allowed, spare_pages=1) is not None
-    assert complaint(allowed + 9, allowed, mean=True) is None
-    assert complaint(allowed + 9, allowed + 0.25, mean=True) is not None
+    assert said(allowed, allowed) is None and said(allowed, allowed - short) is None
+    assert f"a head kept {allowed + 1} of 100" in said(allowed + 1, allowed)
+    assert f"allows at least {allowed - short}" in said(allowed, allowed - short - 0.25)
+    assert said(allowed + PAGE, allowed, spare_pages=1) is None
+    assert said(allowed + PAGE + 1, allowed, spare_pages=1) is not None
+    assert said(allowed + 9, allowed, mean=True) is None
+    assert said(allowed + 9, allowed + 0.25, mean=True) is not None
 
 
 def test_the_end_is_held_to_the_budget_where_asked():
     """A method that evicts while decoding may hold `at_end` tokens per list beyond the budget; others may hold all."""
-    ask, budget = Policy().budget_complaint, Budget.parse(40)
-    assert ask(record(40, 40, 99), budget) is None
-    assert ask(record(40, 40, 40), budget, at_end=0) is None and ask(record(40, 40, 41), budget, at_end=1) is None
-    assert "40.25 tokens per head held at the end" in ask(record(40, 40, 40.25), budget, at_end=0)
-    assert "allows 41" in ask(record(40, 40, 41.25), budget, at_end=1)
-    assert ask({}, budget) is None and ask({"kept": {}}, budget, at_end=0) is None
+
+    def said(end: float, at_end: int | None = None) -> str | None:
+        return complaint(Bounded(budget=40, rules={"at_end": at_end}), record(40, 40, end))
+
+    assert said(99) is None and said(40, at_end=0) is None and said(41, at_end=1) is None
+    assert "40.25 tokens per head held at the end" in said(40.25, at_end=0)
+    assert "allows 41" in said(41.25, at_end=1)
+    assert complaint(Bounded(budget=40), {}) is None and complaint(Bounded(budget=40), {"kept": {}}) is None
+    billed = record(40, 40) | {"ledger": {"resident_bytes": 321}}
+    assert "321 bytes held at the end, but the budget allows 320" in complaint(Bounded(budget="320B"), billed)
+
+
+@dataclass(kw_only=True)
+class Answering(Scored):
+    """Ranks, and shrinks every other token."""
+
+    last: int = 0
+
+    def declare(self) -> None:
+        super().declare()
+        self.rank_by(ScoreSpec(prefill_queries=-1, track=("score", "pos")))
+
+    def always(self, budget: int) -> tuple[int, int]:
+        return 0, self.last
 
 
 def test_what_grows_in_proportion_is_held_to_its_share():
     """Under `decode_every` the share of the whole sequence, or the window, and what one round adds; else nothing."""
 
-    def complaint(end: float, budget: object = 0.4, every: int = 10, window: int = 0, **more: object) -> str | None:
-        policy = Policy()
-        policy.compact_every = every
-        allowed = Budget.parse(budget).tokens(100, LISTS, 2.0)
-        given = record(allowed, allowed, end, seen=200)
-        return policy.share_complaint(given, Budget.parse(budget), window, **more)
+    def said(end: float, budget: object = 0.4, every: int = 10, window: int = 0, spare: bool = False) -> str | None:
+        policy = Answering(budget=budget, decode_every=every, last=window)
+        if spare:
+            policy.shares = Shares(allocation="ada", official_rounding=True)
+        return complaint(policy, record(40, 40, end, seen=200))
 
-    assert complaint(90) is None and "90.25 tokens per head held at the end" in complaint(90.25)
-    assert complaint(50, budget=40) is None and "allows 50" in complaint(50.25, budget=40)
-    assert complaint(105, window=95) is None and complaint(105.25, window=95) is not None
-    assert complaint(98, spare_pages=1) is None and complaint(98.25, spare_pages=1) is not None
-    assert complaint(199, every=0) is None
-    missed = record(60, 60, 60)
-    assert "a head kept 60" in Policy().share_complaint(missed, Budget.parse(40), 0)
-    assert Policy().share_complaint(record(60, 40, 40), Budget.parse(40), 0, mean=True) is None
-    policy = Policy()
-    policy.compact_every = 3
-    assert policy.share_complaint({}, Budget.parse(40), 0) is None
+    assert said(90) is None and "90.25 tokens per head held at the end" in said(90.25)
+    assert said(50, budget=40) is None and "allows 50" in said(50.25, budget=40)
+    assert said(105, window=95) is None and said(105.25, window=95) is not None
+    assert said(98, spare=True) is None and said(98.25, spare=True) is not None
+    assert said(199, every=0) is None
+    assert "a head kept 60" in complaint(Answering(budget=40), record(60, 60, 60))
+    assert complaint(Answering(budget=40, allocation="pyramid"), record(60, 40, 40)) is None
+    assert complaint(Answering(budget=40, decode_every=3), {}) is None
 
 
 @pytest.mark.parametrize("protect", ["none", "answer"])
 def test_a_protected_answer_may_stay_whole_and_no_more(protect):
     """Of 100 prompt tokens 10 at each end of 150: the answer's 50 on top where it is protected, and a round."""
-
-    @dataclass(kw_only=True)
-    class Answering(Scored):
-        """Ranks, and shrinks every other token."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.rank_by(ScoreSpec(prefill_queries=-1, track=("score", "pos")))
-
-        def always(self, budget: int) -> tuple[int, int]:
-            return 0, 0
-
     policy = Answering(budget=10, decode_every=2, protect=protect)
     allowed = 10 if protect == "none" else 50
-    assert policy.check_outcome(record(10, 10, allowed + 2, seen=150)) is None
-    assert f"{allowed + 2.25} tokens per head held" in policy.check_outcome(record(10, 10, allowed + 2.25, seen=150))
+    assert complaint(policy, record(10, 10, allowed + 2, seen=150)) is None
+    assert f"{allowed + 2.25} tokens per head held" in complaint(policy, record(10, 10, allowed + 2.25, seen=150))
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_bulk_evictions_come_every_so_many_tokens(every):
     """Not before the first token behind the prompt, and then at each multiple, in every sequence by its own count."""
-
-    @dataclass(kw_only=True)
-    class Often(Policy):
-        """Compacts."""
-
-        compact_every = every
-
     grown = torch.arange(8)
     view = SimpleNamespace(tokens_seen=5 + grown, prompt_tokens=torch.full((8,), 5))
-    due = Often().compact_due(view).tolist()
+    due = Compaction(every).due(view).tolist()
     assert due == [n > 0 and n % every == 0 for n in range(8)]
 
 

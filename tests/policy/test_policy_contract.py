@@ -6,8 +6,10 @@ import pytest
 import torch
 from store_helpers import prefill_view
 
+from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import (
     Budget,
+    Compaction,
     DecodeView,
     Extreme,
     Policy,
@@ -16,11 +18,11 @@ from kvbench.policy import (
     Residual,
     Scored,
     ScoreSpec,
+    Shares,
     SlotArrays,
     Tier,
-    WindowRanked,
 )
-from kvbench.policy.base import Declarations
+from kvbench.results.verdict import complaint
 
 
 @dataclass(kw_only=True)
@@ -32,17 +34,17 @@ class Coded(Policy):
     scope = "layer"
     acts_in_decode = True
 
-    def __post_init__(self) -> None:
+    def declare(self) -> None:
         self.tiers = (Tier(k_bits=self.bits, v_bits=self.bits),)
         self.score = ScoreSpec(prefill_queries=self.bits)
         self.residual = Residual(num_tokens=self.bits)
         self.reading = ReadSpec(budget=Budget.parse(0.5))
         self.position_mode = "pre_rope"
-        self.compact_every = self.bits
+        self.compaction = Compaction(self.bits)
 
 
 @dataclass(kw_only=True)
-class Half(WindowRanked):
+class Half(SnapKV):
     """Ranks by the window, with one setting of its own."""
 
     extra: int = 3
@@ -50,6 +52,15 @@ class Half(WindowRanked):
     def plan_prefill(self, view) -> PrefillPlan:
         """Everything stays."""
         return PrefillPlan(tier_of=view.filled(0))
+
+
+class Plain(Scored):
+    """Has the settings that all have."""
+
+
+def settings_of(policy) -> set[str]:
+    """What its constructor takes."""
+    return {field.name for field in fields(policy) if field.init}
 
 
 # Declarations ----
@@ -60,26 +71,26 @@ def test_a_method_that_declares_nothing_has_the_defaults():
     policy = Policy()
     assert (policy.tiers, policy.score, policy.residual, policy.reading) == ((Tier(),), ScoreSpec(), None, None)
     assert (policy.scope, policy.position_mode, policy.granularity) == ("head", "absolute", "kv_head")
-    assert (policy.acts_in_decode, policy.compact_every) == (False, 0)
-    assert fields(policy) == ()
+    assert (policy.acts_in_decode, policy.compaction) == (False, None)
+    assert settings_of(policy) == set()
 
 
 def test_declarations_are_no_settings():
-    """Neither what the class body declares nor what `__post_init__` does is a field; only what is annotated again."""
-    assert [field.name for field in fields(Coded())] == ["bits", "granularity"]
-    assert repr(Coded()) == "Coded(bits=8, granularity='kv_head')"
+    """Neither what the class body declares nor what `declare` does is a setting; only what is redefined."""
+    assert settings_of(Coded()) == {"bits", "granularity"}
+    assert repr(Coded()) == "Coded(granularity='kv_head', bits=8)"
     with pytest.raises(TypeError, match="scope"):
         Coded(scope="head")
 
 
 def test_one_policy_declares_nothing_for_another():
     """Two policies of a class each have their own, and the defaults of all others stay."""
-    before = {name: getattr(Policy(), name) for name in Declarations.__annotations__}
+    before = {name: getattr(Policy(), name) for name in Policy.__annotations__}
     small, large = Coded(bits=2), Coded(bits=8, granularity="q_head")
     assert (small.tiers[0].k_bits, large.tiers[0].k_bits) == (2, 8)
     assert (small.granularity, large.granularity) == ("kv_head", "q_head")
-    assert (small.compact_every, large.compact_every) == (2, 8)
-    assert {name: getattr(Policy(), name) for name in Declarations.__annotations__} == before
+    assert (small.compaction, large.compaction) == (Compaction(2), Compaction(8))
+    assert {name: getattr(Policy(), name) for name in Policy.__annotations__} == before
     assert small != large and small == Coded(bits=2)
 
 
@@ -94,9 +105,9 @@ def test_the_window_declares_for_its_subclasses():
     assert policy.score == ScoreSpec(
         prefill_queries=4, pool="avg", pool_kernel=3, decode_update=True, track=("score", "pos")
     )
-    assert (policy.compact_every, policy.granularity, policy.extra) == (6, "q_head", 3)
-    names = ["window", "pool", "pool_kernel", "granularity", "extra"]
-    assert [field.name for field in fields(policy)] == [*(field.name for field in fields(Scored)), *names]
+    assert (policy.compaction, policy.granularity, policy.extra) == (Compaction(6), "q_head", 3)
+    names = {"window", "pool", "pool_kernel", "granularity", "extra"}
+    assert settings_of(policy) == settings_of(Plain()) | names
     assert Half().score == ScoreSpec(prefill_queries=32, pool="max", pool_kernel=7)
 
 
@@ -127,13 +138,13 @@ def record(most: int, total: int) -> dict:
 def test_the_window_holds_lists_to_the_budget_as_declared():
     """Each list by default; their mean where the subclass says so; with pages to spare where it says that."""
     policy = Half(budget=50, window=4)
-    assert policy.check_outcome(record(50, 100)) is None
-    assert "a head kept 60 of 100" in policy.check_outcome(record(60, 100))
+    assert complaint(policy, record(50, 100)) is None
+    assert "a head kept 60 of 100" in complaint(policy, record(60, 100))
     policy.budget_is_mean = True
-    assert policy.check_outcome(record(60, 100)) is None
-    assert "a head kept 55 of 100" in policy.check_outcome(record(60, 110))
-    policy.spare_pages = 1
-    assert policy.check_outcome(record(60, 110)) is None
+    assert complaint(policy, record(60, 100)) is None
+    assert "a head kept 55 of 100" in complaint(policy, record(60, 110))
+    policy.shares = Shares(allocation="ada", official_rounding=True)
+    assert complaint(policy, record(60, 110)) is None
 
 
 # Views ----

@@ -8,7 +8,7 @@ import torch
 from store_helpers import make_store
 
 from kvbench.methods.snapkv import SnapKV
-from kvbench.policy import ALL_QUERIES, KeyNorms, Probability, Scored, ScoreSpec, Statistic
+from kvbench.policy import ALL_QUERIES, Compaction, KeyNorms, Probability, Scored, ScoreSpec, Statistic
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def test_queries_are_kept_only_for_what_asks_for_them():
 
     policy = scored_by(Held())
     policy.score = replace(policy.score, slot_queries=4)
-    with pytest.raises(ValueError, match="slot_queries=4 are for bulk eviction, but compact_every is 0"):
+    with pytest.raises(ValueError, match="slot_queries=4 are for bulk eviction, but compaction is None"):
         make_store(policy)
-    policy.score, policy.compact_every = ScoreSpec(statistic=Held()), 4
+    policy.score, policy.compaction = ScoreSpec(statistic=Held()), Compaction(4)
     with pytest.raises(ValueError, match=r"add 'pos' to ScoreSpec.track"):
         make_store(policy)
     policy.score, policy.tiers = ScoreSpec(statistic=Held(), track=("pos",)), policy.tiers * 2

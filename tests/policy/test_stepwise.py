@@ -8,8 +8,7 @@ from store_helpers import causal_probabilities, held_positions, make_store, pref
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
-from kvbench.policy import Budget
-from kvbench.policy.outcomes import prompt_complaint
+from kvbench.results.verdict import complaint, remark
 
 PROMPT, STEPS, DIM = 30, 25, 8
 
@@ -112,23 +111,27 @@ def sample(slots: int, lists: int = 4, tokens: int = 100) -> dict:
 def test_what_a_threshold_kept_is_said():
     """The share over all prompts, and that it was everything, or nothing but what stays anyhow."""
     policy = SnapKV(budget=None, threshold=0.01, window=8)
-    assert policy.remark([sample(100), sample(60), {"kept": {}}]) == "threshold=0.01 kept 20.0 % of the prompts' tokens"
-    assert "100.0 % of the prompts' tokens: every score reaches it" in policy.remark([sample(400), sample(400)])
-    assert "no score reaches it" in policy.remark([sample(4 * 9), sample(20, tokens=5)])
-    assert "no score" not in policy.remark([sample(4 * 9 + 1)])
-    assert policy.remark([]) == "" and SnapKV(budget=0.5).remark([sample(100)]) == ""
+    assert (
+        remark(policy, [sample(100), sample(60), {"kept": {}}]) == "threshold=0.01 kept 20.0 % of the prompts' tokens"
+    )
+    assert "100.0 % of the prompts' tokens: every score reaches it" in remark(policy, [sample(400), sample(400)])
+    assert "no score reaches it" in remark(policy, [sample(4 * 9), sample(20, tokens=5)])
+    assert "no score" not in remark(policy, [sample(4 * 9 + 1)])
+    assert remark(policy, []) == "" and remark(SnapKV(budget=0.5), [sample(100)]) == ""
 
 
 def test_a_protected_prompt_is_held_to_its_budget():
     """All of the prompt, and of 50 answer tokens a tenth, the window, and what may come in before the next eviction."""
-    kept = {"prompt_slots": 400, "prompt_tokens": 100, "tokens_seen": 150, "lists": 4}
-    asked = Budget.parse(0.1)
+    kept = {"prompt_slots": 400, "prompt_tokens": 100, "tokens_seen": 150, "lists": 4, "page_tokens": 8}
 
-    def complaint(window: int, **more: object) -> str | None:
-        return prompt_complaint({"kept": kept | more}, asked, window, 1)
+    def said(window: int, **more: object) -> str | None:
+        policy = SnapKV(budget=0.1, window=window, protect="prompt", decode_every=1)
+        return complaint(policy, {"kept": kept | more})
 
-    assert complaint(3, slots_per_tier=[4 * 106]) is None
-    assert "106.25 tokens per head" in complaint(3, slots_per_tier=[4 * 106 + 1])
-    assert complaint(8, slots_per_tier=[4 * 109]) is None
-    assert "but protect=prompt keeps all" in complaint(3, prompt_slots=399)
-    assert prompt_complaint({}, asked, 3, 1) is None
+    assert said(3, slots_per_tier=[4 * 106]) is None
+    assert "106.25 tokens per head" in said(3, slots_per_tier=[4 * 106 + 1])
+    assert said(8, slots_per_tier=[4 * 109]) is None
+    assert "but protect=prompt and the budget allow 100" in said(3, prompt_slots=399)
+    assert complaint(SnapKV(protect="prompt", decode_every=1), {}) is None
+    assert complaint(H2O(budget=0.1, protect="prompt"), {"kept": kept | {"slots_per_tier": [4 * 106]}}) is None
+    assert "106.25" in complaint(H2O(budget=0.1, protect="prompt"), {"kept": kept | {"slots_per_tier": [425]}})

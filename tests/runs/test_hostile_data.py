@@ -158,7 +158,7 @@ def test_the_command_line_runs_nothing(mark):
     [
         *("os.system", "pathlib.Path", "builtins.eval", "kvbench.methods.diffkv.ALL_QUERIES", "kvbench.policy.Tier"),
         *("diffkv", "", None, 5, "kvbench..x", "a b.c", "kvbench.methods.diffkv.__class__", "kvbench.methods.diffkv.X"),
-        "kvbench.policy.base.Declarations",
+        "kvbench.policy.base.Tier",
     ],
 )
 def test_only_a_policy_is_a_method(target):
