@@ -19,8 +19,8 @@ from kvbench.cli.commands import compose_command
 from kvbench.cli.sweeping import PLUGINS
 from kvbench.config import files as listing
 from kvbench.config.compose import compose
-from kvbench.results.verdict import complaint
 from kvbench.runs.parts import make_policy
+from kvbench.runs.verdict import complaint
 
 EXPERIMENTS = sorted(listing.options("experiment"))
 DOCUMENTS = [

@@ -1,4 +1,4 @@
-"""How many tokens a sequence may hold: what a method promises, and results are held to (`kvbench/results/verdict.py`).
+"""How many tokens a sequence may hold: what a method promises, and results are held to (`kvbench/runs/verdict.py`).
 Methods import these from `kvbench.policy`."""
 
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
 
     A method that did nothing, and a run in which no sample ended well, would otherwise pass as a result.
     """
-    from kvbench.results.verdict import complaint
+    from kvbench.runs.verdict import complaint
 
     ok = [record for record in records if record["status"] == "ok"]
     if not ok:
@@ -68,7 +68,7 @@ def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
 
 def summarise(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
     """Fill the numbers of `run.json` from the journal."""
-    from kvbench.results.verdict import remark
+    from kvbench.runs.verdict import remark
 
     task, records = experiment.task, list(journal.records.values())
     record.weighting = task.weighting

@@ -23,7 +23,7 @@ from kvbench.methods.full import Full
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 # Model type, heads and head dim; all of them in fp32 and three in bf16.
 MODELS = [

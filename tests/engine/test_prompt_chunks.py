@@ -11,7 +11,7 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Policy
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 from kvbench.sizing.live import LiveBytes
 
 SNAPKV = SnapKV(budget=0.5, window=8, tier="native")

@@ -9,7 +9,7 @@ from selection import spread
 
 from kvbench.cache import ledger
 from kvbench.policy import Budget, Tier
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 BUDGETS = (0.2, 0.5, 0.85, 60)
 BUDGETED = having("budget")

@@ -9,7 +9,7 @@ from store_helpers import held_positions
 from kvbench.cache.ledger import ITEMS
 from kvbench.engine.runner import Runner
 from kvbench.policy import check_chunk
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 CHUNK, LENGTH, STEPS = 64, 200, 3  # 8 + 3 x 64
 REFUSED = {

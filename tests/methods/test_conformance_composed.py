@@ -9,8 +9,8 @@ from hydra.errors import InstantiationException
 from kvbench.cache import ledger
 from kvbench.config.files import SHARED
 from kvbench.policy import Ranked, Scored
-from kvbench.results.verdict import complaint
 from kvbench.rules import declared
+from kvbench.runs.verdict import complaint
 
 PROMPTS, NEW_TOKENS, BUDGET = (7, 60), 13, 0.4
 LAYERS = HEADS = 2

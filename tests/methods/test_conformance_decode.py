@@ -10,7 +10,7 @@ from engine_helpers import answers, random_tokens, request
 from selection import spread
 
 from kvbench.cache import ledger
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 # Prompt tokens and decode steps; five tokens are fewer than any window. The long one needs more than one chunk of the
 # C++ kernels, and both residual buffers of 128 tokens overflow: that of the long row, which begins with 116, twice.

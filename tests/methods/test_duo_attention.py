@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 from store_helpers import held_positions, make_store, plain_attention
 
 from kvbench.methods.duo_attention import DuoAttention
-from kvbench.results.verdict import complaint
 from kvbench.runs.parts import make_policy
+from kvbench.runs.verdict import complaint
 
 DIM = 16
 TARGET = "kvbench.methods.duo_attention.DuoAttention"

@@ -22,7 +22,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.methods.tova import TOVA
 from kvbench.policy import Budget, Policy, keep_blocks, largest_remainder, pyramid_budgets, share_with_cap
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 # Constants of the methods' sources, read in the code that the YAML names; `make docs` would follow any change.
 CONSTANTS = {

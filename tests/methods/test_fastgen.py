@@ -8,7 +8,7 @@ from store_helpers import causal_probabilities, held_positions, make_store
 
 from kvbench.methods import fastgen
 from kvbench.methods.fastgen import FastGen
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 HEADS, GROUP, LENGTH, DIM = 4, 2, 40, 8
 

@@ -6,7 +6,7 @@ from store_helpers import golden, make_store, plain_attention
 
 from kvbench.methods.kivi import Kivi
 from kvbench.policy import Residual
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 
 class ShortResidual(Kivi):

@@ -7,7 +7,7 @@ from store_helpers import held_positions, held_scores, make_store, plain_attenti
 from kvbench.kernels.reference.attention import rotate
 from kvbench.methods.knorm import KeyNorm
 from kvbench.policy import KeyNorms, ScoreSpec
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 DIM = 16
 

@@ -10,7 +10,7 @@ from store_helpers import golden, held_positions, held_scores, make_store
 from kvbench.kernels.reference.attention import column_scores, reduce_scores
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.policy import keep_blocks
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 METRICS = [[5.0, 1.0, 4.0, 2.0, 9.0], [3.0, 6.0]]
 

@@ -15,7 +15,7 @@ from kvbench.cache.store import CompressedStore
 from kvbench.errors import NotForModel
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.kvquant import KVQuant
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 DIM, HEADS, GROUP, LAYERS, SCALE = 16, 2, 3, 2, 0.25
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.policy import Policy, Tier
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)

@@ -6,7 +6,7 @@ from store_helpers import causal_probabilities, held_positions, make_store, step
 
 from kvbench.methods.dms import DMS
 from kvbench.methods.simlayerkv import SimLayerKV
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 HEADS, GROUP, LENGTH, DIM = 2, 3, 30, 8
 

@@ -7,7 +7,7 @@ import torch
 from store_helpers import causal_probabilities, held_positions, make_store
 
 from kvbench.methods.qaq import QAQ
-from kvbench.results.verdict import complaint, remark
+from kvbench.runs.verdict import complaint, remark
 
 HEADS, GROUP, LENGTH, DIM = 2, 2, 40, 16
 

@@ -10,7 +10,7 @@ from kvbench.kernels.reference.backend import Reference
 from kvbench.kernels.reference.pages import region
 from kvbench.methods.quest import Quest
 from kvbench.policy import Policy, ReadSpec
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 DIM = 16
 

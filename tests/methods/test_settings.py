@@ -10,9 +10,9 @@ from wrong_values import wrong
 
 from kvbench.config.files import SHARED
 from kvbench.policy.settings import BudgetRule, check_sizes
-from kvbench.results.verdict import complaint
 from kvbench.rules import Number, Text, Whole, declared
 from kvbench.runs.parts import make_policy, policy_class
+from kvbench.runs.verdict import complaint
 
 # What the installed kvpress alone knows all of.
 NAMES_OF_OTHERS = {("kvpress", "press")}

@@ -10,7 +10,7 @@ from kvbench.kernels.reference.attention import reduce_scores
 from kvbench.methods.lagkv import LagKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import PrefillPlan
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 
 def kept_of(plan: PrefillPlan) -> list[int]:

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.policy import DecodePlan
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 DIM = 16
 INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvbench.errors import NotForModel
 from kvbench.policy import PrefillView, Scored, ScoreSpec, read_table, shares_by_score, shares_by_table
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 LAYERS, HEADS, LENGTH = 3, 2, 29
 WEIGHTS = [[4.0, 1.0], [0.0, 2.0], [1.0, 8.0]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbench.policy import Budget, BudgetText, Compaction, Policy, Scored, ScoreSpec, Shares, within
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 LISTS, PAGE = 4, 8
 

@@ -22,7 +22,7 @@ from kvbench.policy import (
     SlotArrays,
     Tier,
 )
-from kvbench.results.verdict import complaint
+from kvbench.runs.verdict import complaint
 
 
 @dataclass(kw_only=True)

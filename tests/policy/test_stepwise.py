@@ -8,7 +8,7 @@ from store_helpers import causal_probabilities, held_positions, make_store, pref
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
-from kvbench.results.verdict import complaint, remark
+from kvbench.runs.verdict import complaint, remark
 
 PROMPT, STEPS, DIM = 30, 25, 8
 

@@ -328,7 +328,7 @@ def test_method_that_did_nothing_fails(tmp_path):
     for _ in range(2):
         finished = run_experiment(make_cfg(tmp_path), method="half", parts=idle_parts(), **QUIET)
         assert finished.record.status == "failed"
-        assert "did not do its work in 10 of 10 samples: kept 1.0 instead of 0.5" in finished.record.message
+        assert "did not do its work in 10 of 10 samples: a head kept 5 of 5 prompt tokens" in finished.record.message
         assert RunRecord.load(finished.folder).status == "failed"
         assert len(samples(finished.folder)) == 10
 
