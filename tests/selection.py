@@ -25,7 +25,7 @@ def path_of(policy: Policy) -> tuple:
     """What of a method decides which code of the store it runs."""
     buffer, score = policy.residual, policy.score
     return (
-        (policy.scope, policy.position_mode, policy.granularity, policy.acts_in_decode, policy.compact_every > 0),
+        (policy.scope, policy.position_mode, policy.granularity, policy.acts_in_decode, policy.compaction is not None),
         buffer and (buffer.v_flush, buffer.when, buffer.hold_prompt),
         (policy.reading is None, policy.codebooks is None, policy.by_layer is None, len(policy.tiers)),
         (score.decode_update, score.decode_replace, score.probe is None),

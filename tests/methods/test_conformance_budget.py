@@ -82,7 +82,7 @@ def test_a_missed_budget_fails_the_run(tiny_model, name):
 
 def growing() -> list[tuple[str, dict]]:
     """The budgeted cases that evict while decoding, and methods that would with another setting."""
-    acting = [name for name in BUDGETED if policy_of(name).acts_in_decode or policy_of(name).compact_every]
+    acting = [name for name in BUDGETED if policy_of(name).acts_in_decode or policy_of(name).compaction]
     return [(name, {}) for name in acting] + [
         (name, {"decode_every": 8})
         for name in having("decode_every")
