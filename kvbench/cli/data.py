@@ -6,13 +6,16 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.settings import as_dict
-from kvbench.data.catalogue import REPOSITORIES, files_of
-from kvbench.data.check import Report, check_copy, check_file, read_manifest
-from kvbench.data.fetch import fetch_copy, fetch_files
+from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
 from kvbench.show.progress import note
+from kvbench.tasks import data_files
+from kvbench.tasks.fetch import Fetch, Report, check_copy, check_file, read_manifest
 
 MAX_LISTED = 50  # broken rows that are shown; all are counted
+# Tasks of lm-eval: a copy of the whole repository is what `task.data_dir` takes.
+# Longer names first: a task belongs to the first that it begins with.
+REPOSITORIES = {"mmlu_pro": "TIGER-Lab/MMLU-Pro", "mmlu": "cais/mmlu", "gpqa": "Idavidrein/gpqa"}
 
 
 def main(cfg: DictConfig) -> int:
@@ -37,21 +40,18 @@ def main(cfg: DictConfig) -> int:
     # A task of lm-eval is called after its variant (gpqa_diamond_...), its data after the family.
     name = str(settings.get("name"))
     task = next((known for known in REPOSITORIES if settings.get("harness") and name.startswith(known)), name)
-    files = None if task in REPOSITORIES else files_of(task, settings.get("subsets") or settings.get("subjects"))
+    files = [] if task in REPOSITORIES else data_files(settings)
+    if not files and task not in REPOSITORIES:
+        raise ValueError(f"task={task} has no files that this command knows; `kvbench data --help` lists those it does")
     folder = Path(str(cfg.to if cfg.check is None else cfg.check)).expanduser()
     if cfg.to is not None:
-        if files is None:
-            fetch_copy(task, REPOSITORIES[task], folder, note)
-        else:
-            fetch_files(task, files, folder, note)
+        fetch = Fetch(task, folder, write_atomic, note)
+        fetch.files(files) if files else fetch.copy(REPOSITORIES[task])
     elif not folder.is_dir():
         raise ValueError(f"check={folder} is not a folder (looked for {folder.absolute()})")
     manifest = read_manifest(folder)
-    if files is None:
-        reports = check_copy(folder, manifest)
-    else:
-        reports = [check_file(file, folder, manifest, bool(cfg.partial)) for file in files]
-    return _show(task, folder, reports, bool(cfg.partial))
+    reports = [check_file(file, folder, manifest, bool(cfg.partial)) for file in files]
+    return _show(task, folder, reports if files else check_copy(folder, manifest), bool(cfg.partial))
 
 
 def _show(task: str, folder: Path, reports: list[Report], partial_data: bool) -> int:

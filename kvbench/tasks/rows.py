@@ -1,0 +1,191 @@
+"""Rows of a file, one JSON object a line; broken ones are set aside by file and line."""
+
+import codecs
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Takes the JSON object of one line; gives the row, or raises ValueError with the reason why it is none.
+RowCheck = Callable[[dict[str, Any]], Mapping[str, Any]]
+ID_FIELDS = ("_id", "id", "task_id", "unique_id")  # LongBench, AIME, EvalPlus, MATH-500
+
+
+class Rows(list[dict[str, Any]]):
+    """Checked rows of one subset, in the order of the file.
+
+    It is a list of dicts with what lm-eval asks of a data set (`features`).
+
+    Args:
+        rows: The rows that passed the check; `index` is the position in the file, so ids do not shift when a row is set
+            aside.
+        quarantined: Rows that did not: dicts with `file`, `line` (from 1) and `reason`.
+        origin: Where the rows came from: `data_dir`, `cache`, `hub` or `generated`.
+        file: Name of the file for messages.
+        copies: Rows that are, or are called, the same as an earlier one, as in `quarantined`; they are among the rows.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[dict[str, Any]],
+        *,
+        quarantined: Sequence[dict] = (),
+        origin: str = "",
+        file: str = "",
+        copies: Sequence[dict] = (),
+    ) -> None:
+        super().__init__(rows)
+        self.quarantined, self.copies = list(quarantined), list(copies)
+        self.origin, self.file = origin, file
+
+    def made_into(self, documents: Iterable[dict[str, Any]], *, skipped: Sequence[dict] = ()) -> "Rows":
+        """What a task makes of these rows, with their file and with what was set aside.
+
+        Args:
+            documents: Each with the `index` of its row.
+            skipped: Rows of other files that were set aside on the way.
+        """
+        broken = [*self.quarantined, *skipped]
+        return Rows(documents, quarantined=broken, origin=self.origin, file=self.file, copies=self.copies)
+
+    def set_aside(self, index: int, reason: str) -> dict:
+        """What `quarantined` says of the row with this index, when it cannot be used."""
+        return {"file": self.file, "line": index + 1, "reason": reason}
+
+    @property
+    def features(self) -> dict[str, None]:
+        """The names of the fields."""
+        return dict.fromkeys(self[0] if self else ())
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the lines of one subset come from.
+
+    Args:
+        origin: `data_dir`, `cache` or `hub`.
+        name: File name for messages.
+        lines: Opens the file; gives its lines as bytes without the line break.
+    """
+
+    origin: str
+    name: str
+    lines: Callable[[], Iterator[bytes]]
+
+
+def file_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, split at line feeds only: some rows hold other Unicode line separators."""
+    with path.open("rb") as stream:
+        for line in stream:
+            yield line.removesuffix(b"\n")
+
+
+def list_lines(path: Path) -> Iterator[bytes]:
+    """The rows of a file that is one JSON list, each as a line.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); fetch or copy it again") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must be a list of rows, it is {type(rows).__name__}; fetch or copy it again")
+    for row in rows:
+        yield json.dumps(row).encode()
+
+
+def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None) -> Rows:
+    """Read and check every row; one broken row does not stop the others.
+
+    Args:
+        source: Where from.
+        check: What a row must be.
+        max_line_bytes: A longer line is no row; None takes any.
+
+    Returns:
+        The good rows, each with its `index` (0-based line of the file), the broken ones, and which of the good ones are
+        copies: the official scores count every row, so they stay, but nobody should count twice unknowingly.
+
+    Raises:
+        ValueError: the file has no rows, or all of them are broken.
+    """
+    rows: list[dict[str, Any]] = []
+    quarantined: list[dict] = []
+    copies: list[dict] = []
+    seen: dict[tuple[str, object], int] = {}
+    for index, line in enumerate(source.lines()):
+        line = line.removeprefix(codecs.BOM_UTF8) if not index else line  # some editors put it before the first row
+        if not line.strip():
+            continue
+        try:
+            if max_line_bytes is not None and len(line) > max_line_bytes:
+                raise ValueError(f"a line of {len(line)} bytes; a row may have {max_line_bytes}")
+            row = _parse(line)
+            rows.append({**check(row), "index": index})
+            for what, name in _names(line, row):
+                if (earlier := seen.setdefault((what, name), index)) != index:
+                    reason = f"the same {what} as in line {earlier + 1}"
+                    copies.append({"file": source.name, "line": index + 1, "reason": reason})
+                    break
+        except ValueError as error:
+            quarantined.append({"file": source.name, "line": index + 1, "reason": str(error)})
+    if not rows:
+        if not quarantined:
+            raise ValueError(f"{source.name} holds no rows; fetch or copy it again")
+        first = quarantined[0]
+        raise ValueError(
+            f"all {len(quarantined)} rows of {source.name} are broken; the first, line {first['line']}: "
+            f"{first['reason']}; fetch or copy the file again"
+        )
+    return Rows(rows, quarantined=quarantined, origin=source.origin, file=source.name, copies=copies)
+
+
+def _names(line: bytes, row: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """What tells a row from the others of its file: its content, and its id where it has one."""
+    yield "row", hashlib.sha256(line.strip()).digest()
+    for key in ID_FIELDS:
+        if isinstance(value := row.get(key), str | int):
+            yield key, value
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        cut = "" if error.doc.rstrip().endswith("}") else " (the line seems to be cut off)"
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}{cut}") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: nested too deeply") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
+    return row
+
+
+def text_field(row: Mapping[str, object], *names: str, required: bool = True) -> str:
+    """Read a text from a row that may call it by several names.
+
+    Args:
+        row: The object that a line holds.
+        names: Names of the field, best first.
+        required: False gives an empty text when the field is missing or null.
+
+    Raises:
+        ValueError: The field is missing, empty or no text.
+    """
+    value = next((row[name] for name in names if row.get(name) is not None), None)
+    if value is None and not required:
+        return ""
+    if not isinstance(value, str) or (required and not value.strip()):
+        raise ValueError(f"field {names[0]} must be a text, it is {kind_of(value)}")
+    return value
+
+
+def kind_of(value: object) -> str:
+    """What a field holds in place of a text, for messages."""
+    return "missing" if value is None else "empty" if isinstance(value, str) else type(value).__name__
