@@ -1,43 +1,67 @@
 """The tasks: what a model is asked, and how its answers are scored."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from kvbench.config.settings import read_settings
 from kvbench.errors import unknown_name
 from kvbench.tasks.draw import Limit
+from kvbench.tasks.files import DataFile
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import TaskSettings
+from kvbench.tasks.task import Ask, Task
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
 
-__all__ = ["MetricInfo", "TaskSet", "check_task", "load_task", "settings_class"]
+__all__ = ["MetricInfo", "TaskSet", "check_task", "data_files", "load_task", "settings_class"]
 
-# Task -> the package of this folder whose function `load` loads it. Its `SETTINGS` says by name what may be set.
+# Task -> the module of this folder and the class in it.
 BENCHMARKS = {
-    "longbench": "longbench",
-    "longbench_v2": "longbench_v2",
-    "infinitebench": "infinitebench",
-    "longctx": "longctx",
-    "ruler": "ruler",
-    "needle": "ruler.grid",
-    "instructions": "instructions",
-    "drift": "drift",
-    "stream": "stream",
-    "gsm8k": "gsm8k",
-    "math500": "mathematics",
-    "math": "mathematics",
-    "aime24": "aime",
-    "aime25": "aime",
-    "custom": "custom",
-    "humaneval_plus": "code",
-    "mbpp_plus": "code",
+    "longbench": "longbench.LongBench",
+    "longbench_v2": "longbench_v2.LongBenchV2",
+    "infinitebench": "infinitebench.InfiniteBench",
+    "longctx": "longctx.LongContext",
+    "ruler": "ruler.Ruler",
+    "needle": "ruler.grid.Needle",
+    "instructions": "instructions.TwoRules",
+    "drift": "drift.Drift",
+    "stream": "stream.Stream",
+    "gsm8k": "gsm8k.Gsm8k",
+    "math500": "mathematics.Math500",
+    "math": "mathematics.Math",
+    "aime24": "aime.Aime",
+    "aime25": "aime.Aime",
+    "custom": "custom.Custom",
+    "humaneval_plus": "code.CodeTask",
+    "mbpp_plus": "code.CodeTask",
 }
 HARNESS = "lm_eval"
+
+
+def settings_class(task_cfg: Mapping[str, Any]) -> type[Task]:
+    """The class of a task, whose fields say what may be set.
+
+    Args:
+        task_cfg: The `task` group of the configuration, of which `name` and `harness` are read.
+
+    Raises:
+        ValueError: There is no such task.
+    """
+    name, harness = task_cfg.get("name"), task_cfg.get("harness")
+    if harness not in (None, HARNESS):
+        raise unknown_name("task.harness", harness, (HARNESS,))
+    place = "harness.HarnessTask" if harness else BENCHMARKS.get(str(name))
+    if place is None:
+        raise unknown_name("task.name", name, BENCHMARKS)
+    module, _, kind = place.rpartition(".")
+    found: type[Task] = getattr(import_module(f"kvbench.tasks.{module}"), kind)
+    return found
+
+
+def _task(task_cfg: Mapping[str, Any]) -> Task:
+    return read_settings(settings_class(task_cfg), task_cfg, "task.", "task key")
 
 
 def load_task(
@@ -53,7 +77,7 @@ def load_task(
     Args:
         task_cfg: The `task` group of the configuration; `name` says which task, the other keys are that task's own.
             With `harness: lm_eval` it is a task of lm-eval.
-        model: Its tokenizer, context length and chat template are used; its weights are not.
+        model: See `Ask`.
         limit: How many samples per subset, a fixed random choice; `first:20` for the first ones; None for all.
         seed: Decides generated data.
         protocol: The `protocol` group of the configuration; None takes its defaults.
@@ -64,30 +88,19 @@ def load_task(
     Raises:
         ValueError: a setting is unknown or out of range, or data is missing or broken; the message says what to do.
     """
-    package, settings = _read(task_cfg)
+    task = _task(task_cfg)
     if model.tokenizer is None:
         raise ValueError(
             f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model"
         )
-    asked = Protocol.from_mapping(protocol)
-    task: TaskSet = package.load(settings, model, limit=Limit.read(limit), seed=seed, protocol=asked)
-    if asked.chat_setting and not any(request.thoughts or request.choices for request in task.requests):
+    ask = Ask(model, Limit.read(limit), seed, Protocol.from_mapping(protocol))
+    loaded = task.load(ask)
+    if ask.protocol.chat_setting and not any(request.thoughts or request.choices for request in loaded.requests):
         raise ValueError(
-            f"{asked.chat_setting} needs a chat, and task={task.name} asks none here; set "
+            f"{ask.protocol.chat_setting} needs a chat, and task={loaded.name} asks none here; set "
             "protocol.chat_template=always with a model that has a chat template, or leave it at null"
         )
-    return task
-
-
-class _ModelNeeded(Exception):
-    """A task's loader came to the point where it needs its model."""
-
-
-class _NotLoaded:
-    """Stands for a model that is not loaded yet."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _ModelNeeded
+    return loaded
 
 
 _checked: set[str] = set()  # of this process: the jobs of a sweep have few tasks
@@ -102,8 +115,7 @@ def check_task(
 ) -> None:
     """Check everything of a task that needs no model: its settings, and whether its data are there.
 
-    It begins to load the task and ends where the model is first asked for anything. To load a model takes minutes,
-    which a missing file should not cost.
+    To load a model takes minutes, which a missing file should not cost.
 
     Args:
         task_cfg, limit, seed, protocol: As for `load_task`.
@@ -115,35 +127,13 @@ def check_task(
     key = repr([task_cfg, limit, seed, protocol])
     if key in _checked:
         return
-    package, settings = _read(task_cfg)
-    with suppress(_ModelNeeded):
-        asked = {"limit": Limit.read(limit), "seed": seed, "protocol": Protocol.from_mapping(protocol)}
-        package.load(settings, _NotLoaded(), **asked)
+    task = _task(task_cfg)
+    Limit.read(limit)
+    task.data(seed, Protocol.from_mapping(protocol))
     _checked.add(key)
 
 
-def settings_class(task_cfg: Mapping[str, Any]) -> type[TaskSettings]:
-    """What may be set of a task: a dataclass whose fields say it.
-
-    Args:
-        task_cfg: The `task` group of the configuration, of which `name` and `harness` are read.
-
-    Raises:
-        ValueError: There is no such task.
-    """
-    return _package(task_cfg).SETTINGS[HARNESS if task_cfg.get("harness") else str(task_cfg["name"])]
-
-
-def _read(task_cfg: Mapping[str, Any]) -> tuple[ModuleType, TaskSettings]:
-    """The package that loads a task, and the task's settings."""
-    return _package(task_cfg), settings_class(task_cfg).read(task_cfg)
-
-
-def _package(task_cfg: Mapping[str, Any]) -> ModuleType:
-    name, harness = task_cfg.get("name"), task_cfg.get("harness")
-    if harness not in (None, HARNESS):
-        raise unknown_name("task.harness", harness, (HARNESS,))
-    package = "harness" if harness else BENCHMARKS.get(str(name))
-    if package is None:
-        raise unknown_name("task.name", name, BENCHMARKS)
-    return import_module(f"kvbench.tasks.{package}")
+def data_files(task_cfg: Mapping[str, Any]) -> list[DataFile]:
+    """The files of a benchmark, or of the parts of it that its settings choose; none for a task that has none."""
+    kind = settings_class(task_cfg)
+    return [] if kind.files is Task.files else _task(task_cfg).files()

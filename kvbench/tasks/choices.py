@@ -1,14 +1,28 @@
 """Requests that ask for the log-likelihoods of continuations instead of an answer."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 from kvbench.engine.requests import Request
+from kvbench.tasks.taskset import TaskSet
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
+
+
+@dataclass(kw_only=True)
+class ChoiceSet(TaskSet):
+    """A task of one right choice among several; `right` is its place, for each sample that has choices."""
+
+    right: dict[str, int] = field(default_factory=dict)
+
+    def score_choices(self, request: Request, choices: list[dict]) -> dict[str, float]:
+        """See `TaskSet`: 1 when no other choice is as likely as the right one."""
+        likely = [choice["loglikelihood"] for choice in choices]
+        place = self.right[request.sample_id]
+        return {"score": float(all(likely[place] > other for at, other in enumerate(likely) if at != place))}
 
 
 def with_choices(request: Request, model: "LoadedModel", continuations: Sequence[str], gold: int) -> Request:

@@ -159,7 +159,7 @@ def _in_hub_cache(file: DataFile) -> Source | str:
 
 
 def _in_datasets_cache(file: DataFile) -> Source | str:
-    """A copy that the `datasets` library prepared, whoever did; names are compared without case, dashes, underscores."""
+    """A copy that the `datasets` library prepared, by whomever; names count without case and dashes."""
     if file.prepared is None:
         return ""
     import datasets

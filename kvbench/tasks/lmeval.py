@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.tasks.source import MissingDataError
+from kvbench.tasks.files import read_each
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -44,15 +44,7 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
 
     with quiet():
         manager = TaskManager(include_defaults=False, include_path=str(folder), metadata=dict(metadata))
-        found, missing = {}, []
-        for name in names:
-            try:
-                found[name] = manager.load([name])["tasks"][name]
-            except MissingDataError as error:
-                missing.append(error)
-    if missing:
-        raise MissingDataError.of_all(missing)
-    return found
+        return read_each(names, lambda name: manager.load([name])["tasks"][name])
 
 
 def scorer_of(scored: Mapping[str, tuple["Task", dict]]) -> Callable[[str, str], Mapping[str, float]]:

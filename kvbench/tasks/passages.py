@@ -18,7 +18,7 @@ _CHARS_A_TOKEN = 6
 
 
 @dataclass(frozen=True)
-class Text:
+class LongText:
     """A text to cut pieces from.
 
     Args:
@@ -45,14 +45,14 @@ class Passage:
     num_bytes: int
 
 
-def read_text(file: object) -> Text:
+def read_text(file: object) -> LongText:
     """The setting `task.file`: a text file of the user's, or None for the documentation that ships with Python.
 
     Raises:
         ValueError: There is no such file, it is no UTF-8 text, or it holds nothing.
     """
     if file is None:
-        return Text("\n\n".join(paragraphs()), OWN)
+        return LongText("\n\n".join(paragraphs()), OWN)
     path = Path(str(file)).expanduser()
     if not path.is_file():
         raise ValueError(
@@ -65,7 +65,7 @@ def read_text(file: object) -> Text:
         raise ValueError(f"task.file={file} cannot be read as UTF-8 text ({error}); save it as UTF-8") from error
     if not content.strip():
         raise ValueError(f"task.file={file} holds no text; give another file")
-    return Text(content, path.name)
+    return LongText(content, path.name)
 
 
 def begin_ids(model: "LoadedModel") -> list[int]:
@@ -79,7 +79,7 @@ def begin_ids(model: "LoadedModel") -> list[int]:
 
 
 def passages(
-    model: "LoadedModel", text: Text, head: int, tail: int, items: int | None, start: int = 0
+    model: "LoadedModel", text: LongText, head: int, tail: int, items: int | None, start: int = 0
 ) -> list[Passage]:
     """Cut consecutive pieces.
 

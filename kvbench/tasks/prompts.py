@@ -251,6 +251,11 @@ class PromptBuilder:
         """See `thinking_label`."""
         return thinking_label(self.protocol, self.chat or self.rendered)
 
+    def told(self) -> dict[str, Any]:
+        """What result rows say of how it asks."""
+        told: dict[str, Any] = {"chat": self.chat, "max_prompt_tokens": self.max_prompt_tokens, "truncation": "middle"}
+        return told | {"thinking": self.thinking, "thoughts": "not graded"}
+
     def check_prefix(self) -> None:
         """Raises ValueError where the beginning of an answer would stand inside the thoughts of a model."""
         if self.chat and opens_thoughts(self.tokenizer, self._encode(self._wrap("a"))):

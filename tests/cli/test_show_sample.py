@@ -81,7 +81,7 @@ def test_without_the_data_the_stored_end_is_shown(stored, tmp_path, capsys):
     change(stored, task={"name": "longbench", "subsets": ["trec"], "data_dir": None})
     assert main(["show", str(stored), "passkey/0", f"data_dir={tmp_path / 'empty'}"]) == 0
     out = capsys.readouterr().out
-    assert "cannot be made here: task=longbench has no data for the subset trec" in out
+    assert "cannot be made here: task=longbench has no data for trec" in out
     assert "What was the pass key mentioned in the text above?" in out and "--- right answer" in out
     assert main(["show", str(stored), "passkey/0", "prompt=tail"]) == 0
     assert "cannot be made here" not in capsys.readouterr().out

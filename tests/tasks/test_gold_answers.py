@@ -12,11 +12,11 @@ import threading
 import pytest
 from places import DATA, need_data
 
-from kvbench.tasks.aime import dataset as aime_rows
+from kvbench.tasks import aime as aime_rows
+from kvbench.tasks import gsm8k as gsm8k_rows
+from kvbench.tasks import mathematics as math_rows
 from kvbench.tasks.aime import metrics as aime
-from kvbench.tasks.gsm8k import dataset as gsm8k_rows
 from kvbench.tasks.gsm8k import metrics as gsm8k
-from kvbench.tasks.mathematics import dataset as math_rows
 from kvbench.tasks.mathematics import grade as maths
 
 ALL = os.environ.get("KVBENCH_ALL_GOLD") == "1"
@@ -173,7 +173,7 @@ def test_math_final_answers(text: str, expected: str | None) -> None:
 @need_data("humaneval_plus/humanevalplus.jsonl")
 def test_humaneval_canonical_solutions() -> None:
     """Reference solutions pass through the task's grader, and the same with a wrong return value fail."""
-    from kvbench.tasks.code import dataset, metrics
+    from kvbench.tasks.code import dataset, grade
     from kvbench.tasks.code.cage.run import check_isolation
 
     rows = rows_of("humaneval_plus/humanevalplus.jsonl", dataset.check_row)[:: 1 if ALL else 40]
@@ -181,7 +181,7 @@ def test_humaneval_canonical_solutions() -> None:
         pytest.skip("no isolation on this machine")
     for row in rows:
         consent = {"allow_code_execution": True}
-        passed = metrics.grade("humaneval_plus", row, row["canonical_solution"], **consent)
+        passed = grade.scores("humaneval_plus", row, row["canonical_solution"], **consent)
         assert passed == {"plus": 1.0, "base": 1.0, "parsed": 1.0}, row["task_id"]
-        failed = metrics.grade("humaneval_plus", row, "    return 'wrong'\n", **consent)
+        failed = grade.scores("humaneval_plus", row, "    return 'wrong'\n", **consent)
         assert failed == {"plus": 0.0, "base": 0.0, "parsed": 1.0}, row["task_id"]

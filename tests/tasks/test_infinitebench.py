@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from kvbench.data.catalogue import files_of
-from kvbench.data.check import check_file
-from kvbench.tasks import load_task
+from kvbench.tasks import data_files, load_task
+from kvbench.tasks.fetch import check_file
+from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.infinitebench import is_right
-from kvbench.tasks.source import MissingDataError
 
 ROWS = {
     "passkey": {
@@ -108,7 +107,7 @@ def test_files_are_found_checked_and_asked_for(folder, model):
     task = load(folder, model)
     assert [request.sample_id for request in task.requests] == ["passkey/0", "number_string/0", "kv_retrieval/0"]
     assert [one["reason"] for one in task.quarantined] == ["field answer must be a text, it is list"]
-    files = {file.name: file for file in files_of("infinitebench")}
+    files = {file.name: file for file in data_files({"name": "infinitebench"})}
     assert {name: file.rows for name, file in files.items()} == {
         "passkey": 590,
         "number_string": 590,
@@ -116,7 +115,7 @@ def test_files_are_found_checked_and_asked_for(folder, model):
     }
     report = check_file(files["passkey"], folder, {}, partial_data=True)
     assert (report.rows, len(report.broken)) == (1, 1)
-    assert [file.name for file in files_of("infinitebench", ["passkey"])] == ["passkey"]
+    assert [file.name for file in data_files({"name": "infinitebench", "subsets": "passkey"})] == ["passkey"]
     (folder / "kv_retrieval.jsonl").unlink()
     with pytest.raises(MissingDataError, match="no data for kv_retrieval.*hf download xinrongzhang2022/InfiniteBench"):
         load(folder, model)

@@ -192,7 +192,7 @@ def test_the_fingerprint_follows_the_data(model, tmp_path: Path) -> None:
         ({"subsets": "trec", "max_prompt_tokens": 1}, "tokens from 2 to"),
         ({"subsets": "trec", "max_prompt_tokens": 9999}, "must lie between 2 and"),
         ({"subsets": "trec", "datadir": "x"}, "Did you mean data_dir"),
-        ({"subsets": ["qasper"]}, "no data for the subset qasper"),
+        ({"subsets": ["qasper"]}, "no data for qasper"),
     ],
 )
 def test_bad_settings(model, tmp_path: Path, settings: dict, message: str) -> None:

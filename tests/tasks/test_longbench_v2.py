@@ -6,13 +6,12 @@ import pytest
 from longbench_rows import row as old_row
 from longbench_rows import write
 
-from kvbench.data.catalogue import files_of
-from kvbench.data.check import check_file
 from kvbench.evidence.benchmark_columns import category_of
-from kvbench.tasks import load_task
+from kvbench.tasks import data_files, load_task
+from kvbench.tasks.fetch import check_file
+from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.longbench import CATEGORIES, ENGLISH
 from kvbench.tasks.longbench_v2 import letter_of
-from kvbench.tasks.source import MissingDataError
 
 ROW = {
     "_id": "66f3",
@@ -152,13 +151,13 @@ def test_broken_rows_are_named(load, tmp_path, model):
     with pytest.raises(ValueError, match="data.json must be a list of rows, it is dict"):
         load_task(cfg, model, limit=None, seed=0)
     (tmp_path / "data.json").unlink()
-    with pytest.raises(MissingDataError, match="no data for its questions.*or data.json there.*data task=longbench_v2"):
+    with pytest.raises(MissingDataError, match="no data for longbench_v2.*or data.json there.*data task=longbench_v2"):
         load_task(cfg, model, limit=None, seed=0)
 
 
 def test_data_checks_it(tmp_path):
     """Rows are counted and looked at as the task looks at them."""
-    (file,) = files_of("longbench_v2")
+    (file,) = data_files({"name": "longbench_v2"})
     (tmp_path / "longbench_v2.jsonl").write_text("\n".join(map(json.dumps, [ROW, ROW | {"_id": "2", "answer": "F"}])))
     report = check_file(file, tmp_path, {}, partial_data=True)
     assert (report.rows, report.wanted, len(report.broken)) == (1, 503, 1)

@@ -5,9 +5,8 @@ from random import Random
 
 import pytest
 
-from kvbench.tasks import fit, haystack, load_task, longctx
+from kvbench.tasks import fill, haystack, load_task
 from kvbench.tasks.longctx import generate, metrics
-from kvbench.tasks.protocol import Protocol
 
 KINDS = generate.KINDS
 
@@ -106,26 +105,23 @@ def test_inserts_go_between_sentences() -> None:
     assert filler.render(6, [(0.0, "X.")]) == "X. a b. c d e. f"
 
 
-def test_longest_fit_against_counting_up(tokenizer) -> None:
+def test_fill_length_against_counting_up(tokenizer) -> None:
     """The search ends at the largest number of units, or a few tokens short of it, whatever the units' lengths."""
     rng = Random(3)
     units = ["word " * rng.choice([1, 1, 2, 9]) for _ in range(300)]
 
-    def render(count: int) -> str:
-        return "".join(units[:count])
-
-    counts = [len(tokenizer.encode(render(n))) for n in range(301)]
+    counts = [len(tokenizer.encode("".join(units[:n]))) for n in range(301)]
     for length in (1, 2, 17, 100, 333, 5000):
         best = max(n for n in range(301) if counts[n] <= length)
-        found = fit.longest_fit(render, tokenizer, length, 300)
+        found = fill.fill_length(counts.__getitem__, length, 300)
         assert found <= best
-        assert found == best or length - counts[found] <= fit.LENGTH_SLACK_TOKENS
+        assert found == best or length - counts[found] <= fill.LENGTH_SLACK_TOKENS
 
 
 def test_a_prompt_that_cannot_fit_is_an_error(tokenizer) -> None:
     """Without any filler the prompt is already longer than asked."""
     with pytest.raises(ValueError, match="too short: a prompt takes 12 tokens without any filler"):
-        fit.longest_fit(lambda n: "a " * 10 + "b " * n, tokenizer, 10, 5)
+        fill.fill_length(lambda n: len(tokenizer.encode("a " * 10 + "b " * n)), 10, 5)
 
 
 def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
@@ -134,11 +130,11 @@ def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
     settings = {"name": "longctx", "length": 256, "items": 2}
     for kind in KINDS:
         try:
-            longctx.load(longctx.Settings(**settings, kinds=[kind]), loaded, limit=None, seed=0, protocol=Protocol())
-        except fit.TooShort as error:
+            load_task(settings | {"kinds": [kind]}, loaded, limit=None, seed=0)
+        except fill.TooShort as error:
             needs[kind] = error.needed
     with pytest.raises(ValueError, match=f"task.length=256 is too short: a prompt takes {max(needs.values())} tokens"):
-        longctx.load(longctx.Settings(**settings), loaded, limit=None, seed=0, protocol=Protocol())
+        load_task(settings, loaded, limit=None, seed=0)
     assert len(set(needs.values())) > 1, needs
 
 

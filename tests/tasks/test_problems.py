@@ -9,13 +9,11 @@ from omegaconf import OmegaConf
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
 
 from kvbench.config.files import conf_folder
-from kvbench.tasks import aime, load_task
-from kvbench.tasks.draw import Limit
+from kvbench.tasks import load_task
+from kvbench.tasks.aime import Aime
 from kvbench.tasks.gsm8k.shots import COT8
 from kvbench.tasks.lmeval import metadata_of
-from kvbench.tasks.mathematics.dataset import SUBJECTS
-from kvbench.tasks.problem_set import load_problems
-from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.mathematics import SUBJECTS
 
 CODE_TASKS = ("humaneval_plus", "mbpp_plus")
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -88,7 +86,7 @@ def test_worked_examples_are_right(question: str, reason: str, answer: str) -> N
 def test_fewshot5_draws_its_examples_from_the_train_file(model, tmp_path: Path) -> None:
     """Five different ones, by the seed, annotations kept; too few or no train rows are an error with a remedy."""
     folder = folder_of(tmp_path, "gsm8k")
-    with pytest.raises(ValueError, match=r"no data for the split train.*train\.jsonl"):
+    with pytest.raises(ValueError, match=r"no data for train.*train\.jsonl"):
         load(model, "gsm8k", folder, form="fewshot5")
     rows = [{"question": f"Is it {n}?", "answer": f"It is <<{n}={n}>>{n}.\n#### {n}"} for n in range(40)]
     write(folder / "train.jsonl", *rows[:4])
@@ -219,26 +217,19 @@ def test_broken_rows_are_set_aside(name: str, model, tmp_path: Path, no_cage) ->
         load(model, name, tmp_path)
 
 
-def test_rows_that_nothing_can_be_graded_against_are_set_aside(model, tmp_path: Path) -> None:
+def test_rows_that_nothing_can_be_graded_against_are_set_aside(model, tmp_path: Path, monkeypatch) -> None:
     """A task sees what will be asked before anything is generated, and its reasons stand beside those of broken
     rows; the other ids do not shift; without a row left it refuses."""
     lines = [AIME, b"{cut", AIME | {"problem": "bad"}, AIME | {"problem": "good"}, AIME | {"problem": "bad too"}]
     path = folder_of(tmp_path, "aime24", *lines) / "test.jsonl"
 
     def loaded(limit: int | None, word: str = "bad"):
-        return load_problems(
-            name="aime24",
-            folder=Path(aime.__file__).parent,
-            yaml_names=["kvbench_aime24"],
-            metadata={"data_dir": str(tmp_path)},
-            model=model,
-            limit=limit and Limit(limit, first=True),
-            protocol=Protocol(max_new_tokens=64),
-            metrics=aime.METRICS,
-            primary="correct",
-            describe={},
-            unusable=lambda docs: {doc["index"]: "no reference" for doc in docs if word in doc["problem"]},
+        monkeypatch.setattr(
+            Aime,
+            "unusable",
+            lambda self, docs: {doc["index"]: "no reference" for doc in docs if word in doc["problem"]},
         )
+        return load(model, "aime24", tmp_path, limit=limit)
 
     task = loaded(None)
     assert [request.sample_id for request in task.requests] == ["aime24/0", "aime24/3"]

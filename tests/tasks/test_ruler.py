@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.tasks import haystack, load_task
-from kvbench.tasks.fit import TooShort, most_units
+from kvbench.tasks.files import MissingDataError
+from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.ruler import GROUPS, words
 from kvbench.tasks.ruler.definitions import DEFINITIONS, GENERATED
-from kvbench.tasks.source import MissingDataError
 
 LENGTHS = [640, 1536]
 
@@ -242,9 +242,9 @@ def test_words_of_our_own_are_many_and_distinct(monkeypatch) -> None:
     assert len(own.adjectives) ** own.parts * len(own.nouns) > 100_000
 
 
-def test_most_units_with_a_guess() -> None:
+def test_fill_length_with_a_guess() -> None:
     """A guess changes where the search looks, not what it finds by more than the slack."""
     for guess in (None, 0, 3, 90, 5000):
-        assert most_units(lambda n: 10 + 7 * n, 500, 1000, least=1, guess=guess) == 70
+        assert fill_length(lambda n: 10 + 7 * n, 500, 1000, least=1, guess=guess) == 70
     with pytest.raises(TooShort, match="takes 17 tokens"):
-        most_units(lambda n: 10 + 7 * n, 12, 1000, least=1)
+        fill_length(lambda n: 10 + 7 * n, 12, 1000, least=1)

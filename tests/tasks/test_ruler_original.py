@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvbench.tasks.ruler import chains, counts, needles, scores, words
+from kvbench.tasks.ruler import chains, counts, definitions, needles, words
 from kvbench.tasks.ruler.definitions import DEFINITIONS, NEEDLES
 from kvbench.tasks.ruler.document import Job
 from kvbench.tasks.ruler.questions import answer_question
@@ -116,7 +116,7 @@ def test_the_answer_begins_as_the_original_begins_it(original, monkeypatch) -> N
         kind = given["type_haystack"]
         haystack = list(JOB.essays.words) if kind == "essay" else module.get_haystack(kind)
         (row,) = module.generate_samples(haystack, **given)
-        ours = needles.ask(NEEDLES[name], "x", ["quiet-river"], ["1"])
+        ours = needles.ask_for(NEEDLES[name], "x", ["quiet-river"], ["1"])
         assert ours.prefix == f" {row['gen_prefix']}"
 
 
@@ -246,8 +246,8 @@ def test_question_files(original, monkeypatch, tmp_path, source: str, name: str)
 def test_scores(original, text: str) -> None:
     """The share of the answers that are there; one is enough for question answering (RULER's code, one prediction)."""
     module, answers = original["common_utils"], ["12", "34", "ABC"]
-    assert scores.match_all(text, answers) == module.string_match_all(module.postprocess_pred([text]), [answers])
-    assert scores.match_any(text, answers) == float(scores.match_all(text, answers) > 0)
+    assert definitions.match_all(text, answers) == module.string_match_all(module.postprocess_pred([text]), [answers])
+    assert definitions.match_any(text, answers) == float(definitions.match_all(text, answers) > 0)
 
 
 def test_lengths_of_answers(original) -> None:

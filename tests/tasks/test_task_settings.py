@@ -5,10 +5,10 @@ import pytest
 from places import CONF
 from wrong_values import wrong
 
-from kvbench.config.settings import as_dict, read_config
+from kvbench.config.settings import as_dict, read_config, read_settings
 from kvbench.rules import Number, Several, Text, Whole, declared
 from kvbench.tasks import BENCHMARKS, HARNESS, check_task, settings_class
-from kvbench.tasks.settings import name_list, names_of
+from kvbench.tasks.task import name_list, names_of
 
 # What the shipped files leave open, because only the user knows it.
 OPEN = {"custom": {"file": "mine.jsonl"}, "lm_eval": {"name": "hellaswag"}}
@@ -27,7 +27,7 @@ def test_a_wrong_value_is_refused_by_name(task, setting):
     assert len(values) > 8
     for value in values:
         with pytest.raises(ValueError, match=rf"^task\.{setting}="):
-            kind.read(given | {setting: value})
+            read_settings(kind, given | {setting: value}, "task.", "task key")
     if setting != "harness":  # without it, it is another task
         with pytest.raises(ValueError, match=rf"^task\.{setting}="):
             check_task(given | {setting: values[0]}, limit=None, seed=0)
@@ -51,7 +51,7 @@ def test_the_file_lists_what_is_declared(task):
     given = TASKS[task]
     kind = settings_class(given)
     assert set(given) == set(declared(kind))
-    kind.read(given)
+    read_settings(kind, given, "task.", "task key")
     known = {name for name, group in TASKS.items() if "harness" not in group}
     assert known == set(BENCHMARKS) and {group.get("harness") for group in TASKS.values()} == {None, HARNESS}
 

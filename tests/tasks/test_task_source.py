@@ -2,13 +2,14 @@
 
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from longbench_rows import row, write
 
-from kvbench.tasks import source
-from kvbench.tasks.longbench import dataset
+from kvbench.tasks import files, longbench
+from kvbench.tasks.rows import Source
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
     """Texts may hold other Unicode line separators, raw in the file."""
     text = "one\u2028two\u0085three\x0bfour"
     write(tmp_path / "qasper.jsonl", row(context=text), row(context="next"))
-    rows = dataset.load("qasper", str(tmp_path))["test"]
+    rows = longbench.load("qasper", str(tmp_path))["test"]
     assert [item["context"] for item in rows] == [text, "next"]
     assert rows.origin == "data_dir"
 
@@ -48,7 +49,7 @@ def test_broken_rows_are_set_aside_by_file_and_line(tmp_path: Path) -> None:
         row(),
         good[: len(good) // 2],
     )
-    rows = dataset.load("qasper", str(tmp_path))["test"]
+    rows = longbench.load("qasper", str(tmp_path))["test"]
     assert [item["index"] for item in rows] == [0, 9]
     assert {item["file"] for item in rows.quarantined} == {str(path)}
     reasons = {item["line"]: item["reason"] for item in rows.quarantined}
@@ -70,7 +71,7 @@ def test_a_byte_order_mark_costs_no_row(tmp_path: Path) -> None:
     """The mark that some editors put before the first row is read over; inside of the file it stays a fault."""
     mark, line = b"\xef\xbb\xbf", json.dumps(row()).encode()
     write(tmp_path / "qasper.jsonl", mark + line, row(context="other"), mark + line)
-    rows = dataset.load("qasper", str(tmp_path))["test"]
+    rows = longbench.load("qasper", str(tmp_path))["test"]
     assert [item["index"] for item in rows] == [0, 1]
     assert [item["line"] for item in rows.quarantined] == [3]
 
@@ -81,7 +82,7 @@ def test_copies_are_named_and_kept(tmp_path: Path) -> None:
     path = write(
         tmp_path / "qasper.jsonl", row() | {"_id": "a"}, other, row() | {"_id": "a"}, other | {"_id": "a"}, other
     )
-    rows = dataset.load("qasper", str(tmp_path))["test"]
+    rows = longbench.load("qasper", str(tmp_path))["test"]
     assert len(rows) == 5 and not rows.quarantined
     assert {item["file"] for item in rows.copies} == {str(path)}
     found = [(item["line"], item["reason"]) for item in rows.copies]
@@ -92,25 +93,25 @@ def test_copies_are_named_and_kept(tmp_path: Path) -> None:
 def test_a_row_of_another_subset_is_set_aside(tmp_path: Path) -> None:
     """A row says which data set it is of; LongBench-E's rows bear the name of the plain subset, or their own."""
     write(tmp_path / "qasper.jsonl", row(dataset="qasper"), row(dataset="trec"))
-    rows = dataset.load("qasper", str(tmp_path))["test"]
+    rows = longbench.load("qasper", str(tmp_path))["test"]
     assert len(rows) == 1
     assert rows.quarantined[0]["reason"] == "field dataset is 'trec': this row belongs to another subset than qasper"
     for name in ("qasper", "qasper_e"):
-        assert dataset.check_row(row(dataset=name, length=3), "qasper_e")["context"]
+        assert longbench.check_row(row(dataset=name, length=3), "qasper_e")["context"]
 
 
 def test_all_rows_broken_is_an_error(tmp_path: Path) -> None:
     """A file without one good row fails and says which file, how many rows and why."""
     write(tmp_path / "qasper.jsonl", b"{", b"{")
     with pytest.raises(ValueError, match=r"all 2 rows of .*qasper\.jsonl are broken; the first, line 1: not JSON"):
-        dataset.load("qasper", str(tmp_path))
+        longbench.load("qasper", str(tmp_path))
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     """A file without any row fails instead of giving an empty subset."""
     write(tmp_path / "qasper.jsonl", b"", b" ")
     with pytest.raises(ValueError, match="holds no rows"):
-        dataset.load("qasper", str(tmp_path))
+        longbench.load("qasper", str(tmp_path))
 
 
 def test_the_hub_copys_field_name_is_accepted(tmp_path: Path) -> None:
@@ -118,24 +119,24 @@ def test_the_hub_copys_field_name_is_accepted(tmp_path: Path) -> None:
     other = row()
     other["question"] = other.pop("input") + "!"
     write(tmp_path / "qasper.jsonl", other)
-    assert dataset.load("qasper", str(tmp_path))["test"][0]["input"] == "Where is it?!"
+    assert longbench.load("qasper", str(tmp_path))["test"][0]["input"] == "Where is it?!"
 
 
 def test_subsets_need_their_own_fields() -> None:
     """trec needs its classes, LongBench-E its lengths, passage retrieval a numbered answer."""
     with pytest.raises(ValueError, match="all_classes"):
-        dataset.check_row(row(), "trec")
+        longbench.check_row(row(), "trec")
     with pytest.raises(ValueError, match="length is missing"):
-        dataset.check_row(row(length=None), "qasper_e")
+        longbench.check_row(row(length=None), "qasper_e")
     with pytest.raises(ValueError, match="Paragraph 1"):
-        dataset.check_row(row(answers=["the Paragraph x"]), "passage_retrieval_en")
-    assert dataset.check_row(row(length=None), "qasper")["length"] is None
+        longbench.check_row(row(answers=["the Paragraph x"]), "passage_retrieval_en")
+    assert longbench.check_row(row(length=None), "qasper")["length"] is None
 
 
 def test_missing_data_says_where_and_how(tmp_path: Path) -> None:
     """The error lists the places, the command that fetches, and a task that needs no data."""
-    with pytest.raises(source.MissingDataError) as caught:
-        dataset.load("trec", str(tmp_path))
+    with pytest.raises(files.MissingDataError) as caught:
+        longbench.load("trec", str(tmp_path))
     text = str(caught.value)
     for part in (
         f"task.data_dir={tmp_path} (no trec.jsonl",
@@ -152,7 +153,7 @@ def test_missing_data_says_where_and_how(tmp_path: Path) -> None:
 def test_a_wrong_data_dir_is_an_error(tmp_path: Path) -> None:
     """A folder that does not exist is the user's mistake: nothing else is searched."""
     with pytest.raises(ValueError, match=r"task\.data_dir=.*nowhere is not a folder"):
-        dataset.load("trec", str(tmp_path / "nowhere"))
+        longbench.load("trec", str(tmp_path / "nowhere"))
 
 
 def test_rows_from_the_cached_archive(tmp_path: Path) -> None:
@@ -163,14 +164,14 @@ def test_rows_from_the_cached_archive(tmp_path: Path) -> None:
     (snapshot.parent.parent / "refs" / "main").write_text("abc")
     with zipfile.ZipFile(snapshot / "data.zip", "w") as archive:
         archive.writestr("data/qasper.jsonl", json.dumps(row(context="from the archive")) + "\nbroken\n")
-    rows = dataset.load("qasper")["test"]
+    rows = longbench.load("qasper")["test"]
     assert (rows[0]["context"], rows.origin) == ("from the archive", "cache")
     assert rows.quarantined[0]["file"].endswith("data.zip:data/qasper.jsonl")
     (tmp_path / "own").mkdir()
     write(tmp_path / "own" / "qasper.jsonl", row(context="own"))
-    assert dataset.load("qasper", str(tmp_path / "own"))["test"][0]["context"] == "own"
-    with pytest.raises(source.MissingDataError):
-        dataset.load("lcc")
+    assert longbench.load("qasper", str(tmp_path / "own"))["test"][0]["context"] == "own"
+    with pytest.raises(files.MissingDataError):
+        longbench.load("lcc")
 
 
 def test_the_first_file_of_the_hub_that_holds_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,22 +186,25 @@ def test_the_first_file_of_the_hub_that_holds_the_rows(tmp_path: Path, monkeypat
             raise OSError("no such repository\nand more")
         return str(tmp_path / repo / name)
 
-    def read(path: Path) -> source.Source | None:
+    def read(origin: str, path: Path, name: str) -> Source | None:
         if path.parent.name == "bug":
             raise KeyError("ours")
-        return source.Source("hub", path.parent.name, lambda: iter([])) if path.parent.name == "good" else None
+        return Source("hub", path.parent.name, lambda: iter([])) if path.parent.name == "good" else None
+
+    def on_hub(*repos: str) -> Source | str:
+        file = replace(longbench.data_file("trec"), hub=tuple((repo, "a") for repo in repos))
+        return files._on_hub(file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(files, "hub_source", read)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(model_files, "hub_reachable", lambda: True)
-    found, where = source.on_hub([("gone", "a"), ("other", "a"), ("good", "a"), ("bug", "a")], read)
-    assert (found.name, where) == ("good", "good")
-    expected = "the hub (gone: no such repository; other: a does not hold these rows)"
-    assert source.on_hub([("gone", "a"), ("other", "a")], read) == (None, expected)
+    assert on_hub("gone", "other", "good", "bug").name == "good"
+    assert on_hub("gone", "other") == "the hub (gone: no such repository; other: a does not hold these rows)"
     with pytest.raises(KeyError):
-        source.on_hub([("bug", "a")], read)
+        on_hub("bug")
     monkeypatch.setattr(model_files, "hub_reachable", lambda: False)
-    assert source.on_hub([("good", "a")], read) == (None, "the hub (it cannot be reached from here)")
+    assert on_hub("good") == "the hub (it cannot be reached from here)"
 
 
 def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "data.zip"
     path.write_bytes(b"PK nonsense")
     with pytest.raises(ValueError, match="delete it and fetch it again"):
-        source.in_archive(path, "qasper", "cache")
+        files.hub_source("cache", path, "qasper")
 
 
 def test_rows_from_the_datasets_cache(tmp_path: Path) -> None:
@@ -222,7 +226,7 @@ def test_rows_from_the_datasets_cache(tmp_path: Path) -> None:
     with ArrowWriter(features=features, path=str(folder / "long_bench-test.arrow")) as writer:
         writer.write(row(context="from arrow"))
         writer.finalize()
-    rows = dataset.load("qasper")["test"]
+    rows = longbench.load("qasper")["test"]
     assert (rows[0]["context"], rows.origin) == ("from arrow", "cache")
 
 
@@ -231,4 +235,4 @@ def test_rows_from_the_datasets_cache(tmp_path: Path) -> None:
 )
 def test_length_buckets(words: int, bucket: str) -> None:
     """LongBench-E's borders are at 4,000 and 8,000 words."""
-    assert dataset.length_bucket(words) == bucket
+    assert longbench.length_bucket(words) == bucket

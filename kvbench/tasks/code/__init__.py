@@ -12,35 +12,22 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, ClassVar
 
 from kvbench.rules import Choice
-from kvbench.tasks.draw import Limit
-from kvbench.tasks.problem_set import load_problems
+from kvbench.tasks.code.dataset import data_file
+from kvbench.tasks.files import DataFile
+from kvbench.tasks.problems import Problems
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import DataDir, TaskSettings
-from kvbench.tasks.taskset import MetricInfo, TaskSet
-
-if TYPE_CHECKING:
-    from kvbench.models.load import LoadedModel
+from kvbench.tasks.taskset import MetricInfo
 
 FORMS = ("complete", "chat")
-METRICS = {
-    "plus": MetricInfo(
-        True, "the function is right on the original and the added inputs (pass@1 of the plus benchmark)"
-    ),
-    "base": MetricInfo(True, "the function is right on the original inputs"),
-    "parsed": MetricInfo(True, "the program loads; one that loads and answers wrongly is not a parse failure"),
-}
-_FOLDER = Path(__file__).resolve().parent
 _MAX_CAGES = 8  # more would only take memory: answers come one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class CodeTask(Problems):
+    """The task.
 
     Args:
         form: How the functions are asked for.
@@ -48,55 +35,51 @@ class Settings(TaskSettings):
         allow_code_execution: The user's consent that code written by the model runs on this machine, in the cage.
     """
 
+    metrics: ClassVar = {
+        "plus": MetricInfo(
+            True, "the function is right on the original and the added inputs (pass@1 of the plus benchmark)"
+        ),
+        "base": MetricInfo(True, "the function is right on the original inputs"),
+        "parsed": MetricInfo(True, "the program loads; one that loads and answers wrongly is not a parse failure"),
+    }
+    primary: ClassVar = "plus"
+    meta_keys: ClassVar = ("task_id",)
+    grading_limit_s: ClassVar = None  # the cage ends a program
+    grading_workers: ClassVar = min(len(os.sched_getaffinity(0)), _MAX_CAGES)
+
     form: Annotated[str, Choice(FORMS)] = FORMS[0]
-    data_dir: DataDir = None
     allow_code_execution: bool = False
 
+    def files(self) -> list[DataFile]:
+        return [data_file(self.name)]
 
-SETTINGS = {"humaneval_plus": Settings, "mbpp_plus": Settings}
+    def yamls(self) -> list[str]:
+        return [f"kvbench_{self.name}_{self.form}"]
 
+    def metadata(self, seed: int) -> dict[str, Any]:
+        return {"data_dir": self.data_dir, "allow_code_execution": self.allow_code_execution}
 
-def _unusable(name: str, docs: Sequence[dict]) -> dict[int, str]:
-    """The rows whose reference does not run, found out before hours of answers to them."""
-    from kvbench.tasks.code.grade import DATASETS
-    from kvbench.tasks.code.reference import unusable
+    def told(self) -> dict[str, Any]:
+        return {"form": self.form}
 
-    return unusable(DATASETS[name], ((doc["index"], json.loads(doc["row"])) for doc in docs))
+    def reference(self, doc: dict) -> object:
+        return doc["row"]
 
+    def unusable(self, docs: Sequence[dict]) -> dict[int, str]:
+        """The rows whose reference does not run, found out before hours of answers to them."""
+        from kvbench.tasks.code.reference import unusable
 
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Load the problems in one form.
+        return unusable(self.name, ((doc["index"], json.loads(doc["row"])) for doc in docs))
 
-    Args:
-        cfg: The settings; `name` is `humaneval_plus` or `mbpp_plus`.
-        model: Tokenizes the prompts.
-        limit: Which problems; None for all.
-        seed: Not used: nothing here is random.
-        protocol: How the problems are asked.
+    def data(self, seed: int, protocol: Protocol) -> dict[str, Any]:
+        """See `Problems`.
 
-    Raises:
-        CageRefused: There is no consent, or this machine cannot isolate generated code; before anything is generated.
-        ValueError: Data is missing or broken.
-    """
-    from kvbench.tasks.code.cage import run as cage
+        Raises:
+            CageRefused: There is no consent, or this machine cannot isolate generated code.
+            ValueError: Data is missing or broken.
+        """
+        from kvbench.tasks.code.cage import run as cage
 
-    name, form, consent = cfg.name, cfg.form, cfg.allow_code_execution
-    # Hours of answers that cannot be graded help nobody: a trivial program goes first.
-    cage.run("def one():\n    return 1\n", "one", [[]], allow_code_execution=consent)
-    return load_problems(
-        name=name,
-        folder=_FOLDER,
-        yaml_names=[f"kvbench_{name}_{form}"],
-        metadata={"data_dir": cfg.data_dir, "allow_code_execution": consent},
-        model=model,
-        limit=limit,
-        protocol=protocol,
-        metrics=METRICS,
-        primary="plus",
-        describe={"form": form},
-        meta_keys=("task_id",),
-        reference=lambda doc: doc["row"],
-        unusable=partial(_unusable, name),
-        grading_limit_s=None,  # the cage ends a program
-        grading_workers=min(len(os.sched_getaffinity(0)), _MAX_CAGES),
-    )
+        # Hours of answers that cannot be graded help nobody: a trivial program goes first.
+        cage.run("def one():\n    return 1\n", "one", [[]], allow_code_execution=self.allow_code_execution)
+        return super().data(seed, protocol)

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from kvbench.tasks.problem_source import Place, find_rows, text_field
-from kvbench.tasks.source import Rows
+from kvbench.tasks.files import DataFile, find_rows
+from kvbench.tasks.rows import Rows, text_field
 
-RELEASE = {"humaneval_plus": ("HumanEvalPlus", "v0.1.10"), "mbpp_plus": ("MbppPlus", "v0.2.0")}
+RELEASE = {"humaneval_plus": ("HumanEvalPlus", "v0.1.10", 164), "mbpp_plus": ("MbppPlus", "v0.2.0", 378)}
+"""Task -> name, version and rows of its release."""
 
 
 class CodeRow(TypedDict):
@@ -33,17 +34,19 @@ class CodeRow(TypedDict):
     atol: float
 
 
-def place(subset: str) -> Place:
-    """Where the release file of a benchmark is; its copies on the hub lack the inputs."""
-    name, version = RELEASE[subset]
-    cache = Path("~/.cache/evalplus").expanduser()
-    return Place(
+def data_file(subset: str) -> DataFile:
+    """The release file of a benchmark; its copies on the hub lack the inputs."""
+    name, version, rows = RELEASE[subset]
+    repo = f"evalplus/{subset.replace('_', '')}_release"
+    return DataFile(
         task=subset,
-        what="its release file",
         stems=(name.lower(), name, f"{name}-{version}", "test"),
-        local=(cache / f"{name}-{version}.jsonl",),
-        fetch=f"To get it, unpack {name}.jsonl.gz of the EvalPlus release {version} (repository "
-        f"evalplus/{subset.replace('_', '')}_release) into a folder and set task.data_dir to it.",
+        rows=rows,
+        check=check_row,
+        local=(Path("~/.cache/evalplus").expanduser() / f"{name}-{version}.jsonl",),
+        # The address that EvalPlus itself fetches from.
+        url=f"https://github.com/{repo}/releases/download/{version}/{name}.jsonl.gz",
+        by_hand=f"unpack {name}.jsonl.gz of the EvalPlus release {version} (repository {repo}) into a folder",
     )
 
 
@@ -104,7 +107,7 @@ def load(
         MissingDataError: No source has the file.
         ValueError: data_dir is no folder, or all rows are broken.
     """
-    rows = find_rows(place(subset), data_dir, check_row)
+    rows = find_rows(data_file(subset), data_dir)
     documents = [
         {
             "index": row["index"],

@@ -4,14 +4,16 @@ The reference solution runs in a cage of its own; what it returned never enters 
 send back what it likes, but it is judged by value against numbers it cannot see.
 """
 
+import json
 from dataclasses import dataclass, replace
 
+from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.process import guard_s
 from kvbench.tasks.code.cage.wire import WireError, decode
 from kvbench.tasks.code.dataset import CodeRow
 from kvbench.tasks.code.extract import build_program
-from kvbench.tasks.code.oracle import FOUND_TASKS, is_right
+from kvbench.tasks.code.oracle import asks_whether_found, is_right
 from kvbench.tasks.code.reference import Digest, Group, reference
 
 # Source: EvalPlus 0.3.1, config.py and eval/__init__.py: four times the reference's time but at least 1 s for a call,
@@ -22,8 +24,7 @@ _CALL_FACTOR, _MIN_CALL_S, _CALLS_FACTOR, _MAX_CALLS_S = 4.0, 1.0, 2.0, 60.0
 _START_S = 5.0
 _MAX_WALL_S = 3600.0
 _SPARE_BYTES = 1 << 20
-DATASETS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
-"""Name of the task -> what the oracle calls it."""
+_LOADING = "loading the program"
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,14 @@ class GradeResult:
     message: str = ""
 
 
-def grade_humaneval_plus(
-    row: CodeRow, completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
+def grade(
+    task: str, row: CodeRow, completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
 ) -> GradeResult:
-    """Grade an answer to a HumanEval+ problem.
+    """Grade an answer.
 
     Args:
-        row: A row of the EvalPlus release file.
+        task: `humaneval_plus` or `mbpp_plus`.
+        row: A row of the EvalPlus release file, read as plain JSON.
         completion: What the model wrote: the continuation of the prompt, or a reply with a fenced block.
         allow_code_execution: The setting `task.allow_code_execution`.
         limits: What the program may use; its times follow from the reference's.
@@ -66,55 +68,26 @@ def grade_humaneval_plus(
     Source: EvalPlus 0.3.1 (inputs, tolerances, time limits, special oracles).
     Differs: see `oracle` and `extract`; programs see the standard library only.
     """
-    return _grade("humaneval", row, completion, allow_code_execution, limits)
-
-
-def grade_mbpp_plus(
-    row: CodeRow, completion: str, *, allow_code_execution: bool, limits: cage.Limits | None = None
-) -> GradeResult:
-    """Grade an answer to an MBPP+ problem.
-
-    Args:
-        row: A row of the EvalPlus release file, read as plain JSON.
-        completion: What the model wrote.
-        allow_code_execution: The setting `task.allow_code_execution`.
-        limits: What the program may use; its times follow from the reference's.
-
-    Returns:
-        The verdict.
-
-    Raises:
-        CageRefused: Not allowed, or no isolation on this machine.
-        UnusableRow: The row lacks a field, or its own reference solution does not run.
-
-    Source: EvalPlus 0.3.1.
-    """
-    return _grade("mbpp", row, completion, allow_code_execution, limits)
-
-
-def _grade(
-    dataset: str, row: CodeRow, completion: str, allow_code_execution: bool, limits: cage.Limits | None
-) -> GradeResult:
     cage.require_consent(allow_code_execution)
-    groups = reference(dataset, row, limits or cage.Limits())
+    groups = reference(task, row, limits or cage.Limits())
     limits = limits or cage.Limits(wall_s=_MAX_WALL_S)
     program = build_program(row["prompt"], row["entry_point"], completion)
     base_passed = False
     for group in groups:
-        status, message = _run_group(dataset, row, program, group, limits)
+        status, message = _run_group(task, row, program, group, limits)
         if status == "timeout":  # a machine can be slow for once
-            status, message = _run_group(dataset, row, program, group, limits)
+            status, message = _run_group(task, row, program, group, limits)
         if status != "pass":
             return GradeResult(status, base_passed, False, message)
         base_passed = True  # the original inputs come first
     return GradeResult("pass", True, True)
 
 
-def _run_group(dataset: str, row: CodeRow, program: str, group: Group, limits: cage.Limits) -> tuple[str, str]:
+def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: cage.Limits) -> tuple[str, str]:
     verdict: list[tuple[str, str]] = []
 
     def judge(output: cage.Output) -> bool:
-        found = _judge(dataset, row, group, output)
+        found = _judge(task, row, group, output)
         if found is not None:
             verdict.append(found)
         return found is None
@@ -148,11 +121,11 @@ def _run_group(dataset: str, row: CodeRow, program: str, group: Group, limits: c
     return ("timeout" if report.status == "timeout" else "error"), f"{report.status}: {report.message}"
 
 
-def _judge(dataset: str, row: CodeRow, group: Group, output: cage.Output) -> tuple[str, str] | None:
+def _judge(task: str, row: CodeRow, group: Group, output: cage.Output) -> tuple[str, str] | None:
     """What is wrong with one output; None when nothing is."""
     text = output.payload[:300].decode("utf-8", "replace") if output.kind != "v" else ""
     if output.index < 0:
-        where = "loading the program"
+        where = _LOADING
         if output.kind in "vu":
             return None
     else:
@@ -164,7 +137,7 @@ def _judge(dataset: str, row: CodeRow, group: Group, output: cage.Output) -> tup
     expected = group.expected[output.index]
     if output.kind == "u":
         # Something, of whatever type, is all that these tasks ask for.
-        if dataset == "mbpp" and row["entry_point"] in FOUND_TASKS:
+        if asks_whether_found(task, row["entry_point"]):
             return None if expected else ("fail", f"{where}: found something where nothing is")
         return "unsupported", f"{where}: {text}"
     try:
@@ -175,7 +148,7 @@ def _judge(dataset: str, row: CodeRow, group: Group, output: cage.Output) -> tup
         value = decode(output.payload, max_nodes=1000 + 16 * _num_parts(expected))
     except WireError as error:
         return "fail", f"{where}: {error}"
-    if is_right(dataset, row["entry_point"], group.calls[output.index], value, expected, row["atol"]):
+    if is_right(task, row["entry_point"], group.calls[output.index], value, expected, row["atol"]):
         return None
     return "fail", f"{where}: a wrong output"
 
@@ -186,3 +159,26 @@ def _num_parts(value: object) -> int:
     if isinstance(value, list | tuple | set | frozenset):
         return 1 + sum(map(_num_parts, value))
     return 1
+
+
+def scores(task: str, row: CodeRow, text: str, *, allow_code_execution: bool, opened: bool = False) -> dict[str, float]:
+    """Score one answer as it was generated; the rest as for `grade`.
+
+    Args:
+        opened: The prompt opened the thoughts.
+
+    Returns:
+        `plus`, `base` and `parsed`, each 0 or 1.
+    """
+    cage.require_consent(allow_code_execution)
+    answer = after_thinking(text, opened)
+    if answer is None or not answer.strip():
+        return {"plus": 0.0, "base": 0.0, "parsed": 0.0}
+    result = grade(task, row, answer, allow_code_execution=allow_code_execution)
+    loads = not (result.status == "error" and result.message.startswith(_LOADING))
+    return {"plus": float(result.plus_passed), "base": float(result.base_passed), "parsed": float(loads)}
+
+
+def process(doc: dict, results: list[str]) -> dict[str, float]:
+    """What lm-eval calls."""
+    return scores(doc["subset"], json.loads(doc["row"]), results[0], allow_code_execution=doc["allow_code_execution"])

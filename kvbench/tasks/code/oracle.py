@@ -28,13 +28,11 @@ _SET_TASKS = frozenset(
 FOUND_TASKS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
 
 
-def is_right(
-    dataset: str, entry_point: str, inputs: Sequence[Value], output: Value, expected: Value, atol: float
-) -> bool:
+def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
     """Judge one output.
 
     Args:
-        dataset: `humaneval` or `mbpp`; the special cases belong to one of them.
+        task: `humaneval_plus` or `mbpp_plus`; the special cases belong to one of them.
         entry_point: Name of the function, which names the task.
         inputs: Arguments of the call.
         output: What the solution returned; builtin types.
@@ -45,8 +43,8 @@ def is_right(
         True when the benchmark counts it as right.
     """
     try:
-        if has_own_rule(dataset, entry_point):
-            if dataset == "humaneval":
+        if has_own_rule(task, entry_point):
+            if task == "humaneval_plus":
                 return _is_root(inputs, output, atol)
             return _MBPP[entry_point](inputs, output, expected, atol)
         return _matches(output, expected, atol)
@@ -54,9 +52,14 @@ def is_right(
         return False  # an output of a kind for which the question makes no sense
 
 
-def has_own_rule(dataset: str, entry_point: str) -> bool:
+def has_own_rule(task: str, entry_point: str) -> bool:
     """Whether a task asks something else of an output than to be equal, or near, to the reference's."""
-    return entry_point == "find_zero" if dataset == "humaneval" else entry_point in _MBPP
+    return entry_point == "find_zero" if task == "humaneval_plus" else entry_point in _MBPP
+
+
+def asks_whether_found(task: str, entry_point: str) -> bool:
+    """Whether a task only asks if something, of whatever type, was found."""
+    return task == "mbpp_plus" and entry_point in FOUND_TASKS
 
 
 def _matches(output: object, expected: object, atol: float) -> bool:

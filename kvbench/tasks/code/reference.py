@@ -22,7 +22,7 @@ from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import WireError, decode, encode
 from kvbench.tasks.code.dataset import CodeRow
 from kvbench.tasks.code.mbpp_inputs import restore_inputs
-from kvbench.tasks.code.oracle import FOUND_TASKS, has_own_rule
+from kvbench.tasks.code.oracle import asks_whether_found, has_own_rule
 from kvbench.tasks.watch import long_work
 
 _CALL_S, _CPU_S, _WALL_S = 100.0, 400.0, 3600.0
@@ -74,11 +74,11 @@ class Group:
         return _job(program, entry_point, self.calls, [isinstance(output, Digest) for output in self.expected])
 
 
-def reference(dataset: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
+def reference(task: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
     """Base and added inputs with the reference's outputs and times; computed once for each row.
 
     Args:
-        dataset: `humaneval` or `mbpp`.
+        task: `humaneval_plus` or `mbpp_plus`.
         row: The row.
         limits: What an answer may use; a reference may take more time, and more memory where it needs it.
 
@@ -96,13 +96,13 @@ def reference(dataset: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
             " (HumanEvalPlus.jsonl or MbppPlus.jsonl); the files in the original format lack the inputs."
         )
     inputs = [row["base_input"], row["plus_input"]]
-    if dataset == "mbpp":
+    if task == "mbpp_plus":
         inputs = [restore_inputs(row["task_id"], calls) for calls in inputs]
-    key = _key(dataset, row, limits)
+    key = _key(task, row, limits)
     found = _known(key)
     if found is None:
         try:
-            groups = [_run(dataset, row, [list(call) for call in calls], limits) for calls in inputs]
+            groups = [_run(task, row, [list(call) for call in calls], limits) for calls in inputs]
             found = {"groups": [_as_data(group) for group in groups]}
         except UnusableRow as error:
             found = {"failed": str(error)}
@@ -112,11 +112,11 @@ def reference(dataset: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
     return [_from_data(data, calls) for data, calls in zip(found["groups"], inputs, strict=True)]
 
 
-def unusable(dataset: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
+def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
     """Run the references of rows, side by side, and find those that nothing can be graded against.
 
     Args:
-        dataset: `humaneval` or `mbpp`.
+        task: `humaneval_plus` or `mbpp_plus`.
         rows: Number and content of each.
 
     Returns:
@@ -128,7 +128,7 @@ def unusable(dataset: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str
 
     def why(item: tuple[int, CodeRow]) -> tuple[int, str] | None:
         try:
-            reference(dataset, item[1], cage.Limits())
+            reference(task, item[1], cage.Limits())
         except ValueError as error:
             if isinstance(error, cage.CageRefused):
                 raise
@@ -136,19 +136,19 @@ def unusable(dataset: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str
         return None
 
     listed = list(rows)
-    with long_work(f"reference solutions of {dataset}", len(listed)) as step:
+    with long_work(f"reference solutions of {task}", len(listed)) as step:
         return dict(filter(None, cage.map_bounded(why, listed, after_each=step)))
 
 
-def _run(dataset: str, row: CodeRow, calls: list[list[object]], limits: cage.Limits) -> Group:
+def _run(task: str, row: CodeRow, calls: list[list[object]], limits: cage.Limits) -> Group:
     said = ""
     for memory_bytes in dict.fromkeys((limits.memory_bytes, max(limits.memory_bytes, _LARGE_BYTES))):
         may = replace(limits, memory_bytes=memory_bytes, cpu_s=_CPU_S, wall_s=_WALL_S)
         may = replace(may, load_s=max(may.load_s, _CALL_S), value_bytes=_VALUE_BYTES, output_bytes=_OUTPUT_BYTES)
         large = [False] * len(calls)
-        group, said, large = _attempt(dataset, row, calls, large, may)
+        group, said, large = _attempt(task, row, calls, large, may)
         if any(large):
-            group, said, _ = _attempt(dataset, row, calls, large, may)
+            group, said, _ = _attempt(task, row, calls, large, may)
         if group is not None:
             return group
     raise UnusableRow(
@@ -158,14 +158,14 @@ def _run(dataset: str, row: CodeRow, calls: list[list[object]], limits: cage.Lim
 
 
 def _attempt(
-    dataset: str, row: CodeRow, calls: list[list[object]], large: list[bool], limits: cage.Limits
+    task: str, row: CodeRow, calls: list[list[object]], large: list[bool], limits: cage.Limits
 ) -> tuple[Group | None, str, list[bool]]:
     """The group; or what went wrong, and which outputs were too large to send."""
     program, entry_point, jobs = _job(row["prompt"] + row["canonical_solution"], row["entry_point"], calls, large)
     report = cage.run(program, entry_point, jobs, allow_code_execution=True, call_s=_CALL_S, limits=limits)
     if report.status == "jail":
         raise cage.CageRefused(f"The cage did not come up: {report.message}. Try again with fewer programs at a time.")
-    found = dataset == "mbpp" and row["entry_point"] in FOUND_TASKS
+    found = asks_whether_found(task, row["entry_point"])
     outputs = report.outputs[1:]
     wrong = [output for output in report.outputs if output.kind not in ("vu" if found or output.index < 0 else "v")]
     if report.status != "done" or wrong:
@@ -186,7 +186,7 @@ def _attempt(
             return None, str(error), [large or number == at for at, large in enumerate(large)]
         if large[number]:
             assert isinstance(value, list)  # `digest.digest` made it
-            if row["atol"] or value[1] or has_own_rule(dataset, row["entry_point"]):
+            if row["atol"] or value[1] or has_own_rule(task, row["entry_point"]):
                 return None, "its output is too large to be compared with a tolerance", [False] * len(calls)
             value = Digest(value)
         expected.append(value)
@@ -220,9 +220,9 @@ def _code() -> str:
     return json.dumps([platform.node(), platform.python_version(), platform.machine(), texts])
 
 
-def _key(dataset: str, row: CodeRow, limits: cage.Limits) -> str:
+def _key(task: str, row: CodeRow, limits: cage.Limits) -> str:
     fields: Mapping[str, object] = row
-    what = [_code(), dataset, limits.memory_bytes, *(fields[name] for name in _FIELDS)]
+    what = [_code(), task, limits.memory_bytes, *(fields[name] for name in _FIELDS)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 

@@ -8,32 +8,28 @@ question and the others are the context. A broken row is named by file and line,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.rules import Choice, Several, Text, Whole
 from kvbench.tasks.chat import render_chat, system_messages, template_settings
-from kvbench.tasks.choices import choice_request
+from kvbench.tasks.choices import ChoiceSet, choice_request
 from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
 from kvbench.tasks.custom.metrics import CHOICE_MEANING, METRICS, SCORES, grade
-from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import TaskSettings, listed_texts
-from kvbench.tasks.source import Rows
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.rows import Rows
+from kvbench.tasks.task import Ask, Task
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
     from kvbench.engine.requests import Request, Turn
-    from kvbench.models.load import LoadedModel
-
-_FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class Custom(Task):
+    """The task; a prompt that is too long for the model loses its middle.
 
     Args:
         file: The JSONL file.
@@ -44,6 +40,8 @@ class Settings(TaskSettings):
         stop: Texts that end an answer.
     """
 
+    kind: ClassVar = ChoiceSet
+
     file: Annotated[str, Text()]
     metric: Annotated[str, Choice(METRICS)] = "f1"
     separator: Annotated[str, Text(empty=True)] = "\n\n"
@@ -51,91 +49,51 @@ class Settings(TaskSettings):
     max_new_tokens: Annotated[int, Whole(1, unit="tokens")] = 128
     stop: Annotated[str | Sequence[str] | None, Several(Text(), alone=Text(), least=0)] = ()
 
+    def data(self, seed: int, protocol: Protocol) -> Rows:
+        return read_file(self.file, self.metric, needs_context=not protocol.query_aware)
 
-SETTINGS = {"custom": Settings}
+    def load(self, ask: Ask) -> TaskSet:
+        rows, metric = self.data(ask.seed, ask.protocol), self.metric
+        asker = _Asker(ask, self)
+        subsets: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            subsets.setdefault(row["subset"], []).append(row)
+        chosen = [row for name, some in subsets.items() for row in ask.drawn(some, name)]
+        requests = [asker.choices(row) if metric == CHOICE else asker.answer(row) for row in chosen]
+        asked = {request.sample_id: row for request, row in zip(requests, chosen, strict=True)}
 
+        def score_turn(sample_id: str, place: int, answer: str) -> dict[str, float]:
+            row = asked[sample_id]
+            answers = row["turns"][place - 1]["answers"] if place else row["answers"]
+            return {"score": grade(metric, answer, answers)}
 
-@dataclass(kw_only=True)
-class CustomSet(TaskSet):
-    """The task; `right` is the place of the right choice of each sample that has choices."""
-
-    right: dict[str, int] = field(default_factory=dict)
-
-    def score_choices(self, request: "Request", choices: list[dict]) -> dict[str, float]:
-        """See `TaskSet`: 1 when no other choice is as likely as the right one."""
-        likely = [choice["loglikelihood"] for choice in choices]
-        place = self.right[request.sample_id]
-        return {"score": float(all(likely[place] > other for at, other in enumerate(likely) if at != place))}
-
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Load the file and make its requests.
-
-    Args:
-        cfg: The settings.
-        model: Tokenizes the prompts; a prompt that is too long for it loses its middle.
-        limit: Which rows of each subset; None for all.
-        seed: Not used: nothing here is random.
-        protocol: How the rows are asked.
-
-    Raises:
-        ValueError: The file is missing, or all of its rows are broken.
-    """
-    metric = cfg.metric
-    asker = _Asker(model, protocol, cfg, forces=metric != REGEX)
-    rows = read_file(cfg.file, metric, needs_context=not protocol.query_aware)
-    chosen = _chosen(rows, limit)
-    requests = [asker.choices(row) if metric == CHOICE else asker.answer(row) for row in chosen]
-    asked = {request.sample_id: row for request, row in zip(requests, chosen, strict=True)}
-
-    def score_turn(sample_id: str, place: int, answer: str) -> dict[str, float]:
-        row = asked[sample_id]
-        answers = row["turns"][place - 1]["answers"] if place else row["answers"]
-        return {"score": grade(metric, answer, answers)}
-
-    told: dict[str, Any] = {
-        "file": Path(rows.file).name,
-        "metric": metric,
-        "split": "before the question",
-        "truncation": "middle",
-    }
-    told |= {"chat": asker.chat, "separator": asker.separator, "answer_prefix": asker.prefix, "thoughts": "not graded"}
-    return CustomSet(
-        name="custom",
-        protocol=protocol.to_dict() | told,
-        fingerprint=fingerprint(
-            requests, {key: [metric, row["answers"], row["turns"]] for key, row in asked.items()}, _FOLDER
-        ),
-        requests=requests,
-        metrics={"score": MetricInfo(True, CHOICE_MEANING if metric == CHOICE else SCORES[metric][1])},
-        primary="score",
-        scorer=lambda sample_id, answer: score_turn(sample_id, 0, answer),
-        turn_scorer=score_turn,
-        quarantined=rows.quarantined,
-        copies=rows.copies,
-        right={key: row["choices"].index(row["answers"][0]) for key, row in asked.items() if row["choices"]},
-    )
-
-
-def _chosen(rows: Rows, limit: Limit | None) -> list[dict[str, Any]]:
-    """The rows to ask, subset by subset in the order in which the file has them."""
-    subsets: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        subsets.setdefault(row["subset"], []).append(row)
-    return [some[at] for name, some in subsets.items() for at in drawn(len(some), limit, name)]
+        told: dict[str, Any] = {"file": Path(rows.file).name, "metric": metric, "split": "before the question"}
+        told |= {"chat": asker.chat, "separator": self.separator, "answer_prefix": self.answer_prefix}
+        return self.asked(
+            ask,
+            requests,
+            told | {"truncation": "middle", "thoughts": "not graded"},
+            {key: [metric, row["answers"], row["turns"]] for key, row in asked.items()},
+            lambda sample_id, answer: score_turn(sample_id, 0, answer),
+            metrics={"score": MetricInfo(True, CHOICE_MEANING if metric == CHOICE else SCORES[metric][1])},
+            turn_scorer=score_turn,
+            quarantined=rows.quarantined,
+            copies=rows.copies,
+            right={key: row["choices"].index(row["answers"][0]) for key, row in asked.items() if row["choices"]},
+        )
 
 
 class _Asker:
     """Makes the requests of rows; answers that are patterns are not forced, for no model would write them."""
 
-    def __init__(self, model: "LoadedModel", protocol: Protocol, cfg: Settings, forces: bool) -> None:
-        self.model, self.protocol, self.forces = model, protocol, forces
-        self.separator, self.prefix = cfg.separator, cfg.answer_prefix
-        stop = tuple(listed_texts(cfg.stop or ()))
-        rules = PromptRules(max_new_tokens=cfg.max_new_tokens, stop=stop, chat_template=True)
-        self.texts = PromptBuilder(model, protocol, rules)
+    def __init__(self, ask: Ask, task: Custom) -> None:
+        self.model, self.protocol, self.forces = ask.model, ask.protocol, task.metric != REGEX
+        self.separator, self.prefix = task.separator, task.answer_prefix
+        stop = (task.stop,) if isinstance(task.stop, str) else tuple(task.stop or ())
+        rules = PromptRules(max_new_tokens=task.max_new_tokens, stop=stop, chat_template=True)
+        self.texts = PromptBuilder(ask.model, ask.protocol, rules)
         self.chat = self.texts.chat
-        self.rendered = PromptBuilder(model, protocol, rules, rendered=True)
+        self.rendered = PromptBuilder(ask.model, ask.protocol, rules, rendered=True)
 
     def answer(self, row: dict[str, Any]) -> "Request":
         """The request whose answer is written by the model."""

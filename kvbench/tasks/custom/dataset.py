@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbench.tasks.source import Rows, Source, file_lines, read_rows
+from kvbench.tasks.rows import Rows, Source, file_lines, kind_of, read_rows
 
 ROLES = ("system", "user", "assistant")
 # No model reads that much; a line this long is a broken file.
@@ -106,8 +106,7 @@ def _turns(value: object, metric: str) -> list[dict[str, Any]]:
 
 def _text(field: str, value: object, may_be_empty: bool = False) -> str:
     if not isinstance(value, str) or not (may_be_empty or value.strip()):
-        kind = "missing" if value is None else "empty" if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"field {field} must be a text, it is {kind}")
+        raise ValueError(f"field {field} must be a text, it is {kind_of(value)}")
     if "\0" in value:
         raise ValueError(f"field {field} holds a NUL character, at character {value.index(chr(0)) + 1}")
     try:
@@ -121,7 +120,7 @@ def _texts(field: str, value: object) -> list[str]:
     if isinstance(value, str):
         return [_text(field, value)]
     if not isinstance(value, list) or not value:
-        kind = "missing" if value is None else "empty" if value == [] else type(value).__name__
+        kind = "empty" if value == [] else kind_of(value)
         raise ValueError(f"field {field} must be a text or a list of texts, it is {kind}")
     return [_text(field, item) for item in value]
 

@@ -8,29 +8,17 @@ before.
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, ClassVar
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.rules import Number, Text, Whole
 from kvbench.stats.intervals import estimate
-from kvbench.tasks.draw import Limit
 from kvbench.tasks.drift.repetition import GRAM, longest_loop, repeated_share
-from kvbench.tasks.passages import check_no_question, passages, read_text
+from kvbench.tasks.passages import LongText, check_no_question, passages, read_text
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import Items, TaskSettings
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.task import Ask, Items, Task
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 from kvbench.tasks.token_statistics import token_statistics
-
-if TYPE_CHECKING:
-    from kvbench.models.load import LoadedModel
-
-METRICS = {
-    "repetition": MetricInfo(False, f"share of the answer's {GRAM}-grams of tokens that stand earlier in it, too"),
-    "loop": MetricInfo(False, "share of the answer in its longest loop: the same tokens three times in a row or more"),
-    "early_stop": MetricInfo(False, "the answer would have ended before its length"),
-}
-_FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass(kw_only=True)
@@ -50,10 +38,10 @@ class DriftSet(TaskSet):
         """As `TaskSet`, and `free`: each score over the free answers; `tokens`: what the forced tokens say."""
         records = list(records)
         result = super().aggregate(records)
-        found: dict[str, dict[str, list[float]]] = {name: {} for name in METRICS}
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in self.metrics}
         for record in records:
             if record["status"] == "ok":
-                for name in METRICS:
+                for name in self.metrics:
                     found[name].setdefault(record["sample_id"], []).append(record["scores"][name])
         result["free"] = {
             name: asdict(estimate({"": [sum(v) / len(v) for v in values.values()]}, bounds=(0.0, 1.0)))
@@ -65,8 +53,8 @@ class DriftSet(TaskSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class Drift(Task):
+    """The task; no chat template is used, and there is no question.
 
     Args:
         tokens: Of an answer.
@@ -77,6 +65,16 @@ class Settings(TaskSettings):
         top_p: Likewise.
     """
 
+    metrics: ClassVar = {
+        "repetition": MetricInfo(False, f"share of the answer's {GRAM}-grams of tokens that stand earlier in it, too"),
+        "loop": MetricInfo(
+            False, "share of the answer in its longest loop: the same tokens three times in a row or more"
+        ),
+        "early_stop": MetricInfo(False, "the answer would have ended before its length"),
+    }
+    primary: ClassVar = "repetition"
+    kind: ClassVar = DriftSet
+
     tokens: Annotated[int, Whole(2, unit="tokens")] = 1024
     prompt_tokens: Annotated[int, Whole(2, unit="tokens")] = 256
     items: Items = 8
@@ -84,56 +82,39 @@ class Settings(TaskSettings):
     temperature: Annotated[float, Number(1e-3, 100, unit="of the logits", also=(0,))] = 0.7
     top_p: Annotated[float, Number(1e-9, 1, unit="of the probability")] = 0.95
 
+    def data(self, seed: int, protocol: Protocol) -> LongText:
+        check_no_question("drift", protocol)
+        return read_text(self.file)
 
-SETTINGS = {"drift": Settings}
-
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Cut the prompts.
-
-    Args:
-        cfg: The settings.
-        model: Its tokenizer cuts; its context must hold prompt and answer.
-        limit: Items when that is fewer.
-        seed: Not used: nothing in the prompts is random. It decides what a sampled answer draws.
-        protocol: How the samples are asked; no chat template is used, and there is no question.
-
-    Raises:
-        ValueError: A setting does not fit the model, or the text is too short.
-    """
-    tokens, prompt_tokens = protocol.max_new_tokens or cfg.tokens, cfg.prompt_tokens
-    items = min(cfg.items, limit.count) if limit else cfg.items
-    check_no_question("drift", protocol)
-    if protocol.temperature == 0:
-        protocol = replace(protocol, temperature=cfg.temperature, top_p=cfg.top_p)
-    text = read_text(cfg.file)
-    if prompt_tokens + tokens > model.max_tokens:
-        raise ValueError(
-            f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, which "
-            f"holds {model.max_tokens} tokens; take fewer"
+    def load(self, ask: Ask) -> TaskSet:
+        text = self.data(ask.seed, ask.protocol)
+        if ask.protocol.temperature == 0:
+            ask = replace(ask, protocol=replace(ask.protocol, temperature=self.temperature, top_p=self.top_p))
+        protocol, model = ask.protocol, ask.model
+        tokens, prompt_tokens = protocol.max_new_tokens or self.tokens, self.prompt_tokens
+        if prompt_tokens + tokens > model.max_tokens:
+            raise ValueError(
+                f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, "
+                f"which holds {model.max_tokens} tokens; take fewer"
+            )
+        items = ask.items(self.items)
+        requests = [
+            Request(
+                sample_id=f"text/{index}",
+                subset="text",
+                segments=(piece.ids,),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                temperature=protocol.temperature,
+                top_p=protocol.top_p,
+                num_samples=protocol.num_samples,
+                num_prompt_tokens_untruncated=len(piece.ids),
+                meta={"index": index},
+            )
+            for index, piece in enumerate(passages(model, text, prompt_tokens, 0, items))
+        ]
+        told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": items, "text": text.origin, "chat": False}
+        references = {request.sample_id: None for request in requests}
+        return self.asked(
+            ask, requests, told | {"end": "not before the last token"}, references, lambda sample_id, answer: {}
         )
-    requests = [
-        Request(
-            sample_id=f"text/{index}",
-            subset="text",
-            segments=(piece.ids,),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            temperature=protocol.temperature,
-            top_p=protocol.top_p,
-            num_samples=protocol.num_samples,
-            num_prompt_tokens_untruncated=len(piece.ids),
-            meta={"index": index},
-        )
-        for index, piece in enumerate(passages(model, text, prompt_tokens, 0, items))
-    ]
-    told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": items, "text": text.origin}
-    return DriftSet(
-        name="drift",
-        protocol=protocol.to_dict() | told | {"chat": False, "end": "not before the last token"},
-        fingerprint=fingerprint(requests, {request.sample_id: None for request in requests}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="repetition",
-        scorer=lambda sample_id, answer: {},
-    )

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
 from kvbench.errors import unknown_name
@@ -27,24 +26,27 @@ from kvbench.tasks.harness.find import build_tasks, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
 from kvbench.tasks.prompts import PromptBuilder, generation_rules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import DataDir, TaskSettings
-from kvbench.tasks.taskset import TaskSet, fingerprint
+from kvbench.tasks.task import Ask, DataDir, Task
+from kvbench.tasks.taskset import TaskSet
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-    from lm_eval.api.task import Task
+    from lm_eval.api.task import Task as LmEvalTask
+    from transformers import PreTrainedTokenizerBase
 
     from kvbench.models.load import LoadedModel
 
-_FOLDER = Path(__file__).resolve().parent
 # What the documents of lm-eval's tasks call the text that a question is about.
 CONTEXT_FIELDS = ("context", "passage", "article", "document", "story", "text", "content", "input")
 _OTHER_WAY = "`kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of a task of lm-eval.
+class HarnessTask(Task):
+    """A task of lm-eval; its chat template is used with `protocol.chat_template=always` only.
+
+    With `query_aware=false` everything in front of the question is the context. The seed chooses few-shot examples and
+    shuffled choices; 0 gives lm-eval's own.
 
     Args:
         name: A task, a group or a tag.
@@ -59,6 +61,8 @@ class Settings(TaskSettings):
             of `CONTEXT_FIELDS` that it has.
     """
 
+    kind: ClassVar = HarnessTaskSet
+
     harness: Annotated[str, Choice(("lm_eval",))] = "lm_eval"
     num_fewshot: Annotated[int | None, Whole(0, 1024, unit="examples")] = None
     include_path: Annotated[str | None, Text()] = None
@@ -72,85 +76,72 @@ class Settings(TaskSettings):
             raise ValueError("task.name=null names no task; give one of lm-eval's: task.name=hellaswag, for example")
         super().__post_init__()
 
+    def data(
+        self, seed: int, protocol: Protocol, tokenizer: "PreTrainedTokenizerBase | None" = None
+    ) -> "dict[str, LmEvalTask] | None":
+        """See `Task`; None where the data are made with a tokenizer, and there is none yet."""
+        return build_tasks(
+            self.name,
+            include_path=self.include_path,
+            data_dir=self.data_dir,
+            seed=seed,
+            num_fewshot=self.num_fewshot,
+            metadata=self.metadata,
+            tokenizer=tokenizer,
+        )
 
-SETTINGS = {"lm_eval": Settings}
-
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Load a task, a group or a tag of lm-eval.
-
-    Args:
-        cfg: The settings.
-        model: Tokenizes the prompts; its chat template is used with `protocol.chat_template=always` only.
-        limit: Which documents of each task; None for all.
-        seed: Chooses few-shot examples and shuffled choices; 0 gives lm-eval's own.
-        protocol: How the documents are asked; with `query_aware=false` everything in front of the question is the
-            context.
-
-    Raises:
-        ValueError: An unknown name, data that is missing, or a task that this loop cannot run.
-    """
-    name = cfg.name
-    tasks = build_tasks(
-        name,
-        include_path=cfg.include_path,
-        data_dir=cfg.data_dir,
-        seed=seed,
-        num_fewshot=cfg.num_fewshot,
-        metadata=cfg.metadata,
-        tokenizer=lambda: str(getattr(model.tokenizer, "name_or_path", "") or ""),
-    )
-    asker = _Asker.make(model, protocol, cfg.context_field)
-    requests: list[Request] = []
-    docs: dict[str, Doc] = {}
-    for leaf, task in tasks.items():
-        _check(leaf, task, protocol)
-        for request, doc in asker.ask(leaf, task, limit):
-            requests.append(request)
-            docs[request.sample_id] = doc
-    metrics = common_metrics(tasks)
-    references = {key: [json.dumps(doc.doc, sort_keys=True, default=str), doc.leaf] for key, doc in docs.items()}
-    for leaf, task in tasks.items():
-        first = next((key for key, doc in docs.items() if doc.leaf == leaf), None)
-        if first:
-            config = json.dumps(task.dump_config(), sort_keys=True, default=str)
-            # Functions that lm-eval cannot write as source are written with their address, which changes by process.
-            references[first].append(re.sub(r" at 0x[0-9a-f]+", "", config))
-    choices = any(request.choices for request in requests)
-    rules: dict[str, Any] = {
-        "harness": f"lm-eval {version('lm_eval')}",
-        "lm_eval_task": name,
-        "num_fewshot": {leaf: task.get_config("num_fewshot") for leaf, task in tasks.items()},
-        "chat_template": asker.rendered,
-        "thinking": thinking_label(protocol, asker.rendered),
-        "thoughts": "not graded",
-        "truncation": "beginning" if choices else "middle",
-        "metadata": dict(cfg.metadata or {}),
-    }
-    if choices:
-        rules["choices"] = "scored over pages; the last prompt token is read after compression"
-    else:
-        rules["max_new_tokens"] = requests[0].max_new_tokens if requests else None
-    return HarnessTaskSet(
-        name=f"lm_eval_{name}",
-        protocol=protocol.to_dict() | rules,
-        fingerprint=fingerprint(requests, references, _FOLDER),
-        requests=requests,
-        metrics=metrics,
-        primary=_primary(cfg.metric, metrics),
-        scorer=lambda key, text: docs[key].score_text(text),
-        docs=docs,
-        weighting=weighting_of(name, cfg.include_path) if len(tasks) > 1 else "subset",
-    )
+    def load(self, ask: Ask) -> TaskSet:
+        name, tasks = self.name, self.data(ask.seed, ask.protocol, ask.model.tokenizer)
+        assert tasks is not None, "there is a tokenizer"
+        asker = _Asker.make(ask.model, ask.protocol, self.context_field)
+        requests: list[Request] = []
+        docs: dict[str, Doc] = {}
+        for leaf, task in tasks.items():
+            _check(leaf, task, ask.protocol)
+            for request, doc in asker.ask(leaf, task, ask.limit):
+                requests.append(request)
+                docs[request.sample_id] = doc
+        metrics = common_metrics(tasks)
+        references = {key: [json.dumps(doc.doc, sort_keys=True, default=str), doc.leaf] for key, doc in docs.items()}
+        for leaf, task in tasks.items():
+            first = next((key for key, doc in docs.items() if doc.leaf == leaf), None)
+            if first:
+                config = json.dumps(task.dump_config(), sort_keys=True, default=str)
+                # Functions that lm-eval cannot write as source are written with their address, which changes by
+                # process.
+                references[first].append(re.sub(r" at 0x[0-9a-f]+", "", config))
+        choices = any(request.choices for request in requests)
+        rules: dict[str, Any] = {
+            "harness": f"lm-eval {version('lm_eval')}",
+            "lm_eval_task": name,
+            "num_fewshot": {leaf: task.get_config("num_fewshot") for leaf, task in tasks.items()},
+            "chat_template": asker.rendered,
+            "thinking": thinking_label(ask.protocol, asker.rendered),
+            "thoughts": "not graded",
+            "truncation": "beginning" if choices else "middle",
+            "metadata": dict(self.metadata or {}),
+        }
+        if choices:
+            rules["choices"] = "scored over pages; the last prompt token is read after compression"
+        else:
+            rules["max_new_tokens"] = requests[0].max_new_tokens if requests else None
+        if self.metric is not None and self.metric not in metrics:
+            raise unknown_name("task.metric", self.metric, metrics)
+        return self.asked(
+            ask,
+            requests,
+            rules,
+            references,
+            lambda key, text: docs[key].score_text(text),
+            name=f"lm_eval_{name}",
+            metrics=metrics,
+            primary=self.metric or next(iter(metrics)),
+            docs=docs,
+            weighting=weighting_of(name, self.include_path) if len(tasks) > 1 else "subset",
+        )
 
 
-def _primary(wanted: str | None, metrics: Mapping[str, object]) -> str:
-    if wanted is not None and wanted not in metrics:
-        raise unknown_name("task.metric", wanted, metrics)
-    return wanted or next(iter(metrics))
-
-
-def _check(leaf: str, task: "Task", protocol: Protocol) -> None:
+def _check(leaf: str, task: "LmEvalTask", protocol: Protocol) -> None:
     """Refuse what this loop cannot run, with the way that can."""
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         raise ValueError(
@@ -201,7 +192,7 @@ class _Asker:
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return render_chat(self.model, messages, self.settings, add_generation_prompt)
 
-    def ask(self, leaf: str, task: "Task", limit: Limit | None) -> "list[tuple[Request, Doc]]":
+    def ask(self, leaf: str, task: "LmEvalTask", limit: Limit | None) -> "list[tuple[Request, Doc]]":
         """The requests of a task's documents that a run asks, each with what scores it."""
         found = []
         for doc_id in drawn(len(task.eval_docs), limit, leaf):
@@ -226,7 +217,7 @@ class _Asker:
             found.append((request, Doc(leaf, task, doc, instances, self.rendered, opened)))
         return found
 
-    def _border(self, leaf: str, task: "Task", doc: dict, text: str) -> int:
+    def _border(self, leaf: str, task: "LmEvalTask", doc: dict, text: str) -> int:
         """Where the question begins; the end of the prompt when the protocol does not divide it."""
         if self.protocol.query_aware:
             return len(text)
@@ -254,7 +245,7 @@ class _Asker:
         return ""
 
     def _generation(
-        self, sample_id: str, leaf: str, task: "Task", doc: dict, instances: "list[Instance]"
+        self, sample_id: str, leaf: str, task: "LmEvalTask", doc: dict, instances: "list[Instance]"
     ) -> tuple[Request, bool]:
         text, generation = instances[0].args[:2]
         # lm-eval has put what the system says into the text.
@@ -274,7 +265,7 @@ class _Asker:
         return request, builder.opens_thoughts(request)
 
     def _choices(
-        self, sample_id: str, leaf: str, task: "Task", doc: dict, instances: "list[Instance]"
+        self, sample_id: str, leaf: str, task: "LmEvalTask", doc: dict, instances: "list[Instance]"
     ) -> tuple[Request, bool]:
         text = instances[0].args[0]
         border = self._border(leaf, task, doc, text)

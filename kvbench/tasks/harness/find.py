@@ -3,7 +3,7 @@
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.stats.strata import Weighting
+from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.lmeval import lmeval_tasks_folder, quiet
-from kvbench.tasks.source import MissingDataError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerBase
 
 _NAME = re.compile(rb"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE)
 _TAGS = re.compile(rb"^[\"']?tag[\"']?:([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
@@ -137,8 +138,8 @@ def build_tasks(
     seed: int,
     num_fewshot: int | None,
     metadata: Mapping[str, Any] | None = None,
-    tokenizer: Callable[[], str] = str,
-) -> "dict[str, Task]":
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+) -> "dict[str, Task] | None":
     """Build lm-eval's task objects, their data loaded.
 
     Data is looked for in the local caches first and then, when it answers, on the hub.
@@ -150,11 +151,10 @@ def build_tasks(
         seed: 0 gives lm-eval's own seeds: 0 for what tasks shuffle, 1234 for the choice of examples.
         num_fewshot: Examples in front of each question; None takes the task's own.
         metadata: What every task is told, for those that make their own data (RULER, BABILong): lengths, for example.
-        tokenizer: Gives the folder of the model's tokenizer, for tasks that make their own data and are not told
-            another one.
+        tokenizer: The model's, for tasks that make their own data and are not told another one.
 
     Returns:
-        Name -> task of every leaf, in lm-eval's order.
+        Name -> task of every leaf, in lm-eval's order; None for tasks that need a tokenizer where none is given.
 
     Raises:
         MissingDataError: The data is not here and not to be had.
@@ -163,8 +163,11 @@ def build_tasks(
     folders = [include_path] if include_path else []
     manager = manager_of([name], folders)
     told = dict(metadata or {})
-    if any((entry.cfg or {}).get("custom_dataset") for entry in manager.task_index.values()) and (own := tokenizer()):
-        told = {"tokenizer": own} | told
+    if any((entry.cfg or {}).get("custom_dataset") for entry in manager.task_index.values()):
+        if tokenizer is None:
+            return None
+        if own := str(getattr(tokenizer, "name_or_path", "") or ""):
+            told = {"tokenizer": own} | told
     if told:
         manager = manager_of([name], folders, metadata=told)
     specs = _specs(name, manager.task_index, data_dir)

@@ -9,34 +9,67 @@ Differs: in a chat, what their templates end with begins the model's answer.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from kvbench.rules import Whole
-from kvbench.tasks.draw import Limit, drawn
-from kvbench.tasks.infinitebench.dataset import SUBSETS, check_row, place
-from kvbench.tasks.problem_source import find_rows
+from kvbench.tasks.files import DataFile, find_rows, read_each
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import DataDir, TaskSettings, name_list, names_of
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.rows import Rows, text_field
+from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, name_list, names_of
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
     from kvbench.engine.requests import Request
-    from kvbench.models.load import LoadedModel
 
-GROUPS = {"retrieval": tuple(SUBSETS)}
-METRICS = {"score": MetricInfo(True, "the first number is the right one; kv_retrieval: the value stands in the answer")}
-# A chat model that begins its answer itself needs more than the few tokens behind the prefix.
-WHOLE_ANSWER_TOKENS = 50
-_FOLDER = Path(__file__).resolve().parent
+REPO = "xinrongzhang2022/InfiniteBench"
+_HIDDEN = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it{and_more}. I will quiz you about the "
+)
+_HIDDEN += "important information there.\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class Subset:
+    """One subset.
+
+    Args:
+        begin: What stands before the text.
+        prefix: How the answer begins; empty where it just begins.
+        answer_tokens: Longest answer behind the prefix.
+        rows: Rows of the whole subset.
+    """
+
+    begin: str
+    prefix: str
+    answer_tokens: int
+    rows: int
+
+
+# Source: InfiniteBench src/prompt.py (yarn_mistral_templates) and src/eval_utils.py at 220fd2e.
+SUBSETS = {
+    "passkey": Subset(
+        begin=_HIDDEN.format(and_more=" and memorize them"), prefix="The pass key is", answer_tokens=6, rows=590
+    ),
+    "number_string": Subset(
+        begin=_HIDDEN.format(and_more=""), prefix="The sequence of digits is", answer_tokens=12, rows=590
+    ),
+    "kv_retrieval": Subset(
+        begin="Extract the value corresponding to the specified key in the JSON object below.\n\n",
+        prefix="",
+        answer_tokens=50,
+        rows=500,
+    ),
+}
+GROUPS = {"retrieval": tuple(SUBSETS)}
+# A chat model that begins its answer itself needs more than the few tokens behind the prefix.
+WHOLE_ANSWER_TOKENS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniteBench(Task):
+    """The task.
 
     Args:
         subsets: Subsets, or `retrieval` for all three.
@@ -45,70 +78,54 @@ class Settings(TaskSettings):
         max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
     """
 
+    metrics: ClassVar = {
+        "score": MetricInfo(True, "the first number is the right one; kv_retrieval: the value stands in the answer")
+    }
+
     subsets: Annotated[str | Sequence[str], names_of(tuple(SUBSETS), GROUPS)] = "retrieval"
     answer_prefix: bool = True
     data_dir: DataDir = None
-    max_prompt_tokens: Annotated[int | None, Whole(2, unit="tokens")] = None
+    max_prompt_tokens: MaxPromptTokens = None
 
+    def files(self) -> list[DataFile]:
+        return [data_file(name) for name in name_list(self.subsets, GROUPS)]
 
-SETTINGS = {"infinitebench": Settings}
+    def data(self, seed: int, protocol: Protocol) -> dict[str, Rows]:
+        return read_each(name_list(self.subsets, GROUPS), lambda name: find_rows(data_file(name), self.data_dir))
 
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Load the subsets.
-
-    Args:
-        cfg: The settings.
-        model: Tokenizes the prompts; its context length limits them.
-        limit: Which samples of each subset; None for all.
-        seed: Not used: nothing here is random.
-        protocol: How they are asked.
-
-    Raises:
-        MissingDataError: No place has a subset.
-        ValueError: All rows of a subset are broken, or the answer's beginning would stand inside thoughts.
-    """
-    names = name_list(cfg.subsets, GROUPS)
-    found = {name: find_rows(place(name), cfg.data_dir, check_row) for name in names}
-    requests: list[Request] = []
-    right: dict[str, tuple[str, str]] = {}
-    for name, rows in found.items():
-        subset = SUBSETS[name]
-        prefix = f"\n\n{subset.prefix}" if cfg.answer_prefix and subset.prefix else ""
-        tokens = subset.answer_tokens if prefix else WHOLE_ANSWER_TOKENS
-        rules = PromptRules(max_new_tokens=tokens, chat_template=True)
-        builder = PromptBuilder(model, protocol, rules, cfg.max_prompt_tokens)
-        if prefix:
-            builder.check_prefix()
-        for row in (rows[at] for at in drawn(len(rows), limit, name)):
-            request = builder.build(
-                sample_id=f"{name}/{row['index']}",
-                subset=name,
-                context=subset.begin + row["context"],
-                question=f"\n\n{row['input']}",
-                gold=row["answer"],
-                prefix=prefix,
-                meta={"index": row["index"]},
-            )
-            requests.append(request)
-            right[request.sample_id] = name, row["answer"]
-    told: dict[str, Any] = {
-        "chat": builder.chat,
-        "answer_prefix": cfg.answer_prefix,
-        "max_prompt_tokens": builder.max_prompt_tokens,
-    }
-    told |= {"truncation": "middle", "split": "after the text", "thinking": builder.thinking, "thoughts": "not graded"}
-    return TaskSet(
-        name="infinitebench",
-        protocol=protocol.to_dict() | told,
-        fingerprint=fingerprint(requests, {key: list(value) for key, value in right.items()}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="score",
-        scorer=lambda sample_id, answer: {"score": float(is_right(*right[sample_id], answer))},
-        quarantined=[row for rows in found.values() for row in rows.quarantined],
-        copies=[row for rows in found.values() for row in rows.copies],
-    )
+    def load(self, ask: Ask) -> TaskSet:
+        found = self.data(ask.seed, ask.protocol)
+        requests: list[Request] = []
+        right: dict[str, tuple[str, str]] = {}
+        for name, rows in found.items():
+            subset = SUBSETS[name]
+            prefix = f"\n\n{subset.prefix}" if self.answer_prefix and subset.prefix else ""
+            tokens = subset.answer_tokens if prefix else WHOLE_ANSWER_TOKENS
+            rules = PromptRules(max_new_tokens=tokens, chat_template=True)
+            builder = PromptBuilder(ask.model, ask.protocol, rules, self.max_prompt_tokens)
+            if prefix:
+                builder.check_prefix()
+            for row in ask.drawn(rows, name):
+                request = builder.build(
+                    sample_id=f"{name}/{row['index']}",
+                    subset=name,
+                    context=subset.begin + row["context"],
+                    question=f"\n\n{row['input']}",
+                    gold=row["answer"],
+                    prefix=prefix,
+                    meta={"index": row["index"]},
+                )
+                requests.append(request)
+                right[request.sample_id] = name, row["answer"]
+        return self.asked(
+            ask,
+            requests,
+            builder.told() | {"answer_prefix": self.answer_prefix, "split": "after the text"},
+            {key: list(value) for key, value in right.items()},
+            lambda sample_id, answer: {"score": float(is_right(*right[sample_id], answer))},
+            quarantined=[row for rows in found.values() for row in rows.quarantined],
+            copies=[row for rows in found.values() for row in rows.copies],
+        )
 
 
 def is_right(subset: str, wanted: str, answer: str) -> bool:
@@ -123,3 +140,35 @@ def is_right(subset: str, wanted: str, answer: str) -> bool:
         return wanted in re.split(r"[\s:\"'.,?!{}]+", answer)
     digits = re.search(r"[0-9]+", answer)
     return digits is not None and digits[0] == wanted
+
+
+def data_file(subset: str) -> DataFile:
+    """The file of a subset."""
+    return DataFile(
+        task="infinitebench",
+        stems=(subset,),
+        rows=SUBSETS[subset].rows,
+        check=check_row,
+        key="subsets",
+        hub=((REPO, f"{subset}.jsonl"),),
+        prepared=("InfiniteBench", "default", subset),
+        by_hand=f"run `hf download {REPO} {subset}.jsonl --repo-type dataset --local-dir FOLDER`",
+    )
+
+
+def check_row(row: Mapping[str, object]) -> dict[str, Any]:
+    """Check the object of a line.
+
+    Args:
+        row: `context` (in some copies `content`), `input`, `answer` (a text, or a list whose first is the answer).
+
+    Returns:
+        `context`, `input`, `answer`.
+
+    Raises:
+        ValueError: What is wrong with the row.
+    """
+    given = row.get("answer")
+    answer = given[0] if isinstance(given, list) and given else given
+    texts = {"context": text_field(row, "context", "content"), "input": text_field(row, "input")}
+    return texts | {"answer": text_field({"answer": answer}, "answer").strip()}

@@ -13,40 +13,30 @@ Differs: the rules are checked by code and drawn anew, and no judge or data set 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.rules import Whole
-from kvbench.tasks.draw import Limit
-from kvbench.tasks.fit import TooShort, most_units
+from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.instructions.rules import PAIRS, Instructions, draw
 from kvbench.tasks.instructions.topics import TOPICS
-from kvbench.tasks.prompts import PromptBuilder, PromptRules
+from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.ruler import check_lengths, uncut
+from kvbench.tasks.ruler.document import check_lengths, uncut
 from kvbench.tasks.ruler.words import Essays, essays
-from kvbench.tasks.settings import DataDir, Items, Lengths, TaskSettings, listed, name_list, names_of
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed, name_list, names_of
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
     from kvbench.engine.requests import Request
-    from kvbench.models.load import LoadedModel
 
-METRICS = {
-    "score": MetricInfo(True, "both instructions were followed"),
-    "first": MetricInfo(True, "the first instruction was followed"),
-    "second": MetricInfo(True, "the second instruction was followed"),
-    "content": MetricInfo(True, "share of the list that was asked for, whatever the instructions"),
-}
 ANSWER_TOKENS = 96
-_FOLDER = Path(__file__).resolve().parent
 _SHOW = "Here is a text. You need not remember it.\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class TwoRules(Task):
+    """The task; what the protocol's system says stands before the instructions.
 
     Args:
         pairs: Which two kinds of instructions.
@@ -56,84 +46,72 @@ class Settings(TaskSettings):
         data_dir: Folder with essays, as for RULER; None for text of kvbench's own.
     """
 
+    metrics: ClassVar = {
+        "score": MetricInfo(True, "both instructions were followed"),
+        "first": MetricInfo(True, "the first instruction was followed"),
+        "second": MetricInfo(True, "the second instruction was followed"),
+        "content": MetricInfo(True, "share of the list that was asked for, whatever the instructions"),
+    }
+
     pairs: Annotated[str | Sequence[str], names_of(PAIRS)] = PAIRS
     lengths: Lengths = (1024,)
     items: Items = 10
     turns: Annotated[int, Whole(1, len(TOPICS), unit="questions")] = 1
     data_dir: DataDir = None
 
+    def data(self, seed: int, protocol: Protocol) -> Essays:
+        return essays(self.data_dir)
 
-SETTINGS = {"instructions": Settings}
+    def load(self, ask: Ask) -> TaskSet:
+        pairs, lengths, items = name_list(self.pairs), listed(self.lengths), ask.items(self.items)
+        check_lengths(lengths, ask, self.turns)
+        text = self.data(ask.seed, ask.protocol)
+        requests: list[Request] = []
+        told: dict[str, tuple[Instructions, list[str]]] = {}
+        for pair in pairs:
+            for length in lengths:
+                for index in range(items):
+                    rng = Random(f"kvbench/instructions/{ask.seed}/{pair}/{index}")
+                    topics = rng.sample(sorted(TOPICS), self.turns)
+                    given = draw(pair, topics, index, rng)
+                    request = _Maker(ask, given, topics, text, rng.randrange(len(text.words))).request(
+                        f"{pair}/{length}/{index}",
+                        length,
+                        {"pair": pair, "length": length, "index": index, "instructions": [r.text for r in given.rules]},
+                    )
+                    requests.append(request)
+                    told[request.sample_id] = given, topics
 
+        def score(sample_id: str, place: int, answer: str) -> dict[str, float]:
+            given, topics = told[sample_id]
+            first, second, content = given.follow(TOPICS[topics[place]], answer)
+            return {
+                "score": float(first and second),
+                "first": float(first),
+                "second": float(second),
+                "content": content,
+            }
 
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Generate the prompts.
-
-    Args:
-        cfg: The settings.
-        model: Its tokenizer counts; its context must hold the longest length.
-        limit: Items of each pair and length when that is fewer.
-        seed: Decides the content.
-        protocol: How the samples are asked; what its system says stands before the instructions.
-
-    Raises:
-        ValueError: A setting does not fit the model.
-    """
-    pairs, lengths = name_list(cfg.pairs), listed(cfg.lengths)
-    items = min(cfg.items, limit.count) if limit else cfg.items
-    check_lengths(lengths, model, protocol, cfg.turns)
-    text = essays(cfg.data_dir)
-    requests: list[Request] = []
-    told: dict[str, tuple[Instructions, list[str]]] = {}
-    for pair in pairs:
-        for length in lengths:
-            for index in range(items):
-                rng = Random(f"kvbench/instructions/{seed}/{pair}/{index}")
-                topics = rng.sample(sorted(TOPICS), cfg.turns)
-                given = draw(pair, topics, index, rng)
-                request = _Maker(model, protocol, given, topics, text, rng.randrange(len(text.words))).request(
-                    f"{pair}/{length}/{index}",
-                    length,
-                    {"pair": pair, "length": length, "index": index, "instructions": [r.text for r in given.rules]},
-                )
-                requests.append(request)
-                told[request.sample_id] = given, topics
-
-    def score(sample_id: str, place: int, answer: str) -> dict[str, float]:
-        given, topics = told[sample_id]
-        first, second, content = given.follow(TOPICS[topics[place]], answer)
-        return {"score": float(first and second), "first": float(first), "second": float(second), "content": content}
-
-    asked = {"pairs": pairs, "lengths": lengths, "items": items, "turns": cfg.turns, "seed": seed}
-    asked |= {"split": "before the question", "chat": requests[0].thoughts is not None, "essays": text.origin}
-    return TaskSet(
-        name="instructions",
-        protocol=protocol.to_dict() | asked,
-        fingerprint=fingerprint(requests, {key: [given.text, names] for key, (given, names) in told.items()}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="score",
-        scorer=lambda sample_id, answer: score(sample_id, 0, answer),
-        turn_scorer=score,
-        by=("pair", "length"),
-    )
+        asked: dict[str, Any] = {"pairs": pairs, "lengths": lengths, "items": items, "turns": self.turns}
+        asked |= {"seed": ask.seed, "split": "before the question", "chat": requests[0].thoughts is not None}
+        return self.asked(
+            ask,
+            requests,
+            asked | {"essays": text.origin},
+            {key: [given.text, names] for key, (given, names) in told.items()},
+            lambda sample_id, answer: score(sample_id, 0, answer),
+            turn_scorer=score,
+            by=("pair", "length"),
+        )
 
 
 class _Maker:
     """Writes one conversation, with as much text as fits."""
 
-    def __init__(
-        self,
-        model: "LoadedModel",
-        protocol: Protocol,
-        given: Instructions,
-        topics: Sequence[str],
-        text: Essays,
-        start: int,
-    ) -> None:
-        system = given.text if protocol.system is None else f"{protocol.system}\n\n{given.text}"
-        rules = PromptRules(max_new_tokens=ANSWER_TOKENS, chat_template=True)
-        self._builder: PromptBuilder = uncut(model, replace(protocol, system=system), rules)
+    def __init__(self, ask: Ask, given: Instructions, topics: Sequence[str], text: Essays, start: int) -> None:
+        system = given.text if ask.protocol.system is None else f"{ask.protocol.system}\n\n{given.text}"
+        asking = replace(ask, protocol=replace(ask.protocol, system=system))
+        self._builder: PromptBuilder = uncut(asking, ANSWER_TOKENS)
         self._given, self._topics = given, topics
         self._text = replace(text, words=text.words[start:] + text.words[:start])
         self._prefix = "" if self._builder.chat else "\nAnswer:"
@@ -158,7 +136,7 @@ class _Maker:
             return _SHOW + " ".join(self._text.sentences(words))
 
         try:
-            words = most_units(
+            words = fill_length(
                 lambda words: builder.count(context(words) + question, self._prefix),
                 length - others,
                 4 * length,

@@ -13,25 +13,24 @@ Differs: the chat template is the tokenizer's own (the official code has hand-wr
     before compression.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from kvbench.rules import Whole
-from kvbench.tasks.draw import Limit, drawn
+from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
-from kvbench.tasks.longbench.dataset import length_bucket
+from kvbench.tasks.longbench.metrics import REFERENCE
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import DataDir, TaskSettings, name_list, names_of
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.rows import Rows, kind_of
+from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task, name_list, names_of
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from lm_eval.api.task import Task
+    from lm_eval.api.task import Task as LmEvalTask
 
     from kvbench.engine.requests import Request
-    from kvbench.models.load import LoadedModel
 
 ENGLISH = (
     "narrativeqa",
@@ -63,19 +62,16 @@ CATEGORIES = {
 }
 CATEGORY = {subset: name for name, subsets in CATEGORIES.items() for subset in subsets}
 GROUPS = {"en": ENGLISH, "e": LONGBENCH_E}
-METRICS = {
-    "score": MetricInfo(
-        True,
-        "the subset's official score: F1 of words (question answering), ROUGE-L (summaries), class found (trec), "
-        "share of numbers that are right (passage tasks), edit similarity (code)",
-    )
-}
-_FOLDER = Path(__file__).resolve().parent
+# Rows as the authors publish them (the hub's viewer of their repository); the others have 200, and 300 in LongBench-E.
+ROWS = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
+ROWS |= {"qasper_e": 224, "multifieldqa_en_e": 150, "multi_news_e": 294}
+# The data set moved from the first id to the second; the hub and local caches may know it by either.
+HUB_REPOS, HUB_ARCHIVE = ("THUDM/LongBench", "zai-org/LongBench"), "data.zip"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class LongBench(Task):
+    """The task.
 
     Args:
         subsets: Subsets, or groups of `GROUPS`.
@@ -83,73 +79,62 @@ class Settings(TaskSettings):
         max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
     """
 
+    metrics: ClassVar = {
+        "score": MetricInfo(
+            True,
+            "the subset's official score: F1 of words (question answering), ROUGE-L (summaries), class found (trec), "
+            "share of numbers that are right (passage tasks), edit similarity (code)",
+        )
+    }
+
     subsets: Annotated[str | Sequence[str], names_of((*ENGLISH, *LONGBENCH_E), GROUPS)] = "en"
     data_dir: DataDir = None
-    max_prompt_tokens: Annotated[int | None, Whole(2, unit="tokens")] = None
+    max_prompt_tokens: MaxPromptTokens = None
 
+    def files(self) -> list[DataFile]:
+        return [data_file(subset) for subset in name_list(self.subsets, GROUPS)]
 
-SETTINGS = {"longbench": Settings}
+    def data(self, seed: int, protocol: Protocol) -> "dict[str, LmEvalTask]":
+        names = [f"kvbench_longbench_{subset}" for subset in name_list(self.subsets, GROUPS)]
+        return load_lmeval_tasks(self.folder(), names, {"data_dir": self.data_dir})
 
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Load the subsets that the configuration names.
-
-    Args:
-        cfg: The settings.
-        model: Tokenizes the prompts; its context length limits them.
-        limit: Which samples of each subset; None for all.
-        seed: Not used: nothing here is random.
-        protocol: How the samples are asked.
-
-    Raises:
-        ValueError: Missing data, or a subset whose rows are all broken.
-    """
-    subsets = name_list(cfg.subsets, GROUPS)
-    names = {subset: f"kvbench_longbench_{subset}" for subset in subsets}
-    tasks = load_lmeval_tasks(_FOLDER, list(names.values()), {"data_dir": cfg.data_dir})
-    requests: list[Request] = []
-    scored: dict[str, tuple[Task, dict]] = {}
-    quarantined: list[dict] = []
-    copies: list[dict] = []
-    rules: dict[str, dict] = {}
-    for subset, name in names.items():
-        task = tasks[name]
-        quarantined += task.dataset["test"].quarantined
-        copies += task.dataset["test"].copies
-        builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config), cfg.max_prompt_tokens)
-        rules[subset] = {
-            "chat_template": builder.chat,
-            "max_new_tokens": builder.max_new_tokens,
-            "max_prompt_tokens": builder.max_prompt_tokens,
-            "thinking": builder.thinking,
+    def load(self, ask: Ask) -> TaskSet:
+        tasks = {
+            name.removeprefix("kvbench_longbench_"): task for name, task in self.data(ask.seed, ask.protocol).items()
         }
-        docs = task.eval_docs
-        for doc in (docs[at] for at in drawn(len(docs), limit, subset)):
-            request = make_request(task, builder, doc, subset)
-            requests.append(request)
-            scored[request.sample_id] = (task, doc)
-    if protocol.chat_setting is not None and not any(rule["chat_template"] for rule in rules.values()):
-        raise ValueError(
-            f"{protocol.chat_setting} needs a chat, and LongBench asks none of "
-            f"{', '.join(subsets)} as one; take other subsets, or set protocol.chat_template=always"
+        requests: list[Request] = []
+        scored: dict[str, tuple[LmEvalTask, dict]] = {}
+        rules: dict[str, dict] = {}
+        for subset, task in tasks.items():
+            builder = PromptBuilder(ask.model, ask.protocol, PromptRules.from_yaml(task.config), self.max_prompt_tokens)
+            rules[subset] = {
+                "chat_template": builder.chat,
+                "max_new_tokens": builder.max_new_tokens,
+                "max_prompt_tokens": builder.max_prompt_tokens,
+                "thinking": builder.thinking,
+            }
+            for doc in ask.drawn(task.eval_docs, subset):
+                request = make_request(task, builder, doc, subset)
+                requests.append(request)
+                scored[request.sample_id] = (task, doc)
+        if ask.protocol.chat_setting is not None and not any(rule["chat_template"] for rule in rules.values()):
+            raise ValueError(
+                f"{ask.protocol.chat_setting} needs a chat, and LongBench asks none of "
+                f"{', '.join(tasks)} as one; take other subsets, or set protocol.chat_template=always"
+            )
+        return self.asked(
+            ask,
+            requests,
+            {"truncation": "middle", "split": "after the context", "thoughts": "not graded", "rules": rules},
+            {key: [doc["answers"], doc["all_classes"], doc["length"]] for key, (_, doc) in scored.items()},
+            scorer_of(scored),
+            quarantined=[row for task in tasks.values() for row in task.dataset["test"].quarantined],
+            copies=[row for task in tasks.values() for row in task.dataset["test"].copies],
+            by=("category",),
         )
-    references = {key: [doc["answers"], doc["all_classes"], doc["length"]] for key, (_, doc) in scored.items()}
-    return TaskSet(
-        name="longbench",
-        protocol=protocol.to_dict()
-        | {"truncation": "middle", "split": "after the context", "thoughts": "not graded", "rules": rules},
-        fingerprint=fingerprint(requests, references, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="score",
-        scorer=scorer_of(scored),
-        quarantined=quarantined,
-        copies=copies,
-        by=("category",),
-    )
 
 
-def make_request(task: "Task", builder: PromptBuilder, doc: dict, subset: str) -> "Request":
+def make_request(task: "LmEvalTask", builder: PromptBuilder, doc: dict, subset: str) -> "Request":
     """The request of one document; its prompt is divided behind the context."""
     prompt = task.doc_to_text(doc)
     head, _, _ = task.config.doc_to_text.partition("{{context}}")
@@ -166,3 +151,87 @@ def make_request(task: "Task", builder: PromptBuilder, doc: dict, subset: str) -
         answers=doc["answers"],
         meta=meta,
     )
+
+
+def data_file(subset: str) -> DataFile:
+    """The file of a subset; LongBench-E's are named `<subset>_e`."""
+    return DataFile(
+        task="longbench",
+        stems=(subset,),
+        rows=ROWS.get(subset, 300 if subset.endswith("_e") else 200),
+        check=partial(check_row, subset=subset),
+        key="subsets",
+        hub=tuple(
+            (repo, path) for path in (HUB_ARCHIVE, f"{subset}/test-00000-of-00001.parquet") for repo in HUB_REPOS
+        ),
+        prepared=("LongBench", subset, "test"),
+        by_hand=f"unpack {HUB_ARCHIVE} of {HUB_REPOS[0]} into a folder",
+    )
+
+
+def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
+    """The test split of one subset; the function that the YAMLs name as `custom_dataset`.
+
+    Args:
+        subset: Official name, with `_e` for LongBench-E.
+        data_dir: Folder with `<subset>.jsonl`; None or a folder without it goes on to the local caches and the hub.
+
+    Returns:
+        `test`: the rows, with `context`, `input`, `answers`, `all_classes`, `length`, `index`.
+
+    Raises:
+        MissingDataError: no source has the subset; the message says where was looked and how to get it.
+        ValueError: data_dir is no folder, or all rows are broken.
+    """
+    return {"test": find_rows(data_file(subset), data_dir)}
+
+
+def check_row(row: Mapping[str, Any], subset: str) -> dict[str, Any]:
+    """Check the object of a line and give it the official field names.
+
+    Args:
+        row: What the line holds. The question is `input` officially and `question` in one copy on the hub.
+        subset: Decides which fields are needed.
+
+    Returns:
+        A new dict with `context`, `input`, `answers`, `all_classes` (None where the subset has none) and `length`
+        (words; None when the file does not say).
+
+    Raises:
+        ValueError: what is wrong with the row.
+    """
+    name = row.get("dataset")
+    if name is not None and name not in (subset, subset.removesuffix("_e")):
+        raise ValueError(f"field dataset is {str(name)[:80]!r}: this row belongs to another subset than {subset}")
+    question = row["input"] if "input" in row else row.get("question")
+    for name, value in (("context", row.get("context")), ("input", question)):
+        if not isinstance(value, str):
+            raise ValueError(f"field {name} must be a text, it is {kind_of(value)}")
+    if not row["context"].strip():
+        raise ValueError("field context is empty")
+    answers = row.get("answers")
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError("field answers must be a list of at least one text")
+    length = row.get("length")
+    if isinstance(length, bool) or not isinstance(length, int | None):
+        raise ValueError(f"field length must be a whole number, it is {length!r}")
+    if length is None and subset.endswith("_e"):
+        raise ValueError("field length is missing; LongBench-E reports its scores by length")
+    classes = row.get("all_classes")
+    base = subset.removesuffix("_e")
+    if base == "trec":
+        if not isinstance(classes, list) or not classes or not all(isinstance(name, str) for name in classes):
+            raise ValueError("field all_classes must be the list of class names")
+    else:
+        classes = None
+    if base == "passage_retrieval_en" and not all(REFERENCE.search(answer) for answer in answers):
+        raise ValueError(f"field answers must name a paragraph ('Paragraph 1'), it is {answers!r}")
+    return {"context": row["context"], "input": question, "answers": answers, "all_classes": classes, "length": length}
+
+
+def length_bucket(length: int) -> str:
+    """LongBench-E's group of a document of that many words.
+
+    Source: LongBench eval.py, scorer_e, at 2e00731.
+    """
+    return "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"

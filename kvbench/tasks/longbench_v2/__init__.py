@@ -12,29 +12,23 @@ Differs: answers are greedy where the protocol does not sample (the authors samp
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from kvbench.rules import Choice, Whole
-from kvbench.tasks.choices import with_choices
-from kvbench.tasks.draw import Limit, drawn
-from kvbench.tasks.longbench_v2.dataset import LETTERS, PLACE, check_row
-from kvbench.tasks.problem_source import find_rows
+from kvbench.rules import Choice
+from kvbench.tasks.choices import ChoiceSet, with_choices
+from kvbench.tasks.files import DataFile, find_rows
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import DataDir, TaskSettings
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
-
-if TYPE_CHECKING:
-    from kvbench.engine.requests import Request
-    from kvbench.models.load import LoadedModel
+from kvbench.tasks.rows import Rows, text_field
+from kvbench.tasks.task import Ask, DataDir, MaxPromptTokens, Task
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 FORMS = ("answer", "choices")
-METRICS = {"score": MetricInfo(True, "the right one of four choices")}
+LETTERS = ("A", "B", "C", "D")
+LENGTHS = ("short", "medium", "long")
 ANSWER_TOKENS = 128
-_FOLDER = Path(__file__).resolve().parent
 _BEGIN = "Please read the following text and answer the question below.\n\n<text>\n"
 _SAYING = "The correct answer is"
 _FORMAT = f'Format your response as follows: "{_SAYING} (insert answer here)".'
@@ -42,8 +36,8 @@ _ANSWER = re.compile(rf"{_SAYING} (?:\(([A-D])\)|([A-D]))")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class LongBenchV2(Task):
+    """The task.
 
     Args:
         form: The model answers, or its log-likelihoods of the choices decide.
@@ -51,83 +45,58 @@ class Settings(TaskSettings):
         max_prompt_tokens: Longer prompts lose their middle; None for what the model takes.
     """
 
+    metrics: ClassVar = {"score": MetricInfo(True, "the right one of four choices")}
+    kind: ClassVar = ChoiceSet
+
     form: Annotated[str, Choice(FORMS)] = "answer"
     data_dir: DataDir = None
-    max_prompt_tokens: Annotated[int | None, Whole(2, unit="tokens")] = None
+    max_prompt_tokens: MaxPromptTokens = None
 
+    def files(self) -> list[DataFile]:
+        return [FILE]
 
-SETTINGS = {"longbench_v2": Settings}
+    def data(self, seed: int, protocol: Protocol) -> Rows:
+        if self.form == "choices" and (protocol.num_samples > 1 or protocol.chat_setting):
+            raise ValueError(
+                "task.form=choices scores choices, and nothing is thought or sampled; leave protocol.num_samples=1, "
+                "protocol.thinking=null and protocol.thinking_tokens=null, or take task.form=answer"
+            )
+        return find_rows(FILE, self.data_dir)
 
-
-@dataclass(kw_only=True)
-class QuestionSet(TaskSet):
-    """The task; `right` is the place of each question's right choice."""
-
-    right: dict[str, int]
-
-    def score_choices(self, request: "Request", choices: list[dict]) -> dict[str, float]:
-        """See `TaskSet`: 1 when no other choice is as likely as the right one."""
-        likely = [choice["loglikelihood"] for choice in choices]
-        place = self.right[request.sample_id]
-        return {"score": float(all(likely[place] > other for at, other in enumerate(likely) if at != place))}
-
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Load the questions.
-
-    Args:
-        cfg: The settings.
-        model: Tokenizes the prompts; its context length limits them.
-        limit: Which questions; None for all.
-        seed: Not used: nothing here is random.
-        protocol: How they are asked.
-
-    Raises:
-        MissingDataError: No place has them.
-        ValueError: All rows are broken, or the protocol does not fit the form.
-    """
-    scored = cfg.form == "choices"
-    if scored and (protocol.num_samples > 1 or protocol.chat_setting):
-        raise ValueError(
-            "task.form=choices scores choices, and nothing is thought or sampled; leave protocol.num_samples=1, "
-            "protocol.thinking=null and protocol.thinking_tokens=null, or take task.form=answer"
+    def load(self, ask: Ask) -> TaskSet:
+        rows, scored = self.data(ask.seed, ask.protocol), self.form == "choices"
+        rules = PromptRules(max_new_tokens=ANSWER_TOKENS, chat_template=True)
+        builder = PromptBuilder(ask.model, ask.protocol, rules, self.max_prompt_tokens)
+        answers: dict[str, str] = {}
+        requests = []
+        for row in ask.drawn(rows, self.name):
+            answer = row["answer"]
+            request = builder.build(
+                sample_id=f"longbench_v2/{row['index']}",
+                subset="longbench_v2",
+                context=_BEGIN + row["context"],
+                question=question_of(row["question"], row["choices"]),
+                gold=f"({answer})" if scored else f"{_SAYING} ({answer})",
+                answers=[answer],
+                prefix=f"\n\n{_SAYING}" if scored else "",
+                meta={key: row[key] for key in ("index", "difficulty", "length", "domain")},
+            )
+            if scored:
+                continuations = [f" ({letter})" for letter in LETTERS]
+                request = with_choices(request, ask.model, continuations, LETTERS.index(answer))
+            requests.append(request)
+            answers[request.sample_id] = answer
+        return self.asked(
+            ask,
+            requests,
+            builder.told() | {"form": self.form, "split": "after the text"},
+            answers,
+            lambda sample_id, text: {"score": float(letter_of(text) == answers[sample_id])},
+            quarantined=rows.quarantined,
+            copies=rows.copies,
+            by=("difficulty", "length", "domain"),
+            right={key: LETTERS.index(answer) for key, answer in answers.items()},
         )
-    rows = find_rows(PLACE, cfg.data_dir, check_row)
-    rules = PromptRules(max_new_tokens=ANSWER_TOKENS, chat_template=True)
-    builder = PromptBuilder(model, protocol, rules, cfg.max_prompt_tokens)
-    asked: dict[str, dict[str, Any]] = {}
-    requests = []
-    for row in (rows[at] for at in drawn(len(rows), limit, "longbench_v2")):
-        gold = LETTERS.index(row["answer"])
-        request = builder.build(
-            sample_id=f"longbench_v2/{row['index']}",
-            subset="longbench_v2",
-            context=_BEGIN + row["context"],
-            question=question_of(row["question"], row["choices"]),
-            gold=f"({row['answer']})" if scored else f"{_SAYING} ({row['answer']})",
-            answers=[row["answer"]],
-            prefix=f"\n\n{_SAYING}" if scored else "",
-            meta={key: row[key] for key in ("index", "difficulty", "length", "domain")},
-        )
-        if scored:
-            request = with_choices(request, model, [f" ({letter})" for letter in LETTERS], gold)
-        requests.append(request)
-        asked[request.sample_id] = row
-    told = {"form": cfg.form, "chat": builder.chat, "max_prompt_tokens": builder.max_prompt_tokens}
-    told |= {"truncation": "middle", "split": "after the text", "thinking": builder.thinking, "thoughts": "not graded"}
-    return QuestionSet(
-        name="longbench_v2",
-        protocol=protocol.to_dict() | told,
-        fingerprint=fingerprint(requests, {key: row["answer"] for key, row in asked.items()}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="score",
-        scorer=lambda sample_id, answer: {"score": float(letter_of(answer) == asked[sample_id]["answer"])},
-        quarantined=rows.quarantined,
-        copies=rows.copies,
-        by=("difficulty", "length", "domain"),
-        right={key: LETTERS.index(row["answer"]) for key, row in asked.items()},
-    )
 
 
 def question_of(question: str, choices: Sequence[str]) -> str:
@@ -143,3 +112,37 @@ def letter_of(answer: str) -> str | None:
     """
     found = list(_ANSWER.finditer(answer.replace("*", "")))
     return next((match[1] for match in found if match[1]), next((match[2] for match in found), None))
+
+
+def check_row(row: Mapping[str, object]) -> dict[str, Any]:
+    """Check a row.
+
+    Args:
+        row: `context`, `question`, `choice_A` to `choice_D`, `answer` (a letter), `difficulty`, `length`, `domain`.
+
+    Returns:
+        The same, `choices` for the four choices, texts without white space around them as they are asked.
+
+    Raises:
+        ValueError: What is wrong with the row.
+    """
+    texts = {name: text_field(row, name).strip() for name in ("context", "question", "answer", "domain")}
+    if texts["answer"] not in LETTERS:
+        raise ValueError(f"field answer must be one of {', '.join(LETTERS)}, it is {texts['answer'][:40]!r}")
+    for name, known in (("difficulty", ("easy", "hard")), ("length", LENGTHS)):
+        if row.get(name) not in known:
+            raise ValueError(f"field {name} must be one of {', '.join(known)}, it is {str(row.get(name))[:40]!r}")
+    choices = [text_field(row, f"choice_{letter}").strip() for letter in LETTERS]
+    return texts | {"choices": choices, "difficulty": row["difficulty"], "length": row["length"]}
+
+
+FILE = DataFile(
+    task="longbench_v2",
+    stems=("longbench_v2", "data"),
+    rows=503,
+    check=check_row,
+    list_file="data.json",
+    hub=(("THUDM/LongBench-v2", "data.json"), ("zai-org/LongBench-v2", "data.json")),
+    prepared=("LongBench-v2", "default", "train"),
+    by_hand="run `hf download THUDM/LongBench-v2 data.json --repo-type dataset --local-dir FOLDER`",
+)

@@ -11,36 +11,29 @@ taken for the same.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvbench.tasks.draw import Limit
-from kvbench.tasks.fit import TooShort
+from kvbench.tasks.fill import TooShort
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
-from kvbench.tasks.longctx.dataset import DEFAULT_ITEMS, DEFAULT_LENGTH
-from kvbench.tasks.longctx.generate import KINDS, tokens_needed
+from kvbench.tasks.longctx.generate import KINDS, make_doc, tokens_needed
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
-from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import Items, Length, TaskSettings, name_list, names_of
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.rows import Rows
+from kvbench.tasks.task import Ask, Items, Length, Task, name_list, names_of
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from lm_eval.api.task import Task
+    from lm_eval.api.task import Task as LmEvalTask
+    from transformers import PreTrainedTokenizerBase
 
     from kvbench.engine.requests import Request
-    from kvbench.models.load import LoadedModel
 
-METRICS = {
-    "score": MetricInfo(True, "multikey, kv, passkey: the number is right; recall: words in common, in order, as F1"),
-    "exact": MetricInfo(True, "the number is right; recall: all words are right"),
-    "partial": MetricInfo(True, "share of the digits that are right, each in its place; recall: as score"),
-}
-_FOLDER = Path(__file__).resolve().parent
+DEFAULT_LENGTH = 1024
+DEFAULT_ITEMS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class LongContext(Task):
+    """The task.
 
     Args:
         kinds: The kinds of questions.
@@ -48,79 +41,87 @@ class Settings(TaskSettings):
         items: Of each kind.
     """
 
+    metrics: ClassVar = {
+        "score": MetricInfo(
+            True, "multikey, kv, passkey: the number is right; recall: words in common, in order, as F1"
+        ),
+        "exact": MetricInfo(True, "the number is right; recall: all words are right"),
+        "partial": MetricInfo(True, "share of the digits that are right, each in its place; recall: as score"),
+    }
+
     kinds: Annotated[str | Sequence[str], names_of(KINDS)] = KINDS
     length: Length = DEFAULT_LENGTH
     items: Items = DEFAULT_ITEMS
 
+    def load(self, ask: Ask) -> TaskSet:
+        kinds, length, items, model = name_list(self.kinds), self.length, ask.items(self.items), ask.model
+        if length >= model.max_tokens:
+            raise ValueError(
+                f"task.length={length} does not fit model {model.name}, which holds {model.max_tokens} tokens; lower it"
+            )
+        metadata = {"tokenizer": model.tokenizer, "length": length, "items": items, "seed": ask.seed}
+        try:
+            tasks = load_lmeval_tasks(self.folder(), [f"kvbench_longctx_{kind}" for kind in kinds], metadata)
+        except TooShort as error:
+            needed = max(tokens_needed(kind, items, model.tokenizer, length, ask.seed) for kind in kinds)
+            raise TooShort(length, needed) from error
+        requests: list[Request] = []
+        scored: dict[str, tuple[LmEvalTask, dict]] = {}
+        for kind, task in zip(kinds, tasks.values(), strict=True):
+            builder = PromptBuilder(model, ask.protocol, PromptRules.from_yaml(task.config))
+            if length > builder.max_prompt_tokens:
+                raise ValueError(
+                    f"task.length={length} leaves model {model.name} no room: it holds {model.max_tokens} tokens, of "
+                    f"which a prompt can take {builder.max_prompt_tokens}; lower task.length or protocol.max_new_tokens"
+                )
+            for _, doc in task.doc_iterator():
+                meta = {key: doc[key] for key in ("index", "depth", "answer")}
+                request = builder.build(
+                    sample_id=f"{kind}/{doc['index']}",
+                    subset=kind,
+                    context=doc["context"],
+                    question=doc["question"],
+                    gold=doc["answer"],
+                    meta=meta | {"prompt_sha256": doc["sha256"]},
+                )
+                requests.append(request)
+                scored[request.sample_id] = (task, doc)
+        told = {"length": length, "items": items, "seed": ask.seed, "split": "before the question"}
+        references = {key: doc["answer"] for key, (_, doc) in scored.items()}
+        return self.asked(ask, requests, told | {"chat": builder.chat}, references, scorer_of(scored))
 
-SETTINGS = {"longctx": Settings}
 
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Generate the documents and their requests.
+def load(
+    kind: str,
+    tokenizer: "PreTrainedTokenizerBase | str | None" = None,
+    length: int = DEFAULT_LENGTH,
+    items: int = DEFAULT_ITEMS,
+    seed: int = 0,
+    **_: object,
+) -> dict[str, Rows]:
+    """The documents of one kind; the function that the YAMLs name as `custom_dataset`.
 
     Args:
-        cfg: The settings.
-        model: Its tokenizer counts; its context must hold prompt and answer.
-        limit: Items per kind when that is fewer.
-        seed: Decides the content.
-        protocol: How the samples are asked.
+        kind: One of `generate.KINDS`.
+        tokenizer: Counts tokens: a tokenizer, or the folder or hub id of one.
+        length: Most tokens of a prompt.
+        items: Documents wanted, >= 1.
+        seed: Decides their content.
+
+    Returns:
+        `test`: the documents of `generate.make_doc`.
 
     Raises:
-        ValueError: a setting does not fit the model.
+        ValueError: nothing to count tokens with, or a setting out of range.
     """
-    kinds, length, items = name_list(cfg.kinds), cfg.length, cfg.items
-    names = {kind: f"kvbench_longctx_{kind}" for kind in kinds}
-    items = min(items, limit.count) if limit else items
-    metadata = {"tokenizer": model.tokenizer, "length": length, "items": items, "seed": seed}
-    if length >= model.max_tokens:
+    if tokenizer is None:
         raise ValueError(
-            f"task.length={length} does not fit model {model.name}, which holds {model.max_tokens} tokens; lower it"
+            "the longctx tasks are made to a length in tokens: pass a tokenizer in the task metadata, for example "
+            'TaskManager(metadata={"tokenizer": "FOLDER OR HUB ID", "length": 1024}, ...)'
         )
-    try:
-        tasks = load_lmeval_tasks(_FOLDER, list(names.values()), metadata)
-    except TooShort as error:
-        needed = max(tokens_needed(kind, items, model.tokenizer, length, seed) for kind in kinds)
-        raise TooShort(length, needed) from error
-    requests: list[Request] = []
-    scored: dict[str, tuple[Task, dict]] = {}
-    for kind, name in names.items():
-        task = tasks[name]
-        builder = PromptBuilder(model, protocol, PromptRules.from_yaml(task.config))
-        if length > builder.max_prompt_tokens:
-            raise ValueError(
-                f"task.length={length} leaves model {model.name} no room: it holds {model.max_tokens} tokens, of which "
-                f"a prompt can take {builder.max_prompt_tokens}; lower task.length or protocol.max_new_tokens"
-            )
-        for _, doc in task.doc_iterator():
-            request = builder.build(
-                sample_id=f"{kind}/{doc['index']}",
-                subset=kind,
-                context=doc["context"],
-                question=doc["question"],
-                gold=doc["answer"],
-                meta={
-                    "index": doc["index"],
-                    "depth": doc["depth"],
-                    "answer": doc["answer"],
-                    "prompt_sha256": doc["sha256"],
-                },
-            )
-            requests.append(request)
-            scored[request.sample_id] = (task, doc)
-    return TaskSet(
-        name="longctx",
-        protocol=protocol.to_dict()
-        | {
-            "length": length,
-            "items": metadata["items"],
-            "seed": seed,
-            "split": "before the question",
-            "chat": builder.chat,
-        },
-        fingerprint=fingerprint(requests, {key: doc["answer"] for key, (_, doc) in scored.items()}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="score",
-        scorer=scorer_of(scored),
-    )
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    docs = (make_doc(kind, index, tokenizer=tokenizer, length=length, seed=seed) for index in range(items))
+    return {"test": Rows(docs, origin="generated")}

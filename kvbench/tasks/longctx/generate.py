@@ -4,7 +4,7 @@ import hashlib
 from random import Random
 from typing import TYPE_CHECKING
 
-from kvbench.tasks.fit import TooShort, longest_fit
+from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.haystack import Filler, make_filler, paragraphs
 from kvbench.tasks.prompts import decode
 
@@ -91,8 +91,9 @@ def _fill(
     def context(units: int) -> str:
         return head + filler.render(units, inserts).rstrip("\n")
 
-    units = longest_fit(lambda n: context(n) + question, tokenizer, length, len(filler.words))
-    return context(units)
+    return context(
+        fill_length(lambda units: len(tokenizer.encode(context(units) + question)), length, len(filler.words))
+    )
 
 
 def _multikey(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerBase") -> dict:
@@ -139,7 +140,8 @@ def _kv(rng: Random, depth: float, length: int, tokenizer: "PreTrainedTokenizerB
 
     # The longest key stands in for the one that is asked for until the number of rows is known.
     longest = max(keys, key=lambda key: len(tokenizer.encode(key, add_special_tokens=False)))
-    num_rows = longest_fit(lambda n: context(n) + _kv_question(longest + "-99"), tokenizer, length, length)
+    question = _kv_question(longest + "-99")
+    num_rows = fill_length(lambda rows: len(tokenizer.encode(context(rows) + question)), length, length)
     key, value = rows[min(int(depth * num_rows), num_rows - 1)]
     return {"context": context(num_rows), "question": _kv_question(key), "answer": f" {value}"}
 

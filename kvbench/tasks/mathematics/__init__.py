@@ -6,91 +6,198 @@ as plain text, the form that base models are asked in.
 The score is the share of all problems that are right; `run.json` also has it by subject.
 """
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, ClassVar
 
 from kvbench.rules import Choice
-from kvbench.tasks.draw import Limit
-from kvbench.tasks.mathematics.dataset import MATH500, SUBJECTS
-from kvbench.tasks.mathematics.grade import vote
-from kvbench.tasks.problem_set import load_problems
-from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import DataDir, Draws, TaskSettings, listed, name_list, names_of
-from kvbench.tasks.taskset import MetricInfo, TaskSet
-
-if TYPE_CHECKING:
-    from kvbench.models.load import LoadedModel
+from kvbench.tasks.answers import last_boxed
+from kvbench.tasks.files import DataFile, find_rows
+from kvbench.tasks.lmeval import lmeval_tasks_folder
+from kvbench.tasks.mathematics import grade
+from kvbench.tasks.problems import Problems
+from kvbench.tasks.rows import Rows, text_field
+from kvbench.tasks.task import Draws, name_list, names_of
+from kvbench.tasks.taskset import MetricInfo
 
 FORMS = ("boxed", "minerva4")
-METRICS = {
-    "correct": MetricInfo(True, "the last boxed or final answer equals the reference (math-verify)"),
-    "parsed": MetricInfo(True, "the answer holds a final answer to grade; a wrong one is not a parse failure"),
+MATH500 = "math500"
+SUBJECTS = {
+    "algebra": 1187,
+    "counting_and_probability": 474,
+    "geometry": 479,
+    "intermediate_algebra": 903,
+    "number_theory": 540,
+    "prealgebra": 871,
+    "precalculus": 546,
 }
-GROUPS = {"all": SUBJECTS}
-_FOLDER = Path(__file__).resolve().parent
+"""Subject -> problems of its test file."""
+GROUPS = {"all": tuple(SUBJECTS)}
+HUB_500, HUB_MATH = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of MATH-500.
+class Math500(Problems):
+    """MATH-500.
 
     Args:
         form: How the problems are asked.
-        data_dir: Folder with the files; None for the local caches, then the hub.
         k: Of how many answers pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
     """
 
+    metrics: ClassVar = {
+        "correct": MetricInfo(True, "the last boxed or final answer equals the reference (math-verify)"),
+        "parsed": MetricInfo(True, "the answer holds a final answer to grade; a wrong one is not a parse failure"),
+    }
+    meta_keys: ClassVar = ("answer", "subject", "level")
+    group_by: ClassVar = "subject"
+    votes: ClassVar = True
+
     form: Annotated[str, Choice(FORMS)] = FORMS[0]
-    data_dir: DataDir = None
     k: Draws = None
+
+    def parts(self) -> list[str]:
+        """The groups of problems."""
+        return [MATH500]
+
+    def files(self) -> list[DataFile]:
+        return [data_file(part) for part in self.parts()]
+
+    def yamls(self) -> list[str]:
+        end = "" if self.form == FORMS[0] else f"_{self.form}"
+        return [f"kvbench_{part if part == MATH500 else f'math_{part}'}{end}" for part in self.parts()]
+
+    def told(self) -> dict[str, Any]:
+        return {"form": self.form} | ({} if self.form == FORMS[0] else {"split": "after the examples"})
+
+    def vote(self, text: str, opened: bool) -> str | None:
+        return grade.vote(text, opened)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectSettings(Settings):
-    """What is set of MATH.
+class Math(Math500):
+    """MATH.
 
     Args:
         subjects: Some of them, or `all`.
     """
 
-    subjects: Annotated[str | Sequence[str], names_of(SUBJECTS, GROUPS)] = "all"
+    subjects: Annotated[str | Sequence[str], names_of(tuple(SUBJECTS), GROUPS)] = "all"
+
+    def parts(self) -> list[str]:
+        return name_list(self.subjects, GROUPS)
 
 
-SETTINGS = {MATH500: Settings, "math": SubjectSettings}
+def data_file(subset: str) -> DataFile:
+    """The test file of MATH-500 or of a subject."""
+    if subset == MATH500:
+        return DataFile(
+            task=MATH500,
+            stems=("test", "math500", "math_500"),
+            rows=500,
+            check=check_row,
+            hub=((HUB_500, "test.jsonl"),),
+            prepared=("MATH-500", "default", "test"),
+            by_hand=f"run `hf download {HUB_500} test.jsonl --repo-type dataset --local-dir {MATH500}`",
+        )
+    return DataFile(
+        task="math",
+        stems=(subset,),
+        rows=SUBJECTS[subset],
+        check=check_row,
+        key="subjects",
+        hub=((HUB_MATH, f"{subset}/test-00000-of-00001.parquet"),),
+        prepared=("hendrycks_math", subset, "test"),
+        by_hand=f"put {subset}.jsonl with the fields problem and solution into a folder",
+    )
 
 
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Load MATH-500, or subjects of MATH.
+def check_row(row: Mapping[str, object]) -> dict[str, Any]:
+    """Check the object of a line.
 
     Args:
-        cfg: The settings.
-        model: Tokenizes the prompts.
-        limit: Which problems, for `math` per subject; None for all.
-        seed: Not used: nothing here is random.
-        protocol: How the problems are asked; with `query_aware=false` the examples of `minerva4` are the context.
+        row: `problem`, `solution`, `answer` (when it is missing, the solution's last box), `subject` (or `type`),
+            `level` (5 or `Level 5`).
+
+    Returns:
+        The same five fields; `level` is None when the file does not say.
 
     Raises:
-        ValueError: Data is missing or broken.
+        ValueError: What is wrong with the row.
     """
-    end = "" if cfg.form == FORMS[0] else f"_{cfg.form}"
-    yaml_names = [f"kvbench_math500{end}"]
-    if isinstance(cfg, SubjectSettings):
-        yaml_names = [f"kvbench_math_{subject}{end}" for subject in name_list(cfg.subjects, GROUPS)]
-    return load_problems(
-        name=cfg.name,
-        folder=_FOLDER,
-        yaml_names=yaml_names,
-        metadata={"data_dir": cfg.data_dir},
-        model=model,
-        limit=limit,
-        protocol=protocol,
-        metrics=METRICS,
-        primary="correct",
-        vote=vote,
-        sizes=None if cfg.k is None else listed(cfg.k),
-        describe={"form": cfg.form, "split": "after the examples"} if end else {"form": cfg.form},
-        meta_keys=("answer", "subject", "level"),
-        group_by="subject",
-    )
+    problem, solution = text_field(row, "problem", "question"), text_field(row, "solution", required=False)
+    answer = text_field(row, "answer", required=False).strip() or last_boxed(solution)
+    if not answer:
+        raise ValueError("field answer is missing, and the solution has no \\boxed{} either")
+    digits = "".join(sign for sign in str(row.get("level") or "") if sign.isdigit())
+    return {
+        "problem": problem.strip(),
+        "solution": solution.strip(),
+        "answer": answer,
+        "subject": text_field(row, "subject", "type", required=False) or None,
+        "level": int(digits) if digits else None,
+    }
+
+
+def minerva_shots() -> list[dict[str, str]]:
+    """The four public worked examples, read from the lm-eval package: `problem` and `solution` each.
+
+    Its module is read and not imported, because it refuses the antlr4 that Hydra needs.
+
+    Raises:
+        ValueError: The installed lm-eval keeps them elsewhere.
+
+    Source: Lewkowycz et al. 2022 (arXiv 2206.14858), appendix D; lm-eval tasks/minerva_math/utils.py.
+    """
+    path = lmeval_tasks_folder() / "minerva_math" / "utils.py"
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        (function,) = (node for node in tree.body if getattr(node, "name", "") == "list_fewshot_samples")
+        (returned,) = (node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value)
+        shots = ast.literal_eval(returned)
+        return [{"problem": shot["problem"], "solution": shot["solution"]} for shot in shots[:4]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"task.form=minerva4 takes its examples from lm-eval, and {path} does not have them ({error}); install "
+            "lm-eval 0.4.13, or take task.form=boxed"
+        ) from error
+
+
+def _question(problem: str) -> str:
+    """A problem as it stands in the prompt of `minerva4`.
+
+    Source: lm-eval tasks/minerva_math/utils.py, doc_to_text.
+    """
+    return f"Problem:\n{problem}\n\nSolution:"
+
+
+def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: object) -> dict[str, Rows]:
+    """The test split; the function that the YAMLs name as `custom_dataset`.
+
+    Args:
+        subset: `math500` or one of `SUBJECTS`.
+        data_dir: Folder with `test.jsonl` (MATH-500) or `<subject>.jsonl`.
+        form: `boxed` or `minerva4`.
+
+    Returns:
+        `test`: rows with `problem`, `gold`, `answer`, `subject`, `level`, `context` (the examples), `index`.
+
+    Raises:
+        MissingDataError: No source has it.
+        ValueError: data_dir is no folder, or all rows are broken.
+    """
+    rows = find_rows(data_file(subset), data_dir)
+    context = ""
+    if form == "minerva4":
+        context = "".join(f"{_question(shot['problem'])} {shot['solution']}\n\n" for shot in minerva_shots())
+    documents = [
+        row
+        | {
+            "context": context,
+            "gold": row["solution"] or f"\\boxed{{{row['answer']}}}",
+            "subject": row["subject"] or subset,
+        }
+        for row in rows
+    ]
+    return {"test": rows.made_into(documents)}

@@ -15,32 +15,27 @@ Differs: see `needles.make`, `counts`, `chains` and `definitions.write`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.tasks.draw import Limit
-from kvbench.tasks.fit import TooShort
-from kvbench.tasks.prompts import RETOKENISE_SLACK_TOKENS, PromptBuilder, PromptRules
+from kvbench.tasks.fill import TooShort
+from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import DEFINITIONS, GENERATED, write
-from kvbench.tasks.ruler.document import Document, Job
-from kvbench.tasks.ruler.words import QA_FILES, Documents, documents, essays, vocabulary
-from kvbench.tasks.settings import DataDir, Items, Lengths, TaskSettings, listed, name_list, names_of
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.ruler.document import Document, Job, check_lengths, uncut
+from kvbench.tasks.ruler.words import QA_FILES, Documents, Essays, documents, essays, vocabulary
+from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed, name_list, names_of
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from kvbench.models.load import LoadedModel
+    from kvbench.engine.requests import Request
 
 GROUPS = {"generated": GENERATED, "all": tuple(DEFINITIONS)}
-METRICS = {
-    "score": MetricInfo(True, "share of the right answers that are in the text; qa_1, qa_2: one of them is (RULER's)")
-}
-_FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class Ruler(Task):
+    """The task.
 
     Args:
         tasks: Names of RULER's tasks, or of `GROUPS`.
@@ -50,145 +45,86 @@ class Settings(TaskSettings):
         data_dir: Folder with the essays and the files of the questions; None for text of kvbench's own.
     """
 
+    metrics: ClassVar = {
+        "score": MetricInfo(
+            True, "share of the right answers that are in the text; qa_1, qa_2: one of them is (RULER's)"
+        )
+    }
+
     tasks: Annotated[str | Sequence[str], names_of(tuple(DEFINITIONS), GROUPS)] = "generated"
     lengths: Lengths = (4096,)
     items: Items = 10
     answer_prefix: bool = True
     data_dir: DataDir = None
 
+    def data(self, seed: int, protocol: Protocol) -> tuple[Essays, dict[str, Documents]]:
+        names = name_list(self.tasks, GROUPS)
+        return essays(self.data_dir), {name: documents(name, self.data_dir) for name in names if name in QA_FILES}
 
-SETTINGS = {"ruler": Settings}
+    def load(self, ask: Ask) -> TaskSet:
+        names, lengths, items = name_list(self.tasks, GROUPS), listed(self.lengths), ask.items(self.items)
+        check_lengths(lengths, ask)
+        text, files = self.data(ask.seed, ask.protocol)
+        requests: list[Request] = []
+        answers: dict[str, tuple[str, tuple[str, ...]]] = {}
+        left_out: list[dict] = []
+        for name in names:
+            builder = uncut(ask, DEFINITIONS[name].answer_tokens)
+            for length in lengths:
+                source = files.get(name)
+                indices = Limit(items).of(len(source.questions), f"ruler/{name}") if source else range(items)
+                jobs = [
+                    Job(f"kvbench/ruler/{ask.seed}/{name}/{index}", length, vocabulary(), text, source, index)
+                    for index in indices
+                ]
+                for job, document in _written(name, jobs, builder, self.answer_prefix, left_out):
+                    sample_id, meta = f"{name}/{length}/{job.index}", {"task": name, "length": length}
+                    requests.append(
+                        document.request(
+                            builder, self.answer_prefix, sample_id, f"{name}/{length}", meta | {"index": job.index}
+                        )
+                    )
+                    answers[sample_id] = (name, document.answers)
 
+        def score(sample_id: str, answer: str) -> dict[str, float]:
+            name, right = answers[sample_id]
+            return {"score": DEFINITIONS[name].score(answer, right)}
 
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Generate the documents and their requests.
-
-    Args:
-        cfg: The settings.
-        model: Its tokenizer counts; its context must hold the longest length.
-        limit: Items of each task and length when that is fewer.
-        seed: Decides the content.
-        protocol: How the samples are asked.
-
-    Raises:
-        MissingDataError: A task of question answering has no file.
-        ValueError: A setting does not fit the model.
-    """
-    names, lengths = name_list(cfg.tasks, GROUPS), listed(cfg.lengths)
-    prefix, data_dir = cfg.answer_prefix, cfg.data_dir
-    items = min(cfg.items, limit.count) if limit else cfg.items
-    check_lengths(lengths, model, protocol)
-    maker = _Maker(model, protocol, essays(data_dir), items, seed, prefix)
-    files = {name: documents(name, data_dir) for name in names if name in QA_FILES}
-    requests, found = [], {}
-    for name in names:
-        builder = maker.builder(name)
-        for length in lengths:
-            for index, document in maker.documents(name, length, builder, files.get(name)):
-                request = builder.build(
-                    sample_id=f"{name}/{length}/{index}",
-                    subset=f"{name}/{length}",
-                    context=document.context,
-                    question=document.question,
-                    prefix=document.prefix if prefix else "",
-                    gold=document.gold if prefix else document.prefix + document.gold,
-                    answers=document.answers,
-                    meta={"task": name, "length": length, "index": index, "answers": list(document.answers)},
-                )
-                if prefix:
-                    builder.check_prefix()
-                requests.append(request)
-                found[request.sample_id] = (name, document.answers)
-
-    def score(sample_id: str, answer: str) -> dict[str, float]:
-        name, answers = found[sample_id]
-        return {"score": DEFINITIONS[name].score(answer, answers)}
-
-    return TaskSet(
-        name="ruler",
-        protocol=protocol.to_dict()
-        | {
-            "tasks": names,
-            "lengths": lengths,
-            "items": items,
-            "seed": seed,
-            "split": "before the question",
-            "chat": maker.builder(names[0]).chat,
-            "answer_prefix": prefix,
-            "essays": maker.essays.origin,
-            "words": vocabulary().origin,
-        },
-        fingerprint=fingerprint(requests, {key: list(answers) for key, (_, answers) in found.items()}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="score",
-        scorer=score,
-        quarantined=maker.left_out,
-        by=("task", "length"),
-    )
-
-
-def check_lengths(lengths: list[int], model: "LoadedModel", protocol: Protocol, answers: int = 1) -> None:
-    """Raises ValueError for a length that the model does not hold, beside the thoughts of so many answers."""
-    thoughts = answers * (protocol.thinking_tokens or 0)
-    if max(lengths) + thoughts > model.max_tokens:
-        beside = f" beside {thoughts} of thoughts (protocol.thinking_tokens)" if thoughts else ""
-        raise ValueError(
-            f"task.lengths={lengths}: {max(lengths)}{beside} does not fit model {model.name}, which holds "
-            f"{model.max_tokens} tokens; take shorter lengths"
+        told: dict[str, Any] = {"tasks": names, "lengths": lengths, "items": items, "seed": ask.seed}
+        told |= {"split": "before the question", "chat": builder.chat, "answer_prefix": self.answer_prefix}
+        return self.asked(
+            ask,
+            requests,
+            told | {"essays": text.origin, "words": vocabulary().origin},
+            {key: list(right) for key, (_, right) in answers.items()},
+            score,
+            quarantined=left_out,
+            by=("task", "length"),
         )
 
 
-def uncut(model: "LoadedModel", protocol: Protocol, rules: PromptRules) -> PromptBuilder:
-    """A builder for prompts that were made to fit: none is cut while it does."""
-    usual = PromptBuilder(model, protocol, rules).max_prompt_tokens
-    return PromptBuilder(model, protocol, rules, usual + RETOKENISE_SLACK_TOKENS)
+def _written(
+    name: str, jobs: Sequence[Job], builder: PromptBuilder, with_prefix: bool, left_out: list[dict]
+) -> Iterator[tuple[Job, Document]]:
+    """The items of one task at one length; a question whose own documents do not fit is left out and named.
 
-
-class _Maker:
-    """Writes the documents of one load."""
-
-    def __init__(
-        self, model: "LoadedModel", protocol: Protocol, text: Any, items: int, seed: int, prefix: bool
-    ) -> None:
-        self.model, self.protocol, self.essays = model, protocol, text
-        self.items, self.seed, self.prefix = items, seed, prefix
-        self.left_out: list[dict] = []
-
-    def builder(self, name: str) -> PromptBuilder:
-        rules = PromptRules(max_new_tokens=DEFINITIONS[name].answer_tokens, chat_template=True)
-        return uncut(self.model, self.protocol, rules)
-
-    def documents(
-        self, name: str, length: int, builder: PromptBuilder, source: Documents | None
-    ) -> Iterator[tuple[int, Document]]:
-        """The items of one task at one length; a question whose own documents do not fit is left out and named.
-
-        Raises:
-            ValueError: None fits.
-        """
-        guess, needed, written = None, 0, 0
-        for index in Limit(self.items).of(len(source.questions), f"ruler/{name}") if source else range(self.items):
-            job = Job(
-                seed=f"kvbench/ruler/{self.seed}/{name}/{index}",
-                length=length,
-                vocabulary=vocabulary(),
-                essays=self.essays,
-                documents=source,
-                index=index,
-            )
-            try:
-                document, guess = write(name, job, builder, guess, self.prefix)
-            except TooShort as error:
-                needed = max(needed, error.needed)
-                if source is not None:
-                    reason = f"its documents take {error.needed} tokens of {length}"
-                    self.left_out.append({"file": source.file, "line": index + 1, "reason": f"question: {reason}"})
-                continue
-            written += 1
-            yield index, document
-        if not written:
-            raise ValueError(
-                f"task.lengths={length} is too short for {name}: its shortest prompt and the room for the answer take "
-                f"{needed} tokens; raise the length, or leave {name} out of task.tasks"
-            )
+    Raises:
+        ValueError: None fits.
+    """
+    guess, needed, written = None, 0, 0
+    for job in jobs:
+        try:
+            document, guess = write(name, job, builder, guess, with_prefix)
+        except TooShort as error:
+            needed = max(needed, error.needed)
+            if job.documents is not None:
+                reason = f"question: its documents take {error.needed} tokens of {job.length}"
+                left_out.append({"file": job.documents.file, "line": job.index + 1, "reason": reason})
+            continue
+        written += 1
+        yield job, document
+    if not written:
+        raise ValueError(
+            f"task.lengths={jobs[0].length} is too short for {name}: its shortest prompt and the room for the answer "
+            f"take {needed} tokens; raise the length, or leave {name} out of task.tasks"
+        )

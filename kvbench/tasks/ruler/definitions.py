@@ -3,42 +3,38 @@
 Source: RULER's synthetic.yaml and constants.py, as lm-eval 0.4.13 carries them in tasks/ruler.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvbench.tasks.fit import TooShort, most_units
+from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.ruler import chains, counts, needles
 from kvbench.tasks.ruler.document import Document, Job
 from kvbench.tasks.ruler.needles import Needles
 from kvbench.tasks.ruler.questions import answer_question
-from kvbench.tasks.ruler.scores import match_all, match_any
 
 # What a coded text needs so that its fourth word is seen less often than its third.
 FEWEST_CODED_WORDS = 60
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def _one_document(job: Job) -> int:
-    return 1
+def clean(text: str) -> str:
+    """The text without white space around it, its control characters made line breaks."""
+    return _CONTROL.sub("\n", text.strip()).strip()
 
 
-def _question_documents(job: Job) -> int:
-    assert job.documents is not None
-    return len(job.documents.questions[job.index].documents)
+def match_all(text: str, answers: Sequence[str]) -> float:
+    """Share of the answers that stand in the text, whatever their case."""
+    found = clean(text).lower()
+    return sum(answer.lower() in found for answer in answers) / len(answers)
 
 
-def _as_long(job: Job) -> int:
-    return 4 * job.length
-
-
-def _all_words(job: Job) -> int:
-    return len(job.vocabulary.singles)
-
-
-def _all_documents(job: Job) -> int:
-    assert job.documents is not None
-    return len(job.documents.texts)
+def match_any(text: str, answers: Sequence[str]) -> float:
+    """1 when one of the answers stands in the text, whatever its case; the score of question answering."""
+    found = clean(text).lower()
+    return float(any(answer.lower() in found for answer in answers))
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,8 @@ class Definition:
 
     make: Callable[[Job, int], Document]
     answer_tokens: int
-    least: Callable[[Job], int] = _one_document
-    most: Callable[[Job], int] = _as_long
+    least: Callable[[Job], int] = lambda job: 1
+    most: Callable[[Job], int] = lambda job: 4 * job.length
     score: Callable[[str, tuple[str, ...]], float] = match_all
 
 
@@ -64,7 +60,13 @@ def _needles(spec: Needles) -> Definition:
     return Definition(partial(needles.make, spec), 128, lambda job: spec.least)
 
 
-_QUESTIONS = Definition(answer_question, 32, _question_documents, _all_documents, match_any)
+_QUESTIONS = Definition(
+    answer_question,
+    32,
+    lambda job: len(job.source.questions[job.index].documents),
+    lambda job: len(job.source.texts),
+    match_any,
+)
 NEEDLES = {
     "niah_single_1": Needles("repeat"),
     "niah_single_2": Needles("essay"),
@@ -78,7 +80,9 @@ NEEDLES = {
 DEFINITIONS: Mapping[str, Definition] = {
     **{name: _needles(spec) for name, spec in NEEDLES.items()},
     "vt": Definition(chains.variable_tracking, 30),
-    "cwe": Definition(counts.common_words, 120, lambda job: counts.NUM_COMMON + 1, _all_words),
+    "cwe": Definition(
+        counts.common_words, 120, lambda job: counts.NUM_COMMON + 1, lambda job: len(job.vocabulary.singles)
+    ),
     "fwe": Definition(counts.frequent_words, 50, lambda job: FEWEST_CODED_WORDS),
     "qa_1": _QUESTIONS,
     "qa_2": _QUESTIONS,
@@ -107,15 +111,16 @@ def write(name: str, job: Job, builder: PromptBuilder, guess: int | None, with_p
     """
     task = DEFINITIONS[name]
 
-    def tokens(document: Document) -> int:
-        return builder.count(document.context + document.question, document.prefix if with_prefix else "")
-
     room = job.length - builder.max_new_tokens
     if name == "vt":
         job = replace(job, example_units=_example_units(job, builder))
     try:
-        units = most_units(
-            lambda count: tokens(task.make(job, count)), room, task.most(job), least=task.least(job), guess=guess
+        units = fill_length(
+            lambda count: task.make(job, count).tokens(builder, with_prefix),
+            room,
+            task.most(job),
+            least=task.least(job),
+            guess=guess,
         )
     except TooShort as error:
         raise TooShort(job.length, error.needed + builder.max_new_tokens) from error
@@ -130,6 +135,6 @@ def _example_units(job: Job, builder: PromptBuilder) -> int:
         return len(builder.tokenizer.encode(chains.example(job, units), add_special_tokens=False))
 
     try:
-        return most_units(count, room, chains.EXAMPLE_TOKENS, least=1)
+        return fill_length(count, room, chains.EXAMPLE_TOKENS, least=1)
     except TooShort:
         return 1

@@ -10,37 +10,32 @@ Differs: keys and values are drawn anew for every item, so that no model knows t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.rules import Choice, Several, Whole
-from kvbench.tasks.draw import Limit
-from kvbench.tasks.fit import TooShort, most_units
-from kvbench.tasks.prompts import PromptBuilder, PromptRules
+from kvbench.tasks.fill import TooShort, fill_length
+from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.ruler import check_lengths, uncut
-from kvbench.tasks.ruler.document import Document
-from kvbench.tasks.ruler.needles import Needles, among_sentences, ask, draw, needle
-from kvbench.tasks.ruler.scores import match_all
+from kvbench.tasks.ruler.definitions import match_all
+from kvbench.tasks.ruler.document import Document, check_lengths, uncut
+from kvbench.tasks.ruler.needles import Needles, among_sentences, ask_for, draw, needle
 from kvbench.tasks.ruler.words import Essays, essays, vocabulary
-from kvbench.tasks.settings import DataDir, Items, Lengths, TaskSettings, listed
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.task import Ask, DataDir, Items, Lengths, Task, listed
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 if TYPE_CHECKING:
-    from kvbench.models.load import LoadedModel
+    from kvbench.engine.requests import Request
 
 VALUES = ("numbers", "uuids")
 MOST_NEEDLES = 64
 # A UUID takes most; the answer begins with it.
 ANSWER_TOKENS = {"numbers": 32, "uuids": 64}
-METRICS = {"score": MetricInfo(True, "the value that was asked for stands in the answer")}
-_FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class Needle(Task):
+    """The task.
 
     Args:
         lengths: Of prompt, chat template and answer together.
@@ -52,6 +47,8 @@ class Settings(TaskSettings):
         data_dir: Folder with the essays; None for text of kvbench's own.
     """
 
+    metrics: ClassVar = {"score": MetricInfo(True, "the value that was asked for stands in the answer")}
+
     lengths: Lengths = (1024, 2048, 4096)
     depths: Annotated[
         int | Sequence[int], Several(Whole(0, 100, unit="percent"), alone=Whole(2, 101, unit="depths"))
@@ -62,66 +59,35 @@ class Settings(TaskSettings):
     answer_prefix: bool = True
     data_dir: DataDir = None
 
+    def data(self, seed: int, protocol: Protocol) -> Essays:
+        return essays(self.data_dir)
 
-SETTINGS = {"needle": Settings}
-
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Generate the prompts of every cell.
-
-    Args:
-        cfg: The settings.
-        model: Its tokenizer counts; its context must hold the longest length.
-        limit: Items of each cell when that is fewer.
-        seed: Decides the content.
-        protocol: How the samples are asked.
-
-    Raises:
-        ValueError: A setting does not fit the model.
-    """
-    lengths, depths = listed(cfg.lengths), depths_of(cfg.depths)
-    items = min(cfg.items, limit.count) if limit else cfg.items
-    count, values, prefix = cfg.needles, cfg.values, cfg.answer_prefix
-    check_lengths(lengths, model, protocol)
-    text = essays(cfg.data_dir)
-    builder = uncut(model, protocol, PromptRules(max_new_tokens=ANSWER_TOKENS[values], chat_template=True))
-    spec = Needles("essay", values="uuids" if values == "uuids" else "numbers", num_keys=count)
-    requests, answers = [], {}
-    for length in lengths:
-        for depth in depths:
-            guess = None
-            for index in range(items):
-                document, guess = write(spec, text, f"{seed}/{index}", length, depth, builder, guess, prefix)
-                request = builder.build(
-                    sample_id=f"{length}/{depth}/{index}",
-                    subset=str(length),
-                    context=document.context,
-                    question=document.question,
-                    prefix=document.prefix if prefix else "",
-                    gold=document.gold if prefix else document.prefix + document.gold,
-                    answers=document.answers,
-                    meta={"length": length, "depth": depth, "index": index, "answers": list(document.answers)},
-                )
-                if prefix:
-                    builder.check_prefix()
-                requests.append(request)
-                answers[request.sample_id] = document.answers
-
-    def score(sample_id: str, answer: str) -> dict[str, float]:
-        return {"score": match_all(answer, answers[sample_id])}
-
-    asked = {"lengths": lengths, "depths": depths, "items": items, "needles": count, "values": values, "seed": seed}
-    asked |= {"split": "before the question", "chat": builder.chat, "answer_prefix": prefix}
-    return TaskSet(
-        name="needle",
-        protocol=protocol.to_dict() | asked | {"essays": text.origin, "words": vocabulary().origin},
-        fingerprint=fingerprint(requests, {key: list(found) for key, found in answers.items()}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="score",
-        scorer=score,
-        by=("length", "depth"),
-    )
+    def load(self, ask: Ask) -> TaskSet:
+        lengths, depths, items = listed(self.lengths), depths_of(self.depths), ask.items(self.items)
+        check_lengths(lengths, ask)
+        text, prefix = self.data(ask.seed, ask.protocol), self.answer_prefix
+        builder = uncut(ask, ANSWER_TOKENS[self.values])
+        spec = Needles("essay", values="uuids" if self.values == "uuids" else "numbers", num_keys=self.needles)
+        requests: list[Request] = []
+        answers: dict[str, tuple[str, ...]] = {}
+        for length in lengths:
+            for depth in depths:
+                guess = None
+                for index in range(items):
+                    document, guess = write(spec, text, f"{ask.seed}/{index}", length, depth, builder, guess, prefix)
+                    sample_id, meta = f"{length}/{depth}/{index}", {"length": length, "depth": depth, "index": index}
+                    requests.append(document.request(builder, prefix, sample_id, str(length), meta))
+                    answers[sample_id] = document.answers
+        told: dict[str, Any] = {"lengths": lengths, "depths": depths, "items": items, "needles": self.needles}
+        told |= {"values": self.values, "seed": ask.seed, "split": "before the question", "chat": builder.chat}
+        return self.asked(
+            ask,
+            requests,
+            told | {"answer_prefix": prefix, "essays": text.origin, "words": vocabulary().origin},
+            {key: list(found) for key, found in answers.items()},
+            lambda sample_id, answer: {"score": match_all(answer, answers[sample_id])},
+            by=("length", "depth"),
+        )
 
 
 def depths_of(depths: int | Sequence[int]) -> list[int]:
@@ -173,14 +139,13 @@ def write(
 
     def make(words: int) -> Document:
         context = among_sentences(turned.sentences(words), [insert for _, insert in placed], [at for at, _ in placed])
-        return ask(spec, context, [key], [value])
+        return ask_for(spec, context, [key], [value])
 
     def tokens(words: int) -> int:
-        document = make(words)
-        return builder.count(document.context + document.question, document.prefix if with_prefix else "")
+        return make(words).tokens(builder, with_prefix)
 
     try:
-        words = most_units(tokens, length - builder.max_new_tokens, 4 * length, least=1, guess=guess)
+        words = fill_length(tokens, length - builder.max_new_tokens, 4 * length, least=1, guess=guess)
     except TooShort as error:
         raise ValueError(
             f"task.lengths={length} is too short for task.needles={spec.num_keys}: the shortest prompt and the room "

@@ -77,7 +77,7 @@ def among_sentences(sentences: Sequence[str], inserts: Sequence[str], depths: Se
     return " ".join([*parts, " ".join(sentences[starts[-1] :])])
 
 
-def ask(spec: Needles, context: str, queries: Sequence[str], answers: Sequence[str]) -> Document:
+def ask_for(spec: Needles, context: str, queries: Sequence[str], answers: Sequence[str]) -> Document:
     """Put instruction, question and answer prefix around a haystack."""
     single = len(queries) * spec.num_values == 1
     one, many = spec.values.removesuffix("s"), spec.values
@@ -129,7 +129,7 @@ def make(spec: Needles, job: Job, units: int) -> Document:
             lines.insert(place, text)
         context = "\n".join(lines)
     asked = rng.sample(range(spec.total_keys), spec.num_queries)
-    return ask(spec, context, [keys[at] for at in asked], [value for at in asked for value in values[at]])
+    return ask_for(spec, context, [keys[at] for at in asked], [value for at in asked for value in values[at]])
 
 
 def _depths() -> list[int]:

@@ -18,8 +18,7 @@ def answer_question(job: Job, units: int) -> Document:
 
     Source: lm-eval 0.4.13, tasks/ruler/qa_utils.py.
     """
-    assert job.documents is not None
-    asked, texts = job.documents.questions[job.index], job.documents.texts
+    asked, texts = job.source.questions[job.index], job.source.texts
     rng, missing = job.rng(), units - len(asked.documents)
     if units >= len(texts):
         chosen = list(range(len(texts)))

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from random import Random
 
+from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.haystack import paragraphs
-from kvbench.tasks.source import MissingDataError
 
 OWN = "kvbench"
 ESSAY_FILES = ("PaulGrahamEssays.json", "paul_graham_essays.json", "paul_graham_essays.jsonl")

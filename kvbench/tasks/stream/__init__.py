@@ -12,24 +12,16 @@ Differs: the text's first part is a prompt, so that methods that choose by a pro
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.rules import Text, Whole
 from kvbench.stats.intervals import Estimate
-from kvbench.tasks.draw import Limit
-from kvbench.tasks.passages import check_no_question, passages, read_text
+from kvbench.tasks.passages import LongText, check_no_question, passages, read_text
 from kvbench.tasks.protocol import Protocol
-from kvbench.tasks.settings import MAX_ITEMS, TaskSettings
-from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+from kvbench.tasks.task import MAX_ITEMS, Ask, Task
+from kvbench.tasks.taskset import MetricInfo, TaskSet
 from kvbench.tasks.token_statistics import token_statistics
-
-if TYPE_CHECKING:
-    from kvbench.models.load import LoadedModel
-
-METRICS = {"accuracy": MetricInfo(True, "share of the tokens behind the prompt that are the model's first choice")}
-_FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass(kw_only=True)
@@ -67,8 +59,8 @@ def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
-    """What is set of the task.
+class Stream(Task):
+    """The task; no chat template is used, there is no question, and nothing is answered.
 
     Args:
         file: The text; None for the documentation that ships with Python.
@@ -78,63 +70,50 @@ class Settings(TaskSettings):
         past_context: Streams may go on beyond the model's context.
     """
 
+    metrics: ClassVar = {
+        "accuracy": MetricInfo(True, "share of the tokens behind the prompt that are the model's first choice")
+    }
+    primary: ClassVar = "accuracy"
+    kind: ClassVar = StreamSet
+
     file: Annotated[str | None, Text()] = None
     prompt_tokens: Annotated[int, Whole(1, unit="tokens")] = 256
     tokens: Annotated[int, Whole(2, unit="tokens")] = 1024
     items: Annotated[int | None, Whole(1, MAX_ITEMS, unit="streams")] = 8
     past_context: bool = False
 
+    def data(self, seed: int, protocol: Protocol) -> LongText:
+        check_no_question("stream", protocol)
+        if protocol.num_samples > 1 or protocol.temperature or protocol.max_new_tokens:
+            raise ValueError(
+                "task=stream answers nothing; leave protocol.temperature, protocol.num_samples and "
+                "protocol.max_new_tokens as they are"
+            )
+        return read_text(self.file)
 
-SETTINGS = {"stream": Settings}
-
-
-def load(cfg: Settings, model: "LoadedModel", *, limit: Limit | None, seed: int, protocol: Protocol) -> TaskSet:
-    """Cut the streams.
-
-    Args:
-        cfg: The settings.
-        model: Its tokenizer cuts.
-        limit: Streams when that is fewer.
-        seed: Not used: nothing here is random.
-        protocol: No chat template is used, there is no question, and nothing is answered.
-
-    Raises:
-        ValueError: A setting does not fit the model, or the text is too short.
-    """
-    prompt_tokens, tokens, past = cfg.prompt_tokens, cfg.tokens, cfg.past_context
-    items = min(cfg.items or limit.count, limit.count) if limit else cfg.items
-    check_no_question("stream", protocol)
-    if protocol.num_samples > 1 or protocol.temperature or protocol.max_new_tokens:
-        raise ValueError(
-            "task=stream answers nothing; leave protocol.temperature, protocol.num_samples and "
-            "protocol.max_new_tokens as they are"
-        )
-    text = read_text(cfg.file)
-    if prompt_tokens >= model.max_tokens or (prompt_tokens + tokens > model.max_tokens and not past):
-        raise ValueError(
-            f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, which "
-            f"holds {model.max_tokens} tokens; take fewer, or task.past_context=true to go on beyond it"
-        )
-    requests = [
-        Request(
-            sample_id=f"stream/{index}",
-            subset="stream",
-            segments=(piece.ids[:prompt_tokens],),
-            gold=piece.ids[prompt_tokens:],
-            max_new_tokens=0,
-            num_prompt_tokens_untruncated=prompt_tokens,
-            past_context=past,
-            meta={"index": index, "seen": prompt_tokens, "words": piece.num_words, "bytes": piece.num_bytes},
-        )
-        for index, piece in enumerate(passages(model, text, prompt_tokens, tokens, items))
-    ]
-    told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
-    return StreamSet(
-        name="stream",
-        protocol=protocol.to_dict() | told | {"chat": False, "past_context": past},
-        fingerprint=fingerprint(requests, {request.sample_id: None for request in requests}, _FOLDER),
-        requests=requests,
-        metrics=METRICS,
-        primary="accuracy",
-        scorer=lambda sample_id, answer: {},
-    )
+    def load(self, ask: Ask) -> TaskSet:
+        text, model = self.data(ask.seed, ask.protocol), ask.model
+        prompt_tokens, tokens, past = self.prompt_tokens, self.tokens, self.past_context
+        if prompt_tokens >= model.max_tokens or (prompt_tokens + tokens > model.max_tokens and not past):
+            raise ValueError(
+                f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, "
+                f"which holds {model.max_tokens} tokens; take fewer, or task.past_context=true to go on beyond it"
+            )
+        items = ask.items(self.items or MAX_ITEMS) if ask.limit else self.items
+        requests = [
+            Request(
+                sample_id=f"stream/{index}",
+                subset="stream",
+                segments=(piece.ids[:prompt_tokens],),
+                gold=piece.ids[prompt_tokens:],
+                max_new_tokens=0,
+                num_prompt_tokens_untruncated=prompt_tokens,
+                past_context=past,
+                meta={"index": index, "seen": prompt_tokens, "words": piece.num_words, "bytes": piece.num_bytes},
+            )
+            for index, piece in enumerate(passages(model, text, prompt_tokens, tokens, items))
+        ]
+        told = {"tokens": tokens, "prompt_tokens": prompt_tokens, "items": len(requests), "text": text.origin}
+        told |= {"chat": False, "past_context": past}
+        references = {request.sample_id: None for request in requests}
+        return self.asked(ask, requests, told, references, lambda sample_id, answer: {})

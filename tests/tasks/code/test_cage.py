@@ -104,8 +104,8 @@ EVIDENCE = {
 def test_hostile_program_gets_nothing(program, target, token, request):
     """No hostile program reaches outside, is graded right, or is there 2 s after its limit."""
     start = time.monotonic()
-    result = grader.grade_humaneval_plus(
-        target.row(), program, allow_code_execution=True, limits=cage.Limits(load_s=1.0, wall_s=4.0)
+    result = grader.grade(
+        "humaneval_plus", target.row(), program, allow_code_execution=True, limits=cage.Limits(load_s=1.0, wall_s=4.0)
     )
     # A program that takes too long is run once more.
     assert time.monotonic() - start < 2 * 4 + 3
@@ -120,7 +120,7 @@ def test_hostile_program_gets_nothing(program, target, token, request):
 def test_hostile_programs_are_many_and_the_target_can_be_answered(target):
     """There are at least 100 programs, and an honest one passes on the same row."""
     assert len(hostile_programs()) >= 100
-    result = grader.grade_humaneval_plus(target.row(), target.row()["canonical_solution"], allow_code_execution=True)
+    result = grader.grade("humaneval_plus", target.row(), target.row()["canonical_solution"], allow_code_execution=True)
     assert result == grader.GradeResult("pass", True, True)
 
 

@@ -8,7 +8,8 @@ import pytest
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode, encode
 from kvbench.tasks.code.dataset import check_row
-from kvbench.tasks.code.grade import GradeResult, grade_humaneval_plus, grade_mbpp_plus
+from kvbench.tasks.code.grade import GradeResult
+from kvbench.tasks.code.grade import grade as grade_task
 from kvbench.tasks.code.mbpp_inputs import restore_inputs
 from kvbench.tasks.code.oracle import is_right
 from kvbench.tasks.code.reference import UnusableRow
@@ -29,7 +30,7 @@ ROW = {
 
 def grade(completion: str, row: dict = ROW) -> GradeResult:
     """Grade with consent."""
-    return grade_humaneval_plus(row, completion, allow_code_execution=True)
+    return grade_task("humaneval_plus", row, completion, allow_code_execution=True)
 
 
 @needs_cage
@@ -91,8 +92,8 @@ def test_mbpp_row():
     }
     row |= {"base_input": [[[3, 4, 5], [5, 4]]], "plus_input": [[[1], [2]]]}
     one = "```python\ndef similar_elements(a, b):\n    return [x for x in reversed(a) if x in b]\n```"
-    assert grade_mbpp_plus(row, one, allow_code_execution=True) == PASS
-    assert grade_mbpp_plus(row, one.replace("if x in b", ""), allow_code_execution=True).status == "fail"
+    assert grade_task("mbpp_plus", row, one, allow_code_execution=True) == PASS
+    assert grade_task("mbpp_plus", row, one.replace("if x in b", ""), allow_code_execution=True).status == "fail"
     row |= {
         "task_id": "Mbpp/0",
         "entry_point": "text_match_three",
@@ -102,13 +103,13 @@ def test_mbpp_row():
     row |= {"canonical_solution": "import re\ndef text_match_three(text):\n    return re.search('ab{3}', text)\n"}
     same = "```python\nimport re\ndef text_match_three(text):\n    return bool(re.search('abbb', text))\n```"
     for answer, status in ((same, "pass"), (same.replace("bool", ""), "pass"), (same.replace("abbb", "ab"), "fail")):
-        assert grade_mbpp_plus(row, answer, allow_code_execution=True).status == status
+        assert grade_task("mbpp_plus", row, answer, allow_code_execution=True).status == status
 
 
 def test_refusals():
     """No consent, a row of another format and a reference that fails are told apart and named."""
     with pytest.raises(cage.CageRefused, match="allow_code_execution=true"):
-        grade_humaneval_plus(ROW, "", allow_code_execution=False)
+        grade_task("humaneval_plus", ROW, "", allow_code_execution=False)
     with pytest.raises(UnusableRow, match=r"Own/0 has no base_input, plus_input.*release file"):
         grade("", {name: ROW[name] for name in ROW if not name.endswith("input")})
     if cage.check_isolation().mechanism:
@@ -158,7 +159,7 @@ def test_a_timeout_is_tried_once_more(monkeypatch):
 )
 def test_comparison(output, expected, atol, right):
     """Exact by value, with a tolerance only where floats are expected or the task gives one."""
-    assert is_right("humaneval", "any", [], output, expected, atol) is right
+    assert is_right("humaneval_plus", "any", [], output, expected, atol) is right
 
 
 @pytest.mark.parametrize(
@@ -181,8 +182,8 @@ def test_comparison(output, expected, atol, right):
 )
 def test_special_cases_of_mbpp(name, inputs, output, expected, right):
     """The tasks where equality is the wrong question, by hand; the same names mean nothing in HumanEval."""
-    assert is_right("mbpp", name, inputs, output, expected, 0) is right
-    assert is_right("humaneval", name, inputs, output, expected, 0) is (output == expected)
+    assert is_right("mbpp_plus", name, inputs, output, expected, 0) is right
+    assert is_right("humaneval_plus", name, inputs, output, expected, 0) is (output == expected)
 
 
 def test_inputs_of_mbpp_get_their_types():
@@ -249,7 +250,7 @@ def test_comparison_is_that_of_evalplus(atol):
         differ = [
             (output, expected)
             for output, expected in itertools.product(outputs, filter(is_regular, NESTED))
-            if is_right("humaneval", "any", [], output, expected, atol) is not evalplus_accepts(output, expected, atol)
+            if is_right("humaneval_plus", "any", [], output, expected, atol) is not evalplus_accepts(output, expected, atol)
         ]
     assert differ == []
 
@@ -258,9 +259,9 @@ def test_a_number_is_not_near_an_infinity():
     """Mbpp/137 and Mbpp/404: where infinity is expected only infinity is right."""
     infinity = float("inf")
     for output, right in ((infinity, True), (-infinity, False), (0.0, False), (1e308, False), (float("nan"), False)):
-        assert is_right("mbpp", "zero_count", [], output, infinity, 0) is right
-        assert is_right("mbpp", "minimum", [], [output], [infinity], 1e-6) is right
-        assert is_right("mbpp", "minimum", [], infinity, output, 1e-6) is (output == infinity)
+        assert is_right("mbpp_plus", "zero_count", [], output, infinity, 0) is right
+        assert is_right("mbpp_plus", "minimum", [], [output], [infinity], 1e-6) is right
+        assert is_right("mbpp_plus", "minimum", [], infinity, output, 1e-6) is (output == infinity)
 
 
 @pytest.mark.parametrize(("added", "problem"), [(None, "it is null"), (0, "it is int"), ("", "it is str")])

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,8 @@ from places import DATA, need_data
 
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode
-from kvbench.tasks.code.grade import GradeResult, grade_humaneval_plus, grade_mbpp_plus
+from kvbench.tasks.code.grade import GradeResult
+from kvbench.tasks.code.grade import grade as grade_task
 
 FULL = os.environ.get("KVBENCH_FULL_TESTS") == "1"
 needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
@@ -37,7 +37,7 @@ def rows() -> list[dict]:
 
 def grade(completion: str, row: dict) -> GradeResult:
     """Grade with consent."""
-    return grade_humaneval_plus(row, completion, allow_code_execution=True)
+    return grade_task("humaneval_plus", row, completion, allow_code_execution=True)
 
 
 @needs_cage
@@ -69,7 +69,7 @@ def test_every_mbpp_reference_passes():
 
     def both(row: dict) -> list[GradeResult]:
         answers = (row["canonical_solution"], f"Here it is:\n\n```python\n{row['canonical_solution']}\n```\n")
-        return [grade_mbpp_plus(row, answer, allow_code_execution=True) for answer in answers]
+        return [grade_task("mbpp_plus", row, answer, allow_code_execution=True) for answer in answers]
 
     of_mbpp = [json.loads(line) for line in lines]
     results = cage.map_bounded(both, of_mbpp)
@@ -195,7 +195,7 @@ def test_mutants_fail():
 @pytest.mark.parametrize("name", ["humaneval", pytest.param("mbpp", marks=needs_mbpp)])
 def test_mutants_get_evalplus_verdicts(name):
     """Hundreds of each benchmark, base and plus; the answer is the program in a fence."""
-    path, grader = (FILE, grade_humaneval_plus) if name == "humaneval" else (MBPP_FILE, grade_mbpp_plus)
+    path = FILE if name == "humaneval" else MBPP_FILE
     of_name = [json.loads(line) for line in (DATA / path).read_text().splitlines()]
     # EvalPlus gives no verdict on find_zero's own reference, and takes a minute and gigabytes for each of the others.
     left_out = ("HumanEval/32", "Mbpp/255", "Mbpp/599", "Mbpp/630")
@@ -208,7 +208,7 @@ def test_mutants_get_evalplus_verdicts(name):
     script = Path(__file__).parent / "evalplus_verdicts.py"
     official = subprocess.run([EVALPLUS, script], input=job, stdout=subprocess.PIPE, text=True, check=True)
     fenced = [(chosen[number], f"```python\n{mutant}\n```") for number, mutant in programs]
-    results = cage.map_bounded(lambda pair: partial(grader, allow_code_execution=True)(*pair), fenced)
+    results = cage.map_bounded(lambda pair: grade_task(f"{name}_plus", *pair, allow_code_execution=True), fenced)
     ours = [[result.base_passed, result.plus_passed] for result in results]
     # Our plus includes the base inputs, as EvalPlus' pass@1 does.
     theirs = [[base, base and plus] for base, plus in json.loads(official.stdout)]

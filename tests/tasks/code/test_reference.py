@@ -11,7 +11,8 @@ from kvbench.tasks.code import reference
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode, encode
 from kvbench.tasks.code.digest import digest
-from kvbench.tasks.code.grade import GradeResult, grade_mbpp_plus
+from kvbench.tasks.code.grade import GradeResult
+from kvbench.tasks.code.grade import grade as grade_task
 from kvbench.tasks.code.reference import Digest, UnusableRow, unusable
 from kvbench.tasks.watch import watched
 
@@ -31,7 +32,7 @@ ROW = {
 
 def grade(answer: str, row: dict = ROW) -> GradeResult:
     """Grade with consent."""
-    return grade_mbpp_plus(row, f"```python\n{answer}\n```", allow_code_execution=True)
+    return grade_task("mbpp_plus", row, f"```python\n{answer}\n```", allow_code_execution=True)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_an_output_too_large_to_send_is_compared_by_its_digest(answer, expected)
     """As Mbpp/255 has one of 1.66 million tuples, more than a gigabyte as sent; here some 200 kB are large."""
     result = grade(answer)
     assert result == expected or result.status == expected
-    groups = reference.reference("mbpp", ROW, cage.Limits())
+    groups = reference.reference("mbpp_plus", ROW, cage.Limits())
     assert [isinstance(output, Digest) for group in groups for output in group.expected] == [False, True, False]
 
 
@@ -75,7 +76,7 @@ def test_a_reference_may_take_more_memory_than_the_limit_and_so_may_its_answers(
     body = "def choices(size):\n    return len(bytearray(size))\n"
     row = {**ROW, "canonical_solution": body, "base_input": [[1500 << 20]], "plus_input": []}
     assert grade(body, row) == PASS
-    assert [group.memory_bytes >> 30 for group in reference.reference("mbpp", row, cage.Limits())] == [4, 1]
+    assert [group.memory_bytes >> 30 for group in reference.reference("mbpp_plus", row, cage.Limits())] == [4, 1]
 
 
 @needs_cage
@@ -95,7 +96,7 @@ def test_a_reference_may_take_more_memory_than_the_limit_and_so_may_its_answers(
 def test_rows_that_nothing_can_be_graded_against_are_named(change, reason):
     """Before anything is generated, each with its reason; the others are not touched by them."""
     rows = [(3, ROW), (5, {**ROW, **change}), (8, {**ROW, "plus_input": []})]
-    found = unusable("mbpp", rows)
+    found = unusable("mbpp_plus", rows)
     assert list(found) == [5] and reason in found[5] and "Own/1" in found[5]
 
 
@@ -111,14 +112,14 @@ def test_references_that_run_are_watched(capsys):
         yield lambda: steps.append("step")
 
     with watched(watcher):
-        assert list(unusable("mbpp", iter([(0, ROW), (1, bad)]))) == [1]
-    assert steps == [("reference solutions of mbpp", 2), "step", "step"]
-    unusable("mbpp", [(0, ROW)])
+        assert list(unusable("mbpp_plus", iter([(0, ROW), (1, bad)]))) == [1]
+    assert steps == [("reference solutions of mbpp_plus", 2), "step", "step"]
+    unusable("mbpp_plus", [(0, ROW)])
     assert len(steps) == 3 and not capsys.readouterr().err
     with watched(steps_shown):
-        unusable("mbpp", [(0, ROW)])
+        unusable("mbpp_plus", [(0, ROW)])
     first, last = capsys.readouterr().err.splitlines()
-    assert (first, last) == tuple(f"reference solutions of mbpp: {text}" for text in ("1 programs", "1/1 programs"))
+    assert (first, last) == tuple(f"reference solutions of mbpp_plus: {text}" for text in ("1 programs", "1/1 programs"))
 
 
 @needs_cage
@@ -128,29 +129,29 @@ def test_results_are_kept_in_memory_and_on_the_disk(monkeypatch):
     real = cage.run
     monkeypatch.setattr(cage, "run", lambda *given, **more: runs.append(given) or real(*given, **more))
     good, bad = {**ROW, "base_input": [["x", 1]]}, {**ROW, "canonical_solution": "def choices(*x):\n    return x[9]\n"}
-    first = reference.reference("mbpp", good, cage.Limits())
+    first = reference.reference("mbpp_plus", good, cage.Limits())
     with pytest.raises(UnusableRow, match="IndexError"):
-        reference.reference("mbpp", bad, cage.Limits())
+        reference.reference("mbpp_plus", bad, cage.Limits())
     assert runs
     for forget in (False, True):
         runs.clear()
         if forget:
             monkeypatch.setattr(reference, "_memory", {})
-        assert reference.reference("mbpp", good, cage.Limits()) == first
+        assert reference.reference("mbpp_plus", good, cage.Limits()) == first
         with pytest.raises(UnusableRow, match="IndexError"):
-            reference.reference("mbpp", bad, cage.Limits())
+            reference.reference("mbpp_plus", bad, cage.Limits())
         assert runs == []
     (path,) = (path for path in reference.cache_root().rglob("*") if path.name == _key_of(good))
     path.write_bytes(path.read_bytes()[:-3])
     monkeypatch.setattr(reference, "_memory", {})
-    assert reference.reference("mbpp", good, cage.Limits())[1].expected == first[1].expected and runs
+    assert reference.reference("mbpp_plus", good, cage.Limits())[1].expected == first[1].expected and runs
     runs.clear()
-    reference.reference("mbpp", {**good, "atol": 1e-3, "plus_input": []}, cage.Limits())
+    reference.reference("mbpp_plus", {**good, "atol": 1e-3, "plus_input": []}, cage.Limits())
     assert runs
 
 
 def _key_of(row: dict) -> str:
-    return reference._key("mbpp", row, cage.Limits())
+    return reference._key("mbpp_plus", row, cage.Limits())
 
 
 INFINITY, NO_NUMBER = float("inf"), float("nan")

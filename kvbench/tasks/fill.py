@@ -1,10 +1,6 @@
 """How much filler a generated prompt takes to be as long as asked."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # A prompt this close to the wanted length is accepted without another round of counting.
 LENGTH_SLACK_TOKENS = 4
@@ -26,28 +22,10 @@ class TooShort(ValueError):
         self.needed = needed
 
 
-def longest_fit(render: Callable[[int], str], tokenizer: "PreTrainedTokenizerBase", length: int, limit: int) -> int:
-    """Find how many units of filler fill a prompt.
-
-    Args:
-        render: Number of units -> whole prompt; more units never make it shorter.
-        tokenizer: Counts tokens.
-        length: Most tokens of the prompt.
-        limit: Most units.
-
-    Returns:
-        A number of units whose prompt has at most `length` tokens, within a few tokens of it unless a unit is longer.
-
-    Raises:
-        TooShort: Not even the prompt without filler fits.
-    """
-    return most_units(lambda units: len(tokenizer.encode(render(units), add_special_tokens=True)), length, limit)
-
-
-def most_units(
+def fill_length(
     count: Callable[[int], int], length: int, limit: int, *, least: int = 0, guess: int | None = None
 ) -> int:
-    """Find how many units of filler fill a prompt, by what its tokens are counted with.
+    """Find how many units of filler fill a prompt.
 
     Args:
         count: Number of units -> tokens of the whole prompt; the same number gives the same count.
@@ -57,7 +35,7 @@ def most_units(
         guess: Where to look first; None guesses two tokens a unit.
 
     Returns:
-        As `longest_fit`.
+        A number of units whose prompt has at most `length` tokens, within a few tokens of it unless a unit is longer.
 
     Raises:
         TooShort: Not even the prompt with the fewest units fits.

@@ -8,6 +8,8 @@ import json
 import threading
 import urllib.parse
 import zipfile
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from longbench_rows import row, write
@@ -15,8 +17,9 @@ from places import DATA, need_data
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH
 
 from kvbench.cli.main import main
-from kvbench.data import catalogue, fetch
 from kvbench.models import files as model_files
+from kvbench.tasks import data_files
+from kvbench.tasks.fetch import Fetch
 
 COMMIT = "c" * 40
 # Task -> the files of the benchmark data, without `.jsonl`, that some test reads.
@@ -212,12 +215,12 @@ def test_the_release_file_of_evalplus(tmp_path, monkeypatch, capsys) -> None:
     """What is not on the hub comes from its own address, unpacked."""
     packed = tmp_path / "x.jsonl.gz"
     packed.write_bytes(gzip.compress(lines(*[CODE] * 164)))
-    files = [file.__class__(**(vars(file) | {"url": packed.as_uri()})) for file in catalogue.files_of("humaneval_plus")]
-    fetch.fetch_files("humaneval_plus", files, tmp_path / "to", lambda text: None)
+    (file,) = data_files({"name": "humaneval_plus"})
+    fetch = Fetch("humaneval_plus", tmp_path / "to", Path.write_bytes, lambda text: None)
+    fetch.files([replace(file, url=packed.as_uri())])
     assert main(["data", "task=humaneval_plus", f"check={tmp_path / 'to'}"]) == 0
-    gone = [files[0].__class__(**(vars(files[0]) | {"url": (tmp_path / "no").as_uri()}))]
     with pytest.raises(ValueError, match=r"cannot be fetched .*By hand: .*HumanEvalPlus.jsonl.gz"):
-        fetch.fetch_files("humaneval_plus", gone, tmp_path / "other", lambda text: None)
+        replace(fetch, folder=tmp_path / "other").files([replace(file, url=(tmp_path / "no").as_uri())])
 
 
 @pytest.mark.parametrize("task", ["longbench", "gsm8k", "mmlu"])
@@ -277,7 +280,7 @@ def test_the_files_at_hand(task, capsys) -> None:
     """Whatever real parts of a benchmark are here have no fault as parts, and are the whole when no row is missing."""
     words = ["data", f"task={task}", f"check={DATA / task}"]
     assert main([*words, "partial=true"]) == 0
-    paths = [(file, DATA / task / f"{file.name}.jsonl") for file in catalogue.files_of(task)]
+    paths = [(file, DATA / task / f"{file.name}.jsonl") for file in data_files({"name": task})]
     contents = [(file, path.read_bytes() if path.is_file() else b"") for file, path in paths]
     whole = all(len(content.strip().split(b"\n")) == file.rows for file, content in contents)
     assert main(words) == (0 if whole else 1)
@@ -290,4 +293,4 @@ def test_the_data_command_writes_what_the_tests_read() -> None:
     reason = need_data("gsm8k/no-such-file.jsonl").kwargs["reason"]
     assert f"`python -m kvbench data task=gsm8k to={DATA / 'gsm8k'}`" in reason
     for task, names in READ_BY_TESTS.items():
-        assert names <= {file.name for file in catalogue.files_of(task)}
+        assert names <= {file.name for file in data_files({"name": task})}

@@ -1,0 +1,184 @@
+"""Tasks of problems that are answered right or wrong: requests, graders, and how the scores of many answers are summed
+up."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvbench.engine.requests import Request
+from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
+from kvbench.tasks.prompts import PromptBuilder, PromptRules
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.sampling_stats import sampling_statistics
+from kvbench.tasks.task import Ask, DataDir, Draws, Task, listed
+from kvbench.tasks.taskset import TaskSet
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task as LmEvalTask
+
+
+@dataclass(kw_only=True)
+class ProblemSet(TaskSet):
+    """A task whose answers are right or wrong.
+
+    Args:
+        problems: Has `vote` and `group_by`.
+        sizes: The k of pass@k and maj@k; None for 1, 2, 4, ... and all.
+        opened: Ids of the samples whose prompts opened the thoughts.
+    """
+
+    problems: "Problems"
+    sizes: Sequence[int] | None = None
+    opened: frozenset[str] = frozenset()
+
+    def _vote(self, record: dict) -> str | None:
+        return self.problems.vote(record["text"], record["sample_id"] in self.opened)
+
+    def aggregate(self, records: Iterable[dict]) -> dict:
+        """As `TaskSet.aggregate`, and further `sampling` (avg@n, pass@k, maj@k; only with several answers per
+        problem) and `groups` (the means by `group_by`)."""
+        records = list(records)
+        result = super().aggregate(records)
+        vote = self._vote if self.problems.votes else None
+        if sampling := sampling_statistics(records, self.primary, sizes=self.sizes, vote=vote):
+            result["sampling"] = sampling
+        if group_by := self.problems.group_by:
+            groups: dict[str, list[dict]] = {}
+            for record in records:
+                groups.setdefault(str((record.get("meta") or {}).get(group_by)), []).append(record)
+            result["groups"] = {name: self._mean(group) for name, group in sorted(groups.items())}
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems(Task):
+    """A task of problems, made from lm-eval YAMLs whose documents have `context`, `gold`, `index` and the fields of
+    their prompt.
+
+    The class says: `meta_keys`, the fields of a document that its records keep; `group_by`, the one of them whose
+    groups are also reported; `votes`, whether several answers to a problem vote; `grading_limit_s` and
+    `grading_workers`, see `TaskSet`.
+
+    Args:
+        data_dir: Folder with the files; None for the local caches, then the hub.
+    """
+
+    primary: ClassVar[str] = "correct"
+    kind: ClassVar[type[TaskSet]] = ProblemSet
+    meta_keys: ClassVar[Sequence[str]] = ("answer",)
+    group_by: ClassVar[str | None] = None
+    votes: ClassVar[bool] = False
+    grading_limit_s: ClassVar[float | None] = 120.0
+    grading_workers: ClassVar[int] = 0
+
+    data_dir: DataDir = None
+
+    def yamls(self) -> list[str]:
+        """The names of its YAMLs, one group of problems each; those of one form ask alike."""
+        return [f"kvbench_{self.name}"]
+
+    def metadata(self, seed: int) -> dict[str, Any]:
+        """What the function that reads the data is told."""
+        return {"data_dir": self.data_dir}
+
+    def told(self) -> dict[str, Any]:
+        """Choices of this task that go into each result row."""
+        return {}
+
+    def vote(self, text: str, opened: bool) -> str | None:
+        """What an answer votes for, None for nothing; `opened` says whether its prompt opened the thoughts."""
+        raise NotImplementedError(f"answers to {self.name} do not vote")
+
+    def sizes(self) -> list[int] | None:
+        """The k of pass@k and maj@k that were asked for."""
+        k: Draws = getattr(self, "k", None)
+        return None if k is None else listed(k)
+
+    def reference(self, doc: dict) -> object:
+        """What an answer is scored against, for the fingerprint."""
+        return doc["answer"]
+
+    def unusable(self, docs: Sequence[dict]) -> Mapping[int, str]:
+        """Find documents that no answer can be graded against, before anything is generated.
+
+        Args:
+            docs: Those of a YAML that will be asked.
+
+        Returns:
+            `index` -> the reason. The row is set aside, as a broken one is.
+        """
+        return {}
+
+    def data(self, seed: int, protocol: Protocol) -> "dict[str, LmEvalTask]":
+        """See `Task`: the tasks of its YAMLs, with their documents."""
+        return load_lmeval_tasks(self.folder(), self.yamls(), self.metadata(seed))
+
+    def load(self, ask: Ask) -> TaskSet:
+        """See `Task`; with `query_aware=false` the examples in front of a problem are the context."""
+        tasks = self.data(ask.seed, ask.protocol)
+        requests: list[Request] = []
+        scored: dict[str, tuple[LmEvalTask, dict]] = {}
+        opened: set[str] = set()
+        quarantined: list[dict] = []
+        copies: list[dict] = []
+        builders = [PromptBuilder(ask.model, ask.protocol, PromptRules.from_yaml(t.config)) for t in tasks.values()]
+        for (yaml_name, task), builder in zip(tasks.items(), builders, strict=True):
+            rows, part = task.dataset["test"], yaml_name if len(tasks) > 1 else ""
+            docs = ask.drawn(task.eval_docs, part or self.name)
+            reasons = self.unusable(docs)
+            quarantined += [*rows.quarantined, *(rows.set_aside(index, reason) for index, reason in reasons.items())]
+            copies += rows.copies
+            for doc in docs:
+                if doc["index"] in reasons:
+                    continue
+                request = self._request(task, builder, doc, part)
+                requests.append(request)
+                scored[request.sample_id] = (task, doc)
+                if builder.opens_thoughts(request):
+                    opened.add(request.sample_id)
+        if not requests:
+            first = quarantined[-1]
+            raise ValueError(
+                f"task={self.name} has no row that answers can be graded against; the last, {first['file']}:"
+                f"{first['line']}: {first['reason']}; compare the file with its release, or raise limit"
+            )
+        asked = builders[0]
+        if ask.protocol.chat_setting is not None and not asked.chat:
+            raise ValueError(
+                f"{ask.protocol.chat_setting} needs a chat, and the prompts of task={self.name} in this "
+                "form are none; take a chat form (task.form=zeroshot or chat), or set protocol.chat_template=always"
+            )
+        rules = {"chat_template": asked.chat, "max_new_tokens": asked.max_new_tokens, "truncation": "middle"}
+        return self.asked(
+            ask,
+            requests,
+            self.told() | rules | {"thinking": asked.thinking, "thoughts": "not graded"},
+            {key: self.reference(doc) for key, (_, doc) in scored.items()},
+            scorer_of(scored),
+            quarantined=quarantined,
+            copies=copies,
+            grading_limit_s=self.grading_limit_s,
+            grading_workers=self.grading_workers,
+            problems=self,
+            sizes=self.sizes(),
+            opened=frozenset(opened),
+        )
+
+    def _request(self, task: "LmEvalTask", builder: PromptBuilder, doc: dict, part: str) -> Request:
+        prompt, border = task.doc_to_text(doc), len(doc["context"])
+        if not border and not builder.protocol.query_aware:
+            raise ValueError(
+                f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
+                f"task={self.name} have none in this form; set protocol.query_aware=true, or take a few-shot "
+                "form where the task has one"
+            )
+        border = border or len(prompt)
+        return builder.build(
+            sample_id="/".join(filter(None, [self.name, part, str(doc["index"])])),
+            subset=self.name,
+            context=prompt[:border],
+            question=prompt[border:],
+            gold=doc["gold"],
+            answers=[doc["answer"]] if "answer" in doc else (),  # else the whole solution
+            meta={"index": doc["index"]} | {key: doc[key] for key in self.meta_keys},
+        )

@@ -1,0 +1,151 @@
+"""A task: what may be set of it, what it reads, and how it becomes the requests of a run."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from kvbench.engine.requests import Request
+from kvbench.rules import Choice, Several, Text, Whole, check_settings
+from kvbench.tasks.draw import Limit, drawn
+from kvbench.tasks.files import DataFile
+from kvbench.tasks.protocol import Protocol
+from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
+
+if TYPE_CHECKING:
+    from kvbench.models.load import LoadedModel
+
+MIN_PROMPT_TOKENS = 256
+MAX_ITEMS = 2**20
+
+# What many tasks have: where their files lie, how many prompts are made, which k of pass@k are reported, how long
+# prompts may be before they lose their middle (None: what the model takes).
+DataDir = Annotated[str | None, Text()]
+Items = Annotated[int, Whole(1, MAX_ITEMS, unit="prompts")]
+_LENGTH = Whole(MIN_PROMPT_TOKENS, unit="tokens")
+Length = Annotated[int, _LENGTH]
+Lengths = Annotated[int | Sequence[int], Several(_LENGTH, alone=_LENGTH)]
+_DRAWS = Whole(1, 2**16, unit="answers")
+Draws = Annotated[int | Sequence[int] | None, Several(_DRAWS, alone=_DRAWS)]
+MaxPromptTokens = Annotated[int | None, Whole(2, unit="tokens")]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How a run asks a task.
+
+    Args:
+        model: Its tokenizer, context length and chat template are used; its weights are not.
+        limit: Which samples of each subset; None for all. Where prompts are made, how many at most.
+        seed: Decides what is random in prompts.
+        protocol: How the samples are asked.
+    """
+
+    model: "LoadedModel"
+    limit: Limit | None
+    seed: int
+    protocol: Protocol
+
+    def drawn(self, rows: Sequence[Any], subset: str) -> list[Any]:
+        """The rows of a subset that are asked."""
+        return [rows[at] for at in drawn(len(rows), self.limit, subset)]
+
+    def items(self, wanted: int) -> int:
+        """How many prompts are made where the task wants so many."""
+        return min(wanted, self.limit.count) if self.limit else wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A task; the fields are its settings, checked against their rules before anything is loaded.
+
+    The class has what all of its runs share: `metrics`, name -> meaning of every score; `primary`, the one that stands
+    for the task; `kind`, the class of what an experiment gets.
+
+    Args:
+        name: Which task it is.
+
+    Raises:
+        ValueError: Names the first setting that may not be what it is, its value and what is allowed.
+    """
+
+    metrics: ClassVar[Mapping[str, MetricInfo]] = {}
+    primary: ClassVar[str] = "score"
+    kind: ClassVar[type[TaskSet]] = TaskSet
+
+    name: Annotated[str, Text()]
+
+    def __post_init__(self) -> None:
+        check_settings(self, "task.")
+
+    @classmethod
+    def folder(cls) -> Path:
+        """The folder of its code."""
+        return Path(inspect.getfile(cls)).resolve().parent
+
+    def files(self) -> list[DataFile]:
+        """The files of the benchmark, for `kvbench data`; none for a task that is made, or that lm-eval reads."""
+        return []
+
+    def data(self, seed: int, protocol: Protocol) -> Any:
+        """Read what needs no model; refuse a protocol that the task cannot follow whatever the model.
+
+        Raises:
+            MissingDataError: Names every part of the data that is missing.
+            ValueError: Data is broken, or the protocol does not fit.
+        """
+        return None
+
+    @abstractmethod
+    def load(self, ask: Ask) -> TaskSet:
+        """Read or make its samples, and their prompts.
+
+        Raises:
+            ValueError: As `data`, or a setting does not fit the model.
+        """
+
+    def asked(
+        self,
+        ask: Ask,
+        requests: list[Request],
+        told: Mapping[str, Any],
+        references: Mapping[str, object],
+        scorer: Callable[[str, str], Mapping[str, float]],
+        **more: Any,
+    ) -> TaskSet:
+        """What an experiment gets.
+
+        Args:
+            ask: Its protocol goes into each result row.
+            requests: What is asked.
+            told: What else goes into each result row.
+            references: Sample id -> what its answer is scored against, as JSON types.
+            scorer: See `TaskSet`, as for `more`.
+        """
+        more = {"name": self.name, "metrics": dict(self.metrics), "primary": self.primary} | more
+        return self.kind(
+            protocol=ask.protocol.to_dict() | dict(told),
+            fingerprint=fingerprint(requests, references, self.folder()),
+            requests=requests,
+            scorer=scorer,
+            **more,
+        )
+
+
+def names_of(known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None) -> Several:
+    """The rule of a setting that lists names; `groups` are short names that stand for several of the known ones."""
+    name = Choice((*(groups or ()), *known))
+    return Several(name, alone=name)
+
+
+def name_list(value: str | Sequence[str], groups: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+    """The names that a setting of `names_of` lists: in the order given, groups as their members, each name once."""
+    names = [value] if isinstance(value, str) else value
+    return list(dict.fromkeys(name for item in names for name in (groups or {}).get(item, (item,))))
+
+
+def listed(value: int | Sequence[int]) -> list[int]:
+    """The numbers of a setting that is one or a list."""
+    return list(value) if isinstance(value, Sequence) else [value]
