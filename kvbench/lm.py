@@ -23,7 +23,7 @@ from kvbench.methods.full import Full
 from kvbench.runs.experiment import load_method
 from kvbench.runs.parts import default_parts
 from kvbench.tasks.answers import after_thinking
-from kvbench.tasks.chat import render_chat, system_messages, template_settings
+from kvbench.tasks.chat import check_template, render_chat, system_messages
 from kvbench.tasks.choices import choice_request
 from kvbench.tasks.lmeval import metadata_of
 from kvbench.tasks.prompts import PromptBuilder, generation_rules
@@ -101,9 +101,9 @@ class KvbenchLM(LM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat for a task that is not kvbench's own."""
         self._rendered = True
-        settings = template_settings(self.model, self.protocol)
+        check_template(self.model, self.protocol)
         told = system_messages(self.protocol) if chat_history[0]["role"] != "system" else []
-        return render_chat(self.model, [*told, *chat_history], settings, add_generation_prompt)
+        return render_chat(self.model, [*told, *chat_history], self.protocol, add_generation_prompt)
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
         """Answer each prompt; an answer that could not be computed is empty and logged, and thoughts are left out."""

@@ -30,7 +30,8 @@ for name in {_PACKAGES}:
     module.__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
     sys.modules[name] = module
 from kvbench.tasks.code.cage import mechanism
-from kvbench.tasks.code.cage.mechanism import Limits, mechanisms, run_under
+from kvbench.tasks.code.cage.mechanism import mechanisms, run_under
+from kvbench.tasks.code.cage.process import Limits
 from kvbench.tasks.code.cage.probe import what_is_missing
 given = json.loads(sys.stdin.readline())
 command = mechanism._interpreter()

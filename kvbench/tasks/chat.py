@@ -3,12 +3,11 @@ and memory are bounded, and their faults name the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING, Any
 
 from kvbench.tasks.bounds import OutOfTime, memory_limit, time_limit
-from kvbench.tasks.protocol import TEMPLATE_DATE, Protocol
+from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
     from kvbench.models.load import LoadedModel
@@ -18,61 +17,34 @@ _MAX_TEMPLATE_CHARS = 1_000_000
 RENDER_LIMIT_S = 30.0
 RENDER_LIMIT_BYTES = 1 << 30
 REASONS: dict[type, str] = {MemoryError: f"it asks for more than {RENDER_LIMIT_BYTES >> 20} MiB"}
+_ANSWER = "kvbenchanswer"  # stands for an answer, whose tokens are the model's own
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateSettings:
-    """What a chat template is told beside the messages; a template takes what it knows.
-
-    Args:
-        date: The day that it takes for today, as YYYY-MM-DD; the time is midnight.
-        thinking: Whether the model may think before it answers; None leaves it to the template.
-    """
-
-    date: str = TEMPLATE_DATE
-    thinking: bool | None = None
-
-    @property
-    def now(self) -> datetime:
-        """The moment that a template takes for the present one."""
-        return datetime.fromisoformat(self.date)
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """The names under which templates know these settings."""
-        # In English whatever the locale, which decides the names that strftime gives.
-        told: dict[str, Any] = {"date_string": f"{self.now.day:02} {_MONTHS[self.now.month - 1]} {self.now.year}"}
-        return told if self.thinking is None else told | {"enable_thinking": self.thinking}
-
-
-def template_settings(model: "LoadedModel", protocol: Protocol) -> TemplateSettings:
-    """What a protocol tells a model's chat template, which is tried out.
+def check_template(model: "LoadedModel", protocol: Protocol) -> None:
+    """Try out a model's chat template with what a protocol tells it.
 
     Args:
         model: A model with a chat template.
-        protocol: The choices of the experiment. Both ways in which templates ask for the date give its date, at
-            midnight.
+        protocol: The choices of the experiment.
 
     Raises:
         ValueError: The protocol switches thinking and the template has no switch for it; or the template cannot be
-            rendered, or drops the message.
+            rendered, or drops the message, or what the system says.
     """
     if protocol.thinking is not None and "enable_thinking" not in str(model.tokenizer.chat_template):
         raise ValueError(
             f"protocol.thinking={str(protocol.thinking).lower()}, but the chat template of model {model.name} has no "
             "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one"
         )
-    settings = TemplateSettings(date=protocol.date, thinking=protocol.thinking)
-    one, other = (render_chat(model, [{"role": "user", "content": text}], settings) for text in ("a", "b"))
+    one, other = (render_chat(model, [{"role": "user", "content": text}], protocol) for text in ("a", "b"))
     if one == other:
         raise ValueError(
             f"the chat template of model {model.name} drops the message of the user, so that all prompts would be "
             f"{one[:80]!r}; set protocol.chat_template=never, or repair the template"
         )
     if protocol.system is not None:
-        _check_system(model, protocol.system, settings)
-    return settings
+        _check_system(model, protocol.system, protocol)
 
 
 def system_messages(protocol: Protocol) -> list[dict[str, str]]:
@@ -80,11 +52,11 @@ def system_messages(protocol: Protocol) -> list[dict[str, str]]:
     return [] if protocol.system is None else [{"role": "system", "content": protocol.system}]
 
 
-def _check_system(model: "LoadedModel", system: str, settings: TemplateSettings) -> None:
+def _check_system(model: "LoadedModel", system: str, protocol: Protocol) -> None:
     """Raises ValueError for a template that refuses or drops what the system says."""
     talk = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
     try:
-        why = "drops it" if system.strip() not in render_chat(model, talk, settings) else ""
+        why = "drops it" if system.strip() not in render_chat(model, talk, protocol) else ""
     except ValueError as error:
         why = f"refuses it: {error}"
     if why:
@@ -95,14 +67,15 @@ def _check_system(model: "LoadedModel", system: str, settings: TemplateSettings)
 
 
 def render_chat(
-    model: "LoadedModel", messages: list[dict[str, str]], settings: TemplateSettings, add_generation_prompt: bool = True
+    model: "LoadedModel", messages: list[dict[str, str]], protocol: Protocol, add_generation_prompt: bool = True
 ) -> str:
     """The text that a chat template makes of messages.
 
     Args:
         model: Its tokenizer has the template.
         messages: Each with `role` and `content`.
-        settings: What the template is told.
+        protocol: What the template is told beside the messages: whether to think, and the date, at midnight, for both
+            ways in which templates ask for it.
         add_generation_prompt: True opens the turn of the model; False leaves the last message open, to be continued.
 
     Raises:
@@ -110,14 +83,18 @@ def render_chat(
             more text than it was given.
     """
     given = sum(len(message["content"]) for message in messages)
+    now = datetime.fromisoformat(protocol.date)
+    # In English whatever the locale, which decides the names that strftime gives.
+    told: dict[str, Any] = {"date_string": f"{now.day:02} {_MONTHS[now.month - 1]} {now.year}"}
+    told |= {} if protocol.thinking is None else {"enable_thinking": protocol.thinking}
     try:
-        with time_limit(RENDER_LIMIT_S), memory_limit(RENDER_LIMIT_BYTES), _stopped_clock(settings.now):
+        with time_limit(RENDER_LIMIT_S), memory_limit(RENDER_LIMIT_BYTES), _stopped_clock(now):
             rendered = model.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
-                **settings.variables,
+                **told,
             )
     except OutOfTime:
         raise ValueError(
@@ -162,6 +139,31 @@ def _stopped_clock(now: datetime) -> Iterator[None]:
         yield
     finally:
         names["datetime"] = clock
+
+
+def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
+    """What a chat template writes behind an answer, up to where the next one begins.
+
+    Answers stay in the cache as they were given. So a template that would write the past otherwise, as one that leaves
+    thoughts out of it, is not asked to.
+
+    Args:
+        model: Its tokenizer has the template.
+        said: What the user says.
+        protocol: What the template is told.
+
+    Raises:
+        ValueError: The template fails, or does not show the answers.
+    """
+    talk = [("user", "a"), ("assistant", _ANSWER), ("user", said)]
+    rendered = render_chat(model, [{"role": role, "content": text} for role, text in talk], protocol)
+    _, answer, rest = rendered.partition(_ANSWER)
+    if not answer or said.strip() not in rest:
+        raise ValueError(
+            f"the chat template of model {model.name} does not show what was said before, so there is no conversation "
+            "in it; set protocol.chat_template=never, or repair the template"
+        )
+    return rest
 
 
 def require_template(model: "LoadedModel") -> None:

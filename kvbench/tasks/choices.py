@@ -66,15 +66,11 @@ def choice_request(
     long and would otherwise come out of the prompt's exact pass, alike for all methods.
 
     Args:
-        model: Its tokenizer and context length are used.
-        sample_id: Unique within the task.
-        subset: Group that scores are averaged over.
         context: First part of the prompt.
         continuations: At least one, none of them empty; each continues `context + question`.
         question: Rest of the prompt, which is not seen before compression; empty for a query-aware prompt.
         rendered: The prompt is what a chat template made: no special tokens are put around it.
         gold: Index of the right continuation, which is also compared with the full cache; None for none.
-        meta: What the journal keeps beside the scores.
 
     Returns:
         The request, with one choice per continuation. A prompt that is too long has lost its beginning.

@@ -56,8 +56,3 @@ class Limit:
         order = list(range(total))
         random.Random(f"limit:{subset}").shuffle(order)
         return sorted(order[: self.count])
-
-
-def drawn(total: int, limit: Limit | None, subset: str) -> list[int]:
-    """The indices of a subset's samples that a run asks, ascending; all of them without a limit."""
-    return list(range(total)) if limit is None else limit.of(total, subset)

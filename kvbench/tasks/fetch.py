@@ -20,27 +20,16 @@ _TIMEOUT_S = 30
 
 @dataclass(kw_only=True)
 class Report:
-    """What a check found about one file.
-
-    Args:
-        name: Name of the file in the benchmark.
-        wanted: Rows of the whole benchmark; 0 for a file whose rows are not counted.
-        path: Where it is; None when it is missing.
-        rows: Good rows.
-        sha256: Of the file as it is.
-        broken: Rows that are none: `file`, `line`, `reason`.
-        faults: What is wrong with the file as a whole.
-        notes: What is worth knowing and not wrong.
-    """
+    """What a check found about one file."""
 
     name: str
-    wanted: int = 0
-    path: Path | None = None
-    rows: int = 0
+    wanted: int = 0  # rows of the whole benchmark; 0 for a file whose rows are not counted
+    path: Path | None = None  # None when it is missing
+    rows: int = 0  # good ones
     sha256: str = ""
-    broken: list[dict] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    broken: list[dict] = field(default_factory=list)  # rows that are none: `file`, `line`, `reason`
+    faults: list[str] = field(default_factory=list)  # of the file as a whole
+    notes: list[str] = field(default_factory=list)  # what is worth knowing and not wrong
 
     @property
     def good(self) -> bool:

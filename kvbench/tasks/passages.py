@@ -19,30 +19,19 @@ _CHARS_A_TOKEN = 6
 
 @dataclass(frozen=True)
 class LongText:
-    """A text to cut pieces from.
-
-    Args:
-        content: The text.
-        origin: Name of the file, or `kvbench` for Python's documentation.
-    """
+    """A text to cut pieces from."""
 
     content: str
-    origin: str
+    origin: str  # name of the file, or `kvbench` for Python's documentation
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of a text.
+    """A piece of a text."""
 
-    Args:
-        ids: Token ids, behind the token that begins every text where the tokenizer has one.
-        num_words: Words (what white space parts) of the text without its first `head` tokens.
-        num_bytes: Bytes of the same in UTF-8.
-    """
-
-    ids: tuple[int, ...]
-    num_words: int
-    num_bytes: int
+    ids: tuple[int, ...]  # behind the token that begins every text where the tokenizer has one
+    num_words: int  # what white space parts, without the first `head` tokens
+    num_bytes: int  # of the same in UTF-8
 
 
 def read_text(file: object) -> LongText:

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.answer import END_OF_THOUGHT, THINK
 from kvbench.engine.requests import Request, Thoughts, Turn
-from kvbench.tasks.chat import (
-    TemplateSettings,
-    render_chat,
-    require_template,
-    system_messages,
-    template_settings,
-    thinking_label,
-)
-from kvbench.tasks.conversation import between
+from kvbench.tasks.chat import between, check_template, render_chat, require_template, system_messages, thinking_label
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
@@ -34,30 +26,17 @@ _THOUGHTS_OVER = f"\n{END_OF_THOUGHT}\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRules:
-    """What a benchmark fixes about asking one of its subsets, read from the subset's lm-eval YAML.
+    """What a benchmark fixes about asking one of its subsets; `metadata` of its lm-eval YAML has the last three."""
 
-    Args:
-        max_new_tokens: Length limit of the answer (`generation_kwargs.max_gen_toks`).
-        stop: Strings that end the answer (`generation_kwargs.until`).
-        chat_template: Whether the benchmark wraps this subset's prompts for chat models (`metadata.chat_template`).
-        stop_tokens: Texts whose last token ends the answer (`metadata.stop_tokens`).
-        min_new_tokens: Nothing ends the answer before this many tokens (`metadata.min_new_tokens`).
-    """
-
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    chat_template: bool = False
-    stop_tokens: tuple[str, ...] = ()
-    min_new_tokens: int = 0
+    max_new_tokens: int  # length limit of the answer (`generation_kwargs.max_gen_toks`)
+    stop: tuple[str, ...] = ()  # strings that end the answer (`generation_kwargs.until`)
+    chat_template: bool = False  # the benchmark wraps this subset's prompts for chat models
+    stop_tokens: tuple[str, ...] = ()  # texts whose last token ends the answer
+    min_new_tokens: int = 0  # nothing ends the answer before
 
     @classmethod
     def from_yaml(cls, config: Mapping[str, Any]) -> "PromptRules":
-        """Read the rules from a loaded task YAML.
-
-        Args:
-            config: The YAML's top level, or the `config` of the lm-eval task made of it; needs `metadata`, and
-                `generation_kwargs` with `max_gen_toks`.
-        """
+        """Read the rules from a YAML's top level, or from the `config` of the lm-eval task made of it."""
         # By key only: lm-eval's own config class is a dict whose `get` sees nothing.
         generation, metadata = config["generation_kwargs"], config["metadata"]
         until = generation.get("until") or ()
@@ -134,7 +113,8 @@ class PromptBuilder:
         self.rendered = rendered
         self.model, self.tokenizer, self.protocol, self.rules = model, model.tokenizer, protocol, rules
         self.chat = self._decide_chat()
-        self._settings = template_settings(model, protocol) if self.chat else TemplateSettings()
+        if self.chat:
+            check_template(model, protocol)
         self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
         self._thoughts = self._may_think()
         self.answer_tokens = Request(
@@ -285,8 +265,7 @@ class PromptBuilder:
             ValueError: The chat template has no place for it.
         """
         if self.chat or self.rendered:
-            settings = self._settings if self.chat else template_settings(self.model, self.protocol)
-            text = between(self.model, said, settings)
+            text = between(self.model, said, self.protocol)
             text += prefix.lstrip() if text[-1:].isspace() else prefix
         else:
             text = separator + said + prefix
@@ -320,7 +299,7 @@ class PromptBuilder:
         if not self.chat:
             return text if self.protocol.system is None else f"{self.protocol.system}\n\n{text}"
         messages = [*system_messages(self.protocol), {"role": "user", "content": text}]
-        return render_chat(self.model, messages, self._settings)
+        return render_chat(self.model, messages, self.protocol)
 
     def _open(self, text: str, prefix: str) -> str:
         """The prompt with the beginning of its answer; a space is not put behind a line break of the template."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
 from kvbench.rules import Choice, Several, Text, Whole, check_settings
-from kvbench.tasks.draw import Limit, drawn
+from kvbench.tasks.draw import Limit
 from kvbench.tasks.files import DataFile
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.taskset import MetricInfo, TaskSet, fingerprint
@@ -49,8 +49,8 @@ class Ask:
     protocol: Protocol
 
     def drawn(self, rows: Sequence[Any], subset: str) -> list[Any]:
-        """The rows of a subset that are asked."""
-        return [rows[at] for at in drawn(len(rows), self.limit, subset)]
+        """The rows of a subset that are asked, in their order."""
+        return list(rows) if self.limit is None else [rows[at] for at in self.limit.of(len(rows), subset)]
 
     def items(self, wanted: int) -> int:
         """How many prompts are made where the task wants so many."""

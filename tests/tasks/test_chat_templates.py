@@ -8,7 +8,7 @@ import pytest
 from test_task_prompts import AWARE, CHAT, build
 
 from kvbench.tasks import chat
-from kvbench.tasks.chat import render_chat, template_settings
+from kvbench.tasks.chat import render_chat
 from kvbench.tasks.prompts import PromptBuilder
 from kvbench.tasks.protocol import Protocol
 
@@ -45,7 +45,7 @@ def with_template(model, monkeypatch):
 def test_templates_are_told_the_date_of_the_protocol(with_template, template, date, expected) -> None:
     """Both ways in which templates ask for today give the setting, and the time is midnight."""
     model = with_template(template)
-    assert render_chat(model, USER, template_settings(model, Protocol(date=date))) == expected
+    assert render_chat(model, USER, Protocol(date=date)) == expected
 
 
 def test_the_clock_changes_no_prompt(with_template, monkeypatch) -> None:

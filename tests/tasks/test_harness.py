@@ -184,15 +184,15 @@ def test_data_from_a_local_copy_of_the_repository(folder, tmp_path) -> None:
 
 def test_the_fingerprint_is_the_same_in_another_process(folder, tmp_path, monkeypatch) -> None:
     """Functions of a task that have no source, such as partials, are hashed without their address."""
-    from kvbench.tasks import harness
+    from kvbench.tasks import task as task_module
 
     lines = "from functools import partial\ndef ask(word, doc):\n    return word\ndoc_to_text = partial(ask, 'Q')\n"
     (tmp_path / "utils.py").write_text(lines)
     text = PICK.replace("demo_pick", "far").replace('"Question: {{question}}\\nAnswer:"', "!function utils.doc_to_text")
     (tmp_path / "far.yaml").write_text(text + DATA.format(folder=folder))
     hashed = []
-    fingerprint = harness.fingerprint
-    monkeypatch.setattr(harness, "fingerprint", lambda *given: hashed.append(given[1]) or fingerprint(*given))
+    fingerprint = task_module.fingerprint
+    monkeypatch.setattr(task_module, "fingerprint", lambda *given: hashed.append(given[1]) or fingerprint(*given))
     task = task_of(tmp_path, lm_of(), "far", num_fewshot=0)
     (config,) = (str(item) for item in hashed[0].values() if len(item) == 3)
     assert " at 0x" in str(task.docs["far/0"].task.dump_config())

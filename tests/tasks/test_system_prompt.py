@@ -7,7 +7,7 @@ from longbench_rows import row, write
 from problem_rows import folder_of
 
 from kvbench.tasks import load_task
-from kvbench.tasks.chat import template_settings
+from kvbench.tasks.chat import check_template
 from kvbench.tasks.protocol import Protocol
 
 SYSTEM = "Speak as a pirate does."
@@ -105,9 +105,9 @@ def test_choices_have_it_too(model, tmp_path, chat):
 def test_templates_without_a_place_for_it(model, tokenizer, monkeypatch, template, why):
     """One error, with what to do."""
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    template_settings(model, Protocol())
+    check_template(model, Protocol())
     with pytest.raises(ValueError, match=f"protocol.system='Speak .*' needs a chat template .* {why}; leave"):
-        template_settings(model, Protocol(system=SYSTEM))
+        check_template(model, Protocol(system=SYSTEM))
 
 
 @pytest.mark.parametrize("name", ["drift", "stream"])

@@ -72,9 +72,6 @@ def check_row(row: Mapping[str, object]) -> dict[str, Any]:
 
     Returns:
         `problem`, `solution` (may be empty), `answer` (decimal digits without leading zeros).
-
-    Raises:
-        ValueError: What is wrong with the row.
     """
     problem = text_field(row, "problem", "Problem", "question")
     solution = text_field(row, "solution", "Solution", required=False).strip()
@@ -88,18 +85,10 @@ def check_row(row: Mapping[str, object]) -> dict[str, Any]:
 
 
 def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
-    """The problems; the function that the YAMLs name as `custom_dataset`.
-
-    Args:
-        subset: `aime24` or `aime25`.
-        data_dir: Folder with `test.jsonl` or `<subset>.jsonl`.
+    """The problems of a year, for lm-eval, as the YAMLs' `custom_dataset`.
 
     Returns:
         `test`: rows with `problem`, `gold`, `answer`, `context` (empty), `index`.
-
-    Raises:
-        MissingDataError: No source has it.
-        ValueError: data_dir is no folder, or all rows are broken.
     """
     rows = find_rows(data_file(subset), data_dir)
     # Where the file has no solution, the boxed answer stands for it.

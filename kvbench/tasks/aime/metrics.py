@@ -68,9 +68,6 @@ def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
 
     Returns:
         `correct` and `parsed` (it ends in something with a digit), each 0 or 1.
-
-    Raises:
-        TimeoutError: The comparison took too long.
     """
     rest = after_thinking(text, opened)
     answer = None if rest is None else find_answer(rest)

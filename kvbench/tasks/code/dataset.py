@@ -91,21 +91,11 @@ def check_row(row: Mapping[str, object]) -> CodeRow:
 def load(
     subset: str, form: str, data_dir: str | None = None, allow_code_execution: bool = False, **_: object
 ) -> dict[str, Rows]:
-    """The problems; the function that the YAMLs name as `custom_dataset`.
-
-    Args:
-        subset: `humaneval_plus` or `mbpp_plus`.
-        form: `complete` or `chat`.
-        data_dir: Folder with the release file.
-        allow_code_execution: Consent to run what the model writes; grading refuses without it.
+    """The problems of a benchmark, for lm-eval, as the YAMLs' `custom_dataset`.
 
     Returns:
         `test`: rows with the fields of the release as one text `row` (integers of any size survive), `prompt`,
         `task_id`, `gold`, `context` (empty), `index`.
-
-    Raises:
-        MissingDataError: No source has the file.
-        ValueError: data_dir is no folder, or all rows are broken.
     """
     rows = find_rows(data_file(subset), data_dir)
     documents = [

@@ -41,23 +41,14 @@ class UnusableRow(ValueError):
 
 
 @dataclass(frozen=True)
-class Digest:
-    """An output that is too large to send.
-
-    Args:
-        content: What `digest.digest` makes of it.
-    """
-
-    content: list[object]
-
-
-@dataclass(frozen=True)
 class Group:
     """One set of inputs with what the reference made of it.
 
     Args:
         calls: Arguments of each call.
-        expected: What each returned; for the tasks in `FOUND_TASKS` whether it was not None; or its digest.
+        expected: What each returned; for the tasks in `FOUND_TASKS` whether it was not None; of a large output what
+            `digest.digest` makes of it.
+        large: Which outputs are too large to send.
         cpu_s: CPU time of each call, in seconds.
         sent_bytes: Size of all outputs, as sent.
         memory_bytes: Address space that was enough.
@@ -65,25 +56,23 @@ class Group:
 
     calls: list[list[object]]
     expected: list[object]
+    large: list[bool]
     cpu_s: list[float]
     sent_bytes: int
     memory_bytes: int
 
     def job(self, program: str, entry_point: str) -> tuple[str, str, list[list[object]]]:
         """What a cage is given to compare a program on this group: its text, its entry point, and the calls."""
-        return _job(program, entry_point, self.calls, [isinstance(output, Digest) for output in self.expected])
+        return _job(program, entry_point, self.calls, self.large)
 
 
 def reference(task: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
-    """Base and added inputs with the reference's outputs and times; computed once for each row.
+    """Base and added inputs, two groups, with the reference's outputs and times; computed once for each row.
 
     Args:
         task: `humaneval_plus` or `mbpp_plus`.
         row: The row.
         limits: What an answer may use; a reference may take more time, and more memory where it needs it.
-
-    Returns:
-        Two groups.
 
     Raises:
         UnusableRow: The row lacks a field, or its reference solution does not run.
@@ -103,13 +92,15 @@ def reference(task: str, row: CodeRow, limits: cage.Limits) -> list[Group]:
     if found is None:
         try:
             groups = [_run(task, row, [list(call) for call in calls], limits) for calls in inputs]
-            found = {"groups": [_as_data(group) for group in groups]}
+            found = {
+                "groups": [{name: value for name, value in vars(one).items() if name != "calls"} for one in groups]
+            }
         except UnusableRow as error:
             found = {"failed": str(error)}
         _remember(key, found)
     if "failed" in found:
         raise UnusableRow(found["failed"])
-    return [_from_data(data, calls) for data, calls in zip(found["groups"], inputs, strict=True)]
+    return [Group([list(call) for call in calls], **one) for one, calls in zip(found["groups"], inputs, strict=True)]
 
 
 def unusable(task: str, rows: Iterable[tuple[int, CodeRow]]) -> dict[int, str]:
@@ -188,10 +179,10 @@ def _attempt(
             assert isinstance(value, list)  # `digest.digest` made it
             if row["atol"] or value[1] or has_own_rule(task, row["entry_point"]):
                 return None, "its output is too large to be compared with a tolerance", [False] * len(calls)
-            value = Digest(value)
         expected.append(value)
     sent_bytes = sum(len(output.payload) for output in outputs)
-    return Group(calls, expected, [output.elapsed_s for output in outputs], sent_bytes, limits.memory_bytes), "", []
+    cpu_s = [output.elapsed_s for output in outputs]
+    return Group(calls, expected, large, cpu_s, sent_bytes, limits.memory_bytes), "", []
 
 
 def _job(
@@ -224,18 +215,6 @@ def _key(task: str, row: CodeRow, limits: cage.Limits) -> str:
     fields: Mapping[str, object] = row
     what = [_code(), task, limits.memory_bytes, *(fields[name] for name in _FIELDS)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
-
-
-def _as_data(group: Group) -> dict:
-    expected = [[1, output.content] if isinstance(output, Digest) else [0, output] for output in group.expected]
-    numbers = {"sent_bytes": group.sent_bytes, "memory_bytes": group.memory_bytes}
-    return {"expected": expected, "cpu_s": group.cpu_s} | numbers
-
-
-def _from_data(data: dict, calls: list[list[object]]) -> Group:
-    expected = [Digest(output) if large else output for large, output in data["expected"]]
-    calls = [list(call) for call in calls]
-    return Group(calls, expected, data["cpu_s"], data["sent_bytes"], data["memory_bytes"])
 
 
 def _place(key: str) -> Path:

@@ -19,14 +19,7 @@ _BUILTINS = frozenset(dir(builtins))
 
 
 def parse(text: str) -> tuple[ast.Module | None, int]:
-    """Parse a program.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        Its tree and 0; or None and the line, from 1, at which it ceases to be a program.
-    """
+    """Parse a text: gives its tree and 0, or None and the line, from 1, at which it ceases to be a program."""
     # What a compiler warns of in an answer is nobody's business here, and must not become an error.
     warnings.filterwarnings("ignore", module=re.escape(_FILE))
     try:
@@ -102,19 +95,12 @@ def _root(node: ast.AST) -> str | None:
 
 @dataclass(frozen=True)
 class _Use:
-    """What a statement does with names.
+    """What a statement does with names."""
 
-    Args:
-        bound: It gives them a meaning.
-        changed: It changes the values they stand for.
-        settings: It changes a setting of a module, such as the depth of recursion.
-        loaded: It reads them.
-    """
-
-    bound: set[str]
-    changed: set[str]
-    settings: bool
-    loaded: set[str]
+    bound: set[str]  # it gives them a meaning
+    changed: set[str]  # it changes the values they stand for
+    settings: bool  # it changes a setting of a module, such as the depth of recursion
+    loaded: set[str]  # it reads them
 
 
 def _use(statement: ast.stmt, imported: set[str]) -> _Use:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.rules import Choice, Several, Text, Whole
-from kvbench.tasks.chat import render_chat, system_messages, template_settings
+from kvbench.tasks.chat import render_chat, system_messages
 from kvbench.tasks.choices import ChoiceSet, choice_request
 from kvbench.tasks.custom.dataset import CHOICE, REGEX, read_file
 from kvbench.tasks.custom.metrics import CHOICE_MEANING, METRICS, SCORES, grade
@@ -156,7 +156,7 @@ class _Asker:
         if told and messages[0]["role"] == "system":  # templates take one
             told[0]["content"] += "\n\n" + messages[0]["content"]
             messages = messages[1:]
-        text = render_chat(self.model, [*told, *messages], template_settings(self.model, self.protocol))
+        text = render_chat(self.model, [*told, *messages], self.protocol)
         place = text.rfind(question.strip())
         if place < 0:
             if not self.protocol.query_aware:

@@ -77,9 +77,6 @@ def check_row(row: Mapping[str, object]) -> dict[str, Any]:
 
     Returns:
         `question`, `solution` (as in the file, without the last line), `answer` (the number as text).
-
-    Raises:
-        ValueError: What is wrong with the row.
     """
     question = text_field(row, "question")
     solution, marker, answer = text_field(row, "answer").rpartition("####")
@@ -94,19 +91,12 @@ def plain(solution: str) -> str:
 
 
 def load(form: str, data_dir: str | None = None, seed: int = 0, **_: object) -> dict[str, Rows]:
-    """The test split; the function that the YAMLs name as `custom_dataset`.
+    """The test split in one form, for lm-eval, as the YAMLs' `custom_dataset`.
 
-    Args:
-        form: `cot8`, `fewshot5` or `zeroshot`.
-        data_dir: Folder with `test.jsonl`, and `train.jsonl` for `fewshot5`.
-        seed: Chooses the five examples of `fewshot5`, the same for every question.
+    The seed chooses the five examples of `fewshot5`, the same for every question.
 
     Returns:
         `test`: rows with `context` (the examples), `question`, `gold`, `answer`, `index`.
-
-    Raises:
-        MissingDataError: No source has a file.
-        ValueError: data_dir is no folder, or all rows of a file are broken.
     """
     rows = find_rows(data_file("test"), data_dir)
     context, skipped = "", []

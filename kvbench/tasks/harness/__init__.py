@@ -12,16 +12,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
 from kvbench.errors import unknown_name
 from kvbench.rules import VALUES, Choice, Text, Whole
-from kvbench.tasks.chat import TemplateSettings, render_chat, require_template, template_settings, thinking_label
+from kvbench.tasks.chat import check_template, render_chat, require_template, thinking_label
 from kvbench.tasks.choices import choice_request
-from kvbench.tasks.draw import Limit, drawn
 from kvbench.tasks.harness.find import build_tasks, weighting_of
 from kvbench.tasks.harness.score import Doc, HarnessTaskSet, common_metrics
 from kvbench.tasks.prompts import PromptBuilder, generation_rules
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task as LmEvalTask
     from transformers import PreTrainedTokenizerBase
-
-    from kvbench.models.load import LoadedModel
 
 # What the documents of lm-eval's tasks call the text that a question is about.
 CONTEXT_FIELDS = ("context", "passage", "article", "document", "story", "text", "content", "input")
@@ -93,12 +89,12 @@ class HarnessTask(Task):
     def load(self, ask: Ask) -> TaskSet:
         name, tasks = self.name, self.data(ask.seed, ask.protocol, ask.model.tokenizer)
         assert tasks is not None, "there is a tokenizer"
-        asker = _Asker.make(ask.model, ask.protocol, self.context_field)
+        asker = _Asker.make(ask, self.context_field)
         requests: list[Request] = []
         docs: dict[str, Doc] = {}
         for leaf, task in tasks.items():
             _check(leaf, task, ask.protocol)
-            for request, doc in asker.ask(leaf, task, ask.limit):
+            for request, doc in asker.requests(leaf, task):
                 requests.append(request)
                 docs[request.sample_id] = doc
         metrics = common_metrics(tasks)
@@ -170,40 +166,38 @@ def _check(leaf: str, task: "LmEvalTask", protocol: Protocol) -> None:
 class _Asker:
     """Turns lm-eval's documents into requests for one model and protocol."""
 
-    model: "LoadedModel"
-    protocol: Protocol
+    ask: Ask
     rendered: bool
-    settings: TemplateSettings
     context_field: str | None
 
     @classmethod
-    def make(cls, model: "LoadedModel", protocol: Protocol, context_field: str | None) -> "_Asker":
+    def make(cls, ask: Ask, context_field: str | None) -> "_Asker":
+        model, protocol = ask.model, ask.protocol
         rendered = protocol.chat_template == "always"
         if rendered:
             require_template(model)
+            check_template(model, protocol)
         if protocol.chat_setting is not None and not rendered:
             raise ValueError(
                 f"{protocol.chat_setting} needs a chat, and lm-eval's tasks are asked as "
                 "plain text; set protocol.chat_template=always"
             )
-        settings = template_settings(model, protocol) if rendered else TemplateSettings()
-        return cls(model, protocol, rendered, settings, context_field)
+        return cls(ask, rendered, context_field)
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return render_chat(self.model, messages, self.settings, add_generation_prompt)
+        return render_chat(self.ask.model, messages, self.ask.protocol, add_generation_prompt)
 
-    def ask(self, leaf: str, task: "LmEvalTask", limit: Limit | None) -> "list[tuple[Request, Doc]]":
+    def requests(self, leaf: str, task: "LmEvalTask") -> "list[tuple[Request, Doc]]":
         """The requests of a task's documents that a run asks, each with what scores it."""
         found = []
-        for doc_id in drawn(len(task.eval_docs), limit, leaf):
-            doc = task.eval_docs[doc_id]
+        for doc_id, doc in self.ask.drawn(list(enumerate(task.eval_docs)), leaf):
             text = task.fewshot_context(
                 doc,
                 num_fewshot=task.get_config("num_fewshot"),
-                system_instruction=self.protocol.system,
+                system_instruction=self.ask.protocol.system,
                 apply_chat_template=self.rendered,
                 fewshot_as_multiturn=self.rendered,
-                chat_template=partial(self._render) if self.rendered else None,
+                chat_template=self._render if self.rendered else None,
                 gen_prefix=task.doc_to_prefix(doc),
             )
             made = task.construct_requests(
@@ -219,7 +213,7 @@ class _Asker:
 
     def _border(self, leaf: str, task: "LmEvalTask", doc: dict, text: str) -> int:
         """Where the question begins; the end of the prompt when the protocol does not divide it."""
-        if self.protocol.query_aware:
+        if self.ask.protocol.query_aware:
             return len(text)
         question = task.doc_to_text(doc)
         start = text.rfind(question.strip()) if isinstance(question, str) else -1
@@ -249,8 +243,8 @@ class _Asker:
     ) -> tuple[Request, bool]:
         text, generation = instances[0].args[:2]
         # lm-eval has put what the system says into the text.
-        rules, protocol = generation_rules(generation, replace(self.protocol, system=None))
-        builder = PromptBuilder(self.model, protocol, rules, rendered=self.rendered)
+        rules, protocol = generation_rules(generation, replace(self.ask.protocol, system=None))
+        builder = PromptBuilder(self.ask.model, protocol, rules, rendered=self.rendered)
         border = self._border(leaf, task, doc, text)
         target = gold = task.doc_to_target(doc)
         gold = gold[0] if isinstance(gold, list) and gold else gold
@@ -271,7 +265,7 @@ class _Asker:
         border = self._border(leaf, task, doc, text)
         gold = task.doc_to_target(doc) if task.OUTPUT_TYPE == "multiple_choice" else 0
         request = choice_request(
-            self.model,
+            self.ask.model,
             sample_id=sample_id,
             subset=leaf,
             context=text[:border],

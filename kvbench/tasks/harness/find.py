@@ -145,13 +145,9 @@ def build_tasks(
     Data is looked for in the local caches first and then, when it answers, on the hub.
 
     Args:
-        name: A task, a group or a tag.
-        include_path: Folder with further task YAMLs, or None.
-        data_dir: A local copy of the data set's repository, instead of its name on the hub.
+        name, include_path, data_dir, num_fewshot, metadata: The settings of `HarnessTask`.
         seed: 0 gives lm-eval's own seeds: 0 for what tasks shuffle, 1234 for the choice of examples.
-        num_fewshot: Examples in front of each question; None takes the task's own.
-        metadata: What every task is told, for those that make their own data (RULER, BABILong): lengths, for example.
-        tokenizer: The model's, for tasks that make their own data and are not told another one.
+        tokenizer: The model's, for tasks that make their own data (RULER, BABILong) and are not told another one.
 
     Returns:
         Name -> task of every leaf, in lm-eval's order; None for tasks that need a tokenizer where none is given.
@@ -217,11 +213,7 @@ def missing_package(what: str, error: ImportError) -> ValueError:
 
 
 def weighting_of(name: str, include_path: str | None = None) -> Weighting:
-    """What weighs the same in the mean that lm-eval reports for a group.
-
-    Args:
-        name: A task, a group or a tag.
-        include_path: Folder with further task YAMLs, or None.
+    """What weighs the same in the mean that lm-eval reports for a task, a group or a tag.
 
     Returns:
         `sample` where the group and every group in it are weighted by size, as MMLU is; else `subset`.

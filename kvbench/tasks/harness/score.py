@@ -15,23 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Doc:
-    """One document and what lm-eval needs to score it.
+    """One document and what lm-eval needs to score it."""
 
-    Args:
-        leaf: Name of its task.
-        task: The task.
-        doc: The document.
-        instances: lm-eval's requests for it, in order.
-        chat: The prompt was a chat, so its answer may hold thoughts.
-        opened: The prompt opened the thoughts.
-    """
-
-    leaf: str
+    leaf: str  # the name of its task
     task: "Task"
     doc: dict
-    instances: "list[Instance]"
-    chat: bool = False
-    opened: bool = False
+    instances: "list[Instance]"  # lm-eval's requests for it, in order
+    chat: bool = False  # its answer may hold thoughts
+    opened: bool = False  # and the prompt opened them
 
     def score_text(self, text: str) -> dict[str, Any]:
         """The metrics of one answer; see `results`."""

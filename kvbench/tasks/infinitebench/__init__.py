@@ -32,18 +32,11 @@ _HIDDEN += "important information there.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Subset:
-    """One subset.
+    """One subset."""
 
-    Args:
-        begin: What stands before the text.
-        prefix: How the answer begins; empty where it just begins.
-        answer_tokens: Longest answer behind the prefix.
-        rows: Rows of the whole subset.
-    """
-
-    begin: str
-    prefix: str
-    answer_tokens: int
+    begin: str  # what stands before the text
+    prefix: str  # how the answer begins; empty where it just begins
+    answer_tokens: int  # longest answer behind the prefix
     rows: int
 
 
@@ -164,9 +157,6 @@ def check_row(row: Mapping[str, object]) -> dict[str, Any]:
 
     Returns:
         `context`, `input`, `answer`.
-
-    Raises:
-        ValueError: What is wrong with the row.
     """
     given = row.get("answer")
     answer = given[0] if isinstance(given, list) and given else given

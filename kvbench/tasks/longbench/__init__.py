@@ -170,18 +170,10 @@ def data_file(subset: str) -> DataFile:
 
 
 def load(subset: str, data_dir: str | None = None, **_: object) -> dict[str, Rows]:
-    """The test split of one subset; the function that the YAMLs name as `custom_dataset`.
-
-    Args:
-        subset: Official name, with `_e` for LongBench-E.
-        data_dir: Folder with `<subset>.jsonl`; None or a folder without it goes on to the local caches and the hub.
+    """The rows of a subset, for lm-eval, as the YAMLs' `custom_dataset`.
 
     Returns:
         `test`: the rows, with `context`, `input`, `answers`, `all_classes`, `length`, `index`.
-
-    Raises:
-        MissingDataError: no source has the subset; the message says where was looked and how to get it.
-        ValueError: data_dir is no folder, or all rows are broken.
     """
     return {"test": find_rows(data_file(subset), data_dir)}
 
@@ -196,9 +188,6 @@ def check_row(row: Mapping[str, Any], subset: str) -> dict[str, Any]:
     Returns:
         A new dict with `context`, `input`, `answers`, `all_classes` (None where the subset has none) and `length`
         (words; None when the file does not say).
-
-    Raises:
-        ValueError: what is wrong with the row.
     """
     name = row.get("dataset")
     if name is not None and name not in (subset, subset.removesuffix("_e")):

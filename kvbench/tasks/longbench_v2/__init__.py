@@ -122,9 +122,6 @@ def check_row(row: Mapping[str, object]) -> dict[str, Any]:
 
     Returns:
         The same, `choices` for the four choices, texts without white space around them as they are asked.
-
-    Raises:
-        ValueError: What is wrong with the row.
     """
     texts = {name: text_field(row, name).strip() for name in ("context", "question", "answer", "domain")}
     if texts["answer"] not in LETTERS:

@@ -99,20 +99,10 @@ def load(
     seed: int = 0,
     **_: object,
 ) -> dict[str, Rows]:
-    """The documents of one kind; the function that the YAMLs name as `custom_dataset`.
-
-    Args:
-        kind: One of `generate.KINDS`.
-        tokenizer: Counts tokens: a tokenizer, or the folder or hub id of one.
-        length: Most tokens of a prompt.
-        items: Documents wanted, >= 1.
-        seed: Decides their content.
+    """The documents of one kind, for lm-eval, as the YAMLs' `custom_dataset`; `tokenizer` may be a folder or a hub id.
 
     Returns:
         `test`: the documents of `generate.make_doc`.
-
-    Raises:
-        ValueError: nothing to count tokens with, or a setting out of range.
     """
     if tokenizer is None:
         raise ValueError(

@@ -122,9 +122,6 @@ def check_row(row: Mapping[str, object]) -> dict[str, Any]:
 
     Returns:
         The same five fields; `level` is None when the file does not say.
-
-    Raises:
-        ValueError: What is wrong with the row.
     """
     problem, solution = text_field(row, "problem", "question"), text_field(row, "solution", required=False)
     answer = text_field(row, "answer", required=False).strip() or last_boxed(solution)
@@ -173,19 +170,10 @@ def _question(problem: str) -> str:
 
 
 def load(subset: str, data_dir: str | None = None, form: str = "boxed", **_: object) -> dict[str, Rows]:
-    """The test split; the function that the YAMLs name as `custom_dataset`.
-
-    Args:
-        subset: `math500` or one of `SUBJECTS`.
-        data_dir: Folder with `test.jsonl` (MATH-500) or `<subject>.jsonl`.
-        form: `boxed` or `minerva4`.
+    """The problems of MATH-500 or of a subject, for lm-eval, as the YAMLs' `custom_dataset`.
 
     Returns:
         `test`: rows with `problem`, `gold`, `answer`, `subject`, `level`, `context` (the examples), `index`.
-
-    Raises:
-        MissingDataError: No source has it.
-        ValueError: data_dir is no folder, or all rows are broken.
     """
     rows = find_rows(data_file(subset), data_dir)
     context = ""

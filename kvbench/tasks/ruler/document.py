@@ -60,25 +60,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Job:
-    """What decides a document, beside the units of filler.
+    """What decides a document, beside the units of filler."""
 
-    Args:
-        seed: Text that seeds everything random.
-        length: Tokens of prompt and answer.
-        vocabulary: Words.
-        essays: Text for haystacks of prose.
-        documents: For question answering.
-        index: Which question of them.
-        example_units: Units in the worked example of variable tracking.
-    """
-
-    seed: str
-    length: int
+    seed: str  # seeds everything random
+    length: int  # tokens of prompt and answer
     vocabulary: Vocabulary
-    essays: Essays
-    documents: Documents | None = None
-    index: int = 0
-    example_units: int = 1
+    essays: Essays  # text for haystacks of prose
+    documents: Documents | None = None  # for question answering
+    index: int = 0  # of the item, and of the question
+    example_units: int = 1  # in the worked example of variable tracking
 
     @property
     def source(self) -> Documents:

@@ -110,8 +110,6 @@ def write(
     """Write the longest prompt of a cell that fits.
 
     Args:
-        spec: How many needles, of what kind.
-        text: What lies around them.
         item: Decides keys, values, where the text begins, and where other needles lie.
         length: Tokens of prompt, chat template and answer.
         depth: Where the needle that is asked for lies, in percent of the sentences.

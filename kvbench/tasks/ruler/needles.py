@@ -18,23 +18,14 @@ NUMBER_DIGITS = 7
 
 @dataclass(frozen=True)
 class Needles:
-    """One needle task.
+    """One needle task."""
 
-    Args:
-        haystack: What lies around the needles.
-        keys: Kind of the keys.
-        values: Kind of the values.
-        num_keys: Keys with needles.
-        num_values: Needles of each key.
-        num_queries: Keys that are asked for; with more than one, all keys are.
-    """
-
-    haystack: Haystack
+    haystack: Haystack  # what lies around the needles
     keys: Kind = "words"
     values: Kind = "numbers"
-    num_keys: int = 1
-    num_values: int = 1
-    num_queries: int = 1
+    num_keys: int = 1  # with needles
+    num_values: int = 1  # needles of each key
+    num_queries: int = 1  # keys that are asked for; with more than one, all keys are
 
     @property
     def total_keys(self) -> int:

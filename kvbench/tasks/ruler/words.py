@@ -28,21 +28,13 @@ _WORD = re.compile(r"\b[a-z]{3,12}\b")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words for keys, values and lists.
+    """Words for keys, values and lists."""
 
-    Args:
-        adjectives: First parts of a key.
-        nouns: Last part of a key.
-        singles: Words for lists, sorted, each once.
-        parts: Adjectives in a key.
-        origin: `wonderwords` and its version, or `kvbench`.
-    """
-
-    adjectives: tuple[str, ...]
-    nouns: tuple[str, ...]
-    singles: tuple[str, ...]
-    parts: int
-    origin: str
+    adjectives: tuple[str, ...]  # first parts of a key
+    nouns: tuple[str, ...]  # last part of a key
+    singles: tuple[str, ...]  # words for lists, sorted, each once
+    parts: int  # adjectives in a key
+    origin: str  # `wonderwords` and its version, or `kvbench`
 
     def key(self, rng: Random) -> str:
         """One key, for example `quiet-river`."""
@@ -85,15 +77,10 @@ def _wonderwords() -> Vocabulary | None:
 
 @dataclass(frozen=True)
 class Essays:
-    """The text of a haystack, as words.
-
-    Args:
-        words: All of it; a longer haystack begins again.
-        origin: Name of the file, or `kvbench` for Python's documentation.
-    """
+    """The text of a haystack, as words; a longer haystack begins again."""
 
     words: tuple[str, ...]
-    origin: str
+    origin: str  # name of the file, or `kvbench` for Python's documentation
 
     def sentences(self, num_words: int) -> list[str]:
         """The sentences of the first words."""
@@ -141,32 +128,19 @@ def _file(data_dir: str | None, names: Sequence[str]) -> Path | None:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about documents.
-
-    Args:
-        query: Its text.
-        answers: The right ones.
-        documents: Which documents it needs, as indices.
-        near: Documents of the same article, which come before others.
-    """
+    """A question about documents, which are indices."""
 
     query: str
     answers: tuple[str, ...]
-    documents: tuple[int, ...]
-    near: tuple[int, ...] = ()
+    documents: tuple[int, ...]  # those it needs
+    near: tuple[int, ...] = ()  # those of the same article, which come before others
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents and the questions about them, in the order of the file.
+    """Documents and the questions about them that have an answer, in the order of the file."""
 
-    Args:
-        texts: Every document once, sorted.
-        questions: Those that have an answer.
-        file: Where they were read.
-    """
-
-    texts: tuple[str, ...]
+    texts: tuple[str, ...]  # every document once, sorted
     questions: tuple[Question, ...]
     file: str
 

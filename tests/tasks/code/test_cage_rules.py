@@ -7,8 +7,8 @@ import pytest
 from kvbench.tasks.code.cage import child, mechanism
 from kvbench.tasks.code.cage import probe as cage_probe
 from kvbench.tasks.code.cage import run as cage
-from kvbench.tasks.code.cage.advice import advice
 from kvbench.tasks.code.cage.needs import trace
+from kvbench.tasks.code.cage.run import advice
 
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 # From the kernel's tables (asm/unistd_64.h, asm-generic/unistd.h): what must not work, by name.
@@ -153,7 +153,7 @@ def test_the_advice_fits_the_cause(said, settings, right, wrong, monkeypatch):
 
 def test_settings_of_the_kernel_are_read():
     """The real reader finds a setting that Linux has, and none for one that it has not."""
-    from kvbench.tasks.code.cage.advice import _setting
+    from kvbench.tasks.code.cage.run import _setting
 
     assert _setting("kernel.ostype") == "Linux" and _setting("kernel.no_such_setting") is None
     assert advice([f"bubblewrap: {os.strerror(2)}"]).endswith(".")

@@ -250,7 +250,8 @@ def test_comparison_is_that_of_evalplus(atol):
         differ = [
             (output, expected)
             for output, expected in itertools.product(outputs, filter(is_regular, NESTED))
-            if is_right("humaneval_plus", "any", [], output, expected, atol) is not evalplus_accepts(output, expected, atol)
+            if is_right("humaneval_plus", "any", [], output, expected, atol)
+            is not evalplus_accepts(output, expected, atol)
         ]
     assert differ == []
 

@@ -1,7 +1,6 @@
-"""The ways to build the cage (bubblewrap, or namespaces made by `jail.py`) and the limits that hold in each."""
+"""The ways to build the cage: bubblewrap, or namespaces made by `jail.py`."""
 
 import json
-import math
 import os
 import random
 import shutil
@@ -11,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from kvbench.tasks.code.cage.needs import bare_python, interpreter_needs
-from kvbench.tasks.code.cage.process import CageReport, Output, RunAs, guard_s, run_process
+from kvbench.tasks.code.cage.process import CageReport, Limits, Output, RunAs, guard_s, run_process
 from kvbench.tasks.code.cage.wire import encode
 
 _HERE = Path(__file__).parent
@@ -21,49 +20,6 @@ _MAX_PROGRAM_BYTES = 1 << 20
 _FREE_USERS = range(0x70000000, 0x7FFE0000)
 # kvbench ends a cage in time; where it hangs, the cage ends itself so much later.
 _LAST_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a caged program may use.
-
-    Args:
-        load_s: CPU time to load the program (its top level), in seconds.
-        cpu_s: CPU time of the program for everything, in seconds.
-        wall_s: Time on the clock for everything, in seconds. What a program can do in it depends on what else the
-            machine does, so it only guards against one that waits.
-        memory_bytes: Address space of the program. It is one process and can start no other, so this is the cage's.
-        processes: Threads of the program and processes of the cage together.
-        file_bytes: Size of a file.
-        scratch_bytes: Size of its temporary directory, all files together.
-        open_files: Open files of the program.
-        value_bytes: Size of one output, as sent.
-        output_bytes: Size of all outputs, as sent.
-    """
-
-    load_s: float = 5.0
-    cpu_s: float = 60.0
-    wall_s: float = 300.0
-    memory_bytes: int = 1 << 30
-    processes: int = 16
-    file_bytes: int = 16 << 20
-    scratch_bytes: int = 64 << 20
-    open_files: int = 64
-    value_bytes: int = 8 << 20
-    output_bytes: int = 64 << 20
-
-    def rlimits(self) -> dict[str, int]:
-        """The limits that the kernel keeps for the program: name in `resource` -> value."""
-        return {
-            "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,
-            "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_NPROC": self.processes,
-            "RLIMIT_FSIZE": self.file_bytes,
-            "RLIMIT_NOFILE": self.open_files,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MSGQUEUE": 0,
-            "RLIMIT_MEMLOCK": 0,
-        }
 
 
 @dataclass(frozen=True)
@@ -93,15 +49,7 @@ def run_under(
 
     Args:
         mechanism: One of `mechanisms`.
-        program: See `cage.run`, as the other arguments.
-        entry_point: See there.
-        calls: See there.
-        call_s: CPU time of each call, in seconds.
-        limits: See there.
-        on_output: See there.
-
-    Returns:
-        The report.
+        program: See `run.run`, as the others; `call_s` has a time for each call.
 
     Raises:
         ValueError: The program is longer than 1 MiB.
@@ -125,25 +73,19 @@ def run_under(
         # A root mapped into a user namespace still owns root's files, so a namespace for root starts as somebody else.
         RunAs() if user is None or mechanism.by_root else RunAs(user=user, group=_NOBODY, extra_groups=[]),
         encode(job, max_bytes=1 << 31),
-        call_s=call_s,
-        load_s=limits.load_s,
-        wall_s=limits.wall_s,
-        value_bytes=limits.value_bytes,
-        output_bytes=limits.output_bytes,
-        on_output=on_output,
+        call_s,
+        limits,
+        on_output,
     )
 
 
 def command_line(mechanism: Mechanism, limits: Limits, user: int | None) -> list[str]:
-    """The command that starts a cage, tied to the life of this process.
+    """The command that starts a cage, tied to the life of this process: that of `keeper.py`.
 
     Args:
         mechanism: One of `mechanisms`.
         limits: What the program may use.
         user: For root, the user that the program is to be.
-
-    Returns:
-        The command line of `keeper.py`.
     """
     settings = {
         "parent": os.getpid(),
@@ -183,34 +125,18 @@ def _program(user: int | None) -> list[str]:
 
 
 def _jail(limits: Limits, user: int | None, *, user_namespace: bool) -> dict[str, object]:
-    needs = interpreter_needs()
-    settings = {
-        "readable": needs.readable,
-        "links": needs.links,
-        "hidden": needs.hidden,
-        "scratch_bytes": limits.scratch_bytes,
-        "user_namespace": user_namespace,
-        "command": _program(user),
-    }
-    return {"jail": settings}
+    settings = vars(interpreter_needs()) | {"scratch_bytes": limits.scratch_bytes, "user_namespace": user_namespace}
+    return {"jail": settings | {"command": _program(user)}}
 
 
 def _bubblewrap(limits: Limits, user: int | None, *, user_namespace: bool) -> dict[str, object]:
     needs = interpreter_needs()
-    argv = [
-        shutil.which("bwrap") or "bwrap",
-        "--die-with-parent",
-        "--clearenv",
-        "--hostname",
-        "cage",
-        "--cap-drop",
-        "ALL",
-    ]
-    argv += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    argv = [shutil.which("bwrap") or "bwrap", *"--die-with-parent --clearenv --hostname cage --cap-drop ALL".split()]
+    argv += "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try".split()
     if user_namespace:
         argv += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
     else:  # for `child.py` to become somebody else with
-        argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        argv += "--cap-add CAP_SETUID --cap-add CAP_SETGID".split()
     # Before what is bound: the interpreter may be installed below a folder of that name.
     argv += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp"]
     devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]

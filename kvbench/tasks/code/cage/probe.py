@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-from kvbench.tasks.code.cage.mechanism import Limits, Mechanism, mechanisms, run_under
+from kvbench.tasks.code.cage.mechanism import Mechanism, mechanisms, run_under
+from kvbench.tasks.code.cage.process import Limits
 from kvbench.tasks.code.cage.wire import WireError, decode
 
 # Times that a busy machine keeps: nothing here waits, unless an attempt gets through.

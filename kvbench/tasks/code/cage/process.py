@@ -1,6 +1,7 @@
 """Starts one caged process, feeds it its job, reads its outputs under deadlines, and ends everything it started."""
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -16,6 +17,49 @@ _GRACE_S = 0.5
 # CPU time is what is limited, and a busy machine gives a process little of it; one that sleeps or waits uses none.
 _WALL_PER_CPU, _MIN_WALL_S = 15.0, 15.0
 _MAX_HEADER_BYTES = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a caged program may use.
+
+    Args:
+        load_s: CPU time to load the program (its top level), in seconds.
+        cpu_s: CPU time of the program for everything, in seconds.
+        wall_s: Time on the clock for everything, in seconds. What a program can do in it depends on what else the
+            machine does, so it only guards against one that waits.
+        memory_bytes: Address space of the program. It is one process and can start no other, so this is the cage's.
+        processes: Threads of the program and processes of the cage together.
+        file_bytes: Size of a file.
+        scratch_bytes: Size of its temporary directory, all files together.
+        open_files: Open files of the program.
+        value_bytes: Size of one output, as sent.
+        output_bytes: Size of all outputs, as sent.
+    """
+
+    load_s: float = 5.0
+    cpu_s: float = 60.0
+    wall_s: float = 300.0
+    memory_bytes: int = 1 << 30
+    processes: int = 16
+    file_bytes: int = 16 << 20
+    scratch_bytes: int = 64 << 20
+    open_files: int = 64
+    value_bytes: int = 8 << 20
+    output_bytes: int = 64 << 20
+
+    def rlimits(self) -> dict[str, int]:
+        """The limits that the kernel keeps for the program: name in `resource` -> value."""
+        return {
+            "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_MEMLOCK": 0,
+        }
 
 
 @dataclass(frozen=True)
@@ -54,13 +98,7 @@ class CageReport:
 
 
 class RunAs(TypedDict, total=False):
-    """Who a process is, as `subprocess.Popen` takes it; empty for whoever starts it.
-
-    Args:
-        user: User id.
-        group: Group id.
-        extra_groups: Further group ids.
-    """
+    """Who a process is, as `subprocess.Popen` takes it; empty for whoever starts it."""
 
     user: int
     group: int
@@ -82,13 +120,7 @@ class Frames:
         return not self.loaded or self.num_outputs == self.num_calls + 1
 
     def feed(self, data: bytes) -> list[Output]:
-        """Take more bytes.
-
-        Args:
-            data: What the pipe gave.
-
-        Returns:
-            The outputs these bytes completed.
+        """Take more bytes of the pipe; gives the outputs that these completed.
 
         Raises:
             ValueError: The bytes are not a report of the next call.
@@ -124,11 +156,7 @@ class Frames:
 
 
 def guard_s(cpu_s: float) -> float:
-    """How long on the clock work may take that has a limit in CPU time, in seconds.
-
-    Args:
-        cpu_s: The limit, in seconds.
-    """
+    """Seconds on the clock that work may take which has a limit in CPU time."""
     return max(_MIN_WALL_S, _WALL_PER_CPU * cpu_s)
 
 
@@ -136,12 +164,8 @@ def run_process(
     argv: Sequence[str],
     run_as: RunAs,
     job: bytes,
-    *,
     call_s: Sequence[float],
-    load_s: float,
-    wall_s: float,
-    value_bytes: int,
-    output_bytes: int,
+    limits: Limits,
     on_output: Callable[[Output], bool] | None = None,
 ) -> CageReport:
     """Run one job in a cage and wait until nothing of it is left.
@@ -151,31 +175,21 @@ def run_process(
         run_as: The user that starts it.
         job: What the process reads on its standard input, after its length in digits and a newline. The pipe stays open
             behind it: its end, which comes with the end of this process, ends the cage.
-        call_s: CPU time of each call, in seconds; kept inside. Here `guard_s` of it bounds the time on the clock.
-        load_s: CPU time for loading the program, in seconds, likewise.
-        wall_s: Time on the clock for everything after the start, in seconds.
-        value_bytes: Largest payload.
-        output_bytes: Most bytes the process may send in all.
+        call_s: CPU time of each call, in seconds; kept inside, as that for loading. Here `guard_s` of it bounds the
+            time on the clock.
+        limits: What the program may use; counted from after the start.
         on_output: Sees each output as it comes, the loading included; a false answer ends the run.
-
-    Returns:
-        The report.
     """
     start = time.monotonic()
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        argv,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd="/",
-        env={},
-        start_new_session=True,
-        **run_as,
+        argv, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env={}, start_new_session=True, **run_as
     )
-    frames = Frames(len(call_s), value_bytes, keep=on_output is None)
+    frames = Frames(len(call_s), limits.value_bytes, keep=on_output is None)
     try:
-        limits = [_STARTUP_S + guard_s(load_s), *map(guard_s, call_s)]
-        status, message = _converse(process, frames, job, limits, start + wall_s, output_bytes, on_output)
+        seconds = [_STARTUP_S + guard_s(limits.load_s), *map(guard_s, call_s)]
+        end = start + limits.wall_s
+        status, message = _converse(process, frames, job, seconds, end, limits.output_bytes, on_output)
         if status == "died" and not frames.num_outputs:
             errors = _pipes(process)[2]
             os.set_blocking(errors.fileno(), False)

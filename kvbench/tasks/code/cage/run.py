@@ -10,12 +10,12 @@ refuses.
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
-from kvbench.tasks.code.cage.advice import advice
-from kvbench.tasks.code.cage.mechanism import Limits, mechanisms, run_under
+from kvbench.tasks.code.cage.mechanism import mechanisms, run_under
 from kvbench.tasks.code.cage.probe import Isolation, check_isolation
-from kvbench.tasks.code.cage.process import CageReport, Output
+from kvbench.tasks.code.cage.process import CageReport, Limits, Output
 
 __all__ = [
     "CageRefused",
@@ -79,14 +79,7 @@ def run(
 
 
 def require_consent(allow_code_execution: bool) -> None:
-    """Stop unless the user agreed to run generated code.
-
-    Args:
-        allow_code_execution: The setting `task.allow_code_execution`.
-
-    Raises:
-        CageRefused: It is not exactly true.
-    """
+    """Raises CageRefused unless the setting `task.allow_code_execution` is exactly true."""
     if allow_code_execution is not True:
         raise CageRefused(
             f"task.allow_code_execution={allow_code_execution}: this task runs code that the model wrote, in a cage,"
@@ -107,10 +100,7 @@ def map_bounded(
         function: Runs one item; it spends its time waiting for its cage.
         items: The items.
         workers: At most this many at a time, at least 1; by default the CPU cores this process may use.
-        after_each: Called in this thread for each item that is done, in their order.
-
-    Returns:
-        One result per item, in order.
+        after_each: Called in this thread for each item that is done, in their order, as the results are.
 
     Raises:
         ValueError: workers below 1.
@@ -118,9 +108,65 @@ def map_bounded(
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
         raise ValueError(f"workers={workers}: at least 1 program at a time. Leave it out for one per CPU core.")
+    found = []
     with ThreadPoolExecutor(workers, thread_name_prefix="cage") as pool:
-        found = []
         for result in pool.map(function, items):
             found.append(result)
             after_each()
-        return found
+    return found
+
+
+def _setting(name: str) -> str | None:
+    """A setting of the kernel (`sysctl`), as text; None where this kernel has none of that name."""
+    try:
+        return Path("/proc/sys", *name.split(".")).read_text().strip()
+    except OSError:
+        return None
+
+
+def advice(missing: Sequence[str], setting: Callable[[str], str | None] = _setting) -> str:
+    """Say what would bring up a cage here.
+
+    Args:
+        missing: For each mechanism that was tried, its name and what it lacks, as `check_isolation` gives them.
+        setting: Name of a kernel setting -> its value, or None where there is no such setting.
+    """
+    said = " ".join(missing)
+    if "no filter of system calls" in said:
+        return "Run it on an x86-64 or 64-bit ARM machine, or with task.allow_code_execution=false."
+    steps = []
+    if setting("user.max_user_namespaces") == "0":
+        steps.append(
+            "The kernel allows no user namespaces, which bubblewrap needs as well: set them"
+            " (`sysctl user.max_user_namespaces=16384`)"
+        )
+    elif "[Errno 28]" in said or "No space left on device" in said:
+        steps.append(
+            "As many user namespaces exist as the kernel allows: end other containers, or allow more"
+            " (`sysctl user.max_user_namespaces`)"
+        )
+    elif setting("kernel.unprivileged_userns_clone") == "0":
+        steps.append(
+            "The kernel keeps user namespaces from ordinary users: permit them"
+            " (`sysctl kernel.unprivileged_userns_clone=1`)"
+        )
+    elif setting("kernel.apparmor_restrict_unprivileged_userns") == "1":
+        steps.append(
+            "AppArmor keeps user namespaces from programs without a profile: install bubblewrap with its profile, or"
+            " permit them (`sysctl kernel.apparmor_restrict_unprivileged_userns=0`)"
+        )
+    elif "Operation not permitted" in said:
+        steps.append(
+            "Something keeps namespaces from this process, as containers do: permit them there (Docker:"
+            " `--security-opt seccomp=unconfined`, or `--cap-add SYS_ADMIN` for root)"
+        )
+    if "Permission denied: '" in said:
+        steps.append(
+            "The cage's user may not start this Python: install it where everybody may read it, or run as root in a"
+            " container that may create namespaces (CAP_SYS_ADMIN)"
+        )
+    if not steps and not any(name.startswith("bubblewrap") for name in missing):
+        steps.append("Install bubblewrap (for example `apt-get install bubblewrap`), a second way to build the cage")
+    if not steps:
+        steps.append("Run where user namespaces are permitted, or as root in a container that may create namespaces")
+    return ". ".join(steps) + "."
