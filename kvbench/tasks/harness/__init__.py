@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -28,7 +29,6 @@ from kvbench.tasks.task import Ask, DataDir, Task
 from kvbench.tasks.taskset import TaskSet
 
 if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task as LmEvalTask
     from transformers import PreTrainedTokenizerBase
 
@@ -89,12 +89,12 @@ class HarnessTask(Task):
     def load(self, ask: Ask) -> TaskSet:
         name, tasks = self.name, self.data(ask.seed, ask.protocol, ask.model.tokenizer)
         assert tasks is not None, "there is a tokenizer"
-        asker = _Asker.make(ask, self.context_field)
+        rendered = self._is_chat(ask)
         requests: list[Request] = []
         docs: dict[str, Doc] = {}
         for leaf, task in tasks.items():
             _check(leaf, task, ask.protocol)
-            for request, doc in asker.requests(leaf, task):
+            for request, doc in self._requests(ask, leaf, task, rendered):
                 requests.append(request)
                 docs[request.sample_id] = doc
         metrics = common_metrics(tasks)
@@ -111,8 +111,8 @@ class HarnessTask(Task):
             "harness": f"lm-eval {version('lm_eval')}",
             "lm_eval_task": name,
             "num_fewshot": {leaf: task.get_config("num_fewshot") for leaf, task in tasks.items()},
-            "chat_template": asker.rendered,
-            "thinking": thinking_label(ask.protocol, asker.rendered),
+            "chat_template": rendered,
+            "thinking": thinking_label(ask.protocol, rendered),
             "thoughts": "not graded",
             "truncation": "beginning" if choices else "middle",
             "metadata": dict(self.metadata or {}),
@@ -135,6 +135,104 @@ class HarnessTask(Task):
             docs=docs,
             weighting=weighting_of(name, self.include_path) if len(tasks) > 1 else "subset",
         )
+
+    def _is_chat(self, ask: Ask) -> bool:
+        """Whether prompts are chats; refuses a protocol that needs one where they are none."""
+        rendered = ask.protocol.chat_template == "always"
+        if rendered:
+            require_template(ask.model)
+            check_template(ask.model, ask.protocol)
+        if ask.protocol.chat_setting is not None and not rendered:
+            raise ValueError(
+                f"{ask.protocol.chat_setting} needs a chat, and lm-eval's tasks are asked as "
+                "plain text; set protocol.chat_template=always"
+            )
+        return rendered
+
+    def _requests(self, ask: Ask, leaf: str, task: "LmEvalTask", rendered: bool) -> "list[tuple[Request, Doc]]":
+        """The requests of a task's documents that a run asks, each with what scores it."""
+        found = []
+        for doc_id, doc in ask.drawn(list(enumerate(task.eval_docs)), leaf):
+            text = task.fewshot_context(
+                doc,
+                num_fewshot=task.get_config("num_fewshot"),
+                system_instruction=ask.protocol.system,
+                apply_chat_template=rendered,
+                fewshot_as_multiturn=rendered,
+                chat_template=partial(render_chat, ask.model, protocol=ask.protocol) if rendered else None,
+                gen_prefix=task.doc_to_prefix(doc),
+            )
+            made = task.construct_requests(doc=doc, ctx=text, metadata=(leaf, doc_id, 1), apply_chat_template=rendered)
+            instances = made if isinstance(made, list) else [made]
+            if len({instance.args[0] for instance in instances}) > 1:
+                raise ValueError(f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}")
+            one = Doc(leaf, task, doc, instances, rendered)
+            build = self._generation if task.OUTPUT_TYPE == "generate_until" else self._choices
+            found.append((build(ask, f"{leaf}/{doc_id}", one), one))
+        return found
+
+    def _border(self, ask: Ask, one: Doc, text: str) -> int:
+        """Where the question begins; the end of the prompt when the protocol does not divide it."""
+        if ask.protocol.query_aware:
+            return len(text)
+        task, doc = one.task, one.doc
+        question = task.doc_to_text(doc)
+        start = text.rfind(question.strip()) if isinstance(question, str) else -1
+        context = self._context(doc, question.strip()) if start >= 0 else ""
+        if context:
+            return text.index(context, start) + len(context)
+        if start <= 0 or not task.get_config("num_fewshot"):
+            raise ValueError(
+                f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
+                f"task.name={one.leaf} have none; name the field of its documents that is the context with "
+                f"task.context_field= (they have {', '.join(sorted(doc))}), set task.num_fewshot above 0, or "
+                "protocol.query_aware=true"
+            )
+        return start
+
+    def _context(self, doc: dict, question: str) -> str:
+        """The text that the question of a document is about, as it stands in it; empty where there is none."""
+        for name in CONTEXT_FIELDS if self.context_field is None else (self.context_field,):
+            found = doc.get(name)
+            # A field that ends the question is the question.
+            if isinstance(found, str) and found.strip() in question and not question.endswith(found.strip()):
+                return found.strip()
+        return ""
+
+    def _generation(self, ask: Ask, sample_id: str, one: Doc) -> Request:
+        text, generation = one.instances[0].args[:2]
+        # lm-eval has put what the system says into the text.
+        rules, protocol = generation_rules(generation, replace(ask.protocol, system=None))
+        builder = PromptBuilder(ask.model, protocol, rules, rendered=one.chat)
+        border = self._border(ask, one, text)
+        target = gold = one.task.doc_to_target(one.doc)
+        gold = gold[0] if isinstance(gold, list) and gold else gold
+        request = builder.build(
+            sample_id=sample_id,
+            subset=one.leaf,
+            context=text[:border],
+            question=text[border:],
+            gold=gold if isinstance(gold, str) else "",
+            answers=[str(one) for one in (target if isinstance(target, list) else [target])],
+        )
+        one.opened = builder.opens_thoughts(request)
+        return request
+
+    def _choices(self, ask: Ask, sample_id: str, one: Doc) -> Request:
+        text = one.instances[0].args[0]
+        border = self._border(ask, one, text)
+        gold = one.task.doc_to_target(one.doc) if one.task.OUTPUT_TYPE == "multiple_choice" else 0
+        request = choice_request(
+            ask.model,
+            sample_id=sample_id,
+            subset=one.leaf,
+            context=text[:border],
+            question=text[border:],
+            continuations=[instance.args[1] for instance in one.instances],
+            rendered=one.chat,
+            gold=gold if isinstance(gold, int) and 0 <= gold < len(one.instances) else None,
+        )
+        return replace(request, meta={"num_choices": len(one.instances)})
 
 
 def _check(leaf: str, task: "LmEvalTask", protocol: Protocol) -> None:
@@ -160,118 +258,3 @@ def _check(leaf: str, task: "LmEvalTask", protocol: Protocol) -> None:
         raise ValueError(
             f"task.name={leaf} scores choices, which are not sampled; set protocol.num_samples=1 and temperature=0"
         )
-
-
-@dataclass(frozen=True)
-class _Asker:
-    """Turns lm-eval's documents into requests for one model and protocol."""
-
-    ask: Ask
-    rendered: bool
-    context_field: str | None
-
-    @classmethod
-    def make(cls, ask: Ask, context_field: str | None) -> "_Asker":
-        model, protocol = ask.model, ask.protocol
-        rendered = protocol.chat_template == "always"
-        if rendered:
-            require_template(model)
-            check_template(model, protocol)
-        if protocol.chat_setting is not None and not rendered:
-            raise ValueError(
-                f"{protocol.chat_setting} needs a chat, and lm-eval's tasks are asked as "
-                "plain text; set protocol.chat_template=always"
-            )
-        return cls(ask, rendered, context_field)
-
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return render_chat(self.ask.model, messages, self.ask.protocol, add_generation_prompt)
-
-    def requests(self, leaf: str, task: "LmEvalTask") -> "list[tuple[Request, Doc]]":
-        """The requests of a task's documents that a run asks, each with what scores it."""
-        found = []
-        for doc_id, doc in self.ask.drawn(list(enumerate(task.eval_docs)), leaf):
-            text = task.fewshot_context(
-                doc,
-                num_fewshot=task.get_config("num_fewshot"),
-                system_instruction=self.ask.protocol.system,
-                apply_chat_template=self.rendered,
-                fewshot_as_multiturn=self.rendered,
-                chat_template=self._render if self.rendered else None,
-                gen_prefix=task.doc_to_prefix(doc),
-            )
-            made = task.construct_requests(
-                doc=doc, ctx=text, metadata=(leaf, doc_id, 1), apply_chat_template=self.rendered
-            )
-            instances = made if isinstance(made, list) else [made]
-            if len({instance.args[0] for instance in instances}) > 1:
-                raise ValueError(f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}")
-            build = self._generation if task.OUTPUT_TYPE == "generate_until" else self._choices
-            request, opened = build(f"{leaf}/{doc_id}", leaf, task, doc, instances)
-            found.append((request, Doc(leaf, task, doc, instances, self.rendered, opened)))
-        return found
-
-    def _border(self, leaf: str, task: "LmEvalTask", doc: dict, text: str) -> int:
-        """Where the question begins; the end of the prompt when the protocol does not divide it."""
-        if self.ask.protocol.query_aware:
-            return len(text)
-        question = task.doc_to_text(doc)
-        start = text.rfind(question.strip()) if isinstance(question, str) else -1
-        context = self._context(doc, question.strip()) if start >= 0 else ""
-        if context:
-            return text.index(context, start) + len(context)
-        if start <= 0 or not task.get_config("num_fewshot"):
-            raise ValueError(
-                f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
-                f"task.name={leaf} have none; name the field of its documents that is the context with "
-                f"task.context_field= (they have {', '.join(sorted(doc))}), set task.num_fewshot above 0, or "
-                "protocol.query_aware=true"
-            )
-        return start
-
-    def _context(self, doc: dict, question: str) -> str:
-        """The text that the question of a document is about, as it stands in it; empty where there is none."""
-        for name in CONTEXT_FIELDS if self.context_field is None else (self.context_field,):
-            found = doc.get(name)
-            # A field that ends the question is the question.
-            if isinstance(found, str) and found.strip() in question and not question.endswith(found.strip()):
-                return found.strip()
-        return ""
-
-    def _generation(
-        self, sample_id: str, leaf: str, task: "LmEvalTask", doc: dict, instances: "list[Instance]"
-    ) -> tuple[Request, bool]:
-        text, generation = instances[0].args[:2]
-        # lm-eval has put what the system says into the text.
-        rules, protocol = generation_rules(generation, replace(self.ask.protocol, system=None))
-        builder = PromptBuilder(self.ask.model, protocol, rules, rendered=self.rendered)
-        border = self._border(leaf, task, doc, text)
-        target = gold = task.doc_to_target(doc)
-        gold = gold[0] if isinstance(gold, list) and gold else gold
-        request = builder.build(
-            sample_id=sample_id,
-            subset=leaf,
-            context=text[:border],
-            question=text[border:],
-            gold=gold if isinstance(gold, str) else "",
-            answers=[str(one) for one in (target if isinstance(target, list) else [target])],
-        )
-        return request, builder.opens_thoughts(request)
-
-    def _choices(
-        self, sample_id: str, leaf: str, task: "LmEvalTask", doc: dict, instances: "list[Instance]"
-    ) -> tuple[Request, bool]:
-        text = instances[0].args[0]
-        border = self._border(leaf, task, doc, text)
-        gold = task.doc_to_target(doc) if task.OUTPUT_TYPE == "multiple_choice" else 0
-        request = choice_request(
-            self.ask.model,
-            sample_id=sample_id,
-            subset=leaf,
-            context=text[:border],
-            question=text[border:],
-            continuations=[instance.args[1] for instance in instances],
-            rendered=self.rendered,
-            gold=gold if isinstance(gold, int) and 0 <= gold < len(instances) else None,
-        )
-        return replace(request, meta={"num_choices": len(instances)}), False
