@@ -1,10 +1,11 @@
 """Stored runs as a table of pandas."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.evidence.load import find_runs, results_root
 from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, answers_of, read_samples
@@ -39,9 +40,7 @@ def load(results_dir: str | Path = "results", *, samples: bool = False) -> "Data
     """
     import pandas as pd
 
-    root = Path(results_dir)
-    if not root.is_dir():
-        raise ValueError(f"results_dir={results_dir} is not a folder; run an experiment first, or give its folder")
+    root = results_root(results_dir)
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for folder, record in find_runs(root, left_out):
@@ -61,23 +60,6 @@ def load(results_dir: str | Path = "results", *, samples: bool = False) -> "Data
     table = pd.DataFrame(rows)
     table.attrs["left_out"] = left_out
     return table
-
-
-def find_runs(root: Path, left_out: dict[str, str]) -> Iterator[tuple[Path, RunRecord]]:
-    """The runs below a folder, in the order of their names.
-
-    Args:
-        root: A results folder.
-        left_out: Gets the name of each run that cannot be read, and why.
-    """
-    for path in sorted(root.glob("*/*/*/*/run.json")):
-        try:
-            record = RunRecord.load(path.parent)
-        except (ValueError, OSError) as error:
-            left_out[path.parent.relative_to(root).as_posix()] = str(error)
-            continue
-        if record is not None:  # else somebody removes the folder right now
-            yield path.parent, record
 
 
 def run_row(record: RunRecord, folder: Path) -> dict[str, Any]:

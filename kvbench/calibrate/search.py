@@ -25,7 +25,7 @@ from kvbench.config import durable, files
 from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.errors import check_whole, unknown_name
-from kvbench.evidence.compare import check_margin
+from kvbench.evidence.settings import check_margin
 from kvbench.results import identity
 from kvbench.results.journal import run_lock
 from kvbench.results.measures import LOSSES

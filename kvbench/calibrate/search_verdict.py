@@ -9,7 +9,7 @@ from kvbench.calibrate.measure import Trial
 from kvbench.calibrate.plan import Rule
 from kvbench.evidence.dominance import best_so_far, is_cheaper
 from kvbench.evidence.frontier import Panel, Point, build, difference
-from kvbench.evidence.runs import Group, StoredRun
+from kvbench.evidence.load import Group, StoredRun
 from kvbench.results import summary
 from kvbench.results.measures import RESIDENT
 from kvbench.results.record import Counts, RunRecord, now

@@ -10,10 +10,9 @@ from kvbench.cli import advise_table
 from kvbench.cli.advice import Advice, Asked, Quality, Speed
 from kvbench.config.files import FULL
 from kvbench.errors import check_whole
-from kvbench.evidence.compare import check_margin
 from kvbench.evidence.comparison import ComparedRun, compare_group
-from kvbench.evidence.load import load_groups
-from kvbench.evidence.runs import Group, StoredRun
+from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.settings import check_margin
 from kvbench.policy import MAX_TOKENS
 from kvbench.rules import Whole
 from kvbench.runs.parts import read_bytes

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvbench.evidence.pairing import Curve, SampleName, curve_of, strata
-from kvbench.evidence.runs import StoredRun
+from kvbench.evidence.load import StoredRun
+from kvbench.evidence.samples import Curve, SampleName, by_subset, curve_of, shared
+from kvbench.evidence.settings import Bytes
 from kvbench.results.measures import RESIDENT, Measure
 from kvbench.stats.strata import Strata, weighed
 
 TIE = 0.01  # bytes within this share of one another are the same
 STEP = 1e-6
-Range = tuple[float, float]
 
 
 class OutOfRange(ValueError):
@@ -71,7 +71,7 @@ def resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
     return share + (held[:, 0] - share * held[:, 1]) / held[:, 1].mean()
 
 
-def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: float | Range) -> Curve:
+def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes) -> Curve:
     """A method's values at some bytes, or their mean over a range of bytes.
 
     Args:
@@ -85,11 +85,11 @@ def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: float 
         OutOfRange: The runs do not span these bytes.
     """
     curves = [curve_of(run, what) for run in runs]
-    shared = set.intersection(*(set(curve.values) for curve in curves))
+    common = shared(curves)
     ends = np.log(np.atleast_1d(np.asarray(wanted, dtype=float)) / 100)
-    if len(runs) < 2 or not shared:
+    if len(runs) < 2 or not common:
         raise OutOfRange(f"{name} has no two runs with common samples, so it has no curve over bytes")
-    members = strata(shared)
+    members = by_subset(common)
     names = [sample for group in members.values() for sample in group]
     shares = np.stack([resident_share(run, names) for run in runs], axis=1)
     order = np.argsort(shares.mean(axis=0))
@@ -106,8 +106,7 @@ def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: float 
     )
     read = _at if len(ends) == 1 else _area
     pseudo = _pseudo_values(values, (shares - means) / means, x, lambda y, places: read(y, places, ends))
-    text = f"{name} at {wanted:g} %" if len(ends) == 1 else f"{name}, {100 * np.exp(ends[0]):g} to "
-    text += "" if len(ends) == 1 else f"{100 * np.exp(ends[1]):g} %"
+    text = f"{name} at {wanted:g} %" if len(ends) == 1 else f"{name}, {{:g}} to {{:g}} %".format(*100 * np.exp(ends))
     found = dict(zip(names, pseudo.tolist(), strict=True))
     total = max(curve.total for curve in curves)
     return Curve(

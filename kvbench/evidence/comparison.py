@@ -7,10 +7,9 @@ from omegaconf import DictConfig
 
 from kvbench.config.files import FULL
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of, unbounded
-from kvbench.evidence.changes import Change, changes
-from kvbench.evidence.load import fits_settings
-from kvbench.evidence.pairing import Curve, NoCommonSample, Pairs, curve_of, measure, noise, pair
-from kvbench.evidence.runs import Group, StoredRun
+from kvbench.evidence.load import Group, StoredRun, fits_settings
+from kvbench.evidence.samples import Change, Curve, NoCommonSample, Pairs, changes, curve_of, measure, noise, pair
+from kvbench.evidence.settings import Bytes, bytes_wanted
 from kvbench.results.measures import Measure
 from kvbench.stats.paired import ALPHA, Paired, holm
 from kvbench.stats.studentised import resamples_for
@@ -31,8 +30,7 @@ class ComparedRun:
     pairs: Pairs
     found: Paired
     extremes: tuple[Paired | None, Paired | None] | None
-    """The same with every missing answer as bad, and as good, as it can be, in the direction of the values; None where
-    none is missing, a None inside where a missing value could be anything."""
+    """The same with every missing answer as bad, and as good, as it can be: `Pairs.extremes`."""
     margin: float
     """Largest difference that counts as none."""
     null: float
@@ -57,11 +55,6 @@ class ComparedRun:
         return self.found.interval[0]
 
     @property
-    def interval_kind(self) -> str:
-        """How it was computed; empty without one."""
-        return self.found.interval[1]
-
-    @property
     def p(self) -> float | None:
         """Two-sided p value of a difference no larger than `null`."""
         return self.found.p_beyond(self.null)
@@ -74,9 +67,8 @@ class ComparedRun:
     @property
     def p_equal(self) -> float | None:
         """p value of the equivalence test, the largest that missing answers allow."""
-        found = [self.found.p_within(self.margin)]
-        for extreme in self.extremes or ():
-            found.append(extreme.p_within(self.margin) if extreme is not None else None)
+        each = [self.found, *(self.extremes or ())]
+        found = [None if one is None else one.p_within(self.margin) for one in each]
         known = [p for p in found if p is not None]
         return max(known) if len(known) == len(found) else None
 
@@ -112,7 +104,7 @@ class ComparedRun:
 
     @property
     def verdict(self) -> str:
-        """What is shown: `worse`, `better`, `equal`, `cannot tell`, or `too few answers`."""
+        """`worse`, `better`, `equal`, `cannot tell`, or `too few answers`."""
         if not self.pairs.is_enough:
             return TOO_FEW
         if self.p_holm is not None and self.p_holm < ALPHA and self._stands():
@@ -155,36 +147,55 @@ def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> 
     return fits[0] if fits else None
 
 
-def _reference(group: Group, run: StoredRun, against: StoredRun) -> StoredRun:
-    """The run to compare with: a full cache of the run's own batch size and backend when there is one."""
-    if against.method != FULL or run.method == FULL:
-        return against
-    return next((full for full in group.repeats if full.conditions == run.conditions), against)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Side:
     curve: Curve
-    run: StoredRun | None
-    is_full: bool
+    run: StoredRun | None = None
+    is_full: bool = False
 
 
-def _compare(mine: _Side, theirs: _Side, what: Measure, cfg: DictConfig, tolerance: float) -> ComparedRun:
-    """Compare two sides on the samples both have; raises NoCommonSample without one."""
-    pairs = pair(mine.curve, theirs.curve, what)
-    margin = margin_of(cfg, what)
-    return ComparedRun(
-        label=mine.curve.label,
-        other_label=theirs.curve.label,
-        run=mine.run,
-        what=what,
-        pairs=pairs,
-        found=pairs.paired(what, cfg.resamples, cfg.seed),
-        extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
-        margin=margin,
-        null=margin if what.is_fidelity and theirs.is_full else 0.0,
-        changes=changes(mine.run, theirs.run, pairs, what, tolerance),
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Comparing:
+    """Settings of the comparisons of one group, and what could not be compared."""
+
+    cfg: DictConfig
+    what: Measure
+    tolerance: float
+    notes: list[str]
+
+    def side(self, run: StoredRun) -> _Side:
+        return _Side(curve=curve_of(run, self.what), run=run, is_full=run.method == FULL)
+
+    def rows(self, sides: Sequence[tuple[_Side, _Side]]) -> list[ComparedRun]:
+        """Compare pairs of sides; those without a common sample get a note."""
+        found = []
+        for mine, theirs in sides:
+            try:
+                found.append(self._row(mine, theirs))
+            except NoCommonSample as error:
+                self.notes.append(f"not compared: {error}")
+                continue
+            if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
+                both = f"{mine.run.label} and {theirs.run.label}"
+                self.notes.append(f"{both} ran with another batch size or backend, which adds noise")
+        correct(found)
+        return found
+
+    def _row(self, mine: _Side, theirs: _Side) -> ComparedRun:
+        cfg, what = self.cfg, self.what
+        pairs, margin = pair(mine.curve, theirs.curve, what), margin_of(cfg, what)
+        return ComparedRun(
+            label=mine.curve.label,
+            other_label=theirs.curve.label,
+            run=mine.run,
+            what=what,
+            pairs=pairs,
+            found=pairs.paired(what, cfg.resamples, cfg.seed),
+            extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
+            margin=margin,
+            null=margin if what.is_fidelity and theirs.is_full else 0.0,
+            changes=changes(mine.run, theirs.run, pairs, what, self.tolerance),
+        )
 
 
 def margin_of(cfg: DictConfig, what: Measure) -> float:
@@ -205,66 +216,51 @@ def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], lis
     Raises:
         ValueError: The metric does not exist, or `against` fits several runs.
     """
-    wanted = cfg.get("at_bytes")
+    wanted = bytes_wanted(cfg.get("at_bytes"))
     what = measure(str(cfg.metric), group)
     tolerance, source = noise(group, what)
     notes = [f"{what.title}: differences of a sample up to {tolerance:.2g} count as noise ({source})"] if source else []
     if margin_of(cfg, what) < tolerance:
         notes.append(f"margin={margin_of(cfg, what):g} is below the noise of a sample, so it proves nothing small")
+    comparing = _Comparing(cfg=cfg, what=what, tolerance=tolerance, notes=notes)
     if wanted is not None:
-        rows, said = _at_equal_bytes(group, what, wanted, cfg, tolerance)
-        return rows, [*said, *(notes if rows else [])]
+        comparing = replace(comparing, what=unbounded(what), notes=[])
+        rows = _at_equal_bytes(group, what, wanted, comparing)
+        return rows, [*comparing.notes, *(notes if rows else [])]
     against = find(group, str(cfg.against), cfg.get("where"))
     if against is None:
         return [], [f"{group.title}: no run fits against={cfg.against}, so nothing is compared"]
-    rows = []
+    sides = []
     for run in group.runs:
-        if run is against:
-            continue
-        other = _reference(group, run, against)
-        sides = [_Side(curve=curve_of(item, what), run=item, is_full=item.method == FULL) for item in (run, other)]
-        try:
-            rows.append(_compare(sides[0], sides[1], what, cfg, tolerance))
-        except NoCommonSample as error:
-            notes.append(f"not compared: {error}")
-            continue
-        if run.conditions != other.conditions:
-            notes.append(f"{run.label} and {other.label} ran with another batch size or backend, which adds noise")
-    correct(rows)
-    return rows, notes
+        if run is not against:
+            # A full cache of the run's own batch size and backend where there is one.
+            same = (full for full in group.repeats if full.conditions == run.conditions)
+            other = against if against.method != FULL or run.method == FULL else next(same, against)
+            sides.append((comparing.side(run), comparing.side(other)))
+    return comparing.rows(sides), notes
 
 
-def _at_equal_bytes(
-    group: Group, what: Measure, wanted: object, cfg: DictConfig, tolerance: float
-) -> tuple[list[ComparedRun], list[str]]:
+def _at_equal_bytes(group: Group, what: Measure, wanted: Bytes, comparing: _Comparing) -> list[ComparedRun]:
     """Compare the methods' curves over their budgets at the same bytes; the full cache is what it is."""
-    bytes_wanted = (float(wanted[0]), float(wanted[1])) if not isinstance(wanted, int | float) else float(wanted)  # type: ignore[index]
-    name, smooth = str(cfg.against), unbounded(what)
+    name, notes = str(comparing.cfg.against), comparing.notes
     sides: dict[str, _Side] = {}
-    notes = []
     for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
         try:
-            sides[title] = _Side(curve=at_bytes(title, runs, what, bytes_wanted), run=None, is_full=False)
+            sides[title] = _Side(curve=at_bytes(title, runs, what, wanted))
         except OutOfRange as error:
             notes.append(f"not compared: {error}")
-    if name == FULL:
-        full = group.reference
-        against = None if full is None else _Side(curve=curve_of(full, what), run=None, is_full=True)
-    else:
+    against: _Side | None = None
+    if name != FULL:
         fits = [title for title in sides if name in (title, title.split()[0])]
         if len(fits) > 1:
             raise ValueError(f"against={name} fits {len(fits)} curves; give one of them in quotes: {', '.join(fits)}")
         against = sides.pop(fits[0]) if fits else None
+    elif group.reference is not None:
+        against = _Side(curve=curve_of(group.reference, what), is_full=True)
     if against is None:
-        return [], [*notes, f"{group.title}: no curve fits against={name}, so nothing is compared"]
-    rows = []
-    for side in sides.values():
-        try:
-            rows.append(_compare(side, against, smooth, cfg, tolerance))
-        except NoCommonSample as error:
-            notes.append(f"not compared: {error}")
-    correct(rows)
-    return rows, notes
+        notes.append(f"{group.title}: no curve fits against={name}, so nothing is compared")
+        return []
+    return comparing.rows([(side, against) for side in sides.values()])
 
 
 def correct(rows: Sequence[ComparedRun]) -> None:

@@ -6,8 +6,7 @@ from itertools import combinations
 import numpy as np
 
 from kvbench.evidence.budget_curves import TIE
-from kvbench.evidence.costs import Cost
-from kvbench.evidence.frontier import Panel, Point, difference
+from kvbench.evidence.frontier import Cost, Panel, Point, difference
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA, Paired, holm
 from kvbench.stats.signs import sign_flips

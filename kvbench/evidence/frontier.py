@@ -1,27 +1,49 @@
-"""Quality against cost: one point per run, measured on the samples that all runs have."""
+"""Quality against cost: one point per run, measured on the samples that all runs have, and means over groups.
+
+Groups may ask the same questions: under other seeds, protocols or lengths. So a mean over groups resamples questions,
+not rows: all answers to one question stay together, and n is the number of distinct questions.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from omegaconf import DictConfig
 
 from kvbench.evidence.budget_curves import series_of
 from kvbench.evidence.comparison import margin_of
-from kvbench.evidence.costs import NO_EVIDENCE, Cost, Interval, costs_of
-from kvbench.evidence.load import version
-from kvbench.evidence.pairing import ENOUGH, SampleName, curve_of, measure, strata
+from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.published import PublishedPoint
-from kvbench.evidence.runs import Group, StoredRun
-from kvbench.results.measures import COSTS, Measure
+from kvbench.evidence.samples import ENOUGH, SampleName, by_subset, curve_of, measure, strata_of
+from kvbench.results.measures import COSTS, TIME, Measure
+from kvbench.results.sample import SampleRecord
+from kvbench.results.summary import values_by_sample
+from kvbench.stats import studentised
 from kvbench.stats.intervals import YES_NO, estimate
 from kvbench.stats.paired import Paired
-from kvbench.stats.strata import FEWEST_SAMPLES, Strata, weighed
+from kvbench.stats.strata import FEWEST_SAMPLES, Strata, has_spread, weighed
 from kvbench.stats.studentised import RESAMPLES, SEED
 
+Interval = tuple[float, float]
 Question = tuple[str, str, str]  # task, subset, sample id
+Questions = list[list[Question]]  # of each subset
+# Two passes of the same thing at other hours differ by more than the samples of one pass do, so an interval over
+# samples would be one of the machine's load. Only interleaved rounds (`kvbench bench`) measure time.
+NO_EVIDENCE = frozenset({TIME.name})
+
+
+@dataclass(kw_only=True)
+class Cost:
+    """What one run costs: bytes against the FP16 cache of the same tokens, or time."""
+
+    value: float
+    interval: Interval | None
+    """None where nothing can be said: too few samples, or a time."""
+    shares: Strata | None
+    """What each sample adds to the value, to first order: `value` is their mean. None for what is no evidence."""
 
 
 @dataclass(kw_only=True)
@@ -29,7 +51,7 @@ class Point:
     """One run: its quality and its costs."""
 
     key: str
-    """Method and settings, for finding the same thing in another group."""
+    """Method, settings and conditions, for finding the same thing in another group."""
     label: str
     method: str
     family: str
@@ -37,9 +59,9 @@ class Point:
     scores: Strata
     """The metric of each sample."""
     score_interval: Interval | None
-    quality: float
+    quality: float = 0.0
     """What is drawn: the paired difference to the full cache, or the score without one."""
-    interval: Interval | None
+    interval: Interval | None = None
     """95 % interval of the quality; None where nothing can be said, and for the full cache beside itself."""
     costs: dict[str, Cost]
     names: list[str] = field(default_factory=list)
@@ -60,9 +82,7 @@ class Panel:
     """Model and version of the code: what panels must share to be averaged."""
     what: Measure
     points: list[Point]
-    questions: list[list[Question]]
-    """The samples of each subset."""
-    total: int
+    questions: Questions
     reference: str | None
     """Key of the full cache that the quality is a difference to; None when there is none."""
     margin: float
@@ -89,6 +109,16 @@ class Panel:
     def find(self, key: str | None) -> Point | None:
         """The point of a key."""
         return next((point for point in self.points if point.key == key), None)
+
+    def set_quality(self) -> None:
+        """Set what is drawn of each point: the difference to the reference with its interval, or the score."""
+        full = self.find(self.reference)
+        for point in self.points:
+            if full is None:
+                point.quality, point.interval = point.score, point.score_interval
+            elif point is not full:
+                found = difference(point.scores, full.scores, self.what, self.resamples, self.seed)
+                point.quality, point.interval = found.value, found.interval[0]
 
 
 def difference(mine: Strata, theirs: Strata, what: Measure, resamples: int, seed: int) -> Paired:
@@ -124,24 +154,61 @@ def question(group: Group, sample: SampleName) -> Question:
 def family(runs: Sequence[StoredRun]) -> str:
     """Say what a method did in any of some runs: store fewer bits, keep fewer tokens, both or neither."""
     evicts = quantises = False
-    for run in runs:
-        for record in run.samples.values():
-            share, payload, fp16 = (
-                record["kept"].get("slot_ratio"),
-                *(record["ledger"].get(name) for name in ("payload_bytes", "fp16_bytes")),
-            )
-            if record["status"] != "ok" or not share or payload is None or fp16 is None:
-                continue
-            evicts |= share < 0.999
-            # Without a residual the payload of 16-bit slots is exactly their share of the fp16 bytes.
-            quantises |= payload < 0.97 * share * fp16
+    for record in (record for run in runs for record in run.samples.values()):
+        share = record["kept"].get("slot_ratio")
+        payload, fp16 = (record["ledger"].get(name) for name in ("payload_bytes", "fp16_bytes"))
+        if record["status"] != "ok" or not share or payload is None or fp16 is None:
+            continue
+        evicts |= share < 0.999
+        # Without a residual the payload of 16-bit slots is exactly their share of the fp16 bytes.
+        quantises |= payload < 0.97 * share * fp16
     if evicts and quantises:
         return "quantises and evicts"
     return "evicts" if evicts else "quantises" if quantises else "16 bits, keeps all"
 
 
+def _columns(
+    runs: Sequence[StoredRun], samples: Questions | list[list[SampleName]], pick: Callable[[SampleRecord], float | None]
+) -> list[np.ndarray]:
+    """One number per sample and run, [n, runs] for each subset; NaN where a record lacks it."""
+    tables = []
+    for run in runs:
+        found, _ = values_by_sample(run.samples.values(), pick)
+        tables.append({(subset, s): value for subset, values in found.items() for s, value in values.items()})
+    return [np.array([[t.get(s, np.nan) for t in tables] for s in members]) for members in samples]
+
+
+def costs_of(axis: Measure, runs: Sequence[StoredRun], samples: list[list[SampleName]]) -> list[Cost | None]:
+    """One cost of each run over the same samples, those of each subset; None where its records lack what it needs."""
+    above, below = (_columns(runs, samples, pick) for pick in (axis.above, axis.below))
+    found: list[Cost | None] = []
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values = np.concatenate(above).sum(axis=0) / np.concatenate(below).sum(axis=0)
+        scale = np.concatenate(below).mean(axis=0)
+    for index, value in enumerate(values):
+        if not np.isfinite(value):
+            found.append(None)
+        elif axis.name in NO_EVIDENCE:
+            found.append(Cost(value=float(value), interval=None, shares=None))
+        else:
+            both = zip(above, below, strict=True)
+            parts = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
+            shares = weighed(parts, "sample")
+            found.append(Cost(value=float(value), interval=cost_interval(shares), shares=shares))
+    return found
+
+
+def cost_interval(shares: Strata) -> Interval | None:
+    """95 % interval of a cost; without width where no sample costs another share."""
+    value = float(shares.mean())
+    if shares.count < FEWEST_SAMPLES:
+        return None
+    pooled = Strata((shares.flat,), (1.0,)) if shares.weighs_samples_alike else shares
+    return studentised.interval(pooled) if any(map(has_spread, pooled.values)) else (value, value)
+
+
 def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[SampleName, float]]:
-    """The quality values of the runs that can be drawn, by folder."""
+    """The quality values of the runs that can be drawn, by folder; the notes say why the others cannot."""
     curves = {run.name: curve_of(run, what) for run in group.runs}
     whole = max((curves[run.name].total for run in group.runs if run.complete), default=0)
     result = {}
@@ -174,13 +241,13 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     what, notes = measure(str(cfg.metric), group), list(group.notes)
     found = _drawable(group, what, cfg.incomplete, notes)
     runs = [run for run in group.runs if run.name in found]
-    shared = set.intersection(*map(set, found.values())) if found else set()
-    if not shared:
+    common = set.intersection(*map(set, found.values())) if found else set()
+    if not common:
         group.notes = [*notes, f"{group.title}: no sample that all runs share, so nothing is drawn"]
         return None
-    samples, total = strata(shared), max(curve_of(run, what).total for run in runs)
-    if len(shared) < total:
-        notes.append(f"every number here is over the {len(shared)} of {total} samples that all drawn runs have")
+    samples, total = list(by_subset(common).values()), max(curve_of(run, what).total for run in runs)
+    if len(common) < total:
+        notes.append(f"every number here is over the {len(common)} of {total} samples that all drawn runs have")
     reference = group.reference if group.reference in runs and cfg.quality == "difference" else None
     if cfg.quality == "difference" and reference is None:
         notes.append(f"{group.title}: there is no complete run of the full cache, so scores are drawn, not differences")
@@ -188,38 +255,33 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
     families = {run.name: family(members) for members in series_of(runs).values() for run in members}
     points = []
     for index, run in enumerate(runs):
-        values = [[found[run.name][s] for s in members] for members in samples.values()]
-        scores = weighed(values, run.record.weighting)
+        scores = strata_of(found[run.name], samples, run.record.weighting)
         points.append(
             Point(
-                key=key_of_run(run),
+                key=run.key,
                 label=run.label,
                 method=run.method,
                 family=families[run.name],
                 scores=scores,
                 score_interval=score_interval(scores, what),
-                quality=float(scores.mean()),
-                interval=None,
                 costs={name: cost for name, of_run in costs.items() if (cost := of_run[index]) is not None},
                 names=[run.name],
             )
         )
     panel = Panel(
         title=group.title,
-        kin=f"{group.model}, code {version(group.runs[0])}",
+        kin=f"{group.model}, code {group.runs[0].version}",
         what=what,
         points=points,
-        questions=[[question(group, sample) for sample in members] for members in samples.values()],
-        total=total,
-        reference=key_of_run(reference) if reference else None,
+        questions=[[question(group, sample) for sample in members] for members in samples],
+        reference=reference.key if reference else None,
         margin=margin_of(cfg, what),
         resamples=cfg.resamples,
         seed=cfg.seed,
         notes=notes,
     )
-    set_quality(panel)
-    repeats = [key_of_run(run) for run in group.repeats if run in runs]
-    _set_band(panel, repeats)
+    panel.set_quality()
+    _set_band(panel, [run.key for run in group.repeats if run in runs])
     if not panel.is_enough:
         panel.notes.append(
             f"n too small: {panel.num_samples} samples, and {FEWEST_SAMPLES} are needed (two in each subset), so "
@@ -227,25 +289,6 @@ def build(group: Group, cfg: DictConfig) -> Panel | None:
         )
     _check_time(panel, runs)
     return panel
-
-
-def key_of_run(run: StoredRun) -> str:
-    """What finds the same method with the same settings, under the same conditions, in another group."""
-    settings = json.dumps([run.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
-    return " ".join([run.method, settings, *run.conditions])
-
-
-def set_quality(panel: Panel) -> None:
-    """Set what is drawn of each point: the difference to the reference with its interval, or the score without one."""
-    full = panel.find(panel.reference)
-    for point in panel.points:
-        if full is None:
-            point.quality, point.interval = point.score, point.score_interval
-        elif point is full:
-            point.quality, point.interval = 0.0, None
-        else:
-            found = difference(point.scores, full.scores, panel.what, panel.resamples, panel.seed)
-            point.quality, point.interval = found.value, found.interval[0]
 
 
 def _set_band(panel: Panel, repeats: Sequence[str]) -> None:
@@ -269,10 +312,118 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
             for name in NO_EVIDENCE:
                 point.costs.pop(name, None)
         panel.notes.append(f"no time axis: the runs were made on {len(places)} machines ({', '.join(sorted(places))})")
-    else:
-        panel.notes.append(
-            "times are no evidence: each run was timed by itself, with whatever else the machine did; they have no "
-            "interval and no standing. `kvbench bench` times methods in turn"
+        return
+    panel.notes.append(
+        "times are no evidence: each run was timed by itself, with whatever else the machine did; they have no "
+        "interval and no standing. `kvbench bench` times methods in turn"
+    )
+    if any(run.record.backend == "torch" for run in runs):
+        panel.notes.append("times with backend torch are no claim: it is the plain reference, made to be right")
+
+
+def averages(panels: Sequence[Panel]) -> list[Panel]:
+    """Average the groups of each model and version of the code, every group with the same weight.
+
+    Args:
+        panels: The groups' panels; they get a note where they are not averaged because their code differs.
+
+    Returns:
+        Panels with the points that all of their groups have; none where there are fewer than two of those, or where
+        the groups measure different things.
+    """
+    kins: dict[str, list[Panel]] = {}
+    for panel in panels:
+        kins.setdefault(panel.kin, []).append(panel)
+    if len(kins) > 1:
+        for panel in panels:
+            panel.notes.append("no mean over groups of different models or versions of the code is taken")
+    found = []
+    for kin, members in kins.items():
+        if len(members) > 1 and len({(panel.what.scale, panel.what.higher_is_better) for panel in members}) == 1:
+            title = f"mean over {len(members)} groups with {kin.partition(',')[0]}"
+            found.append(_average(title, members))
+    return [panel for panel in found if len(panel.points) > 1]
+
+
+def _average(title: str, panels: Sequence[Panel]) -> Panel:
+    found = {point.key: [other for panel in panels if (other := panel.find(point.key))] for point in panels[0].points}
+    in_all = {key: points for key, points in found.items() if len(points) == len(panels)}
+    references = {panel.reference for panel in panels}
+    questions, first = [panel.questions for panel in panels], panels[0]
+    result = Panel(
+        title=title,
+        kin=first.kin,
+        what=first.what,
+        points=[_mean_point(points, questions, first.what) for points in in_all.values()],
+        questions=distinct(questions),
+        reference=first.reference if len(references) == 1 and first.reference in in_all else None,
+        margin=first.margin,
+        resamples=first.resamples,
+        seed=first.seed,
+        notes=[f"over: {'; '.join(panel.title for panel in panels)}"],
+    )
+    result.set_quality()
+    rows = sum(panel.num_samples for panel in panels)
+    if rows > result.num_samples:
+        result.notes.append(
+            f"{result.num_samples} distinct questions in {rows} answers: the groups share questions, which were "
+            "resampled together"
         )
-        if any(run.record.backend == "torch" for run in runs):
-            panel.notes.append("times with backend torch are no claim: it is the plain reference, made to be right")
+    return result
+
+
+def distinct(groups: Sequence[Questions]) -> Questions:
+    """The distinct questions of some groups, in subsets of task and subset name."""
+    found: dict[tuple[str, str], set[Question]] = {}
+    for item in chain.from_iterable(chain.from_iterable(groups)):
+        found.setdefault(item[:2], set()).add(item)
+    return [sorted(found[name]) for name in sorted(found)]
+
+
+def together(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
+    """What each distinct question adds to the mean of some groups' weighted means.
+
+    Args:
+        questions: Of each group.
+        values: Of each group, a value for each question.
+
+    Returns:
+        Subsets as those of `distinct`, whose weighted mean is the mean of the groups' means. A question that is not in
+        every group adds what it has.
+    """
+    joined = distinct(questions)
+    place = {question: (index, row) for index, members in enumerate(joined) for row, question in enumerate(members)}
+    sums = [np.zeros(len(members)) for members in joined]
+    weights = np.zeros(len(joined))
+    for group, strata in zip(questions, values, strict=True):
+        for members, own, weight in zip(group, strata.values, strata.weights, strict=True):
+            index, share = place[members[0]][0], weight / len(questions)
+            rows = [place[question][1] for question in members]
+            weights[index] += share
+            sums[index] += share * own.mean()
+            sums[index][rows] += share * (len(joined[index]) / len(own)) * (own - own.mean())
+    # Rounded, so that four equal answers of yes are a yes.
+    return Strata(tuple(np.round(s / w, 12) for s, w in zip(sums, weights, strict=True)), tuple(weights.tolist()))
+
+
+def _mean_point(parts: Sequence[Point], questions: Sequence[Questions], what: Measure) -> Point:
+    costs = {}
+    for name in COSTS:
+        held = [part.costs[name] for part in parts if name in part.costs]
+        if len(held) < len(parts):
+            continue
+        known = [cost.shares for cost in held if cost.shares is not None]
+        shares = together(questions, known) if len(known) == len(held) else None
+        value = float(np.mean([cost.value for cost in held]))
+        costs[name] = Cost(value=value, interval=cost_interval(shares) if shares else None, shares=shares)
+    first, scores = parts[0], together(questions, [part.scores for part in parts])
+    return Point(
+        key=first.key,
+        label=first.label,
+        method=first.method,
+        family=first.family,
+        scores=scores,
+        score_interval=score_interval(scores, what),
+        costs=costs,
+        names=[name for part in parts for name in part.names],
+    )

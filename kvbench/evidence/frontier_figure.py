@@ -1,32 +1,31 @@
-"""The picture of a frontier: small multiples by what the methods do, one colour, marker and line per method, names at
-the lines' ends.
-"""
+"""The pictures of a frontier: small panels by what the methods do, or one panel for a paper's column. One colour,
+marker and line per method, names at the lines' ends."""
 
 import math
 import textwrap
 from typing import TYPE_CHECKING
 
 from kvbench.config.files import FULL
-from kvbench.evidence import frontier_one
 from kvbench.evidence.dominance import DOMINATED, FRONTIER, NEAR, TOO_FEW
 from kvbench.evidence.frontier import Panel, Point
-from kvbench.evidence.frontier_layout import Drawing
 from kvbench.evidence.frontier_marks import (
     FP8,
-    GREY,
+    INK,
+    LINE_HEIGHT,
     PALE,
     SIZE,
     STYLE,
+    Drawing,
     draw_frame,
+    draw_lines,
     draw_names,
     draw_point,
-    limits_of,
     lines_of,
-    short_label,
 )
 from kvbench.results.measures import RESIDENT
-from kvbench.show.palette import METHOD_MARKERS, STYLES, method_style
-from kvbench.show.picture import picture_bytes
+from kvbench.show.palette import METHOD_MARKERS, method_style
+from kvbench.show.picture import drawn
+from kvbench.show.terminal import three_digits
 from kvbench.stats.paired import ALPHA
 
 if TYPE_CHECKING:
@@ -34,64 +33,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHAPES = {"o": "circle", "s": "square", "^": "triangle", "D": "diamond"}
-FOOT_LINE_IN = 0.125
-FOOT_LENGTH = 128  # characters of a line under the picture
+FOOT_LINE_IN, FOOT_LENGTH = 0.125, 128  # height and characters of a line under the picture
 WIDTH_IN = 7.2  # two columns of a paper
 LEFT_IN, PANEL_IN, NAMES_IN, BETWEEN_IN = 0.7, 1.95, 1.08, 0.4  # axis words, panel, names, and what parts two columns
 
 
-def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[Point]], height_in: float) -> None:
-    """The methods of one panel in colour, before all others in grey."""
-    for other in drawing.points:
-        if other.method not in methods and other.method != FULL:
-            axes.plot(drawing.x(other), drawing.y(other), ".", color="#D9D9D9", markersize=4, zorder=1)
-    ends = []
-    for method, points in methods.items():
-        colour, marker = method_style(method)
-        series = lines_of(points)
-        for line, (kind, own) in zip(STYLES * len(series), series.items(), strict=False):
-            axes.plot(
-                [drawing.x(p) for p in own],
-                [drawing.y(p) for p in own],
-                color=colour,
-                linewidth=0.9,
-                alpha=0.8,
-                linestyle=line,
-                zorder=3,
-            )
-            ends.append((f"{method} {kind}".strip() if len(series) > 1 else method, own[-1], colour))
-        for point in points:
-            draw_point(axes, drawing, point, colour, marker)
-        for x, y in drawing.printed(method):
-            axes.plot(x, y, "+", color=colour, markersize=5, markeredgewidth=0.8, alpha=0.9, zorder=2)
-    draw_names(axes, drawing, ends, height_in)
-    axes.set_title(title, fontsize=SIZE + 1, loc="left")
+class One:
+    """Measures of the picture for a paper's column, in inches."""
+
+    WIDTH = 3.4  # more where names are longer than `NAMES`
+    LEFT, NAMES = 0.68, 0.92  # axis words, and names right of the panel
+    BESIDE = 0.12  # between the panel and the names, and behind them
+    TOP, BOTTOM = 0.1, 0.4
+    LEAST_HEIGHT = 1.75  # of the panel
+    LINE = LINE_HEIGHT * (SIZE - 1) / 72
+    FOOT_LENGTH = 62  # characters of a line under the picture
 
 
-def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
-    """Everything in grey, and the points of the frontier by name."""
-    shapes = _shapes(drawing)
-    ends = []
-    for point in drawing.points:
-        marker = shapes[point.family] if point.method != FULL else "*"
-        if drawing.standing.get(point.key) in (FRONTIER, NEAR):
-            colour = method_style(point.method)[0]
-            draw_point(axes, drawing, point, colour, marker, 5)
-            ends.append((short_label(point.label), point, colour))
-        else:
-            hollow = "white" if drawing.standing.get(point.key) == DOMINATED else PALE
-            axes.plot(
-                drawing.x(point),
-                drawing.y(point),
-                marker=marker,
-                color=PALE,
-                markersize=4,
-                markerfacecolor=hollow,
-                linestyle="none",
-                zorder=2,
-            )
-    draw_names(axes, drawing, ends, height_in)
-    axes.set_title("all runs, and the frontier by name", fontsize=SIZE + 1, loc="left")
+def short_label(label: str) -> str:
+    """A label without the names of its settings, which the table has: `snapkv 0.25`, `diffkv 5, 0`."""
+    method, *words = label.split(" ")
+    values = [word.partition("=")[2].removesuffix(".0") for word in words if "=" in word]
+    return " ".join(filter(None, [method, ", ".join(values), *(word for word in words if "=" not in word)]))
 
 
 def _shapes(drawing: Drawing) -> dict[str, str]:
@@ -99,7 +62,33 @@ def _shapes(drawing: Drawing) -> dict[str, str]:
     return dict(zip(drawing.families, METHOD_MARKERS, strict=False))
 
 
-def _words(drawing: Drawing) -> list[str]:
+def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
+    """Everything in grey, and the points of the frontier by name."""
+    shapes = _shapes(drawing)
+    ends = []
+    for point in drawing.points:
+        marker, where = shapes[point.family] if point.method != FULL else "*", drawing.standing.get(point.key)
+        if where in (FRONTIER, NEAR):
+            colour = method_style(point.method)[0]
+            draw_point(axes, drawing, point, colour, marker, 5)
+            ends.append((short_label(point.label), point, colour))
+        else:
+            face, place = "white" if where == DOMINATED else PALE, (drawing.x(point), drawing.y(point))
+            axes.plot(*place, marker, color=PALE, markersize=4, markerfacecolor=face, linestyle="none", zorder=2)
+    draw_names(axes, drawing, ends, height_in)
+    axes.set_title("all runs, and the frontier by name", fontsize=SIZE + 1, loc="left")
+
+
+def _family(axes: "Axes", drawing: Drawing, title: str, methods: dict[str, list[Point]], height_in: float) -> None:
+    """The methods of one panel in colour, before all others in grey."""
+    for other in drawing.points:
+        if other.method not in methods and other.method != FULL:
+            axes.plot(drawing.x(other), drawing.y(other), ".", color="#D9D9D9", markersize=4, zorder=1)
+    draw_names(axes, drawing, draw_lines(axes, drawing, lines_of(methods)), height_in)
+    axes.set_title(title, fontsize=SIZE + 1, loc="left")
+
+
+def panels_words(drawing: Drawing) -> list[str]:
     """The lines at the foot of the picture: what a reader must know to read it."""
     panel = drawing.panel
     full = panel.find(panel.reference)
@@ -107,8 +96,7 @@ def _words(drawing: Drawing) -> list[str]:
     if full is not None:
         text = f"Black line: full cache, {panel.what.title} {full.score * drawing.scale:.3g}"
         if full.score_interval:
-            low, high = (end * drawing.scale for end in full.score_interval)
-            text += f" [{low:.3g}, {high:.3g}]"
+            text += " " + three_digits(full.score_interval, drawing.scale)
         words.append(f"{text}.")
     if panel.band:
         words.append("Blue band: the full cache run again with other batches or kernels.")
@@ -127,7 +115,7 @@ def _words(drawing: Drawing) -> list[str]:
         lines.append(
             "Times of runs are no evidence: each was measured by itself. They have no whiskers and no standing."
         )
-    if any(point.interval is None and point is not full for point in drawing.points):
+    if _lacks_intervals(drawing):
         lines.append("Half-filled: NO interval could be computed.")
     shapes = ", ".join(f"{SHAPES[shape]} {name}" for name, shape in _shapes(drawing).items())
     lines.append(f"First panel: {shapes}, star 16 bits and all tokens.")
@@ -141,25 +129,19 @@ def _words(drawing: Drawing) -> list[str]:
     return [piece for line in lines for piece in textwrap.wrap(line, FOOT_LENGTH)]
 
 
-def figure(panel: Panel, axis: str) -> "Figure | None":
-    """Draw one group on one axis.
+def _lacks_intervals(drawing: Drawing) -> bool:
+    full = drawing.panel.find(drawing.panel.reference)
+    return any(point.interval is None and point is not full for point in drawing.points)
 
-    Args:
-        panel: The points.
-        axis: Name of the cost.
 
-    Returns:
-        None when no point has the cost.
-    """
+def panels_figure(drawing: Drawing) -> "Figure":
+    """All runs in one panel, then a panel for each kind of method."""
     from matplotlib.figure import Figure
 
-    drawing = Drawing(panel, axis)
-    if not drawing.points:
-        return None
-    parts = drawing.parts()
+    panel, parts = drawing.panel, drawing.parts()
     count = 1 + len(parts)
     rows = math.ceil(count / 2)
-    words = _words(drawing)
+    words = panels_words(drawing)
     foot = 0.1 + FOOT_LINE_IN * len(words)
     made = Figure(figsize=(WIDTH_IN, 0.95 + foot + 2.35 * rows))
     places = made.subplots(rows, 2, squeeze=False).ravel()
@@ -174,9 +156,8 @@ def figure(panel: Panel, axis: str) -> "Figure | None":
     )
     for axes in places[count:]:
         axes.set_visible(False)
-    limits = limits_of(drawing)
     for index, axes in enumerate(places[:count]):
-        draw_frame(axes, drawing, limits)
+        draw_frame(axes, drawing)
         if index:
             _family(axes, drawing, *parts[index - 1], height)
         else:
@@ -184,35 +165,70 @@ def figure(panel: Panel, axis: str) -> "Figure | None":
         if index >= count - 2:
             axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}")
         if index % 2 == 0:
-            what = f"{panel.what.title}, {panel.what.unit}"
-            axes.set_ylabel(f"difference to the full cache\n({what})" if panel.reference else what)
+            reads = f"difference to the full cache\n({drawing.quality})"
+            axes.set_ylabel(reads if panel.reference else drawing.quality)
     made.suptitle(panel.title, fontsize=SIZE + 2, x=0.01, y=1 - 0.06 / height, ha="left", va="top", wrap=True)
-    made.text(0.01, 0.04 / height, "\n".join(words), fontsize=SIZE - 0.5, color=GREY, va="bottom", linespacing=1.35)
+    made.text(0.01, 0.04 / height, "\n".join(words), fontsize=SIZE - 0.5, color=INK, va="bottom", linespacing=1.35)
     return made
 
 
-LAYOUTS = {"panels": figure, "one": frontier_one.figure}
+def one_figure(drawing: Drawing) -> "Figure":
+    """One panel as wide as a paper's column, names outside of it, and no more words than it needs."""
+    from matplotlib.figure import Figure
+
+    panel, lines, words = drawing.panel, lines_of(drawing.methods()), _one_words(drawing)
+    # As high as the names need, so that none covers another.
+    tall = max(One.LEAST_HEIGHT, (len(lines) + 1) * LINE_HEIGHT * SIZE / 72)
+    foot = 0.06 + One.LINE * len(words)
+    height = One.TOP + tall + One.BOTTOM + foot
+    width = One.WIDTH - One.NAMES + max([One.NAMES, *(_width_in(line.name) + One.BESIDE for line in lines)])
+    made = Figure(figsize=(width, height))
+    across = (One.WIDTH - One.LEFT - One.NAMES) / width
+    axes = made.add_axes((One.LEFT / width, (One.BOTTOM + foot) / height, across, tall / height))
+    draw_frame(axes, drawing)
+    ends = draw_lines(axes, drawing, lines, 3.6)
+    full = next((point for point in drawing.points if point.method == FULL), None)
+    draw_names(axes, drawing, [*ends, *([(FULL, full, "black")] if full else [])], height)
+    axes.set_xlabel(f"{drawing.axis.title}, {drawing.axis.unit}", x=0.6)
+    axes.set_ylabel(f"{drawing.quality},\ndifference to the full cache" if panel.reference else drawing.quality)
+    made.text(0.02, 0.03 / height, "\n".join(words), fontsize=SIZE - 1, color=INK, va="bottom", linespacing=1.3)
+    return made
 
 
-def render(panel: Panel, axis: str, kind: str, dpi: int = 220, layout: str = "panels") -> bytes | None:
-    """The picture as a file's bytes; the same results give the same bytes on the same matplotlib.
+def _width_in(name: str) -> float:
+    """How wide a name is beside the panel, in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    return TextPath((0, 0), name.replace("$", r"\$"), prop=FontProperties(size=SIZE)).get_extents().width / 72
+
+
+def _one_words(drawing: Drawing) -> list[str]:
+    """What cannot be read without words; a caption says the rest."""
+    panel, places = drawing.panel, set(drawing.standing.values())
+    words = [f"{panel.title}, n = {panel.num_samples}; whiskers: 95 % intervals."]
+    if FRONTIER in places:
+        words.append("Ringed: on the frontier.")
+    if DOMINATED in places:
+        words.append("Hollow: a cheaper run is better.")
+    if _lacks_intervals(drawing):
+        words.append("Half-filled: NO interval could be computed.")
+    if panel.published and drawing.axis.name == RESIDENT.name:
+        words.append("Crosses: printed in papers, NOT measured here.")
+    return textwrap.wrap(" ".join(words), One.FOOT_LENGTH)
+
+
+LAYOUTS = {"panels": panels_figure, "one": one_figure}
+
+
+def render(panel: Panel, axis: str, kind: str, layout: str = "panels") -> bytes | None:
+    """Draw one group on one axis; None when no point has the cost.
 
     Args:
         panel: The points.
         axis: Name of the cost.
         kind: `png`, `svg` or `pdf`.
-        dpi: Dots per inch of a PNG.
         layout: One of `LAYOUTS`.
-
-    Returns:
-        None when no point has the cost.
     """
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    with mpl.rc_context(STYLE):
-        made = LAYOUTS[layout](panel, axis)
-        if made is None:
-            return None
-        FigureCanvasAgg(made)
-        return picture_bytes(made, kind, dpi=dpi)
+    drawing = Drawing(panel, axis)
+    return drawn(lambda: LAYOUTS[layout](drawing), kind, STYLE, dpi=220) if drawing.points else None

@@ -1,21 +1,120 @@
-"""Stored runs, sorted into groups that may be compared: same model, same questions, same code. What
+"""Stored runs with their samples, sorted into groups that may be compared: same model, same questions, same code. What
 fits no group is named, never mixed in.
 """
 
 import fnmatch
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL
-from kvbench.evidence.runs import CONDITIONS, Group, StoredRun
 from kvbench.results.record import RunRecord
-from kvbench.results.sample import read_samples
+from kvbench.results.sample import Key, SampleRecord, read_samples
 from kvbench.show.labels import differing
 from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
+
+CONDITIONS = ("batch_size", "backend")  # may differ inside a group: they change rounding, not the question
+RUNS = "*/*/*/*/run.json"  # below a folder of results
+
+
+@dataclass(kw_only=True)
+class StoredRun:
+    """One run as it lies in the results folder."""
+
+    name: str
+    """Folder, relative to the results folder."""
+    record: RunRecord
+    samples: dict[Key, SampleRecord]
+    """Whole journal records, of any status."""
+    total: int | None
+    """Answers the run consists of; None when the run was killed and no other run of its group tells."""
+    label: str = ""
+    """Method and the settings that tell it from the other runs of its group."""
+
+    @property
+    def method(self) -> str:
+        """Name of the method's configuration."""
+        return self.record.method
+
+    @property
+    def complete(self) -> bool:
+        """Every answer is there."""
+        return self.record.status == "complete"
+
+    @property
+    def settings(self) -> dict:
+        """Everything a filter may ask for, by its short name."""
+        identity = self.record.identity
+        flat = {**identity.get("task", {}).get("protocol", {}), **identity.get("method", {})}
+        return {**flat, "seed": self.record.seed} | {name: identity.get(name) for name in CONDITIONS}
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Batch size and backend, which may differ between two runs of the same thing."""
+        return tuple(str(self.record.identity.get(name)) for name in CONDITIONS)
+
+    @property
+    def method_key(self) -> str:
+        """Method and its settings, which find the same thing in another group."""
+        settings = json.dumps([self.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
+        return f"{self.method} {settings}"
+
+    @property
+    def key(self) -> str:
+        """`method_key` and the conditions."""
+        return " ".join([self.method_key, *self.conditions])
+
+    @property
+    def version(self) -> str:
+        """The version of the code that computed the run, the method's own code apart."""
+        code = self.record.identity.get("code", {})
+        libraries = (f"{name} {found}" for name, found in code.items() if name not in ("harness", "method"))
+        return " ".join([code.get("harness", "")[:8], *libraries])
+
+    @property
+    def progress(self) -> str:
+        """How many answers there are, in words: `12 of 24 answers`."""
+        return f"{len(self.samples)} of {'an unknown number of' if self.total is None else self.total} answers"
+
+
+@dataclass(kw_only=True)
+class Group:
+    """Runs of one model on one set of questions, made by one version of the code."""
+
+    task: str
+    model: str
+    title: str
+    """Task and model, and what tells this group from another of the same two."""
+    runs: list[StoredRun] = field(default_factory=list)
+    """Runs with at least one finished sample, by method; complete or not."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know: which runs are incomplete, failed or of another version."""
+
+    @property
+    def reference(self) -> StoredRun | None:
+        """The full-cache run under the conditions most of the others ran in; None without one."""
+        usual = Counter(run.conditions for run in self.runs if run.method != FULL).most_common()
+        order = [conditions for conditions, _ in usual]
+
+        def rank(run: StoredRun) -> tuple:
+            place = order.index(run.conditions) if run.conditions in order else len(order)
+            return not run.complete, str(run.settings.get("tier")) != "fp16", place, run.name
+
+        return min((run for run in self.runs if run.method == FULL), key=rank, default=None)
+
+    @property
+    def repeats(self) -> list[StoredRun]:
+        """Other full-cache runs of the same precision: the same computation with another batch size or backend."""
+        reference = self.reference
+        if reference is None:
+            return []
+        same = reference.record.identity.get("method")
+        others = (run for run in self.runs if run.method == FULL and run is not reference and run.complete)
+        return [run for run in others if run.record.identity.get("method") == same]
 
 
 def patterns(value: object) -> list[str] | None:
@@ -25,10 +124,6 @@ def patterns(value: object) -> list[str] | None:
     return [str(item) for item in value] if isinstance(value, ListConfig | list | tuple) else [str(value)]
 
 
-def _matches(name: str, wanted: Sequence[str] | None) -> bool:
-    return wanted is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
-
-
 def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
     """True when a run has the settings, or one of several allowed values of each."""
     for key, value in where.items():
@@ -36,6 +131,38 @@ def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -
         if key not in settings or settings[key] not in allowed:
             return False
     return True
+
+
+def results_root(results_dir: object) -> Path:
+    """The folder of results; raises ValueError where it is none."""
+    root = Path(str(results_dir))
+    if not root.is_dir():
+        raise ValueError(f"results_dir={results_dir} is not a folder; run an experiment first, or give its folder")
+    return root
+
+
+def find_runs(
+    root: Path, left_out: dict[str, str], filters: Sequence[Sequence[str] | None] = ()
+) -> Iterator[tuple[Path, RunRecord]]:
+    """The runs below a folder, in the order of their names.
+
+    Args:
+        root: A results folder.
+        left_out: Gets the name of each run that cannot be read, and why.
+        filters: Patterns of task, model and method; None lets all through.
+    """
+    for path in sorted(root.glob(RUNS)):
+        name = path.parent.relative_to(root).as_posix()
+        wanted = zip(name.split("/"), filters, strict=False)
+        if not all(own is None or any(fnmatch.fnmatchcase(part, one) for one in own) for part, own in wanted):
+            continue
+        try:
+            record = RunRecord.load(path.parent)
+        except (ValueError, OSError) as error:
+            left_out[name] = str(error)
+            continue
+        if record is not None:  # else somebody removes the folder right now
+            yield path.parent, record
 
 
 def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
@@ -49,9 +176,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     Raises:
         ValueError: The folder does not exist, or nothing in it fits the filters.
     """
-    root = Path(cfg.results_dir)
-    if not root.is_dir():
-        raise ValueError(f"results_dir={cfg.results_dir} is not a folder; run an experiment first, or give its folder")
+    root = results_root(cfg.results_dir)
     where = OmegaConf.to_container(cfg.where, resolve=True) if OmegaConf.is_config(cfg.where) else cfg.where or {}
     if not isinstance(where, dict):
         raise ValueError(f"where={cfg.where} is not a list of settings; write it like 'where={{budget:0.25}}'")
@@ -60,47 +185,46 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     # The reference is always there: without it nothing can be said of the others.
     if filters[2] is not None:
         filters[2] = [*filters[2], FULL, *also]
-    runs, unreadable, seen = [], [], []
-    for path in sorted(root.glob("*/*/*/*/run.json")):
-        name = path.parent.relative_to(root).as_posix()
-        seen.append(name)
-        if not all(_matches(part, wanted) for part, wanted in zip(name.split("/"), filters, strict=False)):
-            continue
+    runs: list[StoredRun] = []
+    reasons: dict[str, str] = {}
+    damages: dict[str, int] = {}
+    for folder, record in find_runs(root, reasons, filters):
+        name = folder.relative_to(root).as_posix()
         try:
-            record = RunRecord.load(path.parent)
-            if record is None:  # somebody removes the folder right now
-                continue
-            samples, damaged = read_samples(path.parent / "samples.jsonl", record.hash)
+            samples, damaged = read_samples(folder / "samples.jsonl", record.hash)
         except (ValueError, OSError) as error:
-            unreadable.append(f"{name} is left out: {error}")
+            reasons[name] = str(error)
             continue
         for part in ("task", "model", "method", "message"):  # from here on they are text to be shown
             setattr(record, part, safe(getattr(record, part), MESSAGE_LENGTH if part == "message" else NAME_LENGTH))
         run = StoredRun(name=name, record=record, samples=samples, total=record.counts.total or None)
         if damaged and record.status not in ("running", "stopped"):
-            unreadable.append(
-                f"{name}: {damaged} lines of samples.jsonl are no whole record of this run and do not count"
-            )
+            reasons[name], damages[name] = "", damaged
         if record.method in (FULL, *also) or fits_settings(run.settings, wanted_settings):
             runs.append(run)
+    unreadable = [
+        f"{name}: {damages[name]} lines of samples.jsonl are no whole record of this run and do not count"
+        if name in damages
+        else f"{name} is left out: {reason}"
+        for name, reason in reasons.items()
+    ]
     groups = _sort(runs, str(cfg.code))
     if not groups:
-        raise ValueError(_nothing(cfg, seen, unreadable))
+        raise ValueError(_nothing(cfg, root, unreadable))
     for group in groups:
         mine = f"{group.runs[0].name.split('/')[0]}/" if group.runs else ""
         group.notes += [note for note in unreadable if note.startswith(mine)]
     return groups
 
 
-def _nothing(cfg: DictConfig, seen: Sequence[str], unreadable: Sequence[str]) -> str:
+def _nothing(cfg: DictConfig, root: Path, unreadable: Sequence[str]) -> str:
     if unreadable:
         return f"no run under {cfg.results_dir} can be read; the first: {unreadable[0]}"
+    seen = [path.relative_to(root).parts for path in root.glob(RUNS)]
     if not seen:
         return f"there is no run under results_dir={cfg.results_dir}; `kvbench` makes one"
-    parts = [sorted({name.split("/")[place] for name in seen}) for place in range(3)]
-    there = "; ".join(
-        f"{what}: {', '.join(names)}" for what, names in zip(("tasks", "models", "methods"), parts, strict=True)
-    )
+    parts = zip(("tasks", "models", "methods"), zip(*seen, strict=True), strict=False)
+    there = "; ".join(f"{what}: {', '.join(sorted(set(names)))}" for what, names in parts)
     return f"no run under results_dir={cfg.results_dir} fits tasks, models, methods and where. There are {there}"
 
 
@@ -113,20 +237,12 @@ def _question(run: StoredRun) -> str:
     return json.dumps([run.record.task, run.record.model, *parts], sort_keys=True)
 
 
-def version(run: StoredRun) -> str:
-    """The version of the code that computed the run, the method's own code apart, as text."""
-    code = run.record.identity.get("code", {})
-    libraries = (f"{name} {found}" for name, found in code.items() if name not in ("harness", "method"))
-    return " ".join([code.get("harness", "")[:8], *libraries])
-
-
 def _sort(runs: Sequence[StoredRun], code: str) -> list[Group]:
     by_question: dict[str, list[StoredRun]] = {}
     for run in runs:
         by_question.setdefault(_question(run), []).append(run)
     groups = []
-    for key in sorted(by_question):
-        members = by_question[key]
+    for _, members in sorted(by_question.items()):
         first = members[0].record
         group = Group(task=first.task, model=first.model, title=f"{first.task} with {first.model}")
         group.runs = _usable(_one_version(members, code, group.notes), group.notes)
@@ -143,7 +259,7 @@ def _one_version(members: list[StoredRun], code: str, notes: list[str]) -> list[
     """The runs of one version of the code: the asked one, or the one that ran last."""
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
-        versions.setdefault(version(run), []).append(run)
+        versions.setdefault(run.version, []).append(run)
     chosen: str | None
     if code == "newest":
         chosen = max(versions, key=lambda name: max(run.record.started for run in versions[name]))
@@ -170,15 +286,11 @@ def _usable(members: list[StoredRun], notes: list[str]) -> list[StoredRun]:
         elif not run.samples:
             notes.append(f"{run.name} is left out: it has no finished sample yet")
         else:
-            same = json.dumps(
-                [run.method, run.record.identity.get("method"), run.record.identity.get("store"), run.conditions],
-                sort_keys=True,
-            )
-            old = kept.get(same)
+            old = kept.get(run.key)
             if old is not None:
                 run, old = sorted((run, old), key=lambda item: item.record.started, reverse=True)
                 notes.append(f"{old.name} is left out: {run.name} has the same settings and newer code of the method")
-            kept[same] = run
+            kept[run.key] = run
     result = sorted(kept.values(), key=lambda run: run.name)
     for run in result:
         if not run.complete:
@@ -201,9 +313,8 @@ def _tell_apart(groups: Sequence[Group]) -> None:
     several = {title for title, count in Counter(group.title for group in groups).items() if count > 1}
     for group in groups:
         if group.title in several and group.runs:
-            identity = group.runs[0].record.identity
-            data = identity.get("task", {}).get("fingerprint", "")[:6]
-            group.title += f" data {data} code {version(group.runs[0])[:8]}"
+            data = group.runs[0].record.identity.get("task", {}).get("fingerprint", "")[:6]
+            group.title += f" data {data} code {group.runs[0].version[:8]}"
         group.title = safe(group.title, LINE_LENGTH)
 
 
@@ -212,8 +323,11 @@ def _name(group: Group) -> None:
     usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0] if group.runs else ()
     for run in group.runs:
         mine, same = run.record.identity, [o.record.identity for o in group.runs if o.method == run.method]
-        words = differing(mine.get("method", {}), [other.get("method", {}) for other in same])
-        words += differing(mine.get("store", {}), [other.get("store", {}) for other in same])
+        words = [
+            word
+            for part in ("method", "store")
+            for word in differing(mine.get(part, {}), [other.get(part, {}) for other in same])
+        ]
         words += [
             f"{name.removesuffix('_size')} {value}"
             for name, value, common in zip(CONDITIONS, run.conditions, usual, strict=True)

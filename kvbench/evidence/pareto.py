@@ -1,28 +1,22 @@
 """`kvbench pareto`: quality against bytes or time, with intervals, as pictures, a table and a CSV."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence import frontier_figure, published
-from kvbench.evidence.averages import averages
-from kvbench.evidence.compare import check_margin
-from kvbench.evidence.compare_table import ESTIMATORS
-from kvbench.evidence.costs import NO_EVIDENCE
+from kvbench.evidence.compare import ESTIMATORS
 from kvbench.evidence.dominance import MEANING, standing
-from kvbench.evidence.frontier import Panel, Point, build
-from kvbench.evidence.load import load_groups, patterns
-from kvbench.evidence.runs import Group
-from kvbench.results.identity import folder_name
+from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
+from kvbench.evidence.load import Group, load_groups, patterns
+from kvbench.evidence.settings import check as check_settings
+from kvbench.evidence.settings import out_folder, write_drawn
 from kvbench.results.measures import COSTS, SCORE
-from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_bytes
-from kvbench.show.terminal import NO_INTERVAL, number
+from kvbench.show.csv_file import Cell, records_csv
+from kvbench.show.terminal import number, span, three_digits
 
 KINDS = ("png", "svg", "pdf")
 PANELS = "panels"  # the layout of the report, and of pareto where nothing else is asked for
@@ -31,25 +25,9 @@ QUALITIES = ("difference", "score")
 
 
 def check(cfg: DictConfig) -> None:
-    """Check the settings of the picture.
-
-    Raises:
-        ValueError: Names the setting, its value and the rule.
-    """
-    for name, known in (("axes", COSTS), ("kinds", KINDS)):
-        for value in patterns(cfg.get(name)) or ():
-            if value not in known:
-                raise unknown_name(name, value, known)
-    if cfg.get("layout", PANELS) not in frontier_figure.LAYOUTS:
-        raise unknown_name("layout", cfg.layout, frontier_figure.LAYOUTS)
-    if cfg.quality not in QUALITIES:
-        raise unknown_name("quality", cfg.quality, QUALITIES)
-    check_margin(cfg.margin)
-    for name in ("incomplete", "published"):
-        if not isinstance(cfg[name], bool):
-            raise ValueError(f"{name}={cfg[name]} is neither true nor false")
-    for name, least in (("resamples", 100), ("seed", 0)):
-        check_whole(name, cfg[name], least)
+    """Check the settings of the picture; raises ValueError as `settings.check`."""
+    layouts = {"layout": frontier_figure.LAYOUTS} if "layout" in cfg else {}
+    check_settings(cfg, lists={"axes": COSTS, "kinds": KINDS}, choices=layouts | {"quality": QUALITIES})
 
 
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
@@ -86,108 +64,74 @@ def add_published(group: Group, panel: Panel) -> None:
 
 def render(panel: Panel, axis: str, console: Console) -> None:
     """Print the points of one panel, the cheapest first."""
-    table = terminal.plain_table(f"{panel.title}: {COSTS[axis].title}")
     shown = sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value)
-    terminal.add_names(table, "run", [point.label for point in shown])
-    what = f"difference, {panel.what.unit}" if panel.reference else f"{panel.what.title}, {panel.what.unit}"
-    for heading in (COSTS[axis].unit, panel.what.title, what, "standing"):
-        # Where the terminal is narrow, an interval goes below its number.
-        table.add_column(heading, justify="right", no_wrap=heading == "standing")
-    places = standing(panel, axis)
-    for point in shown:
-        cost, scale = point.costs[axis], COSTS[axis].scale
-        held = f"{cost.value * scale:.3g}"
-        if axis not in NO_EVIDENCE:
-            ends = "[{:.3g}, {:.3g}]".format(*(end * scale for end in cost.interval)) if cost.interval else NO_INTERVAL
-            held += f" {ends}"
-        table.add_row(
-            point.label,
-            held,
-            number(point.score, panel.what.scale),
-            quality_text(panel, point),
-            places.get(point.key, "-"),
-        )
-    console.print(table)
-    for note in panel.notes:
-        console.print(Text(f"! {note}"), soft_wrap=True)
+    places, cost = standing(panel, axis), COSTS[axis]
+
+    def held(point: Point) -> str:
+        mine = point.costs[axis]
+        ends = three_digits(mine.interval, cost.scale) if mine.interval else terminal.NO_INTERVAL
+        return f"{mine.value * cost.scale:.3g}" + ("" if axis in NO_EVIDENCE else f" {ends}")
+
+    quality = "difference" if panel.reference else panel.what.title
+    columns = [
+        (cost.unit, [held(point) for point in shown]),
+        (panel.what.title, [number(point.score, panel.what.scale) for point in shown]),
+        (f"{quality}, {panel.what.unit}", [quality_text(panel, point) for point in shown]),
+        ("standing", [places.get(point.key, "-") for point in shown]),
+    ]
+    title, names = f"{panel.title}: {cost.title}", [point.label for point in shown]
+    console.print(terminal.table_of(title, "run", names, columns, breaks=True))
+    terminal.print_notes(panel.notes, console)
 
 
 def quality_text(panel: Panel, point: Point) -> str:
     """What is drawn of a point, with its interval, in shown units."""
     signed, scale = panel.reference is not None, panel.what.scale
     text = number(point.quality, scale, signed=signed)
-    if point.interval:
-        return f"{text} [{', '.join(number(end, scale, signed=signed) for end in point.interval)}]"
-    return text if point.key == panel.reference else f"{text} {NO_INTERVAL}"
+    if point.interval is None and point.key == panel.reference:
+        return text
+    return f"{text} {span(point.interval, scale, signed)}"
 
 
 def csv_of(panels: Sequence[Panel]) -> bytes:
     """Every point of every panel with all its costs, unrounded: ratios, seconds, and the metric's own unit."""
-    rows: list[list[Cell]] = []
+    records: list[dict[str, Cell]] = []
     axes = [name for name in COSTS if name not in NO_EVIDENCE]  # a time in a table looks like a measurement
-    costs = [f"{name}{end}" for name in axes for end in ("", "_low", "_high", "_standing")]
-    headings = "group,run,method,family,metric,n,score,quality,quality_low,quality_high".split(",") + costs
     for panel in panels:
         places = {name: standing(panel, name) for name in axes}
         for point in panel.points:
-            cells: list[Cell] = []
+            low, high = point.interval or (None, None)
+            record: dict[str, Cell] = (
+                {"group": panel.title, "run": point.label, "method": point.method, "family": point.family}
+                | {"metric": panel.what.key, "n": panel.num_samples, "score": point.score}
+                | {"quality": point.quality, "quality_low": low, "quality_high": high}
+            )
             for name in axes:
                 cost = point.costs.get(name)
-                ends = (cost.interval if cost else None) or (None, None)
-                cells += [cost.value, *ends, places[name].get(point.key)] if cost else [None] * 4
-            low, high = point.interval or (None, None)
-            rows.append(
-                [
-                    panel.title,
-                    point.label,
-                    point.method,
-                    point.family,
-                    panel.what.key,
-                    panel.num_samples,
-                    point.score,
-                    point.quality,
-                    low,
-                    high,
-                    *cells,
-                ]
-            )
-    return csv_bytes(headings, rows)
-
-
-def file_stem(panel: Panel) -> str:
-    """The start of a panel's file names."""
-    return folder_name(panel.title.replace(" with ", "_")).lower()
+                low, high = (cost.interval if cost else None) or (None, None)
+                where = places[name].get(point.key) if cost else None
+                record |= {name: cost.value if cost else None, f"{name}_low": low, f"{name}_high": high}
+                record[f"{name}_standing"] = where
+            records.append(record)
+    return records_csv(records)
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench pareto`.
-
-    Args:
-        cfg: The settings in conf/command/pareto.yaml.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: A setting is wrong, or nothing can be drawn.
-    """
+    """Carry out `kvbench pareto`."""
     check(cfg)
     panels = panels_of(load_groups(cfg), cfg)
     console = terminal.console(120)
-    out = Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / "pareto"
-    written = [out / "pareto.csv"]
-    write_file(written[0], csv_of(panels))
+    pictures: list[tuple[str, str, bytes]] = []
     for panel in panels:
         for axis in patterns(cfg.axes) or list(COSTS):
             console.print()
             render(panel, axis, console)
             for kind in patterns(cfg.kinds) or DRAWN:
-                picture = frontier_figure.render(panel, axis, kind, layout=cfg.layout)
+                picture = frontier_figure.render(panel, axis, kind, cfg.layout)
                 if picture is not None:
-                    written.append(
-                        out / f"{file_stem(panel)}_{axis}{'' if cfg.layout == PANELS else f'_{cfg.layout}'}.{kind}"
-                    )
-                    write_file(written[-1], picture)
+                    layout = "" if cfg.layout == PANELS else f"_{cfg.layout}"
+                    pictures.append((panel.title, f"_{axis}{layout}.{kind}", picture))
+    written = write_drawn(out_folder(cfg, "pareto") / "pareto.csv", csv_of(panels), pictures)
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
     console.print(Text("\n" + ". ".join(words) + ".", style="dim"))
     terminal.print_paths(written, console)

@@ -3,11 +3,10 @@
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from itertools import groupby
 from pathlib import Path
 
@@ -51,6 +50,15 @@ class Published:
     """What the paper says of the setting: `key=value;...`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedPoint:
+    """A printed score as a difference to the same table's uncompressed cache."""
+
+    row: Published
+    difference: float
+    """In the unit of the score, 0.01 being one point."""
+
+
 def plain(name: str) -> str:
     """A name without case and punctuation, a plus sign spelt out, so that `HumanEval+` finds `humaneval_plus`."""
     return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
@@ -66,68 +74,49 @@ def task_name(name: str) -> str:
     return TASKS.get(plain(name), plain(name))
 
 
+SPELLINGS = {"papers": plain, "models": plain, "methods": method_name, "tasks": task_name}
+
+
 @cache
 def rows() -> tuple[Published, ...]:
     """Every printed number that kvbench knows, in the order of the papers' tables."""
-    folder = files("kvbench.evidence")
-    conditions = {row["conditions"]: row["text"] for row in _read_csv(folder / "published_conditions.csv")}
-    return tuple(_published(row, conditions) for row in _read_csv(folder / "published.csv"))
-
-
-def _read_csv(path: Traversable) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(path.read_bytes().decode("ascii"), newline="")))
-
-
-def _published(row: dict[str, str], conditions: Mapping[str, str]) -> Published:
-    words = {name: row[name] for name in COLUMNS if name not in ("value", "memory_pct")}
-    return Published(
-        value=float(row["value"]),
-        memory_pct=float(row["memory_pct"]) if row["memory_pct"] else None,
-        conditions=conditions[row["conditions"]],
-        **words,
+    tables = []
+    for name in ("published_conditions.csv", "published.csv"):
+        text = (files("kvbench.evidence") / name).read_bytes().decode("ascii")
+        tables.append(list(csv.DictReader(io.StringIO(text, newline=""))))
+    conditions = {row["conditions"]: row["text"] for row in tables[0]}
+    return tuple(
+        Published(
+            **{name: row[name] for name in COLUMNS if name not in ("value", "memory_pct")},
+            value=float(row["value"]),
+            memory_pct=float(row["memory_pct"]) if row["memory_pct"] else None,
+            conditions=conditions[row["conditions"]],
+        )
+        for row in tables[1]
     )
 
 
-def select(
-    papers: Sequence[str] | None = None,
-    models: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
-    tasks: Sequence[str] | None = None,
-) -> list[Published]:
+def select(**wanted: Sequence[str] | None) -> list[Published]:
     """The numbers of some papers, models, methods and tasks.
 
     Args:
-        papers, models, methods, tasks: Names, in any case and punctuation; a star matches anything; None means all.
+        wanted: For any of `SPELLINGS`, names in any case and punctuation; a star matches anything; None means all.
 
     Raises:
         ValueError: A name is in none of the rows.
     """
     result = list(rows())
-    for what, wanted, name_of in (
-        ("papers", papers, plain),
-        ("models", models, plain),
-        ("methods", methods, method_name),
-        ("tasks", tasks, task_name),
-    ):
-        if wanted is None:
+    for what, names in wanted.items():
+        if names is None:
             continue
-        field = what.removesuffix("s")
+        field, name_of = what.removesuffix("s"), SPELLINGS[what]
         known = {getattr(row, field) for row in rows()}
-        tests = [re.compile(".*".join(name_of(part) for part in name.split("*")) + "$") for name in wanted]
-        for name, test in zip(wanted, tests, strict=True):
+        tests = [re.compile(".*".join(name_of(part) for part in name.split("*")) + "$") for name in names]
+        for name, test in zip(names, tests, strict=True):
             if not any(test.match(name_of(other)) for other in known):
                 raise unknown_name(what, name, known)
         result = [row for row in result if any(test.match(name_of(getattr(row, field))) for test in tests)]
     return result
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedPoint:
-    """A printed score as a difference to the same table's uncompressed cache."""
-
-    row: Published
-    difference: float
-    """In the unit of the score, 0.01 being one point."""
 
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
@@ -168,18 +157,8 @@ def _show(found: Sequence[Published], limit: int, console: Console) -> None:
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench published`.
-
-    Args:
-        cfg: The settings in conf/command/published.yaml.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: A name does not exist, or no row has all of them.
-    """
-    wanted = {name: patterns(cfg[name]) for name in ("papers", "models", "methods", "tasks")}
+    """Carry out `kvbench published`."""
+    wanted = {name: patterns(cfg[name]) for name in SPELLINGS}
     found = select(**wanted)
     if not found:
         chosen = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)

@@ -10,13 +10,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.text import Text
 
-from kvbench.errors import check_whole
-from kvbench.evidence import compare, comparison, frontier_figure, pareto
+from kvbench.evidence import comparison, frontier_figure, pareto
 from kvbench.evidence import report_content as content
-from kvbench.evidence.averages import averages
-from kvbench.evidence.frontier import Panel, build
-from kvbench.evidence.load import load_groups, patterns
-from kvbench.evidence.runs import Group
+from kvbench.evidence.frontier import Panel, averages, build
+from kvbench.evidence.load import Group, load_groups, patterns
 from kvbench.results.measures import COSTS
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
@@ -27,35 +24,19 @@ SHORTEST = 160  # characters of an answer below which it tells little
 FEWEST = 5  # answers of a run
 
 
-def check(cfg: DictConfig) -> None:
-    """Check the settings of the report.
-
-    Raises:
-        ValueError: Names the setting, its value and the rule.
-    """
-    compare.check(cfg)
-    pareto.check(cfg)
-    for name in ("answers", "answer_length"):
-        check_whole(name, cfg[name], 1)
-
-
 def _pictures(panel: Panel | None, axes: Sequence[str]) -> list[dict]:
     if panel is None:
         return []
-    found = []
-    for axis in axes:
-        picture = frontier_figure.render(panel, axis, "png")
-        if picture is None:
-            continue
-        found.append(
-            {
-                "data": base64.b64encode(_small(picture)).decode("ascii"),
-                "name": COSTS[axis].title,
-                "alt": content.picture_words(panel, axis),
-                "caption": f"{panel.title}: {panel.what.title} against {COSTS[axis].title}.",
-            }
-        )
-    return found
+    made = {axis: picture for axis in axes if (picture := frontier_figure.render(panel, axis, "png"))}
+    return [
+        {
+            "data": base64.b64encode(_small(picture)).decode("ascii"),
+            "name": COSTS[axis].title,
+            "alt": content.picture_words(panel, axis),
+            "caption": f"{panel.title}: {panel.what.title} against {COSTS[axis].title}.",
+        }
+        for axis, picture in made.items()
+    ]
 
 
 def _small(png: bytes) -> bytes:
@@ -89,15 +70,7 @@ def _group(
 
 
 def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[dict]]:
-    """Compute what the page shows.
-
-    Args:
-        groups: The runs.
-        cfg: The settings in conf/command/report.yaml.
-
-    Returns:
-        One part for each group, and one for each mean over groups.
-    """
+    """Compute what the page shows: one part for each group, and one for each mean over groups."""
     found = []
     for group in groups:
         if not group.runs:
@@ -119,12 +92,7 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
 
 
 def page(found: list[dict], means: list[dict], cfg: DictConfig) -> tuple[bytes, str]:
-    """Make the page, with as many and as long answers as fit.
-
-    Args:
-        found: Parts of the groups.
-        means: Parts of the means.
-        cfg: `title`, `answers`, `answer_length`.
+    """Make the page from the parts of groups and means, with as many and as long answers as fit.
 
     Returns:
         HTML, and a sentence on what was cut, or nothing.
@@ -188,18 +156,8 @@ def _render(found: list[dict], means: list[dict], data: list[dict], cut: str, cf
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench report`.
-
-    Args:
-        cfg: The settings in conf/command/report.yaml.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: A setting is wrong, or there is nothing to report.
-    """
-    check(cfg)
+    """Carry out `kvbench report`."""
+    pareto.check(cfg)
     groups = load_groups(cfg)
     found, means = gather(groups, cfg)
     if not found:
@@ -211,9 +169,7 @@ def main(cfg: DictConfig) -> int:
     console = terminal.console()
     for item in found:
         console.print(Text(f"{item['title']}: {len(item['settings'])} runs"), soft_wrap=True)
-        for note in item["notes"]:
-            console.print(Text(f"! {note}"), soft_wrap=True)
-    if cut:
-        console.print(Text(f"! {cut}"), soft_wrap=True)
+        terminal.print_notes(item["notes"], console)
+    terminal.print_notes([cut] if cut else [], console)
     console.print(Text(f"{out} ({format_bytes(len(made))})", overflow="fold"), soft_wrap=True)
     return 0

@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterable, Sequence
 
 from kvbench.config.files import FULL
-from kvbench.evidence.compare_table import difference, legend, worst
+from kvbench.evidence.compare import count, difference, legend, worst
 from kvbench.evidence.comparison import ComparedRun
 from kvbench.evidence.dominance import DOMINATED, FRONTIER, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel
-from kvbench.evidence.pairing import values_of
-from kvbench.evidence.runs import Group, StoredRun
+from kvbench.evidence.load import Group, StoredRun
+from kvbench.evidence.samples import by_subset, strata_of, values_of
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, COSTS, PEAK, RESIDENT, SCORE, TIME, Measure, item_title, ledger_items
 from kvbench.show.palette import item_place
@@ -18,7 +18,6 @@ from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
 from kvbench.sizing.shapes import HEADLINE, find_shape
 from kvbench.sizing.stored import policy_of, projected, tier_shares
-from kvbench.stats.strata import weighed
 
 NUM_STYLES = 8
 LAST_TOKENS = 16  # of a projection's tokens, those that an answer added
@@ -33,11 +32,7 @@ def bytes_of(run: StoredRun) -> dict[str, float]:
 def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None, num_family: int) -> dict:
     """The table of methods: quality, difference to the full cache, bytes and time of every run.
 
-    Args:
-        group: The runs.
-        rows: Their comparisons.
-        panel: Their points, for the standing.
-        num_family: Rows that Holm's correction is over.
+    Holm's correction is over `num_family` rows; the panel has the standing of the runs.
     """
     by_run = {row.run.name: row for row in rows if row.run}
     places = {}
@@ -90,17 +85,14 @@ def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None
 def _score(run: StoredRun, what: Measure | None) -> str:
     if what is None:
         return "-"
-    subsets: dict[str, list[float]] = {}
-    for (subset, _), value in values_of(run, what).items():
-        subsets.setdefault(subset, []).append(value)
-    found = weighed(list(subsets.values()), run.record.weighting) if subsets else None
+    values = values_of(run, what)
+    found = strata_of(values, by_subset(values).values(), run.record.weighting) if values else None
     return number(float(found.mean()), what.scale) if found else "-"
 
 
 def _comparison(row: ComparedRun) -> list[str]:
-    count, total = row.pairs.num_samples, row.pairs.total
     return [
-        f"{count}" if count == total else f"{count} of {total}",
+        count(row),
         difference(row) + (f"; worst case {worst(row)}" if row.extremes is not None else ""),
         f"{row.num_lost} / {row.num_gained}",
         p_text(row.p_holm),
@@ -120,12 +112,8 @@ def _time(run: StoredRun) -> str:
 
 
 def tier_names(run: StoredRun, count: int) -> list[str]:
-    """Name the tiers of a run, as its method's own code does; `tier 0`, ... when the code no longer fits.
-
-    Args:
-        run: The run.
-        count: Tiers in its records; a residual buffer is the last.
-    """
+    """Name the tiers of a run, of which a residual buffer is the last, as its method's own code does; `tier 0`, ...
+    when the code no longer fits the number of tiers in the records."""
     policy = policy_of(run.record.identity)
     names = []
     if policy is not None:

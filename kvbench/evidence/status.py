@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.errors import check_whole, unknown_name
+from kvbench.evidence.load import find_runs, results_root
 from kvbench.results import shards
 from kvbench.results.journal import is_held
 from kvbench.results.record import RunRecord
@@ -24,33 +25,21 @@ STATES: tuple[State, ...] = ("done", "running", "failed", "lost", "left")
 def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
     """How many runs are done, running, failed, and unfinished (stopped or killed, with nobody at work on them); and
     those that are split into shards and not done."""
-    found: Counter[str] = Counter()
     split: dict[Path, RunRecord] = {}
-    for path in sorted(results_dir.glob("*/*/*/*/run.json")):
-        try:
-            record = RunRecord.load(path.parent)
-        except ValueError:
-            found["unreadable"] += 1
-            continue
-        if record is None:  # somebody removes the folder right now
-            continue
-        if record.status not in ("complete", "failed") and shards.found_in(path.parent):
-            split[path.parent] = record
-        if is_held(path.parent) or shards.at_work(path.parent):
-            found["running"] += 1
+    unreadable: dict[str, str] = {}
+    states = []
+    for folder, record in find_runs(results_dir, unreadable):
+        if record.status not in ("complete", "failed") and shards.found_in(folder):
+            split[folder] = record
+        if is_held(folder) or shards.at_work(folder):
+            states.append("running")
         else:
-            found[{"complete": "done", "failed": "failed"}.get(record.status, "unfinished")] += 1
-    return found, split
+            states.append({"complete": "done", "failed": "failed"}.get(record.status, "unfinished"))
+    return Counter(states + ["unreadable"] * len(unreadable)), split
 
 
 def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
-    """Print how the shards of one run stand: done, running, failed, stopped, lost (as after a kill) or left.
-
-    Args:
-        folder: The run's folder.
-        record: Its `run.json`.
-        console: Where to print.
-    """
+    """Print how the shards of one run stand: done, running, failed, stopped, lost (as after a kill) or left."""
     begun = shards.found_in(folder)
     of = sorted({shard.of for shard in begun})
     counts = record.counts
@@ -84,13 +73,7 @@ def counted(found: "Counter[str] | Counter[State]") -> str:
 
 
 def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
-    """Print how one sweep stands.
-
-    Args:
-        sweep: The sweep.
-        most: Jobs of each kind to name; None for all.
-        console: Where to print.
-    """
+    """Print how one sweep stands, and at most so many jobs of each kind, or all."""
     record, states, jobs = sweep.record(), sweep.states(), sweep.jobs()
     counts = Counter({state: sum(found == state for found in states.values()) for state in STATES})
     left = sweep.left_s() if counts["left"] or counts["running"] else None
@@ -118,20 +101,8 @@ def _more(state: State, job: JobRecord | None) -> str:
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench status`.
-
-    Args:
-        cfg: The settings in conf/command/status.yaml.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: The folder does not exist, or a setting is out of range.
-    """
-    root = Path(str(cfg.results_dir))
-    if not root.is_dir():
-        raise ValueError(f"results_dir={cfg.results_dir} is not a folder; run an experiment first, or give its folder")
+    """Carry out `kvbench status`."""
+    root = results_root(cfg.results_dir)
     if isinstance(cfg.sweeps, str) and cfg.sweeps not in ("newest", "all"):
         raise unknown_name("sweeps", cfg.sweeps, ("newest", "all", "a number"))
     found = sweeps(root)

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 
 from kvbench.config.files import FULL
 from kvbench.evidence.benchmark_columns import BENCHMARKS, category_of, subsets_of, title_of
-from kvbench.evidence.costs import Interval
-from kvbench.evidence.frontier import difference, score_interval
-from kvbench.evidence.load import version
-from kvbench.evidence.pairing import ENOUGH, SampleName, measure, values_of
-from kvbench.evidence.runs import Group, StoredRun
+from kvbench.evidence.frontier import Interval, difference, score_interval
+from kvbench.evidence.load import Group, StoredRun
+from kvbench.evidence.samples import ENOUGH, SampleName, measure, strata_of, values_of
 from kvbench.results.measures import RESIDENT, Measure
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import sums
 from kvbench.stats.paired import ALPHA, holm
-from kvbench.stats.strata import Strata, Weighting, weighed
+from kvbench.stats.strata import Strata
 
 AVERAGE = "\0average"  # no subset is called so
 Sample = tuple[str, str, int]  # subset, sample id, group
@@ -39,14 +37,21 @@ class Cell:
 
 @dataclass(kw_only=True)
 class Row:
-    """One method with its settings."""
+    """One method with its settings: runs of several groups."""
 
     label: str
     method: str
-    resident: float | None
-    """Resident bytes as a share of an FP16 full cache."""
+    runs: list[StoredRun] = field(default_factory=list)
+    values: dict[str, dict[Sample, float]] = field(default_factory=dict)
+    """Column -> sample -> value."""
     cells: dict[str, Cell] = field(default_factory=dict)
     """Column -> number; what is missing has none."""
+
+    @property
+    def resident(self) -> float | None:
+        """Resident bytes of all samples as a share of an FP16 full cache of the same."""
+        above, below = sums([record for run in self.runs for record in run.samples.values()], RESIDENT)
+        return above / below if below else None
 
 
 @dataclass(kw_only=True)
@@ -61,17 +66,6 @@ class PaperTable:
     """Categories above the columns, with how many columns each has; empty without any."""
     rows: list[Row]
     notes: list[str]
-
-
-@dataclass
-class _Entry:
-    """What one row is made of: runs of several groups."""
-
-    label: str
-    method: str
-    runs: list[StoredRun]
-    values: dict[str, dict[Sample, float]]
-    """Column -> sample -> value."""
 
 
 def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
@@ -108,7 +102,7 @@ def _joined(groups: Sequence[Group], by: str) -> list[list[Group]]:
         if by == "length":
             protocol.pop("length", None)
         parts = [identity.get(name) for name in ("model", "generation", "seed", "fidelity")]
-        key = json.dumps([group.task, group.model, version(first), protocol, *parts], sort_keys=True)
+        key = json.dumps([group.task, group.model, first.version, protocol, *parts], sort_keys=True)
         mine = set(_columns(group, by))
         open_ones = result.setdefault(key, [])
         for members in open_ones:
@@ -160,39 +154,38 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
     first, by = groups[0], cfg["by"]
     what = measure(str(cfg["metric"]), first)
     notes = list(dict.fromkeys(note for group in groups for note in group.notes))
-    entries = _entries(groups, by, what, cfg["incomplete"], notes)
-    there = sorted({key for entry in entries for key in entry.values})
+    rows = _rows(groups, by, what, cfg["incomplete"], notes)
+    there = sorted({key for row in rows for key in row.values})
     columns, spans = _headings(first.task, by, there)
-    weighting = first.runs[0].record.weighting
-    rows = {id(e): Row(label=e.label, method=e.method, resident=_resident(e.runs)) for e in entries}
     shared: dict[str, list[Sample]] = {}
     for key in columns:
-        having = [entry for entry in entries if key in entry.values]
+        having = [row for row in rows if key in row.values]
         if having:
-            shared[key] = sorted(set.intersection(*(set(entry.values[key]) for entry in having)))
-            values = {id(entry): entry.values[key] for entry in having}
-            _fill(rows, key, having, shared[key], weighting, what, cfg, values)
-            most = max(len(entry.values[key]) for entry in having)
+            shared[key] = sorted(set.intersection(*(set(row.values[key]) for row in having)))
+            _fill(having, key, shared[key], first, what, cfg)
+            most = max(len(row.values[key]) for row in having)
             if len(shared[key]) < most:
                 notes.append(f"{columns[key]}: over the {len(shared[key])} of {most} samples that all its rows have")
-    whole = [entry for entry in entries if all(key in entry.values for key in shared)]
+    whole = [row for row in rows if all(key in row.values for key in shared)]
     samples = [sample for members in shared.values() for sample in members]
-    if whole and samples:
-        _fill(rows, AVERAGE, whole, samples, weighting, what, cfg, {id(entry): _everything(entry) for entry in whole})
+    for row in whole:
+        row.values[AVERAGE] = {sample: value for values in row.values.values() for sample, value in values.items()}
+    if whole:
+        _fill(whole, AVERAGE, samples, first, what, cfg)
     missing = [columns[key] for key in columns if key not in shared]
     count = len(columns) - len(missing)
     columns[AVERAGE] = f"Avg ({count} of {len(columns)})" if missing else "Avg"
     if missing:
         notes.append(f"missing, and not in the average: {', '.join(missing)}")
-    for entry in entries:
-        lacks = [columns[key] for key in shared if key not in entry.values]
+    for row in rows:
+        lacks = [columns[key] for key in shared if key not in row.values]
         if lacks:
-            notes.append(f"{entry.label} has no average: it lacks {', '.join(lacks)}")
+            notes.append(f"{row.label} has no average: it lacks {', '.join(lacks)}")
     if by == "category" and spans == [] and any(category_of(first.task, s[0]) != s[0] for s in samples):
         notes.append("the average is over subsets, not over categories, as in every other table")
     title = first.title if len(groups) == 1 else f"{first.task} with {first.model}"
-    ordered = sorted(rows.values(), key=lambda row: (row.method != FULL, row.method, _natural(row.label)))
-    return PaperTable(title=title, what=what, columns=columns, spans=spans, rows=ordered, notes=notes)
+    rows.sort(key=lambda row: (row.method != FULL, row.method, _natural(row.label)))
+    return PaperTable(title=title, what=what, columns=columns, spans=spans, rows=rows, notes=notes)
 
 
 def _natural(label: str) -> list[tuple[float, str]]:
@@ -219,9 +212,9 @@ def _headings(task: str, by: str, there: list[str]) -> tuple[dict[str, str], lis
     return {name: title_of(task, name) for name in names}, spans if is_known else []
 
 
-def _entries(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, notes: list[str]) -> list[_Entry]:
+def _rows(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, notes: list[str]) -> list[Row]:
     """The rows before anything is computed: the same method, settings and conditions in all groups."""
-    found: dict[str, _Entry] = {}
+    found: dict[str, Row] = {}
     for place, group in enumerate(groups):
         column = _column_of(group, by)
         repeats = {run.name for run in group.repeats}
@@ -236,10 +229,10 @@ def _entries(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, 
             if not run.complete and not incomplete:
                 notes.append(f"{run.label} is not shown: it is incomplete ({run.progress})")
                 continue
-            settings = json.dumps([run.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
-            key = " ".join([run.method, settings, *(run.conditions if run.method != FULL else ())])
-            entry = found.setdefault(key, _Entry(run.label, run.method, [], {}))
-            entry.runs.append(run)
+            row = found.setdefault(
+                run.key if run.method != FULL else run.method_key, Row(label=run.label, method=run.method)
+            )
+            row.runs.append(run)
             values = values_of(run, what)
             for name, members in _by_column(run, column).items():
                 ok = {(*sample, place): values[sample] for sample in members if sample in values}
@@ -248,8 +241,8 @@ def _entries(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, 
                         f"{run.label} has no {name}: only {len(ok)} of {sizes[name]} samples ended well with a value"
                     )
                 elif ok:
-                    entry.values.setdefault(name, {}).update(ok)
-    return [entry for entry in found.values() if entry.values]
+                    row.values.setdefault(name, {}).update(ok)
+    return [row for row in found.values() if row.values]
 
 
 def _by_column(run: StoredRun, column: Callable[[SampleRecord], str]) -> dict[str, set[SampleName]]:
@@ -259,48 +252,27 @@ def _by_column(run: StoredRun, column: Callable[[SampleRecord], str]) -> dict[st
     return result
 
 
-def _everything(entry: _Entry) -> dict[Sample, float]:
-    return {sample: value for values in entry.values.values() for sample, value in values.items()}
-
-
-def _fill(
-    rows: dict[int, Row],
-    key: str,
-    entries: Sequence[_Entry],
-    samples: Sequence[Sample],
-    weighting: Weighting,
-    what: Measure,
-    cfg: Mapping,
-    values: Mapping[int, Mapping[Sample, float]],
-) -> None:
+def _fill(rows: Sequence[Row], key: str, samples: Sequence[Sample], group: Group, what: Measure, cfg: Mapping) -> None:
     """Put one column into the rows that have it, and mark what is best."""
     if not samples:
         return
     by_subset: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
         by_subset.setdefault((sample[0], sample[2]), []).append(sample)
-    found: dict[int, Strata] = {}
-    for entry in entries:
-        own = values[id(entry)]
-        found[id(entry)] = weighed([[own[s] for s in part] for part in by_subset.values()], weighting)
-        rows[id(entry)].cells[key] = Cell(
-            value=float(found[id(entry)].mean()),
-            interval=score_interval(found[id(entry)], what),
-            num_samples=len(samples),
-        )
-    others = [id(entry) for entry in entries if entry.method != FULL]
-    if len(others) < 2:
+    weighting = group.runs[0].record.weighting
+    found: list[tuple[Cell, Strata]] = []  # of all but the full cache
+    for row in rows:
+        strata = strata_of(row.values[key], by_subset.values(), weighting)
+        interval = score_interval(strata, what)
+        row.cells[key] = Cell(value=float(strata.mean()), interval=interval, num_samples=len(samples))
+        if row.method != FULL:
+            found.append((row.cells[key], strata))
+    if len(found) < 2:
         return
     sign = 1 if what.higher_is_better else -1
-    best = max(others, key=lambda name: sign * rows[name].cells[key].value)
-    rivals = [name for name in others if name != best]
-    p_values = [difference(found[best], found[n], what, cfg["resamples"], cfg["seed"]).p for n in rivals]
-    for name, p in zip(rivals, holm(p_values), strict=True):
-        rows[name].cells[key].is_best = p is None or p >= ALPHA
-    rows[best].cells[key].is_best = True
-
-
-def _resident(runs: Sequence[StoredRun]) -> float | None:
-    """Resident bytes of all samples over the FP16 bytes of the same."""
-    above, below = sums([record for run in runs for record in run.samples.values()], RESIDENT)
-    return above / below if below else None
+    best = max(found, key=lambda one: sign * one[0].value)
+    best[0].is_best = True
+    rivals = [one for one in found if one is not best]
+    p_values = [difference(best[1], strata, what, cfg["resamples"], cfg["seed"]).p for _, strata in rivals]
+    for (cell, _), p in zip(rivals, holm(p_values), strict=True):
+        cell.is_best = p is None or p >= ALPHA

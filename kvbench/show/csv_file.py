@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvbench.show.text import LINE_LENGTH, safe
 
@@ -24,6 +24,11 @@ def csv_bytes(headings: Sequence[str], rows: Iterable[Sequence[Cell]]) -> bytes:
     writer.writerow(headings)
     writer.writerows([_text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
     return buffer.getvalue().encode()
+
+
+def records_csv(records: Sequence[Mapping[str, Cell]]) -> bytes:
+    """Records of one kind as CSV; the headings are the keys of the first."""
+    return csv_bytes(list(records[0]), [list(record.values()) for record in records])
 
 
 def _text(cell: str) -> str:

@@ -1,6 +1,7 @@
 """The one way from a matplotlib figure to the bytes of a file: every text in it is drawn as it is."""
 
 import io
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvbench.show.text import visible
@@ -11,6 +12,29 @@ if TYPE_CHECKING:
 # What a file would say of the program and the day is left out: the same results give the same bytes.
 METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 METADATA["pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
+
+PLAIN: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.hashsalt": "kvbench", "svg.fonttype": "path"}
+
+
+def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **options: Any) -> bytes:
+    """Make a figure in a style of matplotlib, and draw it.
+
+    Args:
+        make: Makes the figure.
+        kind: `png`, `svg` or `pdf`.
+        style: Of the figure; font and file format are those of all pictures.
+        options: Further ones of `savefig`.
+
+    Returns:
+        The file. The same results give the same bytes on the same matplotlib.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    with mpl.rc_context({**PLAIN, **style}):
+        figure = make()
+        FigureCanvasAgg(figure)
+        return picture_bytes(figure, kind, **options)
 
 
 def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:

@@ -72,6 +72,41 @@ def add_names(table: Table, heading: str, names: Iterable[str]) -> None:
     table.add_column(heading, overflow="fold", min_width=min(16, max(map(len, names), default=0)))
 
 
+def table_of(
+    title: str | None,
+    heading: str | None,
+    names: Sequence[str],
+    columns: Sequence[tuple[str, Sequence[str]]],
+    *,
+    breaks: bool = False,
+) -> Table:
+    """A table of numbers, which stay on one line, right of a column of names.
+
+    Args:
+        title: Of the table.
+        heading: Of the names; None without them.
+        names: A row for each.
+        columns: Heading and cells of each column.
+        breaks: Where the terminal is narrow, an interval goes below its number in all columns but the last.
+    """
+    table = plain_table(title)
+    rows = [cells for _, cells in columns]
+    if heading is not None:
+        add_names(table, heading, names)
+        rows.insert(0, names)
+    for place, (name, _) in enumerate(columns, 1):
+        table.add_column(name, justify="right", no_wrap=not breaks or place == len(columns))
+    for cells in zip(*rows, strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def print_notes(notes: Iterable[str], target: Console) -> None:
+    """Print what must be known to read the numbers, a line for each."""
+    for note in notes:
+        target.print(Text(f"! {note}"), soft_wrap=True)
+
+
 def print_paths(paths: Sequence[Path], target: Console) -> None:
     """Name the files that were written, each on one line that a terminal can take as a path."""
     for path in paths:
@@ -83,6 +118,18 @@ def p_text(p: float | None) -> str:
     if p is None:
         return "-"
     return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def span(ends: tuple[float, float] | None, scale: float, signed: bool = False) -> str:
+    """An interval in shown units, as `number` has its ends."""
+    if ends is None:
+        return NO_INTERVAL
+    return f"[{number(ends[0], scale, signed)}, {number(ends[1], scale, signed)}]"
+
+
+def three_digits(ends: tuple[float, float], scale: float) -> str:
+    """An interval in shown units with three significant digits each, also of points."""
+    return f"[{ends[0] * scale:.3g}, {ends[1] * scale:.3g}]"
 
 
 def number(value: float | None, scale: float, signed: bool = False) -> str:

@@ -9,8 +9,8 @@ from stored import store
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence.agreement import rankings
 from kvbench.evidence.load import load_groups
+from kvbench.evidence.ranks import rankings
 
 NAMES = ("h2o", "knorm", "random", "snapkv", "tova")
 

@@ -11,7 +11,7 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import compare, compare_table, comparison, pairing
+from kvbench.evidence import compare, comparison, samples
 from kvbench.evidence.load import load_groups
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples
@@ -51,7 +51,7 @@ def test_what_is_too_wide_for_a_terminal_is_two_tables(tmp_path, width):
     cfg, text = settings(tmp_path), io.StringIO()
     tables = [(group, *comparison.compare_group(group, cfg)) for group in load_groups(cfg)]
     comparison.correct(tables[0][1])
-    compare_table.show(tables, cfg, 1, terminal.console(width, file=text))
+    compare.show(tables, cfg, terminal.console(width, file=text))
     lines = text.getvalue().split("p Holm:")[0].splitlines()
     assert "…" not in text.getvalue() and max(map(len, lines)) <= width
     assert sum(line.startswith("run ") for line in lines) == (1 if width == 120 else 2)
@@ -168,7 +168,7 @@ def test_numbers_of_a_comparison(tmp_path):
     assert worse.changes[0].lost and not worse.changes[-1].lost
     assert (worse.changes[0].text, worse.changes[0].other_text) == ("answer 0.0", "answer 1.0")
     assert worse.changes[0].expected == "42"
-    assert same.interval_kind == "newcombe" and same.interval[0] < 0 < same.interval[1]
+    assert same.found.interval[1] == "newcombe" and same.interval[0] < 0 < same.interval[1]
     assert same.verdict == "cannot tell" and same.p_equal == pytest.approx(0.99**80)
     assert compare.main(cfg) == 0
     table = list(csv.DictReader((tmp_path / "deep/table.csv").open()))
@@ -221,7 +221,7 @@ def test_other_metrics_and_other_references(tmp_path):
     assert [row.value for row in comparison.compare_group(kept, narrowed)[0]] == [row.value for row in found]
     assert comparison.find(group, "nothing") is None
     with pytest.raises(ValueError, match="metric=nil does not exist. Did you mean nll"):
-        pairing.measure("nil", group)
+        samples.measure("nil", group)
 
 
 def test_reference_of_the_same_conditions_is_preferred(tmp_path):

@@ -8,10 +8,11 @@ from stored import store
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import drift_figure
-from kvbench.evidence.drift_curves import drawing_of
+from kvbench.evidence import drift
+from kvbench.evidence.drift import STYLE, drawing_of
 from kvbench.evidence.load import load_groups
 from kvbench.results.sample import write_line
+from kvbench.show.picture import drawn
 
 LENGTH, ITEMS = 130, 9
 
@@ -126,24 +127,22 @@ def test_command_writes_pictures_and_csv(runs, capsys) -> None:
     assert float(found["value"]) == pytest.approx(1.44) and float(found["low"]) < 1.44 < float(found["high"])
     assert main(["drift", f"results_dir={runs}"]) == 0
     assert before == {path.name: path.read_bytes() for path in (runs / "drift").glob("drift*.*")}
-    assert b"mathdefault" not in drift_figure.render(drawing(runs), "svg")
+    assert b"mathdefault" not in drawn(lambda: drift.figure(drawing(runs)), "svg", STYLE)
 
 
-def test_wide_intervals_do_not_press_the_curves_flat(tmp_path, monkeypatch) -> None:
+def test_wide_intervals_do_not_press_the_curves_flat(tmp_path) -> None:
     """One answer of nine that is lost gives intervals over hundreds of decades; the curves keep most of the picture."""
     put(tmp_path, "full", noise, ratio=1.0, tiers=(100,))
     put(tmp_path, "tova", lambda s, t: 40.0 if s == 3 and t >= 96 else 0.1 + 0.01 * s)
-    found, kept = drawing(tmp_path), []
+    found = drawing(tmp_path)
     ends = [one.values["nll"].ends for curve in found.curves for one in curve.bins]
     assert max(high for low, high in filter(None, ends)) > 10
-    monkeypatch.setattr(drift_figure, "picture_bytes", lambda figure, kind: kept.append(figure) or b"")
-    drift_figure.render(found, "png")
-    kl, _, perplexity = kept[0].axes
+    kl, _, perplexity = drift.figure(found).axes
     for axes, factor in ((kl, 1e2), (perplexity, 1e2)):
         tallest = max(max(line.get_ydata()) for line in axes.lines)
         assert tallest < axes.get_ylim()[1] <= factor * tallest
         assert axes.get_title(loc="left") == "intervals are cut"
-    assert drift_figure._perplexity(1e4) > 1e300  # no float is that large
+    assert drift._perplexity(1e4) > 1e300  # no float is that large
 
 
 def test_command_says_what_is_wrong(runs, tmp_path) -> None:

@@ -7,9 +7,9 @@ from stored import store
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import heat_figure
-from kvbench.evidence.heat_cells import panels_of
+from kvbench.evidence.heat_map import STYLE, figure, panels_of
 from kvbench.evidence.load import load_groups
+from kvbench.show.picture import drawn
 
 DEPTHS, LENGTHS, ITEMS = (0, 50, 100), (512, 1024), 2
 SUBSETS = {str(length): [0.0] * (len(DEPTHS) * ITEMS) for length in LENGTHS}
@@ -54,12 +54,12 @@ def test_cells_and_differences(runs) -> None:
     maps = {one.label: one for one in found.maps}
     assert (found.depths, found.lengths, found.num_samples) == ([0, 50, 100], [512, 1024], 12)
     assert list(maps) == ["full", "kivi", "snapkv"] and maps["full"].differences is None
-    full = heat_figure.grid(maps["full"].values, found.depths, found.lengths)
-    assert full == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
-    mine = heat_figure.grid(maps["snapkv"].values, found.depths, found.lengths)
-    assert mine == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
-    minus = heat_figure.grid(maps["snapkv"].differences, found.depths, found.lengths)
-    assert minus == [[-1.0, -1.0], [-0.5, 0.5], [0.0, 0.0]]
+    full = found.grid(maps["full"].values)
+    assert (full / 100).tolist() == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    mine = found.grid(maps["snapkv"].values)
+    assert (mine / 100).tolist() == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    minus = found.grid(maps["snapkv"].differences)
+    assert (minus / 100).tolist() == [[-1.0, -1.0], [-0.5, 0.5], [0.0, 0.0]]
 
 
 def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
@@ -67,9 +67,9 @@ def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
     store(runs, "tova", SUBSETS, task="needle", meta=meta, statuses={0: "oom", 1: "nan", 4: "oom"})
     found = panels(runs)
     assert found.num_samples == 9 and any("9 of 12 samples that every run has" in note for note in found.notes)
-    table = heat_figure.grid(found.maps[0].values, found.depths, found.lengths)
+    table = found.grid(found.maps[0].values)
     assert table[0][0] != table[0][0] and len(found.maps[0].values[100, 512]) == 1
-    assert heat_figure.render(found, "png").startswith(b"\x89PNG")
+    assert drawn(lambda: figure(found), "png", STYLE).startswith(b"\x89PNG")
 
 
 def test_command_writes_pictures_and_csv(runs, capsys) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from stored import flips, store, yes_no
 
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
-from kvbench.evidence import frontier_figure, frontier_one
-from kvbench.evidence.averages import averages
+from kvbench.evidence import frontier_figure
 from kvbench.evidence.dominance import best_so_far, standing
-from kvbench.evidence.frontier_layout import Drawing, spread, ticks
-from kvbench.evidence.frontier_marks import STYLE, short_label
+from kvbench.evidence.frontier import averages
+from kvbench.evidence.frontier_figure import short_label
+from kvbench.evidence.frontier_marks import STYLE, Drawing, lines_of, spread, ticks
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import panels_of, render
 from kvbench.show import terminal
@@ -35,6 +36,11 @@ def panel_of(root, *words):
     cfg = settings(root, *words)
     (panel,) = panels_of(load_groups(cfg), cfg)
     return panel
+
+
+def figure_of(panel, layout="panels"):
+    """The figure of a panel by resident bytes."""
+    return frontier_figure.LAYOUTS[layout](Drawing(panel, "resident"))
 
 
 @pytest.fixture
@@ -101,7 +107,7 @@ def test_lower_is_better_turns_everything_round(tmp_path):
     panel = panel_of(tmp_path, "metric=nll")
     places = {panel.find(key).label: place for key, place in standing(panel, "resident").items()}
     assert places == {"full": "frontier", "worse": "dominated", "better": "frontier"}
-    made = frontier_figure.figure(panel, "resident")
+    made = figure_of(panel)
     bottom, top = made.axes[0].get_ylim()
     assert bottom > top
 
@@ -224,7 +230,7 @@ def test_names_in_the_picture_do_not_overlap(tmp_path):
                 settings={"budget": budget},
                 ratio=budget + index / 1000,
             )
-    made = frontier_figure.figure(panel_of(tmp_path), "resident")
+    made = figure_of(panel_of(tmp_path))
     renderer = FigureCanvasAgg(made).get_renderer()
     made.draw(renderer)
     whole = made.bbox
@@ -257,7 +263,7 @@ def test_published_points_are_marked(tmp_path):
     panel = panel_of(tmp_path, "published=true")
     found = Drawing(panel, "resident").printed("diffkv")
     assert any(x == 19.3 and y == pytest.approx(75.7 - 76.3) for x, y in found)
-    assert "NOT measured here" in " ".join(frontier_figure._words(Drawing(panel, "resident")))
+    assert "NOT measured here" in " ".join(frontier_figure.panels_words(Drawing(panel, "resident")))
     assert not panel_of(tmp_path).published and not Drawing(panel, "peak").printed("diffkv")
 
 
@@ -281,21 +287,18 @@ def test_bad_settings(tmp_path, capsys, word, message):
 
 def test_lines_join_runs_that_differ_in_numbers_only():
     """Budgets of one tier are a line; another tier is another line; a budget that is not set is a number too."""
-    from types import SimpleNamespace
-
-    from kvbench.evidence.frontier_marks import lines_of
-
     labels = [
         "snapkv budget=0.5 tier=fp16",
         "snapkv budget=0.6 tier=k8v4",
         "snapkv budget=None tier=fp16",
         "kivi bits=2",
     ]
-    found = lines_of([SimpleNamespace(label=label) for label in labels])
-    assert {kind: [labels.index(point.label) for point in points] for kind, points in found.items()} == {
-        "fp16": [0, 2],
-        "k8v4": [1],
-        "": [3],
+    points = [SimpleNamespace(label=label) for label in labels]
+    found = lines_of({"snapkv": points[:3], "kivi": points[3:]})
+    assert {line.name: [points.index(point) for point in line.points] for line in found} == {
+        "snapkv fp16": [0, 2],
+        "snapkv k8v4": [1],
+        "kivi": [3],
     }
 
 
@@ -307,13 +310,13 @@ def colours_of(figure):
 def test_a_method_has_one_colour_in_every_picture(sweep):
     """Whatever else is drawn, in one panel or many, and in the picture of a run."""
     panel = panel_of(sweep)
-    both = [colours_of(made(panel, "resident")) for made in frontier_figure.LAYOUTS.values()]
+    both = [colours_of(figure_of(panel, layout)) for layout in frontier_figure.LAYOUTS]
     for found in both:
         assert {name: colour for name, colour in found.items() if name.split()[0] != "full"} == {
             name: method_style(name.split()[0])[0] for name in found if name.split()[0] != "full"
         }
     alone = panel_of(sweep, "methods=[dear]")
-    assert colours_of(frontier_figure.LAYOUTS["one"](alone, "resident"))["dear"] == both[1]["dear"]
+    assert colours_of(figure_of(alone, "one"))["dear"] == both[1]["dear"]
 
 
 def test_every_method_of_the_repository_looks_its_own_way():
@@ -342,7 +345,7 @@ def test_no_colour_is_twice_in_a_panel(tmp_path):
 def test_one_panel_fits_a_column(sweep):
     """3.4 inches wide; every method's name is there once, outside the panel, and no text is cut or covers another."""
     with rc_context(STYLE):
-        made = frontier_figure.LAYOUTS["one"](panel_of(sweep), "resident")
+        made = figure_of(panel_of(sweep), "one")
         FigureCanvasAgg(made).draw()
     assert len(made.axes) == 1 and made.get_figwidth() == pytest.approx(3.4)
     axes = made.axes[0]
@@ -367,7 +370,7 @@ def test_long_names_stay_inside_the_picture_of_a_column(tmp_path):
         store(tmp_path / folder, "full", SCORES, ratio=1.0)
         store(tmp_path / folder, name, flips(SCORES, 10, 0), ratio=0.25)
         with rc_context(STYLE):
-            made = frontier_one.figure(panel_of(tmp_path / folder), "resident")
+            made = figure_of(panel_of(tmp_path / folder), "one")
             made.draw(renderer := FigureCanvasAgg(made).get_renderer())
         (axes,) = made.axes
         boxes = [Text.get_window_extent(text, renderer) for text in axes.texts]

@@ -8,9 +8,9 @@ from stored import flips, store, yes_no
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.evidence import comparison
-from kvbench.evidence.averages import averages
 from kvbench.evidence.budget_curves import series_of
 from kvbench.evidence.dominance import standing
+from kvbench.evidence.frontier import averages
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.pareto import csv_of, panels_of
 from kvbench.results.measures import COSTS
@@ -215,7 +215,7 @@ def test_one_number_has_one_interval(tmp_path):
         (panel,) = panels_of(load_groups(cfg), cfg)
         point = next(point for point in panel.points if point.method == "half")
         assert own.ends == pytest.approx(row.interval, abs=1e-12) and point.interval == row.interval
-        assert own.interval == row.interval_kind
+        assert own.interval == row.found.interval[1]
         assert own.value == pytest.approx(row.value) == pytest.approx(point.quality)
 
 

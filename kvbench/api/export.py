@@ -1,5 +1,8 @@
-"""lm-eval's own files: results_DATE.json and samples_TASK_DATE.jsonl, which its table, its hub upload and other tools
-read.
+"""`kvbench export`: stored runs in the formats of other programs.
+
+`lm_eval`: lm-eval's own files, results_DATE.json and samples_TASK_DATE.jsonl, which its table, its hub upload and other
+tools read. `parquet`: a row for each run, and a row for each answer, for DuckDB, Polars, pandas and the hub.
+`leaderboard`: the folders of kvpress's evaluation, in `leaderboard.py`.
 
 Source: lm-eval 0.4.13, loggers/evaluation_tracker.py and evaluator.py.
 Differs: `arguments` holds the end of the prompt, which is what a journal keeps; `prompt_hash` is over token ids;
@@ -9,30 +12,30 @@ Differs: `arguments` holds the end of the prompt, which is what a journal keeps;
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.api.load import settings_of
-from kvbench.export.stored import Stored, file_name, gold_of
-from kvbench.results.sample import SampleRecord, answers_of
+from omegaconf import DictConfig
+
+from kvbench.api import leaderboard
+from kvbench.api.leaderboard import Stored, file_name, gold_of
+from kvbench.api.load import run_row, sample_row, settings_of
+from kvbench.errors import unknown_name
+from kvbench.evidence.load import find_runs, patterns, results_root
+from kvbench.results.sample import SampleRecord, answers_of, read_samples
 from kvbench.results.summary import values_by_sample
 from kvbench.results.writing import plain, write_file
+from kvbench.show import terminal
+from kvbench.show.progress import note
+from kvbench.show.text import safe
 from kvbench.stats.strata import standard_error, weighed
 
 NONE = "none"  # lm-eval's name of the filter that does nothing
 
 
-def write(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write one folder for each run: `<model>__<method>__<hash>`.
-
-    Args:
-        runs: What to write.
-        to: Folder.
-
-    Returns:
-        The files.
-    """
+def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
+    """Write one folder for each run, `<model>__<method>__<hash>`, into a folder; gives the files."""
     written = []
     for run in runs:
         record = run.record
@@ -149,3 +152,78 @@ def sample_of(run: Stored, place: int, sample: SampleRecord) -> dict[str, Any]:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def write_parquet(runs: Sequence[Stored], to: Path) -> list[Path]:
+    """Write runs.parquet and samples.parquet into a folder; gives the two files."""
+    answers: list[dict[str, Any]] = []
+    for run, sample in [(one, sample) for one in runs for sample in one.samples]:
+        prompt = sample.get("prompt")
+        row = sample_row(run.record, run.folder, sample) | {"gold": gold_of(sample)}
+        answers.append(row | {f"prompt_{key}": prompt[key] if prompt else None for key in ("sha256", "tail")})
+    made = {"runs": [run_row(run.record, run.folder) for run in runs], "samples": answers}
+    written = {to / f"{name}.parquet": parquet_bytes(rows) for name, rows in made.items()}
+    for path, content in written.items():
+        write_file(path, content)
+    return list(written)
+
+
+def parquet_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Rows as a parquet file; a column that holds values of several types holds them as text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {}
+    for name in dict.fromkeys(key for row in rows for key in row):
+        values = [row.get(name) for row in rows]
+        try:
+            columns[name] = pa.array(values)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            columns[name] = pa.array([None if value is None else str(value) for value in values])
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+FORMATS: dict[str, Callable[[list[Stored], Path], list[Path]]] = {
+    "lm_eval": write_lm_eval,
+    "parquet": write_parquet,
+    "leaderboard": leaderboard.write,
+}
+
+
+def main(cfg: DictConfig) -> int:
+    """Carry out `kvbench export`."""
+    if cfg.format not in FORMATS:
+        raise unknown_name("format", cfg.format, FORMATS)
+    if not cfg.to:
+        raise ValueError(f"export needs a folder to write into: python -m kvbench export format={cfg.format} to=DIR")
+    root = results_root(cfg.results_dir)
+    runs = list(_wanted(cfg, root))
+    if not runs:
+        raise ValueError(f"no complete run under results_dir={root} fits tasks, models and methods")
+    written = FORMATS[cfg.format](runs, Path(str(cfg.to)))
+    terminal.print_paths(written, terminal.console(100))
+    return 0
+
+
+def _wanted(cfg: DictConfig, root: Path) -> Iterator[Stored]:
+    """The complete runs that the filters let through; the others are named."""
+    filters = [patterns(cfg.get(name)) for name in ("tasks", "models", "methods")]
+    left_out: dict[str, str] = {}
+    for folder, record in find_runs(root, left_out, filters):
+        name = folder.relative_to(root).as_posix()
+        if record.status != "complete":
+            left_out[name] = f"it is {record.status}"
+            continue
+        try:
+            samples, damaged = read_samples(folder / "samples.jsonl", record.hash)
+        except (ValueError, OSError) as error:
+            left_out[name] = str(error)
+            continue
+        if damaged or not samples:
+            left_out[name] = f"samples.jsonl has {damaged} damaged lines and {len(samples)} samples"
+            continue
+        yield Stored(folder=folder, record=record, samples=list(samples.values()))
+    for name, reason in left_out.items():
+        note(f"{safe(name)} is left out: {safe(reason, 400)}")

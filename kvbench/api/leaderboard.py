@@ -8,7 +8,9 @@ Differs: predictions.csv has no question and no answer prefix, which a journal d
 """
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +19,6 @@ import yaml
 
 from kvbench.api.load import settings_of
 from kvbench.config.files import FULL
-from kvbench.export.stored import Stored, file_name, gold_of
 from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord
@@ -28,15 +29,34 @@ TASK = "ruler"
 NO_PRESS = "no_press"  # kvpress's name of the full cache
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One complete run."""
+
+    folder: Path
+    record: RunRecord
+    samples: list[SampleRecord]
+    """In the order of the journal, of any status."""
+
+
+def file_name(text: str) -> str:
+    """A text as part of a file name that every system takes, as lm-eval writes task names."""
+    return re.sub(r"\W", "_", text)[:80] or "_"
+
+
+def gold_of(record: SampleRecord) -> list[str]:
+    """The right answers; in journals of before, what the task kept beside the sample."""
+    found = record.get("gold")
+    if found is None:
+        kept = record["meta"].get("answers", record["meta"].get("answer"))
+        found = kept if isinstance(kept, list) else [] if kept is None else [kept]
+    return [str(one) for one in found]
+
+
 def write(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write one folder for each run and length.
+    """Write one folder for each run and length, for a submission's `benchmark/`; gives the files.
 
-    Args:
-        runs: What to write; those of other tasks are no part of the leaderboard.
-        to: Folder; a submission puts its folders into `benchmark/`.
-
-    Returns:
-        The files.
+    Runs of other tasks are no part of the leaderboard.
 
     Raises:
         ValueError: There is no run of task=ruler, or two runs would have the same folder.

@@ -6,27 +6,26 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
+from rich.console import Console
 from rich.text import Text
 from scipy.stats import rankdata
 
 from kvbench.config.files import FULL
-from kvbench.errors import check_whole
-from kvbench.evidence.averages import together
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
-from kvbench.evidence.compare import check_at_bytes
-from kvbench.evidence.frontier import Question, key_of_run, question
-from kvbench.evidence.load import load_groups, patterns, version
-from kvbench.evidence.pairing import Curve, curve_of, measure, strata
-from kvbench.evidence.runs import Group
+from kvbench.evidence.frontier import Questions, question, together
+from kvbench.evidence.load import Group, load_groups, patterns
+from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
+from kvbench.evidence.settings import Bytes, bytes_wanted
+from kvbench.evidence.settings import check as check_settings
 from kvbench.results.measures import Measure
 from kvbench.results.writing import write_file
 from kvbench.show import terminal
-from kvbench.show.csv_file import Cell, csv_bytes
+from kvbench.show.csv_file import Cell, records_csv
 from kvbench.show.terminal import number
 from kvbench.stats.ranks import FEWEST_RUNS, Agreement, agreement
-from kvbench.stats.strata import Strata, weighed
+from kvbench.stats.strata import Strata
 
-Bytes = float | tuple[float, float] | None
+Two = tuple[Measure, Measure]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +34,9 @@ class _Values:
 
     labels: dict[str, str]
     """Key of a run in any group -> label."""
-    questions: list[list[Question]]
+    questions: Questions
     columns: tuple[dict[str, Strata], dict[str, Strata]]
-    """Of each measure: key -> a value for each question, larger where better."""
+    """Of each measure: key -> a value for each question, in the measure's own direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class Ranking:
 
     title: str
     labels: list[str]
-    measures: tuple[Measure, Measure]
+    measures: Two
     means: tuple[np.ndarray, np.ndarray]
     """[runs] in the measures' own units and directions."""
     found: Agreement
@@ -55,29 +54,26 @@ class Ranking:
     @property
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
         """[runs] of each measure, 1 for the best; ties share their mean."""
-        signs = (-1 if what.higher_is_better else 1 for what in self.measures)
-        return tuple(rankdata(sign * np.round(m, 12)) for sign, m in zip(signs, self.means, strict=True))
+        return tuple(rankdata(-_sign(w) * np.round(m, 12)) for w, m in zip(self.measures, self.means, strict=True))
+
+
+def _sign(what: Measure) -> int:
+    return 1 if what.higher_is_better else -1
 
 
 def check(cfg: DictConfig) -> None:
-    """Check the settings.
-
-    Raises:
-        ValueError: Names the setting, its value and the rule.
-    """
+    """Check the settings; raises ValueError as `settings.check`, or where `metrics` are not two."""
     names = patterns(cfg.metrics) or []
     if len(names) != 2 or len(set(names)) != 2:
         raise ValueError(f"metrics={cfg.metrics} are not two measures; write metrics=[nll,score]")
-    check_at_bytes(cfg.at_bytes)
-    for name, least in (("resamples", 100), ("seed", 0)):
-        check_whole(name, cfg[name], least)
+    check_settings(cfg)
 
 
-def _curves(group: Group, what: Measure, wanted: Bytes, notes: list[str]) -> dict[str, tuple[str, Curve]]:
+def _curves(group: Group, what: Measure, wanted: Bytes | None, notes: list[str]) -> dict[str, tuple[str, Curve]]:
     """Key -> label and values of every complete run but the full cache, or of every method at some bytes."""
     runs = [run for run in group.runs if run.method != FULL and run.complete]
     if wanted is None:
-        return {key_of_run(run): (run.label, curve_of(run, what)) for run in runs}
+        return {run.key: (run.label, curve_of(run, what)) for run in runs}
     found = {}
     for title, members in series_of(runs).items():
         try:
@@ -88,43 +84,36 @@ def _curves(group: Group, what: Measure, wanted: Bytes, notes: list[str]) -> dic
     return found
 
 
-def _values(group: Group, what: tuple[Measure, Measure], wanted: Bytes, notes: list[str]) -> _Values | None:
+def _values(group: Group, what: Two, wanted: Bytes | None, notes: list[str]) -> _Values | None:
     """The values of a group; None where it has fewer than three runs, or no question that all of them have."""
     both = [_curves(group, item, wanted, notes) for item in what]
     keys = [key for key in both[0] if key in both[1] and both[0][key][1].values and both[1][key][1].values]
-    shared = set.intersection(*(set(curves[key][1].values) for curves in both for key in keys)) if keys else set()
-    if len(keys) < FEWEST_RUNS or not shared:
-        notes.append(f"{group.title}: {len(keys)} runs with {len(shared)} questions in common have no order")
+    common = shared(curves[key][1] for curves in both for key in keys)
+    if len(keys) < FEWEST_RUNS or not common:
+        notes.append(f"{group.title}: {len(keys)} runs with {len(common)} questions in common have no order")
         return None
-    members = strata(shared)
-
-    def column(curve: Curve, sign: int) -> Strata:
-        return weighed([[sign * curve.values[s] for s in own] for own in members.values()], curve.weighting)
-
-    found = [
-        {key: column(curves[key][1], 1 if item.higher_is_better else -1) for key in keys}
-        for curves, item in zip(both, what, strict=True)
-    ]
+    members = list(by_subset(common).values())
+    first, second = (
+        {key: strata_of(curves[key][1].values, members, curves[key][1].weighting) for key in keys} for curves in both
+    )
     return _Values(
         labels={key: both[0][key][0] for key in keys},
-        questions=[[question(group, s) for s in own] for own in members.values()],
-        columns=(found[0], found[1]),
+        questions=[[question(group, sample) for sample in own] for own in members],
+        columns=(first, second),
     )
 
 
-def _ranking(title: str, what: tuple[Measure, Measure], parts: Sequence[_Values], cfg: DictConfig) -> Ranking | None:
+def _ranking(title: str, what: Two, parts: Sequence[_Values], cfg: DictConfig) -> Ranking | None:
     """The order over one group, or over the mean of several; None where they share fewer than three runs."""
     keys = [key for key in parts[0].labels if all(key in part.labels for part in parts)]
     if len(keys) < FEWEST_RUNS:
         return None
     questions, joined = [part.questions for part in parts], []
-    for side in (0, 1):
+    for side, item in enumerate(what):
         columns = [together(questions, [part.columns[side][key] for part in parts]) for key in keys]
         rows = zip(*(column.values for column in columns), strict=True)
-        joined.append(Strata(tuple(np.stack(row, axis=1) for row in rows), columns[0].weights))
-    means = [
-        (1 if item.higher_is_better else -1) * np.asarray(side.mean()) for item, side in zip(what, joined, strict=True)
-    ]
+        joined.append(Strata(tuple(_sign(item) * np.stack(row, axis=1) for row in rows), columns[0].weights))
+    means = [_sign(item) * np.asarray(side.mean()) for item, side in zip(what, joined, strict=True)]
     return Ranking(
         title=title,
         labels=[parts[0].labels[key] for key in keys],
@@ -145,15 +134,10 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
     Returns:
         The orders, and a sentence for each thing left out.
     """
-    names = patterns(cfg.metrics) or []
-    wanted: Bytes = None
-    if isinstance(cfg.at_bytes, int | float):
-        wanted = float(cfg.at_bytes)
-    elif cfg.at_bytes is not None:
-        wanted = (float(cfg.at_bytes[0]), float(cfg.at_bytes[1]))
+    names, wanted = patterns(cfg.metrics) or [], bytes_wanted(cfg.at_bytes)
     found: list[Ranking] = []
     notes: list[str] = []
-    kins: dict[tuple, list[tuple[_Values, tuple[Measure, Measure]]]] = {}
+    kins: dict[tuple, list[tuple[_Values, Two]]] = {}
     for group in groups:
         if not group.runs:
             continue
@@ -162,7 +146,7 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
         ranking = _ranking(group.title, what, [values], cfg) if values else None
         if values and ranking:
             found.append(ranking)
-            kins.setdefault((group.model, version(group.runs[0])), []).append((values, what))
+            kins.setdefault((group.model, group.runs[0].version), []).append((values, what))
     for (model, _), members in kins.items():
         if len(members) > 1:
             title = f"mean over {len(members)} groups with {model}"
@@ -177,68 +161,55 @@ def words(ranking: Ranking) -> list[str]:
     found = ranking.found
     if found.value is None:
         return [f"no rank correlation: one of {' and '.join(names)} is the same for all {len(ranking.labels)} runs"]
-    ends = "[no interval]" if found.interval is None else "[{:+.2f}, {:+.2f}]".format(*found.interval)
+    ends = terminal.NO_INTERVAL if found.interval is None else "[{:+.2f}, {:+.2f}]".format(*found.interval)
     text = f"Spearman's rank correlation of {len(ranking.labels)} runs over {ranking.num_questions} questions: "
-    lines = [f"{text}{found.value:+.2f} {ends}"]
     both = zip(names, found.halves, strict=True)
     halves = [f"{name} {'unknown' if half is None else f'{half:+.2f}'}" for name, half in both]
-    return [*lines, f"each measure with itself, between two halves of the questions: {', '.join(halves)}"]
+    last = f"each measure with itself, between two halves of the questions: {', '.join(halves)}"
+    return [f"{text}{found.value:+.2f} {ends}", last]
 
 
-def _show(ranking: Ranking) -> None:
-    console = terminal.console(120)
-    table = terminal.plain_table(ranking.title)
-    terminal.add_names(table, "run", ranking.labels)
-    for what in ranking.measures:
-        for heading in (f"{what.title}, {what.unit}", "rank"):
-            table.add_column(heading, justify="right", no_wrap=True)
+def _show(ranking: Ranking, console: Console) -> None:
     ranks = ranking.ranks
-    for index in np.argsort(ranks[0], kind="stable"):
-        cells = []
-        for what, means, places in zip(ranking.measures, ranking.means, ranks, strict=True):
-            cells += [number(float(means[index]), what.scale), f"{places[index]:g}"]
-        table.add_row(ranking.labels[index], *cells)
+    order = np.argsort(ranks[0], kind="stable")
+    columns: list[tuple[str, list[str]]] = []
+    for what, means, places in zip(ranking.measures, ranking.means, ranks, strict=True):
+        columns.append((f"{what.title}, {what.unit}", [number(float(means[index]), what.scale) for index in order]))
+        columns.append(("rank", [f"{places[index]:g}" for index in order]))
     console.print()
-    console.print(table)
+    console.print(terminal.table_of(ranking.title, "run", [ranking.labels[index] for index in order], columns))
     for line in words(ranking):
         console.print(Text(line), soft_wrap=True)
 
 
 def csv_of(found: Sequence[Ranking]) -> bytes:
     """Every run of every order, unrounded, with the correlation of its table."""
-    headings = "group,n,run,metric,other,value,other_value,rank,other_rank".split(",")
-    headings += "correlation,low,high,half,other_half".split(",")
-    rows: list[list[Cell]] = []
+    records: list[dict[str, Cell]] = []
     for ranking in found:
-        of_all = [ranking.found.value, *(ranking.found.interval or (None, None)), *ranking.found.halves]
-        for index, label in enumerate(ranking.labels):
-            values = [float(part[index]) for part in (*ranking.means, *ranking.ranks)]
-            names = [what.key for what in ranking.measures]
-            rows.append([ranking.title, ranking.num_questions, label, *names, *values, *of_all])
-    return csv_bytes(headings, rows)
+        (first, second), (low, high) = ranking.measures, ranking.found.interval or (None, None)
+        (half, other_half), group = ranking.found.halves, {"group": ranking.title, "n": ranking.num_questions}
+        numbers = zip(*ranking.means, *ranking.ranks, strict=True)
+        for label, (value, other_value, rank, other_rank) in zip(ranking.labels, numbers, strict=True):
+            records.append(
+                {**group, "run": label, "metric": first.key, "other": second.key}
+                | {"value": float(value), "other_value": float(other_value)}
+                | {"rank": float(rank), "other_rank": float(other_rank)}
+                | {"correlation": ranking.found.value, "low": low, "high": high}
+                | {"half": half, "other_half": other_half}
+            )
+    return records_csv(records)
 
 
 def main(cfg: DictConfig) -> int:
-    """Carry out `kvbench ranks`.
-
-    Args:
-        cfg: The settings in conf/command/ranks.yaml.
-
-    Returns:
-        0.
-
-    Raises:
-        ValueError: A setting is wrong, or no three runs share a question.
-    """
+    """Carry out `kvbench ranks`."""
     check(cfg)
     found, notes = rankings(load_groups(cfg), cfg)
     if not found:
         raise ValueError(f"nothing to rank. {' '.join(notes[:3])}")
-    for ranking in found:
-        _show(ranking)
     console = terminal.console(120)
-    for note in notes:
-        console.print(Text(f"! {note}"), soft_wrap=True)
+    for ranking in found:
+        _show(ranking, console)
+    terminal.print_notes(notes, console)
     console.print(Text("\n[a, b]: 95 % percentile interval, questions resampled with all their answers.", style="dim"))
     if cfg.out is not None:
         write_file(Path(str(cfg.out)), csv_of(found))

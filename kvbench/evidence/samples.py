@@ -1,14 +1,17 @@
-"""Two runs sample by sample: the values of a metric, the samples both have, and what those could be that one lacks."""
+"""Runs sample by sample: the values of a metric, the samples that runs share, what the missing ones could be, and the
+answers that were lost or gained."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvbench.errors import unknown_name
-from kvbench.evidence.runs import Group, StoredRun
+from kvbench.evidence.load import Group, StoredRun
 from kvbench.results.measures import FIDELITY, SCORE, Measure, score
+from kvbench.results.sample import SampleRecord, answers_of
 from kvbench.stats.paired import Paired, paired
-from kvbench.stats.strata import Weighting
+from kvbench.stats.strata import Strata, Weighting, weighed
 
 SampleName = tuple[str, str]  # subset, sample id
 Range = tuple[float, float]
@@ -34,9 +37,21 @@ class Curve:
     progress: str = ""
 
 
+def value_of(record: SampleRecord, what: Measure) -> float | None:
+    """The value of one answer; None where it has none."""
+    try:
+        return what.above(record)
+    except (KeyError, TypeError):
+        return None
+
+
+def unknown_range(what: Measure) -> Range:
+    """What a missing value could be."""
+    return (0.0, 1.0) if what.bounded else (-math.inf, math.inf)
+
+
 def curve_of(run: StoredRun, what: Measure) -> Curve:
     """The values of a run, and what the samples could be that did not end well: anything a score can be."""
-    unknown = (0.0, 1.0) if what.bounded else (-math.inf, math.inf)
     found: dict[SampleName, list[Range]] = {}
     others: set[SampleName] = set()
     for record in run.samples.values():
@@ -51,8 +66,11 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
         elif what.is_fidelity and record["status"] == "ok":
             others.add(name)  # the metric does not apply: no gold token was read from the compressed cache
         else:
-            found.setdefault(name, []).append(unknown)
-    ranges = {name: (_mean(low for low, _ in each), _mean(high for _, high in each)) for name, each in found.items()}
+            found.setdefault(name, []).append(unknown_range(what))
+    ranges: dict[SampleName, Range] = {}
+    for name, each in found.items():
+        low, high = (sum(ends) / len(ends) for ends in zip(*each, strict=True))
+        ranges[name] = low, high
     return Curve(
         label=run.label,
         values={name: low for name, (low, high) in ranges.items() if low == high},
@@ -63,26 +81,16 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
     )
 
 
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
-
-
 def values_of(run: StoredRun, what: Measure) -> dict[SampleName, float]:
     """One value per sample, the mean over its answers; without the samples of which an answer did not end well."""
     return curve_of(run, what).values
 
 
 def measure(name: str, group: Group) -> Measure:
-    """Find a metric.
-
-    Args:
-        name: `score` for the task's primary metric; `nll`, `kl` or `top1` for the teacher-forced ones; or any name of
-            the task's scores.
-        group: Runs that must have it.
+    """Find a metric: `score` for the task's primary one, a teacher-forced one, or any name of the task's scores.
 
     Raises:
-        ValueError: No run has it; lists what there is.
+        ValueError: No run of the group has it; lists what there is.
     """
     if name in FIDELITY:
         return FIDELITY[name]
@@ -98,12 +106,23 @@ def measure(name: str, group: Group) -> Measure:
     return score(chosen, found.higher_is_better)
 
 
-def strata(samples: Iterable[SampleName]) -> dict[str, list[SampleName]]:
+def by_subset(samples: Iterable[SampleName]) -> dict[str, list[SampleName]]:
     """The samples of each subset, in sorted order."""
     result: dict[str, list[SampleName]] = {}
     for sample in sorted(samples):
         result.setdefault(sample[0], []).append(sample)
     return result
+
+
+def shared(curves: Iterable[Curve]) -> set[SampleName]:
+    """The samples that all curves have; none without a curve."""
+    each = [set(curve.values) for curve in curves]
+    return set.intersection(*each) if each else set()
+
+
+def strata_of(values: Mapping[Any, float], samples: Iterable[Sequence], weighting: Weighting) -> Strata:
+    """The values of some samples, subset by subset."""
+    return weighed([[values[sample] for sample in members] for members in samples], weighting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,71 +161,124 @@ class Pairs:
         everything = set(self.mine.ranges) | set(self.theirs.ranges)
         if self.num_samples == self.total == len(everything):
             return None
-        unknown = (0.0, 1.0) if what.bounded else (-math.inf, math.inf)
+        unknown = unknown_range(what)
         found: list[Paired | None] = []
         for end in (0, 1):
             groups = {
                 name: [(self.mine.ranges.get(s, unknown)[end], self.theirs.ranges.get(s, unknown)[1 - end]) for s in m]
-                for name, m in strata(everything).items()
+                for name, m in by_subset(everything).items()
             }
             finite = all(math.isfinite(value) for pairs in groups.values() for pair in pairs for value in pair)
             found.append(_paired(groups, self.mine.weighting, what, resamples, seed) if finite else None)
         return found[0], found[1]
 
 
-def _paired(
-    groups: dict[str, list[tuple[float, float]]], weighting: Weighting, what: Measure, resamples: int, seed: int
-) -> Paired:
+def _paired(groups: dict[str, list[Range]], weighting: Weighting, what: Measure, resamples: int, seed: int) -> Paired:
     found = paired(groups, weighting, bounded=what.bounded, resamples=resamples, seed=seed)
     assert found is not None  # there is a pair: `pair` refuses others
     return found
 
 
 def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
-    """Put two runs side by side on the samples both have.
-
-    Args:
-        mine: The run that is judged.
-        theirs: What it is compared with.
-        what: The metric.
+    """Put the run that is judged beside another one, on the samples both have.
 
     Raises:
         NoCommonSample: They share no sample that ended well in both.
     """
-    shared = mine.values.keys() & theirs.values.keys()
-    if not shared:
+    both = shared([mine, theirs])
+    if not both:
         raise NoCommonSample(
             f"{mine.label} and {theirs.label} have no sample with {what.title} in common ({mine.progress} and "
             f"{theirs.progress} are there); a paired comparison needs the same samples in both"
         )
     total = max(mine.total, theirs.total, len(set(mine.ranges) | set(theirs.ranges)))
-    return Pairs(samples=strata(shared), mine=mine, theirs=theirs, total=total)
+    return Pairs(samples=by_subset(both), mine=mine, theirs=theirs, total=total)
 
 
-def num_samples(*runs: StoredRun) -> int:
-    """How many samples the runs are about, also those that are missing or did not end well."""
-    known = {sample for run in runs for sample, _ in run.samples}
-    totals = []
-    for run in runs:
-        repeats = max((repeat for _, repeat in run.samples), default=0) + 1
-        totals.append((run.total or 0) // repeats)
-    return max(len(known), *totals)
+def num_samples(run: StoredRun) -> int:
+    """How many samples a run is about, also those that are missing or did not end well."""
+    repeats = max((repeat for _, repeat in run.samples), default=0) + 1
+    return max(len({sample for sample, _ in run.samples}), (run.total or 0) // repeats)
 
 
 def noise(group: Group, what: Measure) -> tuple[float, str]:
     """The largest difference of a sample that is only numerical noise, and where it is from.
 
-    Args:
-        group: Its repetitions of the full cache with other batches or kernels measure the noise of the full cache.
-        what: The metric.
+    Repetitions of the full cache with other batches or kernels measure the noise of the full cache.
     """
     if not what.tolerance:
         return 0.0, ""
-    reference = group.reference
-    base = values_of(reference, what) if reference else {}
+    base = values_of(group.reference, what) if group.reference else {}
     largest = [
         abs(value - base[name]) for run in group.repeats for name, value in values_of(run, what).items() if name in base
     ]
     if largest and max(largest) > what.tolerance:
         return max(largest), "measured: the full cache run again"
     return what.tolerance, "the largest that other batches and orders ever made"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A sample whose score got worse or better."""
+
+    sample: str
+    subset: str
+    mine: float
+    theirs: float
+    lost: bool
+    text: str = ""
+    """Answer of the run, every turn of a conversation; the first one whose score differs, when there are several."""
+    other_text: str = ""
+    """Answer of the other run."""
+    expected: str = ""
+    """The right answer, when the task keeps it."""
+
+
+def changes(
+    run: StoredRun | None, other: StoredRun | None, pairs: Pairs, what: Measure, tolerance: float = 0.0
+) -> list[Change]:
+    """The samples that differ by more than noise, the largest losses first, then the largest gains.
+
+    Args:
+        run: The run that is judged; None where the values are of several runs, which have no one answer.
+        other: What it is compared with; None likewise.
+        pairs: The values of the two.
+        what: The metric.
+        tolerance: Largest difference that is noise.
+    """
+    sign = 1 if what.higher_is_better else -1
+    found = []
+    for subset, sample in (sample for members in pairs.samples.values() for sample in members):
+        mine, theirs = pairs.mine.values[subset, sample], pairs.theirs.values[subset, sample]
+        if mine == theirs or abs(mine - theirs) <= tolerance:
+            continue
+        texts = _texts(run, other, sample, what) if run and other else {}
+        lost = sign * (mine - theirs) < 0
+        found.append(Change(sample=sample, subset=subset, mine=mine, theirs=theirs, lost=lost, **texts))
+    return sorted(found, key=lambda item: (not item.lost, -abs(item.mine - item.theirs), item.subset, item.sample))
+
+
+def _texts(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> dict[str, str]:
+    """The first answers to a sample whose values differ, else the first ones; none where no answer is in both runs."""
+    both = [
+        (record, other.samples[key]) for key, record in run.samples.items() if key[0] == sample and key in other.samples
+    ]
+    if not both:
+        return {}
+    mine, theirs = next((pair for pair in both if value_of(pair[0], what) != value_of(pair[1], what)), both[0])
+    return {"text": _said(answers_of(mine)), "other_text": _said(answers_of(theirs)), "expected": _expected(mine)}
+
+
+def _said(texts: Sequence[str]) -> str:
+    """Several texts as one, each with its number."""
+    return texts[0] if len(texts) == 1 else "\n".join(f"[{place}] {text}" for place, text in enumerate(texts, 1))
+
+
+def _expected(record: SampleRecord) -> str:
+    if turns := record.get("turns"):
+        return _said(["; ".join(right) for right in (*(turn["gold"] for turn in turns), record.get("gold", []))])
+    if record.get("gold"):
+        return "; ".join(record["gold"])
+    meta = record.get("meta") or {}  # journals of before have the answer there, where the task kept it
+    found = next((meta[key] for key in ("answer", "answers", "gold", "target") if key in meta), "")
+    return "; ".join(map(str, found)) if isinstance(found, list) else str(found)

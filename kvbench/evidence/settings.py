@@ -1,0 +1,98 @@
+"""Settings of the evidence commands, checked before anything is read; and where pictures are written."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig
+
+from kvbench.errors import check_whole, unknown_name
+from kvbench.evidence.load import patterns
+from kvbench.results.identity import folder_name
+from kvbench.results.writing import write_file
+
+LEAST = {"resamples": 100, "seed": 0, "regressions": 0, "answers": 1, "answer_length": 1, "digits": 0}
+FLAGS = ("incomplete", "published", "intervals")
+KINDS = ("png", "svg")  # of pictures of several curves or maps
+Bytes = float | tuple[float, float]
+
+
+def check(
+    cfg: DictConfig,
+    lists: Mapping[str, Collection[str]] | None = None,
+    choices: Mapping[str, Collection[str]] | None = None,
+) -> None:
+    """Check the settings that commands share, and those of one command that are one of some words.
+
+    Args:
+        cfg: The settings of a command; what it lacks is not checked.
+        lists: Setting -> known words; a word, several, or null for all.
+        choices: Setting -> known words, one of which it must be.
+
+    Raises:
+        ValueError: Names the setting, its value and the rule.
+    """
+    for name, known in (lists or {}).items():
+        for value in patterns(cfg.get(name)) or ():
+            if value not in known:
+                raise unknown_name(name, value, known)
+    for name, known in (choices or {}).items():
+        if cfg[name] not in known:
+            raise unknown_name(name, cfg[name], known)
+    check_margin(cfg.get("margin"))
+    bytes_wanted(cfg.get("at_bytes"))
+    for name in FLAGS:
+        if name in cfg and not isinstance(cfg[name], bool):
+            raise ValueError(f"{name}={cfg[name]} is neither true nor false")
+    for name, least in LEAST.items():
+        if name in cfg:
+            check_whole(name, cfg[name], least)
+
+
+def check_margin(margin: object) -> None:
+    """Refuse a margin that is neither null nor a number above 0."""
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float) or margin <= 0):
+        raise ValueError(
+            f"margin={margin} is not a number above 0; 0.01 means one point of score, null is the metric's own margin"
+        )
+
+
+def bytes_wanted(wanted: object) -> Bytes | None:
+    """The setting `at_bytes`: null, a percentage of an FP16 full cache, or two of them in order.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if wanted is None:
+        return None
+    ends: list = list(wanted) if isinstance(wanted, ListConfig | list | tuple) else [wanted]
+    numbers = [float(end) for end in ends if isinstance(end, int | float) and not isinstance(end, bool) and end > 0]
+    if len(numbers) < len(ends) or len(ends) not in (1, 2) or sorted(set(ends)) != ends:
+        raise ValueError(
+            f"at_bytes={wanted} is neither a percentage of an FP16 full cache nor two of them, the smaller first; "
+            "write at_bytes=25 or 'at_bytes=[12.5,50]'"
+        )
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def out_folder(cfg: DictConfig, name: str) -> Path:
+    """The setting `out`, or a folder below the results."""
+    return Path(str(cfg.out)) if cfg.out is not None else Path(cfg.results_dir) / name
+
+
+def write_drawn(path: Path, csv: bytes, pictures: Iterable[tuple[str, str, bytes]]) -> list[Path]:
+    """Write a CSV and the pictures beside it.
+
+    Args:
+        path: Of the CSV.
+        csv: Its content.
+        pictures: Title, end of the file's name, and content of each.
+
+    Returns:
+        The files, the CSV first.
+    """
+    written = [path]
+    write_file(path, csv)
+    for title, end, content in pictures:
+        written.append(path.with_name(f"{folder_name(title.replace(' with ', '_')).lower()}{end}"))
+        write_file(written[-1], content)
+    return written

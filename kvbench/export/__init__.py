@@ -1,1 +1,0 @@
-"""Stored runs in the formats of other programs."""
