@@ -1,6 +1,7 @@
 """The table at the end of a run: quality and cost of each method beside the full cache, on the terminal."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -12,7 +13,6 @@ from kvbench.results.measures import BYTES, KL, NLL, ONE_SHOT_PEAK, PREFILL, RAT
 from kvbench.results.record import CHUNK_LABEL, RunRecord
 from kvbench.show import terminal
 from kvbench.show.labels import label_runs
-from kvbench.show.long_texts import long_tables
 from kvbench.show.progress import format_bytes
 from kvbench.show.text import MESSAGE_LENGTH, safe
 from kvbench.stats.intervals import Estimate
@@ -20,6 +20,23 @@ from kvbench.stats.intervals import Estimate
 Cell = Callable[[RunRecord], str]
 NONE = "-"
 DRIFT_FROM = 32  # answers that end before this token have no drift to show
+# Statistic of `task_aggregate` -> heading and factor.
+TOKENS = {
+    "perplexity": ("perplexity", 1.0),
+    "word_perplexity": ("perplexity of words", 1.0),
+    "bits_per_byte": ("bits per byte", 1.0),
+    "log_ratio": ("NLL minus full's, nats", 1.0),
+    "kl_mean": ("KL mean, nats", 1.0),
+    "kl_median": ("KL median", 1.0),
+    "kl_99": ("KL 99 %", 1.0),
+    "kl_max": ("KL max", 1.0),
+    "same_first_choice": ("same first choice, %", 100.0),
+}
+FREE = {
+    "repetition": ("4-grams said before, %", 100.0),
+    "loop": ("in the longest loop, %", 100.0),
+    "early_stop": ("would have ended before, %", 100.0),
+}
 
 
 def percent(estimate: Estimate | None, signed: bool = False) -> str:
@@ -60,23 +77,16 @@ def _difference(record: RunRecord) -> str:
     return f"{text}\n{record.comparison.num_worse} worse, {record.comparison.num_better} better"
 
 
-def _value(what: Measure, form: str, missing: float | None = None) -> Cell:
-    """The cells of a measure, in shown units; `missing` is the value of runs that do not have it."""
-
-    def cell(record: RunRecord) -> str:
-        found = what.of_run(record)
-        value = missing if found is None else found
-        return NONE if value is None else format(what.scale * value, form)
-
-    return cell
+def _value(record: RunRecord, what: Measure, form: str, missing: float | None = None) -> str:
+    """A measure in shown units; `missing` is the value of runs that do not have it."""
+    found = what.of_run(record)
+    value = missing if found is None else found
+    return NONE if value is None else format(what.scale * value, form)
 
 
-def _bytes(what: Measure) -> Cell:
-    def cell(record: RunRecord) -> str:
-        count, ratio = record.ledger.get(f"{what.name}_bytes"), what.of_run(record)
-        return format_bytes(count) if ratio is None else f"{format_bytes(count)}\n{what.scale * ratio:.1f} %"
-
-    return cell
+def _bytes(record: RunRecord, what: Measure) -> str:
+    count, ratio = record.ledger.get(f"{what.name}_bytes"), what.of_run(record)
+    return format_bytes(count) if ratio is None else f"{format_bytes(count)}\n{what.scale * ratio:.1f} %"
 
 
 def _reads_parts(records: Sequence[RunRecord]) -> bool:
@@ -196,22 +206,39 @@ def _num_fidelity(record: RunRecord, what: Measure) -> int:
     return found.num_samples if found else 0
 
 
+def _across(
+    title: str,
+    heading: str,
+    records: Sequence[RunRecord],
+    rows: Sequence[tuple[str, Sequence[str]]],
+    count: bool = True,
+) -> Table:
+    """A table with a column for each run; the last cell of a row is the number of its samples where they are counted.
+
+    Names of statistics are long, and runs are few.
+    """
+    table = terminal.plain_table(title)
+    table.add_column(heading, no_wrap=True)
+    for name in [*label_runs(records), *(["n"] if count else [])]:
+        table.add_column(name, justify="right")
+    for name, cells in rows:
+        table.add_row(name, *cells)
+    return table
+
+
 def _drift(records: Sequence[RunRecord]) -> list[Table]:
     """How far the predictions are from the full cache's along the answer, where answers are long enough to tell."""
     ranges = {one.first: one.last for record in records for one in record.drift}
     if max(ranges, default=0) < DRIFT_FROM:
         return []
-    table = terminal.plain_table("Along the answer, token by token: KL to the full cache, nats (same first choice, %)")
-    table.add_column("tokens", no_wrap=True)
-    for label in label_runs(records):
-        table.add_column(label, justify="right")
-    table.add_column("n", justify="right")
+    rows = []
     for first, last in sorted(ranges.items()):
         here = [next((one for one in record.drift if one.first == first), None) for record in records]
         cells = [NONE if one is None else f"{one.kl:.2g} ({SCORE.scale * one.top1:.0f})" for one in here]
         count = max(one.num_samples for one in here if one is not None)
-        table.add_row(f"{first + 1} on" if last is None else f"{first + 1}-{last + 1}", *cells, str(count))
-    return [table]
+        rows.append((f"{first + 1} on" if last is None else f"{first + 1}-{last + 1}", [*cells, str(count)]))
+    title = "Along the answer, token by token: KL to the full cache, nats (same first choice, %)"
+    return [_across(title, "tokens", records, rows)]
 
 
 def _by(records: Sequence[RunRecord]) -> list[Table]:
@@ -220,33 +247,52 @@ def _by(records: Sequence[RunRecord]) -> list[Table]:
     for key, groups in last.task_aggregate.get("by", {}).items():
         if len(groups) < 2:
             continue
-        table = terminal.plain_table(f"{last.primary or 'score'} by {safe(key)}, %")
-        table.add_column(safe(key), no_wrap=True)
-        for label in label_runs(records):
-            table.add_column(label, justify="right")
-        table.add_column("n", justify="right")
+        rows = []
         for name, numbers in groups.items():
             found = [r.task_aggregate.get("by", {}).get(key, {}).get(name, {}).get(r.primary) for r in records]
             cells = [NONE if value is None else f"{SCORE.scale * value:.1f}" for value in found]
-            table.add_row(safe(name), *cells, str(numbers["num_samples"]))
-        tables.append(table)
+            rows.append((safe(name), [*cells, str(numbers["num_samples"])]))
+        title = f"{last.primary or 'score'} by {safe(key)}, %"
+        tables.append(_across(title, safe(key), records, rows))
     return tables
 
 
-def _answer(name: str, form: str, factor: float = 1.0) -> Cell:
-    def cell(record: RunRecord) -> str:
-        value = record.task_aggregate.get("answers", {}).get(name)
-        return NONE if value is None else form.format(factor * value)
+def long_tables(records: Sequence[RunRecord]) -> list[Table]:
+    """A table of the forced tokens and one of the free answers, where the runs have such numbers."""
+    tables = []
+    for part, names, title in (
+        ("tokens", TOKENS, "Over all forced tokens, with 95 % intervals (block bootstrap)"),
+        ("free", FREE, "Free answers, with 95 % intervals"),
+    ):
+        held = [record.task_aggregate.get(part) or {} for record in records]
+        rows = [
+            (heading, [_statistic(found.get(name), factor) for found in held])
+            for name, (heading, factor) in names.items()
+            if any(name in found for found in held)
+        ]
+        if any(held):
+            tables.append(_across(title, "", records, rows, count=False))
+    return tables
 
-    return cell
+
+def _statistic(found: dict | None, factor: float) -> str:
+    if not found or found["value"] is None:
+        return NONE
+    form = "{:.1f}" if factor == SCORE.scale else "{:.3g}"
+    text = form.format(factor * found["value"])
+    if found["low"] is None or found["high"] is None:
+        return text
+    return f"{text} [{form.format(factor * found['low'])}, {form.format(factor * found['high'])}]"
 
 
-def _sampled(name: str) -> Cell:
-    def cell(record: RunRecord) -> str:
-        found = record.task_aggregate.get("sampling", {}).get(name)
-        return percent(Estimate(**found) if found else None)
+def _answer(record: RunRecord, name: str, form: str, factor: float = 1.0) -> str:
+    value = record.task_aggregate.get("answers", {}).get(name)
+    return NONE if value is None else form.format(factor * value)
 
-    return cell
+
+def _sampled(record: RunRecord, name: str) -> str:
+    found = record.task_aggregate.get("sampling", {}).get(name)
+    return percent(Estimate(**found) if found else None)
 
 
 def _answers(records: Sequence[RunRecord]) -> list[Table]:
@@ -255,12 +301,12 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
     tables = []
     if "answers" in last:
         columns = [
-            ("answers", _answer("num_answers", "{:.0f}")),
-            ("mean tokens", _answer("mean_tokens", "{:.1f}")),
-            ("cut by the limit, %", _answer("cut_share", "{:.1f}", 100)),
+            ("answers", lambda record: _answer(record, "num_answers", "{:.0f}")),
+            ("mean tokens", lambda record: _answer(record, "mean_tokens", "{:.1f}")),
+            ("cut by the limit, %", lambda record: _answer(record, "cut_share", "{:.1f}", 100)),
         ]
         if "num_unparsed" in last["answers"]:
-            columns.append(("nothing to grade", _answer("num_unparsed", "{:.0f}")))
+            columns.append(("nothing to grade", lambda record: _answer(record, "num_unparsed", "{:.0f}")))
         tables.append(_table("Answers: how they ended", records, columns))
     if sampling := last.get("sampling"):
         # pass@1 is avg@n; the largest k say most.
@@ -268,7 +314,7 @@ def _answers(records: Sequence[RunRecord]) -> list[Table]:
         for kind, most in (("pass@", 3), ("maj@", 2)):
             names += [name for name in sampling if name.startswith(kind) and name != f"{kind}1"][-most:]
         title = f"Sampling: {sampling['num_samples']} answers to each of {sampling['num_problems']} problems"
-        tables.append(_table(title, records, [(f"{name}, %", _sampled(name)) for name in names]))
+        tables.append(_table(title, records, [(f"{name}, %", partial(_sampled, name=name)) for name in names]))
     return tables
 
 
@@ -282,45 +328,35 @@ def _protocol_notes(protocol: dict) -> list[str]:
     return notes
 
 
-def _further(records: Sequence[RunRecord]) -> list[Table]:
-    """The tables that some tasks have."""
-    return [*_by(records), *_answers(records), *long_tables(records), *_drift(records)]
-
-
 def render(records: Sequence[RunRecord]) -> Group:
-    """Make the table of one task and model.
-
-    Args:
-        records: Rows from top to bottom, the full cache first.
-
-    Returns:
-        Something rich can print; 80 columns are enough.
-    """
+    """Make the tables of one task and model, the full cache first; 80 columns are enough."""
     last = records[-1]
     quality = (
         (f"{last.primary or 'score'}, %", _score),
         ("n", _num),
         (f"vs full, {SCORE.unit}", _difference),
-        (NLL.short, _value(NLL, ".4f")),
-        (KL.short, _value(KL, ".2g")),
+        (NLL.short, partial(_value, what=NLL, form=".4f")),
+        (KL.short, partial(_value, what=KL, form=".2g")),
     )
     cost = (
-        *((what.short, _bytes(what)) for what in BYTES),
-        *([(ONE_SHOT_PEAK.short, _bytes(ONE_SHOT_PEAK))] if _chunked(records) else []),
-        *([(f"{READ.short}, {READ.unit}", _value(READ, ".1f", missing=1.0))] if _reads_parts(records) else []),
-        (f"{PREFILL.short} {PREFILL.unit}", _value(PREFILL, ".3g")),
-        (f"{RATE.short} {RATE.unit}", _value(RATE, ".3g")),
+        *((what.short, partial(_bytes, what=what)) for what in BYTES),
+        *([(ONE_SHOT_PEAK.short, partial(_bytes, what=ONE_SHOT_PEAK))] if _chunked(records) else []),
+        *(
+            [(f"{READ.short}, {READ.unit}", partial(_value, what=READ, form=".1f", missing=1.0))]
+            if _reads_parts(records)
+            else []
+        ),
+        (f"{PREFILL.short} {PREFILL.unit}", partial(_value, what=PREFILL, form=".3g")),
+        (f"{RATE.short} {RATE.unit}", partial(_value, what=RATE, form=".3g")),
         ("backend", lambda record: record.backend),
     )
-    name = f"{safe(last.task)} with {safe(last.model)}"
-    return Group(
-        _table(f"Quality: {name}", records, quality),
-        Text(),
+    tables = [
+        _table(f"Quality: {safe(last.task)} with {safe(last.model)}", records, quality),
         _table("Cost: cache bytes per sample, and time", records, cost),
-        Text(),
-        *(part for table in _further(records) for part in (table, Text())),
-        *(Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)),
-    )
+        *(table for some in (_by, _answers, long_tables, _drift) for table in some(records)),
+    ]
+    notes = [Text(safe(note, MESSAGE_LENGTH), style="dim") for note in _notes(records)]
+    return Group(*(part for table in tables for part in (table, Text())), *notes)
 
 
 def show(records: Sequence[RunRecord], paths: Sequence[Path] = (), *, console: Console | None = None) -> None:

@@ -5,7 +5,7 @@ import re
 from rich.console import Console
 
 from kvbench.results.record import RunRecord
-from kvbench.show.long_texts import long_tables
+from kvbench.show.table import long_tables
 
 
 def estimate(value, low=None, high=None):
