@@ -15,12 +15,8 @@ BENCHMARKS = {"longbench": LONGBENCH}
 
 
 def subsets_of(task: str, there: list[str]) -> list[str]:
-    """The columns of a task: all subsets of a benchmark that is known, in its own order, else those that are there.
-
-    Args:
-        task: Name of the task.
-        there: Subsets that some run has.
-    """
+    """The columns of a task: all subsets of a benchmark that is known, in its own order, else those that some run
+    has."""
     known = [name for part in BENCHMARKS.get(task, {}).values() for name in part]
     if there and {_plain(name) for name in there} <= set(known):
         extended = all(name.endswith("_e") for name in there)

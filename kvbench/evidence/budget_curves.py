@@ -26,9 +26,8 @@ class OutOfRange(ValueError):
 
 
 def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
-    """The runs that one line may join: those of a method whose settings differ in numbers only.
-
-    A tier is no step on the way from one budget to the next.
+    """The runs that one line may join: those of a method whose settings differ in numbers only, since a tier is no step
+    on the way from one budget to the next.
 
     Returns:
         Name -> runs; a name is the method and, where it has several series, the words that tell this one.
@@ -72,14 +71,10 @@ def resident_share(run: StoredRun, names: Sequence[SampleName]) -> np.ndarray:
 
 
 def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes) -> Curve:
-    """A method's values at some bytes, or their mean over a range of bytes.
+    """The values of a method, whose runs are one series, at some bytes, or their mean over a range of bytes.
 
-    Args:
-        name: Of the series.
-        runs: Of one series.
-        what: The metric.
-        wanted: Percent of an FP16 full cache; two of them ask for the mean over the logarithm of the bytes between
-            them, which is the area under the budget curve divided by its width.
+    The bytes are percent of an FP16 full cache; two of them ask for the mean over the logarithm of the bytes between
+    them, which is the area under the budget curve divided by its width.
 
     Raises:
         OutOfRange: The runs do not span these bytes.

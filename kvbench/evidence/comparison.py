@@ -122,15 +122,10 @@ class ComparedRun:
 
 
 def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
-    """Find the run of a group that a name means.
+    """Find the run of a group that a name means: `full` for the reference, a method, a label, or the first digits of a
+    hash.
 
-    Args:
-        group: Where to look.
-        name: `full` for the reference, a method, a label, or the first digits of a run's hash.
-        where: Settings that choose among several runs that the name fits.
-
-    Returns:
-        None when the group has none.
+    Settings choose among several runs that the name fits. None when the group has no such run.
 
     Raises:
         ValueError: Several runs fit; lists them.
@@ -205,10 +200,6 @@ def margin_of(cfg: DictConfig, what: Measure) -> float:
 
 def compare_group(group: Group, cfg: DictConfig) -> tuple[list[ComparedRun], list[str]]:
     """Compare every run of a group with one of them, or every method with one at equal bytes.
-
-    Args:
-        group: The runs.
-        cfg: `against`, `metric`, `margin`, `at_bytes`, `resamples`, `seed`.
 
     Returns:
         Rows whose p values are corrected over this group, and one sentence for each run that could not be compared.

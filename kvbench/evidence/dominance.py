@@ -23,13 +23,7 @@ MEANING = {
 
 
 def best_so_far(costs: Sequence[float], qualities: Sequence[float], higher_is_better: bool) -> list[int]:
-    """The points that no other point beats, by the estimates alone, in order of cost.
-
-    Args:
-        costs: Lower is better.
-        qualities: One for each cost.
-        higher_is_better: Direction of the quality.
-    """
+    """The points that no other point beats, by the estimates alone, in order of cost, of which less is better."""
     sign = 1 if higher_is_better else -1
     order = sorted(range(len(costs)), key=lambda index: (costs[index], -sign * qualities[index]))
     kept: list[int] = []
@@ -88,17 +82,10 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
 
 
 def standing(panel: Panel, axis: str) -> dict[str, str]:
-    """Where each point stands.
+    """The standing of each point that has the cost: its key -> one of `MEANING`, or `n too small` for all.
 
     A point dominates another if it is cheaper by more than 1 % and its quality is better beyond chance, at 5 % for the
     whole table: Holm's correction is over all pairs of which one is cheaper. Times give no standing.
-
-    Args:
-        panel: The points.
-        axis: Name of the cost; points without it have no standing.
-
-    Returns:
-        Key -> one of `MEANING`, or `n too small` for all.
     """
     known: dict[str, dict[str, str]] = panel.__dict__.setdefault("_standing", {})
     if axis not in known:

@@ -92,12 +92,8 @@ def texts_of(run: StoredRun) -> dict[tuple[str, str], SampleRecord]:
 
 
 def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
-    """The curves of a group; None where no run has numbers of every token.
-
-    Args:
-        group: Runs that may be compared.
-        width: Tokens of a bin; None takes a power of two that makes at most sixteen.
-    """
+    """The curves of a group, in bins of so many tokens or at most sixteen of a power of two; None where no run has
+    numbers of every token."""
     found = {run.label: texts_of(run) for run in group.runs}
     runs = [run for run in group.runs if found[run.label]]
     common = sorted(set.intersection(*(set(found[run.label]) for run in runs))) if runs else []

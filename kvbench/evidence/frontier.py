@@ -228,10 +228,6 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
 def build(group: Group, cfg: DictConfig) -> Panel | None:
     """Make the points of a group, over the samples that every drawn run has.
 
-    Args:
-        group: The runs.
-        cfg: `metric`, `quality`, `margin`, `incomplete`, `resamples`, `seed`.
-
     Returns:
         None when there is nothing to draw; the group's notes then say why.
 
@@ -324,8 +320,7 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
 def averages(panels: Sequence[Panel]) -> list[Panel]:
     """Average the groups of each model and version of the code, every group with the same weight.
 
-    Args:
-        panels: The groups' panels; they get a note where they are not averaged because their code differs.
+    Panels that are not averaged because their code differs get a note.
 
     Returns:
         Panels with the points that all of their groups have; none where there are fewer than two of those, or where
@@ -381,11 +376,8 @@ def distinct(groups: Sequence[Questions]) -> Questions:
 
 
 def together(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
-    """What each distinct question adds to the mean of some groups' weighted means.
-
-    Args:
-        questions: Of each group.
-        values: Of each group, a value for each question.
+    """What each distinct question adds to the mean of some groups' weighted means, given a value for each question of
+    each.
 
     Returns:
         Subsets as those of `distinct`, whose weighted mean is the mean of the groups' means. A question that is not in

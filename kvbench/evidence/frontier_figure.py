@@ -222,13 +222,6 @@ LAYOUTS = {"panels": panels_figure, "one": one_figure}
 
 
 def render(panel: Panel, axis: str, kind: str, layout: str = "panels") -> bytes | None:
-    """Draw one group on one axis; None when no point has the cost.
-
-    Args:
-        panel: The points.
-        axis: Name of the cost.
-        kind: `png`, `svg` or `pdf`.
-        layout: One of `LAYOUTS`.
-    """
+    """Draw one group on one axis as `png`, `svg` or `pdf`, in one of `LAYOUTS`; None when no point has the cost."""
     drawing = Drawing(panel, axis)
     return drawn(lambda: LAYOUTS[layout](drawing), kind, STYLE, dpi=220) if drawing.points else None

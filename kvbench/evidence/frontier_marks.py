@@ -39,14 +39,9 @@ End = tuple[str, Point, str]  # a name, the point that it belongs to, a colour
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Move labels apart as little as a simple pass can, inside [0, 1].
+    """Move heights of labels apart as little as a simple pass can, inside [0, 1], in the same order.
 
-    Args:
-        wanted: Heights where the labels would be.
-        gap: Least distance between two.
-
-    Returns:
-        Heights in the same order; closer than `gap` only when they cannot all have it.
+    Two are closer than `gap` only when they cannot all have it.
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     gap = min(gap, 1 / max(1, len(wanted) - 1))

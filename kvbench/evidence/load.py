@@ -169,8 +169,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     """Read every run under `results_dir` that the filters let through, in groups that may be compared.
 
     Args:
-        cfg: `results_dir`; `tasks`, `models`, `methods` (a name, a pattern, a list, or null for all); `where` (settings
-            and their values, or null); `code` (`newest`, or the first digits of the hash of a version).
+        cfg: `results_dir`; `tasks`, `models`, `methods`, `where` and `code`, as in conf/command/compare.yaml.
         also: Methods that the filters on method and settings let through in any case, beside the full cache.
 
     Raises:

@@ -33,10 +33,6 @@ def check(cfg: DictConfig) -> None:
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
     """One panel for each group with something to draw, and the averages over several.
 
-    Args:
-        groups: The runs.
-        cfg: The settings in conf/command/pareto.yaml.
-
     Raises:
         ValueError: Nothing can be drawn; says why.
     """

@@ -120,12 +120,8 @@ def select(**wanted: Sequence[str] | None) -> list[Published]:
 
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
-    """Printed scores that can stand in a picture: a known memory share, and an uncompressed cache beside them.
-
-    Args:
-        task: Our name of the task.
-        methods: Our names of methods.
-    """
+    """Printed scores of a task and methods, by our names, that can stand in a picture: a known memory share, and an
+    uncompressed cache beside them."""
     wanted = {method_name(name) for name in methods}
     same_task = [row for row in rows() if task_name(row.task) == task_name(task) and row.unit == "points"]
     full = {(row.paper, row.locator, row.model, row.metric): row.value for row in same_task if row.method == "Full"}

@@ -125,15 +125,8 @@ def _ranking(title: str, what: Two, parts: Sequence[_Values], cfg: DictConfig) -
 
 
 def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], list[str]]:
-    """The orders of each group, and of the mean over the groups of each model and version of the code.
-
-    Args:
-        groups: The runs.
-        cfg: The settings in conf/command/ranks.yaml.
-
-    Returns:
-        The orders, and a sentence for each thing left out.
-    """
+    """The orders of each group, and of the mean over the groups of each model and version of the code; and a
+    sentence for each thing left out."""
     names, wanted = patterns(cfg.metrics) or [], bytes_wanted(cfg.at_bytes)
     found: list[Ranking] = []
     notes: list[str] = []

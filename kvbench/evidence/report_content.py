@@ -191,12 +191,7 @@ def _part(name: str, count: float, whole: float, style: str) -> dict:
 
 
 def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:
-    """The answers that got worse or better, as the page's script reads them.
-
-    Args:
-        rows: The comparisons.
-        limit: Most answers of one run; the largest changes come first.
-        length: Characters of one text; longer ones are cut in the middle.
+    """The answers that got worse or better, at most so many of a run and each so long, as the page's script reads them.
 
     Returns:
         `runs`, `others`, `subsets`, `samples` (id and right answer), `texts` and `changes`, which holds for each answer

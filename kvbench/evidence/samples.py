@@ -239,12 +239,7 @@ def changes(
 ) -> list[Change]:
     """The samples that differ by more than noise, the largest losses first, then the largest gains.
 
-    Args:
-        run: The run that is judged; None where the values are of several runs, which have no one answer.
-        other: What it is compared with; None likewise.
-        pairs: The values of the two.
-        what: The metric.
-        tolerance: Largest difference that is noise.
+    The texts are those of the two runs; values that are of several runs have no one answer.
     """
     sign = 1 if what.higher_is_better else -1
     found = []

@@ -80,16 +80,7 @@ def out_folder(cfg: DictConfig, name: str) -> Path:
 
 
 def write_drawn(path: Path, csv: bytes, pictures: Iterable[tuple[str, str, bytes]]) -> list[Path]:
-    """Write a CSV and the pictures beside it.
-
-    Args:
-        path: Of the CSV.
-        csv: Its content.
-        pictures: Title, end of the file's name, and content of each.
-
-    Returns:
-        The files, the CSV first.
-    """
+    """Write a CSV and, beside it, pictures: title, end of the file's name, and content of each. Gives the files."""
     written = [path]
     write_file(path, csv)
     for title, end, content in pictures:

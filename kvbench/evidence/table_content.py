@@ -71,10 +71,6 @@ class PaperTable:
 def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
     """Make the tables of some groups.
 
-    Args:
-        groups: The runs.
-        cfg: `by`, `metric`, `incomplete`, `resamples`, `seed`.
-
     Raises:
         ValueError: The metric does not exist, or there is nothing to show.
     """

@@ -111,14 +111,9 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> None:
 
 
 def draw(records: Sequence[RunRecord], path: Path) -> Path:
-    """Draw the picture and write it in one atomic step.
+    """Draw the picture of one task's and model's runs into a PNG file, in one atomic step; gives its path.
 
-    Args:
-        records: Runs of one task and model, the full cache first.
-        path: PNG file to write. The same records give the same bytes on the same matplotlib.
-
-    Returns:
-        The path.
+    The same records give the same bytes on the same matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

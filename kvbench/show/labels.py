@@ -14,11 +14,7 @@ APART = ("seed", "batch_size", "backend", "limit")  # parts of the identity that
 
 
 def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str]:
-    """A name for each run.
-
-    Args:
-        records: Runs that are shown together.
-        separator: What stands between the method and its settings.
+    """A name for each of the runs that are shown together; `separator` parts the method from its settings.
 
     Returns:
         `snapkv` where there is one run of it, else `snapkv budget=0.25`, or the start of the hash where no setting
@@ -43,15 +39,8 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
 
 
 def differing(settings: Mapping[str, object], others: Iterable[Mapping[str, object]]) -> list[str]:
-    """The settings that are not the same in all others.
-
-    Args:
-        settings: Those of one run.
-        others: Those of the runs it is shown with, itself among them or not.
-
-    Returns:
-        `key=value` for each, in the order of the settings.
-    """
+    """The settings that are not the same in all others, as `key=value`; the others may be with or without the run's
+    own."""
     others = list(others)
     return [f"{key}={value}" for key, value in settings.items() if any(other.get(key) != value for other in others)]
 

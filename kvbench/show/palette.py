@@ -40,14 +40,7 @@ FULL_STYLE = (BLACK, "*")
 
 
 def method_style(method: str) -> tuple[str, str]:
-    """Colour and marker of a method: the same in every picture, whatever else is in it.
-
-    Args:
-        method: Its name.
-
-    Returns:
-        A colour and a marker of matplotlib, which together are this method's alone among those of this repository.
-    """
+    """Colour and marker of a method: the same in every picture, and of this repository's methods its alone."""
     if method == FULL:
         return FULL_STYLE
     count = len(METHOD_COLOURS)
@@ -66,9 +59,5 @@ ITEMS = (
 
 
 def item_place(name: str) -> int:
-    """Which colour and hatch of `COLOURS` and `HATCHES` an item of the ledger has.
-
-    Args:
-        name: As the ledger has it, for example `slack_bytes`.
-    """
+    """Place of the colour and hatch of `COLOURS` and `HATCHES` an item of the ledger, such as `slack_bytes`, has."""
     return ITEMS.index(name) if name in ITEMS else crc32(name.encode(errors="replace")) % len(COLOURS)

@@ -17,16 +17,9 @@ PLAIN: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.hashsalt": "kvbench"
 
 
 def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **options: Any) -> bytes:
-    """Make a figure in a style of matplotlib, and draw it.
+    """Draw a figure in a style of matplotlib, to which font and file format of all pictures are added.
 
-    Args:
-        make: Makes the figure.
-        kind: `png`, `svg` or `pdf`.
-        style: Of the figure; font and file format are those of all pictures.
-        options: Further ones of `savefig`.
-
-    Returns:
-        The file. The same results give the same bytes on the same matplotlib.
+    The same results give the same bytes on the same matplotlib. Kind and options are those of `picture_bytes`.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -38,14 +31,9 @@ def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **o
 
 
 def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
-    """Draw a figure.
+    """Draw a figure, which has its canvas, as `png`, `svg` or `pdf`, with further options of `savefig`.
 
     No text is a formula: a dollar in a name is a dollar. What no font can show becomes a question mark.
-
-    Args:
-        figure: Has its canvas.
-        kind: `png`, `svg` or `pdf`.
-        options: Further ones of `savefig`.
     """
     import matplotlib as mpl
     from matplotlib.text import Text

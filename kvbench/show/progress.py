@@ -43,13 +43,9 @@ _logs: list[tuple[Path, str]] = []  # files that get every line too, and what st
 
 @contextmanager
 def logged(path: Path, lead: str = "") -> Iterator[None]:
-    """Write every line that is said inside into a file too, with the local time.
+    """Write every line that is said inside into a file too, with the local time and `lead` before it.
 
     Several processes may write into one file: each line is one write at its end.
-
-    Args:
-        path: The file; it is made when there is none.
-        lead: Stands before every line.
     """
     _logs.append((path, lead))
     try:
@@ -74,15 +70,7 @@ def note(text: str) -> None:
 
 
 class LiveBar:
-    """A bar that stands on a terminal while work goes on, and goes away after it.
-
-    Args:
-        stream: The terminal.
-        label: What is running.
-        total: Steps in all; None when not known yet.
-        done: Steps that are done.
-        state: Text behind the bar.
-    """
+    """A bar that stands on a terminal while work goes on, and goes away after it; `state` is the text behind it."""
 
     def __init__(self, stream: TextIO, label: str, total: int | None, done: int = 0, state: str = "") -> None:
         from rich.progress import BarColumn, TextColumn  # slow to import, and needed on a terminal only

@@ -362,10 +362,8 @@ def render(records: Sequence[RunRecord]) -> Group:
 def show(records: Sequence[RunRecord], paths: Sequence[Path] = (), *, console: Console | None = None) -> None:
     """Print the tables, one for each task and model, and where the files are.
 
-    Args:
-        records: Runs in any order; a run that is there twice counts once.
-        paths: Files and folders to name at the end.
-        console: Where to print; stdout by default, at least 100 columns wide when it is not a terminal.
+    Runs come in any order; one that is there twice counts once. Stdout is at least 100 columns wide when it is no
+    terminal.
     """
     if console is None:
         console = terminal.console(100)

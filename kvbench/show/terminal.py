@@ -16,12 +16,7 @@ NO_INTERVAL = "[no interval]"  # in the place of an interval that cannot be comp
 
 class PlainConsole(Console):
     """A console on which no text is an instruction, neither rich's markup nor a terminal's escape: names in tables,
-    titles, notes and bars may come from anywhere.
-
-    Args:
-        file: Where it prints; stdout by default.
-        width: Columns; those of the terminal by default.
-    """
+    titles, notes and bars may come from anywhere."""
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
         # In a notebook rich would show what it is told to write into a file.
@@ -41,34 +36,18 @@ class PlainConsole(Console):
 
 
 def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
-    """Where a command prints: the terminal as wide as it is, anything else as wide as the command wants.
-
-    Args:
-        width: Columns when it is not a terminal; None for rich's own choice.
-        file: Where it prints; stdout by default.
-    """
+    """Where a command prints: the terminal as wide as it is, anything else as wide as the command wants."""
     found = PlainConsole(file=file)
     return found if found.is_terminal or width is None else PlainConsole(file=file, width=width)
 
 
 def plain_table(title: str | None = None, *, title_style: str | None = "bold") -> Table:
-    """A table without lines, one space beside each column.
-
-    Args:
-        title: Stands above the table, at the left.
-        title_style: Style of the title, as rich names it; None for rich's own.
-    """
+    """A table without lines, one space beside each column; the title stands above it, at the left."""
     return Table(title=title, title_justify="left", title_style=title_style, box=None, padding=(0, 1), pad_edge=False)
 
 
 def add_names(table: Table, heading: str, names: Iterable[str]) -> None:
-    """Add a column of names, which gives way to other columns last: a name in pieces of some letters is none.
-
-    Args:
-        table: Gets the column.
-        heading: Of the column.
-        names: What will stand in it.
-    """
+    """Add a column of names, which gives way to other columns last: a name in pieces of some letters is none."""
     table.add_column(heading, overflow="fold", min_width=min(16, max(map(len, names), default=0)))
 
 
@@ -133,13 +112,7 @@ def three_digits(ends: tuple[float, float], scale: float) -> str:
 
 
 def number(value: float | None, scale: float, signed: bool = False) -> str:
-    """A value in shown units: one decimal for points, three significant digits for nats; `-` for None.
-
-    Args:
-        value: In the unit of the records.
-        scale: What it is multiplied by; 100 makes points.
-        signed: Show a plus sign too.
-    """
+    """A value in shown units: one decimal for points (scale 100), three significant digits for nats; `-` for None."""
     if value is None:
         return "-"
     shown = value * scale + 0.0

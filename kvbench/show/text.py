@@ -15,12 +15,8 @@ def visible(text: str) -> str:
 
 
 def safe(text: object, length: int = NAME_LENGTH) -> str:
-    """A name or an answer as one line of visible text.
-
-    Args:
-        text: Anything; what is no text is shown as Python prints it.
-        length: Most characters; a longer text loses its middle.
-    """
+    """A name or an answer, or anything as Python prints it, as one line of visible text; a longer one loses its
+    middle."""
     flat = str(text)
     if len(flat) > length:  # far more than is shown need not be looked at
         flat = f"{flat[:length]}{flat[-length:]}" if len(flat) > 2 * length else flat

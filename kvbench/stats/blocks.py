@@ -18,13 +18,8 @@ def over_tokens(
 ) -> Estimate:
     """A statistic of all tokens of some texts, with the 95 % interval of the block bootstrap.
 
-    Args:
-        texts: One number for each token of each text.
-        statistic: All numbers -> one.
-        block: Tokens of a block. Blocks never reach over the end of a text, where a rest joins the block before it.
-
-    Returns:
-        The estimate; its `num_samples` are blocks, and fewer than eight of them give no interval.
+    Blocks never reach over the end of a text, where a rest joins the block before it. The estimate's `num_samples` are
+    blocks, and fewer than eight of them give no interval.
 
     Source: Künsch 1989, Annals of Statistics 17:1217, with blocks that do not overlap (Carlstein 1986).
     """

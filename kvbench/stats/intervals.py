@@ -37,15 +37,7 @@ class Estimate:
 
 
 def wilson(successes: float, trials: float, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's score interval of a rate.
-
-    Args:
-        successes: Number of successes, 0..trials.
-        trials: Number of trials, above 0.
-        z: Point of the normal distribution; 1.96 makes 95 %.
-
-    Returns:
-        Lower and upper end, each in [0, 1].
+    """Wilson's score interval of a rate, inside [0, 1]; with the normal point `z`, 1.96 for 95 %.
 
     Source: Wilson 1927, JASA 22:209; without continuity correction.
     """
@@ -56,19 +48,9 @@ def wilson(successes: float, trials: float, z: float = Z_95) -> tuple[float, flo
 
 
 def newcombe(both: int, first_only: int, second_only: int, neither: int, z: float = Z_95) -> tuple[float, float]:
-    """Interval of the difference (first - second) of two rates measured on the same samples.
+    """Interval of the difference (first - second) of two rates on the same samples, given how many succeeded in which.
 
     It has a width when no sample differs, so "no difference seen" is not mistaken for "no difference".
-
-    Args:
-        both: Samples where both succeeded.
-        first_only: Samples where only the first succeeded.
-        second_only: Samples where only the second succeeded.
-        neither: Samples where neither did.
-        z: Point of the normal distribution; 1.96 makes 95 %.
-
-    Returns:
-        Lower and upper end, each in [-1, 1].
 
     Source: Newcombe 1998, Statistics in Medicine 17:2635, method 10.
     """
@@ -99,7 +81,7 @@ def estimate(
         strata: Values of each subset, one per sample.
         num_nonfinite: Samples the caller left out, for the record.
         bounds: Smallest and largest possible value; the interval is cut there.
-        weighting: What weighs the same: every subset, or every sample.
+        weighting: See `weighed`.
     """
     found = weighed(list(strata.values()), weighting)
     if not found.values:
@@ -152,11 +134,7 @@ def _rate(found: Strata) -> tuple[float, float]:
 def mover(parts: Sequence[tuple[float, float, float]], weights: Sequence[float]) -> tuple[float, float]:
     """How far the interval of a weighted sum of independent values reaches below and above it.
 
-    Squared distances to the ends add up, on each side by itself.
-
-    Args:
-        parts: Value, lower and upper end of each.
-        weights: One for each.
+    Each part is a value with its lower and upper end. Squared distances to the ends add up, on each side by itself.
 
     Source: Zou and Donner 2008, Statistics in Medicine 27:1693 (MOVER).
     """

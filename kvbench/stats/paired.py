@@ -133,15 +133,9 @@ class Paired:
         return None if tail is None else min(1.0, 2 * tail)
 
     def p_within(self, margin: float) -> float | None:
-        """The larger of two one-sided p values: is the mean difference inside (-margin, margin)?
+        """The larger of two one-sided p values of a mean inside (-margin, margin); None where nothing can be said.
 
         Yes-or-no values are tested exactly. Where fewer than six bounded values differ, each counts as a whole answer.
-
-        Args:
-            margin: Largest difference that counts as none, in the unit of the values; above 0.
-
-        Returns:
-            None where nothing can be said.
 
         Source: Schuirmann 1987, J. Pharmacokin. Biopharm. 15:657 (two one-sided tests).
         """
@@ -232,13 +226,10 @@ class Paired:
         return wilson(share * count, count)[1]
 
     def detectable(self, level: float = ALPHA) -> float | None:
-        """The smallest true difference that `p` shows with 80 % probability.
+        """The smallest true difference that `p` shows with 80 % probability; None where it cannot be known, or none
+        would.
 
-        Args:
-            level: What the p value must be below: 0.05 divided by the number of rows that are corrected together.
-
-        Returns:
-            In the unit of the values; None where it cannot be known, or where no difference would show.
+        `level` is what the p value must be below: 0.05 divided by the number of rows that are corrected together.
         """
         if self.pairs is not None or self.few_differ:
             return yes_no.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
@@ -287,17 +278,14 @@ def paired(
     resamples: int = RESAMPLES,
     seed: int = SEED,
 ) -> Paired | None:
-    """Pair the values of two runs.
+    """Pair the values of two runs; None without a pair.
 
     Args:
         groups: Subset -> (first, second) of each sample; the difference is first - second.
-        weighting: What weighs the same: every subset, or every sample.
+        weighting: See `weighed`.
         bounded: Values are in [0, 1].
-        resamples: Number of bootstrap resamples.
-        seed: Seed of the draws.
-
-    Returns:
-        None without a pair.
+        resamples: Bootstrap resamples.
+        seed: Of the draws.
     """
     filled = [list(pairs) for pairs in groups.values() if pairs]
     if not filled:

@@ -30,10 +30,7 @@ class Agreement:
 
 
 def spearman(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Spearman's rank correlation along the last axis; ties have their mean rank, NaN where all values are one.
-
-    Args:
-        mine, theirs: [..., runs].
+    """Spearman's rank correlation along the last axis, runs; ties have their mean rank, NaN where all values are one.
 
     Source: Spearman 1904, American J. Psychology 15:72.
     """

@@ -12,15 +12,10 @@ BLOCK_VALUES = 4_000_000
 
 
 def sign_flip(strata: Strata, *, draws: int = DRAWS, seed: int = 0) -> float:
-    """Two-sided permutation test of a zero difference, with the weights of the mean.
+    """Two-sided permutation test of a zero difference [n] of each subset, with the weights of the mean.
 
-    Samples that weigh and differ alike are counted together, so all patterns are tried up to many samples. For
-    yes-or-no values that weigh alike there is one count, and the test is McNemar's exact one.
-
-    Args:
-        strata: Differences [n] of each subset.
-        draws: Patterns that are drawn where there are too many to try all.
-        seed: Seed of the draws.
+    Samples that weigh and differ alike are counted together, so all patterns are tried up to many samples, and `draws`
+    of them beyond. For yes-or-no values that weigh alike there is one count, and the test is McNemar's exact one.
 
     Returns:
         The p value; 1 when no sample differs. Its direction is that of the weighted mean.
@@ -57,16 +52,7 @@ def _exact(units: np.ndarray, counts: np.ndarray, reach: float) -> float:
 
 
 def sign_flips(strata: Strata, *, draws: int, seed: int = 0) -> np.ndarray:
-    """`sign_flip` of many columns by drawn patterns, the same ones for all columns.
-
-    Args:
-        strata: Differences [n, columns] of each subset.
-        draws: Patterns.
-        seed: Seed of the draws.
-
-    Returns:
-        [columns] p values.
-    """
+    """`sign_flip` of many columns [n, columns] of each subset by drawn patterns, the same ones for all: p values."""
     weighted = strata.flat * strata.per_sample[:, None]
     reach = np.abs(weighted.sum(axis=0)) - 1e-9 * np.abs(weighted).sum(axis=0)
     rng = np.random.default_rng(seed)

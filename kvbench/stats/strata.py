@@ -91,13 +91,10 @@ def has_spread(values: np.ndarray) -> bool:
 
 
 def standard_error(strata: Strata) -> tuple[float, float] | None:
-    """Standard error of the weighted mean, and its degrees of freedom.
+    """Standard error of the weighted mean, and its degrees of freedom; None where a subset has one sample or no spread.
 
     With one subset this is the paired t test's. With several it is that of a contrast in a model with one mean per
     subset and HC2 errors.
-
-    Returns:
-        None where a subset has one sample, or where no value differs.
 
     Source: Satterthwaite 1946, Biometrics Bulletin 2:110; Welch 1947, Biometrika 34:28.
     """

@@ -64,7 +64,7 @@ def t_blocks(strata: Strata, resamples: int, seed: int) -> Iterator[np.ndarray]:
     Args:
         strata: Values [n, columns]; the columns share their draws. Every subset has at least two samples.
         resamples: Number of resamples.
-        seed: Seed of the draws.
+        seed: Of the draws.
 
     Yields:
         [up to BLOCK, columns]; infinite where a resample has no spread and another mean.
@@ -106,12 +106,7 @@ def rank(resamples: int, tail: float = (1 - LEVEL) / 2) -> int:
 
 
 def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float] | None:
-    """95 % interval of the weighted mean.
-
-    Args:
-        strata: Values [n] of each subset.
-        resamples: Number of resamples.
-        seed: Seed of the draws.
+    """95 % interval of the weighted mean of values [n] of each subset.
 
     Returns:
         None where nothing can be said: fewer than eight samples, a subset with one, no value that differs, or too few
@@ -130,17 +125,11 @@ def interval(strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED) ->
 def p_values(
     strata: Strata, *, null: float | np.ndarray = 0.0, resamples: int = RESAMPLES, seed: int = SEED
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One-sided p values of every column: that the mean is not above, and not below, the null.
-
-    Args:
-        strata: Values [n, columns].
-        null: Mean that is to be refused; one for all columns or one for each.
-        resamples: Number of resamples.
-        seed: Seed of the draws.
+    """One-sided p values of every column [n, columns]: that the mean is not above, and not below, the null.
 
     Returns:
-        Two arrays [columns]: small in the first where the mean is above the null, in the second where it is below;
-        NaN where nothing can be said.
+        Two arrays [columns]: small in the first where the mean is above the null, one for all columns or one for each,
+        in the second where it is below; NaN where nothing can be said.
     """
     num_columns = strata.values[0].shape[1]
     errors = [standard_error(strata.column(index)) for index in range(num_columns)]

@@ -77,13 +77,8 @@ def _most_gained(level: float, block: int) -> np.ndarray:
 
 
 def detectable(churn: float, count: int, level: float) -> float | None:
-    """The smallest loss that McNemar's exact test shows with 80 % probability; None where no loss would.
-
-    Args:
-        churn: Share of the samples that differ at all, of which one cannot be sure: the upper end of its interval.
-        count: Samples.
-        level: Of the test.
-    """
+    """The smallest loss that McNemar's exact test shows with 80 % probability, at a churn as `power` has it; None
+    where no loss would."""
     from scipy.optimize import brentq
 
     if count < 1 or power(1.0, 1.0, count, level) < POWER:
@@ -92,13 +87,8 @@ def detectable(churn: float, count: int, level: float) -> float | None:
 
 
 def samples_needed(loss: float, churn: float, level: float) -> int | None:
-    """How many samples show a loss with 80 % probability, to 0.5 %; None for more than a million.
-
-    Args:
-        loss: Share lost less share gained, in (0, 1].
-        churn: Share of the samples that differ at all.
-        level: Of the test.
-    """
+    """How many samples show a loss with 80 % probability, to 0.5 %; None for more than a million. Arguments as of
+    `power`."""
     from scipy.stats import norm
 
     # What the normal distribution says is near; the exact power decides.
