@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvbench.evidence.comparison import EQUAL_LEVEL, ComparedRun, correct
-from kvbench.evidence.costs import Cost
 from kvbench.evidence.dominance import DOMINATED, standing
-from kvbench.evidence.frontier import Panel, Point
+from kvbench.evidence.frontier import Cost, Panel, Point
 from kvbench.results.measures import NLL, score
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA
@@ -95,7 +94,6 @@ def panel(columns: list[Strata], kind: str, resamples: int) -> Panel:
         what=score() if kind == "yes or no" else NLL,
         points=points,
         questions=questions,
-        total=columns[0].count,
         reference=None,
         margin=0.01,
         resamples=resamples,
