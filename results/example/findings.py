@@ -5,13 +5,13 @@
 The commands of kvbench that it gives are printed. Nothing is run on a model.
 """
 
-import csv
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pandas as pd
 from PIL import Image
 
 from kvbench.cli.commands import compose_command
@@ -47,10 +47,14 @@ SETS = {
 }
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a CSV file."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def read(path: Path) -> pd.DataFrame:
+    """A CSV file, its cells as they stand there."""
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def write(path: Path, table: pd.DataFrame) -> None:
+    """A table as a CSV file."""
+    table.to_csv(path, index=False)
 
 
 def run(*words: str) -> None:
@@ -63,7 +67,8 @@ def run(*words: str) -> None:
 def frontier(folder: Path) -> None:
     """The frontier by NLL, with its picture."""
     run("pareto", "metric=nll", "axes=[resident]", "kinds=[png]", f"out={folder}")
-    write(HERE / "pareto.csv", [row for row in read(folder / "pareto.csv") if MAIN in row["group"]])
+    table = read(folder / "pareto.csv")
+    write(HERE / "pareto.csv", table[table.group.str.contains(MAIN)])
     (picture,) = folder.glob("mean*_resident.png")
     with Image.open(picture) as drawn:  # few colours take a third of the bytes
         drawn.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(HERE / "pareto.png", optimize=True)
@@ -71,7 +76,7 @@ def frontier(folder: Path) -> None:
 
 def measures(folder: Path) -> None:
     """The other measures of every run, as `pareto` has them, without the thousand tests of which dominates which."""
-    rows: list[Row] = []
+    rows = []
     for metric in METRICS:
         cfg = compose_command("pareto", [f"metric={metric}", f"results_dir={STUDY}"])
         for panel in panels_of(load.load_groups(cfg), cfg):
@@ -81,32 +86,33 @@ def measures(folder: Path) -> None:
                 found = {"value": repr(point.score), "difference": repr(point.quality), "low": low, "high": high}
                 held = repr(point.costs["resident"].value)
                 rows.append({**names, "n": str(panel.num_samples), **found, "resident": held})
-    write(HERE / "measures.csv", rows)
+    write(HERE / "measures.csv", pd.DataFrame(rows))
 
 
 def orders(folder: Path) -> None:
     """The rank correlations."""
-    found: list[Row] = []
+    found = []
     for title, words in SETS.items():
         for pair in PAIRS:
             run("ranks", f"metrics=[{','.join(pair)}]", *words, f"out={folder / 'ranks.csv'}")
             rows = read(folder / "ranks.csv")
-            groups = {row["group"]: row for row in rows}  # the correlation is the same in all rows of a group
-            for group, row in groups.items():
-                count = sum(other["group"] == group for other in rows)
-                found.append({"runs": title, "count": str(count), **{name: row[name] for name in CORRELATION}})
-    write(HERE / "ranks.csv", found)
+            each = rows.drop_duplicates("group")[CORRELATION]  # the correlation is the same in all rows of a group
+            each.insert(0, "runs", title)
+            each.insert(1, "count", each.group.map(rows.group.value_counts()))
+            found.append(each)
+    write(HERE / "ranks.csv", pd.concat(found))
 
 
 def equal_bytes(folder: Path) -> None:
     """The methods beside the control, at the same bytes."""
-    compared: list[Row] = []
+    compared = []
     for metric in ("nll", "partial"):
         for where in (str(AT), f"[{FROM},{TO}]"):
             words = f"against=random metric={metric} at_bytes={where} regressions=0".split()
             run("compare", *words, f"out={folder / 'bytes.csv'}")
-            compared += [{"at": where} | row for row in read(folder / "bytes.csv")]
-    write(HERE / "equal_bytes.csv", compared)
+            compared.append(read(folder / "bytes.csv"))
+            compared[-1].insert(0, "at", where)
+    write(HERE / "equal_bytes.csv", pd.concat(compared))
 
 
 def kinds(folder: Path) -> None:
@@ -116,14 +122,6 @@ def kinds(folder: Path) -> None:
 
 
 PARTS = {part.__name__: part for part in (frontier, measures, orders, equal_bytes, kinds)}
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    """Rows as a CSV file."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def number(value: str, metric: str, sign: bool = False) -> str:
@@ -145,10 +143,15 @@ def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def rows_of(name: str) -> list[Row]:
+    """The rows of a CSV file of this folder."""
+    return read(HERE / f"{name}.csv").to_dict("records")
+
+
 def points() -> dict[str, dict[str, Row]]:
     """Run -> metric -> its point in the main group."""
     found: dict[str, dict[str, Row]] = {}
-    for row in read(HERE / "measures.csv"):
+    for row in rows_of("measures"):
         if MAIN in row["group"]:
             found.setdefault(row["run"], {})[row["metric"]] = row
     return found
@@ -165,53 +168,34 @@ def ranks(runs: list[dict[str, Row]], metric: str) -> list[int]:
     return [1 + sum(other < value for other in values) for value in values]
 
 
+NUMBERS = "bytes, %|gold NLL|NLL - full's [95 %]|partial, %|partial - full's [95 %]|score, %".split("|")
+
+
+def numbers(run: dict[str, Row]) -> list[str]:
+    """The cells of `NUMBERS`; the full cache has no difference to itself."""
+    cells = [f"{100 * float(run['nll']['resident']):.1f}"]
+    for metric in ("nll", "partial"):
+        row = run[metric]
+        cells.append(number(row["value"], metric))
+        cells.append(between(row, "difference", metric, "low", "high") if row["method"] != "full" else "")
+    return [*cells, number(run["score"]["value"], "score")]
+
+
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of the document."""
     found = points()
     for budget in BUDGETS:
         runs = [r for r in found.values() if is_evicting(r["nll"]) and f"budget={budget:g}" in r["nll"]["run"].split()]
         runs.sort(key=lambda run: float(run["nll"]["value"]))
-        places = [ranks(runs, metric) for metric in METRICS]
-        yield (
-            f"evict {budget:g}",
-            markdown(
-                "method|bytes, %|gold NLL|NLL - full's [95 %]|partial, %|partial - full's [95 %]|score, %|"
-                "places by NLL, partial, score".split("|"),
-                (
-                    [
-                        run["nll"]["method"],
-                        f"{100 * float(run['nll']['resident']):.1f}",
-                        number(run["nll"]["value"], "nll"),
-                        between(run["nll"], "difference", "nll", "low", "high"),
-                        number(run["partial"]["value"], "partial"),
-                        between(run["partial"], "difference", "partial", "low", "high"),
-                        number(run["score"]["value"], "score"),
-                        ", ".join(str(place[index]) for place in places),
-                    ]
-                    for index, run in enumerate(runs)
-                ),
-            ),
-        )
+        places = zip(*(ranks(runs, metric) for metric in METRICS), strict=True)
+        lines = [
+            [run["nll"]["method"], *numbers(run), ", ".join(map(str, place))]
+            for run, place in zip(runs, places, strict=True)
+        ]
+        yield f"evict {budget:g}", markdown(["method", *NUMBERS, "places by NLL, partial, score"], lines)
     others = [run for run in found.values() if not is_evicting(run["nll"])]
     others.sort(key=lambda run: float(run["nll"]["resident"]))
-    yield (
-        "others",
-        markdown(
-            "run|bytes, %|gold NLL|NLL - full's [95 %]|partial, %|partial - full's [95 %]|score, %".split("|"),
-            (
-                [
-                    run["nll"]["run"],
-                    f"{100 * float(run['nll']['resident']):.1f}",
-                    number(run["nll"]["value"], "nll"),
-                    between(run["nll"], "difference", "nll", "low", "high") if is_other(run) else "",
-                    number(run["partial"]["value"], "partial"),
-                    between(run["partial"], "difference", "partial", "low", "high") if is_other(run) else "",
-                    number(run["score"]["value"], "score"),
-                ]
-                for run in others
-            ),
-        ),
-    )
+    yield "others", markdown(["run", *NUMBERS], [[run["nll"]["run"], *numbers(run)] for run in others])
     yield (
         "ranks",
         markdown(
@@ -246,14 +230,9 @@ KINDS = ("kv", "multikey", "passkey", "recall")
 NAMES = {"nll": "NLL", "partial": "partial", "score": "score"}
 
 
-def is_other(run: dict[str, Row]) -> bool:
-    """Not the full cache, which has no difference to itself."""
-    return run["nll"]["method"] != "full"
-
-
 def _orders() -> Iterator[list[str]]:
     for group in (MAIN, *(f"length={length}" for length in LENGTHS)):
-        rows = [row for row in read(HERE / "ranks.csv") if group in row["group"]]
+        rows = [row for row in rows_of("ranks") if group in row["group"]]
         for title in SETS:
             cells, halves = [], {}
             for pair in PAIRS:
@@ -266,7 +245,7 @@ def _orders() -> Iterator[list[str]]:
 
 def _kinds(length: str) -> Iterator[list[str]]:
     cells: dict[str, dict[str, Row]] = {}
-    for row in read(HERE / "kinds.csv"):
+    for row in rows_of("kinds"):
         if f"length={length}" in row["group"]:
             cells.setdefault(row["method"], {})[row["column"]] = row
     order = sorted(cells, key=lambda name: -sum(float(cells[name][kind]["value"]) for kind in KINDS))
@@ -281,7 +260,7 @@ def _kinds(length: str) -> Iterator[list[str]]:
 def _equal_bytes(length: str) -> Iterator[list[str]]:
     keys = {"nll": "nll", "partial": "partial"}
     cells: dict[str, dict[tuple[str, str], Row]] = {}
-    for row in read(HERE / "equal_bytes.csv"):
+    for row in rows_of("equal_bytes"):
         if f"length={length}" in row["group"]:
             name = row["run"].partition(" at ")[0].partition(",")[0]
             cells.setdefault(name, {})[row["metric"], row["at"]] = row
@@ -298,7 +277,7 @@ def _equal_bytes(length: str) -> Iterator[list[str]]:
 def _formats() -> Iterator[list[str]]:
     """A line for each format, by its bytes; those that rotate by themselves have no second form."""
     found: dict[str, dict[bool, Row]] = {}
-    for row in read(HERE / "formats.csv"):
+    for row in rows_of("formats"):
         words = row["run"].split()
         name = next((word.removeprefix("tier=") for word in words if word.startswith("tier=")), words[0])
         found.setdefault(name, {})["rotation=hadamard" in words] = row

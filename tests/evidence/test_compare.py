@@ -257,23 +257,6 @@ def test_out_of_memory_and_repeated_answers(tmp_path):
     assert (row.pairs.num_samples, row.pairs.total) == (10, 12)
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("margin=0", "margin=0 is not a number above 0"),
-        ("resamples=3", "resamples=3 must be a whole number of at least 100"),
-        ("metric=wat", "metric=wat does not exist"),
-        ("against=nobody", "no run fits against=nobody"),
-    ],
-)
-def test_bad_settings(tmp_path, capsys, word, message):
-    """A setting that makes no sense is refused in one line."""
-    store(tmp_path, "full", SCORES)
-    store(tmp_path, "half", SCORES)
-    assert main(["compare", f"results_dir={tmp_path}", word]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_settings_are_plain(tmp_path):
     """The command can also be called from Python with its composed settings."""
     store(tmp_path, "full", SCORES)

@@ -243,22 +243,6 @@ def test_csv_is_unrounded_and_whole(bench, tmp_path):
     assert found["snapkv", "average"]["best"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["by=row"], "by=row does not exist"),
-        (["format=pdf"], "format=pdf does not exist"),
-        (["digits=9"], "digits=9 is more than 6"),
-        (["intervals=maybe"], "intervals=maybe is neither true nor false"),
-        (["metric=bleu"], "metric=bleu does not exist"),
-    ],
-)
-def test_a_wrong_setting_is_named(bench, words, said, capsys):
-    """The value, the rule and what there is."""
-    assert main(["table", f"results_dir={bench}", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_incomplete_runs_are_named_or_shown(bench):
     """As in every other table."""
     part = {"trec": SCORES["trec"], "qasper": SCORES["qasper"][:30]}

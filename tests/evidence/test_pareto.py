@@ -267,24 +267,6 @@ def test_published_points_are_marked(tmp_path):
     assert not panel_of(tmp_path).published and not Drawing(panel, "peak").printed("diffkv")
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("axes=[resident,speed]", "axes=speed does not exist"),
-        ("kinds=eps", "kinds=eps does not exist"),
-        ("quality=good", "quality=good does not exist"),
-        ("incomplete=3", "incomplete=3 is neither true nor false"),
-        ("resamples=1", "resamples=1 must be a whole number of at least 100"),
-        ("metric=top2", "metric=top2 does not exist. Did you mean top1"),
-    ],
-)
-def test_bad_settings(tmp_path, capsys, word, message):
-    """A setting that makes no sense is refused in one line."""
-    store(tmp_path, "full", SCORES)
-    assert main(["pareto", f"results_dir={tmp_path}", word]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_lines_join_runs_that_differ_in_numbers_only():
     """Budgets of one tier are a line; another tier is another line; a budget that is not set is a number too."""
     labels = [

@@ -217,18 +217,3 @@ def test_tiers_have_their_methods_names(tmp_path):
     settings["_target_"] = f"{Planted.__module__}.Planted"
     assert report_content.tier_names(run, 2) == ["tier 0", "tier 1"] and not Planted.made
     assert report_content._at_length(run) == "-"
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("answers=0", "answers=0 must be a whole number of at least 1"),
-        ("margin=-1", "margin=-1 is not a number above 0"),
-        ("axes=[size]", "axes=size does not exist"),
-        ("tasks=nope", "fits tasks, models, methods and where"),
-    ],
-)
-def test_bad_settings(sweep, capsys, word, message):
-    """A setting that makes no sense is refused in one line."""
-    assert main(["report", f"results_dir={sweep}", word]) == 2
-    assert message in capsys.readouterr().err

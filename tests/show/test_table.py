@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 
 from fake_parts import make_cfg, make_parts
 from rich.console import Console
@@ -9,7 +10,9 @@ from rich.console import Console
 from kvbench.results.record import RunRecord
 from kvbench.runs.run import run_experiment
 from kvbench.show import figure, table
+from kvbench.show.labels import label_runs
 from kvbench.show.progress import Progress, format_bytes, format_seconds
+from kvbench.show.table import long_tables
 
 QUIET = {"say": lambda text: None}
 
@@ -162,3 +165,64 @@ def test_table_by_what_a_task_tells_apart(tmp_path):
     assert f"{primary} by length, %" in text and "by task" not in text
     rows = [line.split() for line in text.splitlines() if line.startswith(("512", "1024"))]
     assert rows == [["512", "50.0", "25.0", "3"], ["1024", "-", "100.0", "3"]]
+
+
+def run(method, hash_, seed=0, **settings):
+    """A record with the parts that a label looks at."""
+    return RunRecord(method=method, hash=hash_, identity={"method": settings, "seed": seed})
+
+
+def test_labels_say_what_differs():
+    """One run of a method is the method; several are told apart by the settings that differ, and only by those."""
+    runs = [run("full", "f"), run("snapkv", "a", budget=0.5, window=32), run("snapkv", "b", budget=0.25, window=32)]
+    assert label_runs(runs) == ["full", "snapkv budget=0.5", "snapkv budget=0.25"]
+    assert label_runs(runs[:2]) == ["full", "snapkv"]
+    assert label_runs(runs, "\n")[1] == "snapkv\nbudget=0.5"
+
+
+def test_prompts_in_chunks_always_show():
+    """Later tokens saw a compressed past, so the label says so beside any run and alone."""
+    whole, chunked = run("snapkv", "a", budget=0.5), run("snapkv", "b", budget=0.5)
+    chunked.protocol = {"prefill_chunk": 512}
+    assert label_runs([whole, chunked]) == ["snapkv", "snapkv prefill.chunk=512"]
+    assert label_runs([chunked]) == ["snapkv prefill.chunk=512"]
+
+
+def test_labels_fall_back():
+    """Seeds tell runs apart when the method does not, and the hash when nothing does; the same run twice is one run."""
+    assert label_runs([run("h2o", "a", 0, budget=1), run("h2o", "b", 1, budget=1)]) == ["h2o seed=0", "h2o seed=1"]
+    assert label_runs([run("h2o", "abcdefgh"), run("h2o", "12345678")]) == ["h2o abcdef", "h2o 123456"]
+    assert label_runs([run("h2o", "a"), run("h2o", "a")]) == ["h2o", "h2o"]
+
+
+def test_long_settings_are_cut():
+    """A table of numbers does not fill the line, and two that begin alike are told apart by the hash."""
+    first, second = [[0.25] * 9, [0.5]], [[0.25] * 9, [0.75]]
+    labels = label_runs([run("duo", "aaaaaaaa", table=first), run("duo", "bbbbbbbb", table=second)])
+    assert labels == ["duo table=[[0.25, 0.25, 0.25, 0... aaaaaa", "duo table=[[0.25, 0.25, 0.25, 0... bbbbbb"]
+
+
+def estimate(value, low=None, high=None):
+    """As `run.json` has it."""
+    return {"value": value, "low": low, "high": high, "num_samples": 9, "interval": "", "num_nonfinite": 0}
+
+
+def test_tables_of_tokens_and_of_free_answers() -> None:
+    """A column for each run, a dash for what a run lacks; runs of other tasks have no such table."""
+    tokens = {"perplexity": estimate(12.345, 11.0, 13.0), "kl_max": estimate(2.5), "same_first_choice": estimate(0.9)}
+    free = {"repetition": estimate(0.25, 0.2, 0.3), "early_stop": estimate(None)}
+    full = RunRecord(method="full", hash="a", task_aggregate={"tokens": tokens, "free": free})
+    other = RunRecord(method="h2o", hash="b", task_aggregate={"tokens": {}, "free": {}})
+    tables = long_tables([full, other])
+    console = Console(width=120, record=True)
+    for made in tables:
+        console.print(made)
+    lines = [re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines()]
+    cells = {line[0]: line[1:] for line in lines}
+    assert cells["perplexity"] == ["12.3 [11, 13]", "-"] and cells["KL max"] == ["2.5", "-"]
+    assert cells["same first choice, %"] == ["90.0", "-"] and cells["4-grams said before, %"] == [
+        "25.0 [20.0, 30.0]",
+        "-",
+    ]
+    assert cells["would have ended before, %"] == ["-", "-"]
+    assert long_tables([RunRecord(method="full"), other]) == []
