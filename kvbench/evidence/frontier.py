@@ -40,10 +40,18 @@ class Cost:
     """What one run costs: bytes against the FP16 cache of the same tokens, or time."""
 
     value: float
-    interval: Interval | None
-    """None where nothing can be said: too few samples, or a time."""
     shares: Strata | None
     """What each sample adds to the value, to first order: `value` is their mean. None for what is no evidence."""
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """95 % interval, without width where no sample costs another share; None for a time and for too few samples."""
+        shares = self.shares
+        if shares is None or shares.count < FEWEST_SAMPLES:
+            return None
+        value = float(shares.mean())
+        pooled = Strata((shares.flat,), (1.0,)) if shares.weighs_samples_alike else shares
+        return studentised.interval(pooled) if any(map(has_spread, pooled.values)) else (value, value)
 
 
 @dataclass(kw_only=True)
@@ -186,25 +194,11 @@ def costs_of(axis: Measure, runs: Sequence[StoredRun], samples: list[list[Sample
         values = np.concatenate(above).sum(axis=0) / np.concatenate(below).sum(axis=0)
         scale = np.concatenate(below).mean(axis=0)
     for index, value in enumerate(values):
-        if not np.isfinite(value):
-            found.append(None)
-        elif axis.name in NO_EVIDENCE:
-            found.append(Cost(value=float(value), interval=None, shares=None))
-        else:
-            both = zip(above, below, strict=True)
-            parts = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
-            shares = weighed(parts, "sample")
-            found.append(Cost(value=float(value), interval=cost_interval(shares), shares=shares))
+        both = zip(above, below, strict=True)
+        parts = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
+        shares = None if axis.name in NO_EVIDENCE else weighed(parts, "sample")
+        found.append(Cost(value=float(value), shares=shares) if np.isfinite(value) else None)
     return found
-
-
-def cost_interval(shares: Strata) -> Interval | None:
-    """95 % interval of a cost; without width where no sample costs another share."""
-    value = float(shares.mean())
-    if shares.count < FEWEST_SAMPLES:
-        return None
-    pooled = Strata((shares.flat,), (1.0,)) if shares.weighs_samples_alike else shares
-    return studentised.interval(pooled) if any(map(has_spread, pooled.values)) else (value, value)
 
 
 def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, dict[SampleName, float]]:
@@ -406,8 +400,7 @@ def _mean_point(parts: Sequence[Point], questions: Sequence[Questions], what: Me
             continue
         known = [cost.shares for cost in held if cost.shares is not None]
         shares = together(questions, known) if len(known) == len(held) else None
-        value = float(np.mean([cost.value for cost in held]))
-        costs[name] = Cost(value=value, interval=cost_interval(shares) if shares else None, shares=shares)
+        costs[name] = Cost(value=float(np.mean([cost.value for cost in held])), shares=shares)
     first, scores = parts[0], together(questions, [part.scores for part in parts])
     return Point(
         key=first.key,

@@ -73,7 +73,7 @@ def panel(columns: list[Strata], kind: str, resamples: int) -> Panel:
     points = []
     for index, scores in enumerate(columns):
         shares = Strata((np.full(scores.count, 0.1 * 1.05**index),), (1.0,))
-        cost = Cost(value=0.1 * 1.05**index, interval=None, shares=shares)
+        cost = Cost(value=0.1 * 1.05**index, shares=shares)
         points.append(
             Point(
                 key=str(index),
