@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import (
+    ColumnSums,
+    HeadScores,
     InOrder,
     Pool,
     PoolRegion,
@@ -22,10 +24,11 @@ from kvbench.kernels.operands import (
     Ring,
     ScoreUpdate,
     StepRing,
+    StepScores,
     StepTarget,
     TierPages,
 )
-from kvbench.kernels.tier_table import ExtremeOf
+from kvbench.kernels.tier_table import ExtremeOf, SlotSearch
 
 MAX_TIERS = 4
 _INDEX = {torch.int64, torch.int32}
@@ -60,7 +63,7 @@ def choice(name: str, found: object, allowed: set) -> None:
         raise _refuse(name, repr(found), f"it must be one of {sorted(allowed, key=str)}")
 
 
-def at_least(name: str, found: int, low: int) -> None:
+def at_least(name: str, found: object, low: int) -> None:
     """Refuses a number that is no integer from `low` on."""
     if not isinstance(found, int) or found < low:
         raise _refuse(name, repr(found), f"it must be an integer from {low} on")
@@ -278,16 +281,8 @@ def tracked(fmt: PageFormat, name: str) -> None:
         raise _refuse("the format's track", fmt.slot.track, f"the call needs {name}")
 
 
-def search(
-    pages: Tensor,
-    fmt: PageFormat,
-    ids: Tensor,
-    held: Tensor,
-    by: ExtremeOf,
-    per_list: dict[str, Tensor | None],
-    first: int,
-) -> None:
-    """Of `slot_extreme`; `per_list` are seen, floor, before and exact."""
+def search(pages: Tensor, fmt: PageFormat, ids: Tensor, held: Tensor, search: SlotSearch) -> None:
+    """Of `slot_extreme`."""
     pool(pages, fmt)
     if not pages.is_contiguous():
         raise AssertionError("slots are searched in a pool that is one plain array")
@@ -295,14 +290,14 @@ def search(
         raise _refuse("held", _said(held), "it must be int64 [M], one number per list")
     index("held", held, held.shape, pages.device)
     index("ids", ids, (len(held), ids.shape[-1]), pages.device)
-    for name, x in per_list.items():
-        if x is not None:
+    for name in ("seen", "floor", "before", "exact"):
+        if (x := getattr(search, name)) is not None:
             index(name, x, held.shape, pages.device)
-    choice("by", by, {*get_args(ExtremeOf)})
-    at_least("first", first, 0)
-    if by != "pos" and per_list["exact"] is None:  # the value of a single position is there with or without a score
+    choice("by", search.by, {*get_args(ExtremeOf)})
+    at_least("first", search.first, 0)
+    if search.by != "pos" and search.exact is None:  # the value of a single position is there with or without a score
         tracked(fmt, "score")
-    if by == "pos" or first or per_list["before"] is not None or per_list["exact"] is not None:
+    if search.by == "pos" or search.first or search.before is not None or search.exact is not None:
         tracked(fmt, "pos")
 
 
@@ -314,10 +309,7 @@ def step(
     seen: Tensor,
     target: StepTarget | None,
     ring: StepRing | None,
-    power: int,
-    group: Reduce | None,
-    update: ScoreUpdate | None,
-    skip_near: int,
+    scores: StepScores,
 ) -> None:
     """Of `open_step`."""
     if not tiers or tiers[0].ids.dim() != 4:
@@ -326,15 +318,15 @@ def step(
     _heads(num_q_heads, lists[2])
     _tiers(pages, tiers, lists, head_dim)
     index("seen", seen, lists[:1], pages.device)
-    choice("power", power, {1, 2})
-    choice("group", group, {None, *_REDUCES})
-    choice("update", update, {None, *get_args(ScoreUpdate)})
-    at_least("skip_near", skip_near, 0)
-    if update is not None:
-        choice("group", group, _REDUCES)
+    choice("power", scores.power, {1, 2})
+    choice("group", scores.group, {None, *_REDUCES})
+    choice("update", scores.update, {None, *get_args(ScoreUpdate)})
+    at_least("skip_near", scores.skip_near, 0)
+    if scores.update is not None:
+        choice("group", scores.group, _REDUCES)
         for tier in tiers:
             tracked(tier.fmt, "score")
-            if skip_near:
+            if scores.skip_near:
                 tracked(tier.fmt, "pos")
     if (target is None) == (ring is None):
         raise AssertionError("a step writes its token either to a page or to a residual buffer: give one target")
@@ -383,20 +375,21 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor
         raise _refuse("the history's live", _said(live), f"it must be bool {list(shape[:2])}")
 
 
-def columns(q: Tensor, k: Tensor, queries: int, skip_near: int, power: int) -> None:
-    """Of the column sums that `prompt_scores` and `prompt_low_counts` reduce."""
+def columns(q: Tensor, k: Tensor, sums: ColumnSums) -> None:
+    """Of `column_scores`."""
     prompt(q, k)
-    at_least("queries", queries, -1)
-    at_least("skip_near", skip_near, 0)
-    choice("power", power, {1, 2})
+    at_least("queries", sums.queries, -1)
+    at_least("skip_near", sums.skip_near, 0)
+    choice("power", sums.power, {1, 2})
+    choice("reduce", sums.reduce, _REDUCES)
 
 
-def reduction(pooling: Pool, kernel: int, stage: PoolStage, where: PoolRegion, group: Reduce) -> None:
+def reduction(how: HeadScores) -> None:
     """Of how `prompt_scores` makes scores of column sums."""
-    choice("pool", pooling, {*get_args(Pool)})
-    choice("pool_stage", stage, {*get_args(PoolStage)})
-    choice("pool_region", where, {*get_args(PoolRegion)})
-    choice("group", group, _REDUCES)
-    if pooling != "none":
-        at_least("pool_kernel", kernel, 1)
-        choice("pool_kernel % 2", kernel % 2, {1})
+    choice("pool", how.pool, {*get_args(Pool)})
+    choice("pool_stage", how.pool_stage, {*get_args(PoolStage)})
+    choice("pool_region", how.pool_region, {*get_args(PoolRegion)})
+    choice("group", how.group, _REDUCES)
+    if how.pool != "none":
+        at_least("pool_kernel", how.pool_kernel, 1)
+        choice("pool_kernel % 2", how.pool_kernel % 2, {1})

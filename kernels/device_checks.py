@@ -1,7 +1,7 @@
 """The checks of a device: every operation there and by the plain torch reference, on the same random pages."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,20 @@ from kvbench.kernels.device_inputs import (
     no_synchronisation,
 )
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import Ring, TierPages
+from kvbench.kernels.operands import ColumnSums, HeadScores, Ring, TierPages
 from kvbench.kernels.pool import PagePool
-from kvbench.kernels.reference.attention import column_scores
 from kvbench.kernels.reference.pages import region
 from kvbench.kernels.table import PageTable
 
 if TYPE_CHECKING:
     from kvbench.kernels.gpu.manager import DevicePages
+
+
+def device_pages(*arguments: Any) -> "DevicePages":
+    """Makes the page manager of the GPU, whose package is optional."""
+    from kvbench.kernels.gpu.manager import DevicePages
+
+    return DevicePages(*arguments)
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
@@ -169,27 +175,17 @@ def check_prompts(plan: Plan) -> Iterator[Finding]:
         yield Finding(f"prompt attention, {kind}", differ(out, want), BOUNDS[dtype])
         yield Finding(f"prompt lse, {kind}", differ(lse, grouped.logsumexp(-1)), 1e-5)
         for queries, skip_near, power in ((-1, 0, 1), (-1, length // 4, 2), (32, 7, 1)):
+            columns = ColumnSums(queries=queries, skip_near=skip_near, power=power)
             with no_synchronisation(plan.device):
-                got = plan.backend.prompt_scores(
-                    there[0],
-                    there[1],
-                    scale,
-                    queries=queries,
-                    skip_near=skip_near,
-                    power=power,
-                    pool="none",
-                    pool_kernel=1,
-                    pool_stage="after_group",
-                    pool_region="all",
-                    group="max",
-                )
-            known = column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power)
+                got = plan.backend.prompt_scores(there[0], there[1], scale, columns, HeadScores(group="max"))
+            known = REFERENCE.column_scores(q, k, scale, columns)
             known = known.unflatten(0, (2, 3)).amax(1)
             name = f"column scores {queries}/{skip_near}/{power}, {kind}"
             yield Finding(name, differ(got / known.max(), known / known.max()), 1e-5)
+        counted = ColumnSums(queries=-1, below_uniform=True)
         with no_synchronisation(plan.device):
-            got = plan.backend.column_scores(there[0], there[1], scale, queries=-1, below_uniform=True)
-        known = column_scores(q, k, scale, queries=-1, below_uniform=True)
+            got = plan.backend.column_scores(there[0], there[1], scale, counted)
+        known = REFERENCE.column_scores(q, k, scale, counted)
         # A probability that is just one over the keys may fall on either side.
         yield Finding(f"queries below the uniform share, {kind}", differ(got, known), 2)
 
@@ -251,7 +247,7 @@ def check_manager(plan: Plan) -> Iterator[Finding]:
     tokens, spare = (size, size), 3 * num
     pool = PagePool(16, spare, growable=False)
     table = PageTable(pool, tokens, num, 1, 1, 6)
-    held = plan.backend.device_pages(pool.page_bytes, spare, tokens, num, 6, plan.device)
+    held = device_pages(pool.page_bytes, spare, tokens, num, 6, plan.device)
     lists = torch.randperm(num, generator=make)
     on = lists.to(plan.device)
     for step in range(6):
@@ -282,7 +278,7 @@ def _compaction(plan: Plan, fmt: PageFormat) -> Finding:
     pool = PagePool(fmt.page_bytes, 4 * num, growable=False)
     pool.pages.copy_(torch.randint(256, pool.pages.shape, dtype=torch.uint8, generator=make))
     table = PageTable(pool, (size,), num, 1, 1, 4)
-    held = plan.backend.device_pages(fmt.page_bytes, 4 * num, (size,), num, 4, plan.device)
+    held = device_pages(fmt.page_bytes, 4 * num, (size,), num, 4, plan.device)
     held.pages.copy_(pool.pages)
     lists = torch.arange(num)
     count = torch.randint(0, 3 * size, (num,), generator=make)
@@ -333,7 +329,7 @@ def decode_step(plan: Plan) -> tuple[Callable[[], None], "DevicePages", Tensor]:
     fmt, head_dim, num = format_of("k8v4", 64), 64, 8
     size = fmt.tokens_per_page
     make = torch.Generator(plan.device).manual_seed(8)
-    held = plan.backend.device_pages(fmt.page_bytes, 64, (size,), num, 4, plan.device)
+    held = device_pages(fmt.page_bytes, 64, (size,), num, 4, plan.device)
     held.pages.zero_()
     lists = torch.arange(num, device=plan.device)
     one, out = torch.ones_like(lists), torch.zeros(4, 8, head_dim, device=plan.device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.operands import TierPages
 from kvbench.kernels.reference.pages import region
@@ -95,9 +95,6 @@ class Plan:
             (128, torch.bfloat16, few),
             (80, torch.float32, few),
         )
-
-
-REFERENCE = get_backend("torch")
 
 
 def format_of(name: str, head_dim: int) -> PageFormat:

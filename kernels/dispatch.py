@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvbench.kernels.backend import Backend
+from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.cpu.backend import Cpu, warn_absent
 from kvbench.kernels.cpu.build import BuildError
-from kvbench.kernels.reference.backend import Reference
 
 if TYPE_CHECKING:
     from kvbench.kernels.gpu.backend import Gpu
-
-_REFERENCE = Reference()
 
 
 def gpu_backend(device: torch.device | str) -> "Gpu":
@@ -53,7 +50,7 @@ def _cpu(device: torch.device) -> Cpu:
 
 # Name -> what makes the backend for a device, or raises ValueError where it cannot be had.
 BACKENDS: dict[str, Callable[[torch.device], Backend]] = {
-    "torch": lambda device: _REFERENCE,
+    "torch": lambda device: REFERENCE,
     "cpu": _cpu,
     "triton": gpu_backend,
 }
@@ -78,7 +75,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backe
             return Cpu()
         except BuildError as error:
             warn_absent(str(error))
-            return _REFERENCE
+            return REFERENCE
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} does not exist; choose auto or one of {', '.join(sorted(BACKENDS))}")
     return BACKENDS[name](device)
@@ -89,7 +86,7 @@ def _auto_gpu(kind: str) -> Backend:
     """`triton` on CUDA and ROCm devices, else the reference; says once per kind why."""
     if kind != "cuda":
         warnings.warn(f"no kernels for {kind}; going on with backend=torch, the plain reference", stacklevel=4)
-        return _REFERENCE
+        return REFERENCE
     try:
         return _triton()
     except BuildError as error:
@@ -97,4 +94,4 @@ def _auto_gpu(kind: str) -> Backend:
             f"no GPU kernels: {error}; going on with backend=torch, the plain reference, which is much slower",
             stacklevel=4,
         )
-        return _REFERENCE
+        return REFERENCE

@@ -16,6 +16,67 @@ ScoreUpdate = Literal["add", "replace"]
 StepTarget = tuple[int, Tensor, Tensor]  # tier, page and slot (int64 [S, L, H]) that a step's new token is written to
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepScores:
+    """What a decode step makes of its queries' attention.
+
+    Args:
+        power: Probabilities are raised to this power (1 or 2) before the group is reduced.
+        group: How the query heads of a KV head are reduced into scores; None = no scores.
+        update: Add each layer's scores to the tracked ones, or replace them; None leaves them alone.
+        skip_near: A slot nearer to the query than this gets no score.
+        gives: Hand out each layer's scores (`FusedStep.given`); then `update` is None and `skip_near` 0.
+    """
+
+    power: int = 1
+    group: Reduce | None = None
+    update: ScoreUpdate | None = None
+    skip_near: int = 0
+    gives: bool = False
+
+
+NO_SCORES = StepScores()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSums:
+    """How the columns of a prompt's attention matrix are summed: which queries count for a key, and as what.
+
+    Args:
+        queries: The last `queries` tokens count; -1 = all.
+        skip_near: Query i does not count for key j when i - j < skip_near.
+        power: 1 or 2: probabilities are raised to it before they are summed.
+        reduce: `sum`; `mean` over the queries that count for the key, 0 where none does; or `max`.
+        below_uniform: Instead of probabilities, sum minus 1 for every counted query that attends to the key with less
+            than 1 / (keys it sees).
+    """
+
+    queries: int
+    skip_near: int = 0
+    power: int = 1
+    reduce: Reduce = "sum"
+    below_uniform: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadScores:
+    """How the column sums of query heads become the scores of a KV head.
+
+    Args:
+        group: How the query heads of a KV head are reduced.
+        pool: Along the keys, stride 1.
+        pool_kernel: Odd width of the pool.
+        pool_stage: Pool each query head before the group is reduced, or the reduced score.
+        pool_region: `prefix` pools only the keys before the queries that count.
+    """
+
+    group: Reduce
+    pool: Pool = "none"
+    pool_kernel: int = 1
+    pool_stage: PoolStage = "per_query_head"
+    pool_region: PoolRegion = "all"
+
+
 @dataclass(frozen=True)
 class Channels:
     """What the levels that key codes stand for are multiplied by, and what is added then, channel by channel; before

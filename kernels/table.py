@@ -5,14 +5,13 @@ from the left of the list's table row, tier 1 from the right. Tiers 2 and 3 shar
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
-from kvbench.kernels.tier_table import ExtremeOf, TierTable, Turn
+from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
 
 class PageTable:
@@ -221,7 +220,7 @@ class PageTable:
 
     # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
 
-    def tier(self, tier: int, fmt: PageFormat, width: int, turn: Turn | None) -> TierTable:
+    def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
         """A tier of all lists as a step reads it, `width` pages per list at most."""
         raise NotImplementedError("tables in main memory name the pages of a step")
 
@@ -230,7 +229,7 @@ class PageTable:
         raise NotImplementedError("tables in main memory are counted by torch")
 
     def find_extreme(
-        self, rows: Tensor, tier: int, fmt: PageFormat, *, by: ExtremeOf, over_layer: bool, **conditions: Any
+        self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Value, slot and position, [S, L, H] each, of the smallest value in every list of rows (int64 [S])."""
         raise NotImplementedError("in main memory a backend searches slots, or their fields are gathered")

@@ -2,9 +2,9 @@
 
 import torch
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.operands import TierPages
-from kvbench.kernels.reference.pages import read_slots, write_keys, write_values
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 PAGE_BYTES = 4608
@@ -48,9 +48,9 @@ class Cache:
         slot = torch.arange(-(-count // group) * group)
         page, within = ids[slot // fmt.tokens_per_page], slot % fmt.tokens_per_page
         k, v = (torch.randn(len(slot), head_dim, generator=make) for _ in range(2))
-        write_keys(self.pages, fmt, page, within, k)
-        write_values(self.pages, fmt, page, within, v)
-        keys, values = read_slots(self.pages, fmt, page, within)
+        REFERENCE.write_keys(self.pages, fmt, page, within, k)
+        REFERENCE.write_values(self.pages, fmt, page, within, v)
+        keys, values = REFERENCE.read_slots(self.pages, fmt, page, within)
         return keys[:count], values[:count]
 
     def dense(self, s: int, h: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import memory
-from kvbench.kernels.backend import Backend
+from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.operands import Channels, InOrder, Reduce, TierPages
-from kvbench.kernels.reference import attention as torch_attention
+from kvbench.kernels.reference.attention import reduce_group
 
 ROPE_BASE = 10000.0  # of the rotary frequencies, where keys are turned
 KIVI_GROUP = 32  # tokens per key scale and channels per value scale, as KIVI's authors set them
@@ -186,13 +186,13 @@ def paged_error(
     errors = []
     for index in range(len(q)):
         own = [_of_sequence(tier, index) for tier in tiers]
-        k, v, live = (x[0] for x in torch_attention.gather_dense(caches.pages, own, None))
+        k, v, live = (x[0] for x in REFERENCE.gather_dense(caches.pages, own, None))
         kept = live[0]
         exact, prob = exact_attention(q[index], k[:, kept], v[:, kept], scale)
         errors.append(relative_error(out[index], exact))
         if group:
             found = torch.cat([s[index] for s in scores], -1)[:, kept]
-            errors.append(relative_error(found, torch_attention.reduce_group(prob, group, 1)))
+            errors.append(relative_error(found, reduce_group(prob, group, 1)))
     return worst(errors)
 
 

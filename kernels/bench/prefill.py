@@ -16,6 +16,8 @@ from torch import Tensor
 from kvbench.kernels.bench import caches, machine
 from kvbench.kernels.bench.bench import DTYPES, Bench, Common, label_of, main, parse_shape, setting
 from kvbench.kernels.bench.rounds import Variant
+from kvbench.kernels.dispatch import gpu_backend
+from kvbench.kernels.operands import ColumnSums, HeadScores
 
 # Of the largest exact element. Kernels may multiply 16-bit elements of the prompt in 16 bits and sum in 32.
 TOLERANCE = {"fp32": 1e-4, "bf16": 6e-2, "fp16": 1e-2}
@@ -60,16 +62,13 @@ class Settings(Common):
         q = (2 * torch.randn(queries, length, dim, generator=generator, device=device)).to(dtype)
         k, v = (torch.randn(heads, length, dim, generator=generator, device=device).to(dtype) for _ in range(2))
         scale = dim**-0.5
-        plain = {"skip_near": 0, "power": 1, "pool": "none", "pool_kernel": 1, "pool_stage": "per_query_head"}
 
         def attend(n: int) -> Tensor:
             return backend.prefill_attention(q[:, :n], k[:, :n], v[:, :n], scale)
 
         def both(window: int, n: int) -> tuple[Tensor, Tensor]:
-            scores = backend.prompt_scores(
-                q[:, :n], k[:, :n], scale, queries=window, pool_region="all", group="mean", **plain
-            )
-            return attend(n), scores
+            columns, reduction = ColumnSums(queries=window), HeadScores(group="mean")
+            return attend(n), backend.prompt_scores(q[:, :n], k[:, :n], scale, columns, reduction)
 
         def sdpa(n: int) -> Tensor:
             a, b, c = (x[None, :, :n] for x in (q, k, v))
@@ -77,9 +76,8 @@ class Settings(Common):
 
         made: dict[str, tuple[Callable[[int], Found], int]] = {"attention": (attend, -1), "sdpa": (sdpa, -1)}
         if backend.name == "triton":
-            from kvbench.kernels.gpu.prefill import attention_with_lse
-
-            made["own kernel with lse"] = lambda n: attention_with_lse(q[:, :n], k[:, :n], v[:, :n], scale)[0], -1
+            with_lse = gpu_backend(device).attention_with_lse
+            made["own kernel with lse"] = lambda n: with_lse(q[:, :n], k[:, :n], v[:, :n], scale)[0], -1
         if self.eager:
             need, free = 3 * 4 * queries * length * length, machine.available_bytes(device)
             if free is None or need <= 0.5 * free:

@@ -1,27 +1,55 @@
 """The CPU backend: the C++ of csrc/, compiled on first use by the system's compiler and called through ctypes.
 
-No torch headers, no Python headers, no build system: plain C functions that take pointers. The functions are in
-`pages`, `decode`, `scores` and `step` beside this file; operations that are not here are the reference's.
+No torch headers, no Python headers, no build system: plain C functions that take pointers. Results do not depend on the
+number of threads (torch.get_num_threads() are used) nor on the other sequences of a call.
 """
 
+import ctypes
 import warnings
 from functools import cache
 
+import torch
 from torch import Tensor
 
-from kvbench.kernels.backend import FusedStep
-from kvbench.kernels.cpu import decode as cpu_decode
-from kvbench.kernels.cpu import pages as cpu_pages
-from kvbench.kernels.cpu import scores as cpu_scores
-from kvbench.kernels.cpu import step as cpu_step
-from kvbench.kernels.cpu.abi import chosen_isa, load
+from kvbench.kernels import checks
+from kvbench.kernels.backend import Backend, FusedStep
+from kvbench.kernels.cpu.abi import (
+    ELEMENT_KINDS,
+    REDUCE_KINDS,
+    CallStruct,
+    ColumnsStruct,
+    SearchStruct,
+    StepStruct,
+    TierStruct,
+    check,
+    chosen_isa,
+    fill_tier,
+    format_struct,
+    load,
+    plain,
+    ring_struct,
+)
+from kvbench.kernels.cpu.step import CompiledStep, Kept, add_ring
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
-from kvbench.kernels.reference.backend import Reference
-from kvbench.kernels.tier_table import ExtremeOf
+from kvbench.kernels.operands import (
+    NO_SCORES,
+    ColumnSums,
+    Reduce,
+    Ring,
+    ScoreUpdate,
+    StepRing,
+    StepScores,
+    StepTarget,
+    TierPages,
+)
+from kvbench.kernels.tier_table import SlotSearch
+
+MANY = 256  # slots from which a second thread pays
+COLUMN_ROWS = 32  # queries of a prompt whose logits are made at a time
+_UPDATE: dict[ScoreUpdate | None, int] = {None: 0, "add": 1, "replace": 2}
 
 
-class Cpu(Reference):
+class Cpu(Backend):
     """C++ for pages in main memory.
 
     Raises:
@@ -40,29 +68,66 @@ class Cpu(Reference):
         self.isa = chosen_isa()
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-        if self._lacks(fmt):
+        if not _covers(pages, fmt):
             super().write_keys(pages, fmt, page, slot, k)
-        else:
-            cpu_pages.write_keys(pages, fmt, page, slot, k)
+            return
+        checks.write(pages, fmt, page, slot, k, keys=True)
+        _write(pages, fmt, page, slot, k, 1)
 
     def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-        if self._lacks(fmt):
+        if not _covers(pages, fmt):
             super().write_values(pages, fmt, page, slot, v)
-        else:
-            cpu_pages.write_values(pages, fmt, page, slot, v)
+            return
+        checks.write(pages, fmt, page, slot, v, keys=False)
+        _write(pages, fmt, page, slot, v, 0)
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        if self._lacks(fmt):
+        if not _covers(pages, fmt):
             return super().read_slots(pages, fmt, page, slot)
-        return cpu_pages.read_slots(pages, fmt, page, slot)
+        checks.slots(pages, fmt, page, slot)
+        where, count = [x.long().contiguous() for x in (page, slot)], len(page)
+        k, v = (torch.empty(count, fmt.slot.head_dim) for _ in range(2))
+        addresses = (x.data_ptr() for x in (*where, k, v))
+        check(load().kvb_read(*_head(pages, fmt), count, *addresses, k.shape[1], _threads(count)))
+        return k, v
 
     def move_slots(
         self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
     ) -> None:
-        if self._lacks(fmt):
+        if not _covers(pages, fmt):
             super().move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
-        else:
-            cpu_pages.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+            return
+        checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+        where, count = [x.long().contiguous() for x in (src_page, src_slot, dst_page, dst_slot)], len(src_page)
+        addresses = (x.data_ptr() for x in where)
+        check(load().kvb_move(*_head(pages, fmt), count, *addresses, fmt.slot.head_dim, _threads(count)))
+
+    def slot_extreme(
+        self, pages: Tensor, fmt: PageFormat, ids: Tensor, held: Tensor, search: SlotSearch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        checks.search(pages, fmt, ids, held, search)
+        value = torch.empty(len(held))
+        slot, pos = torch.empty(len(held), dtype=torch.int64), torch.empty(len(held), dtype=torch.int64)
+        per_list = (ids, held, search.seen, search.floor, search.before, search.exact)
+        keep = [None if x is None else x.long().contiguous() for x in per_list]
+        at = [None if x is None else x.data_ptr() for x in keep]
+        tier = TierStruct.from_buffer_copy(format_struct(fmt))
+        tier.num_columns, tier.ids, tier.num_k = ids.shape[1], at[0], at[1]
+        struct = SearchStruct(
+            seen=at[2],
+            floor=at[3],
+            before=at[4],
+            exact=at[5],
+            first=search.first,
+            by=("mean", "score", "pos").index(search.by),
+            num_threads=torch.get_num_threads(),
+            value=value.data_ptr(),
+            slot=slot.data_ptr(),
+            pos=pos.data_ptr(),
+        )
+        pages_at = pages.data_ptr(), pages.shape[1], pages.shape[0], ctypes.addressof(tier)
+        check(load().kvb_search(*pages_at, ctypes.addressof(struct), len(held)))
+        return value, slot, pos
 
     def paged_decode(
         self,
@@ -75,29 +140,100 @@ class Cpu(Reference):
         power: int = 1,
         group: Reduce | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        if self._lacks(*(tier.fmt for tier in tiers)):
+        """As `Backend.paged_decode`, dequantising as it goes.
+
+        Source: kvbench's own; folding the scales into the products as in KIVI's and DiffKV's kernels.
+        """
+        covered = q.device.type == "cpu" and q.shape[-1] <= load().max_channels
+        if not covered or (ring is not None and (tiers[0].rotation is not None or ring.k.dtype not in ELEMENT_KINDS)):
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
-        if not cpu_decode.takes(q, tiers, ring):
-            self._stands_in("paged_decode")
-        return cpu_decode.paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
+        checks.decode(q, pages, tiers, ring, power, group)
+        num_seq, num_q_heads, head_dim = q.shape
+        heads = tiers[0].ids.shape[1]
+        q = plain(q)
+        pages = pages.contiguous()
+        out = torch.empty_like(q)
+        lse = torch.empty(num_seq, num_q_heads)
+        keep: list[Tensor] = []
+        scores: list[Tensor] = []
+        table = (TierStruct * len(tiers))()
+        for entry, tier in zip(table, tiers, strict=True):
+            if group:
+                scores.append(torch.empty(num_seq, heads, tier.ids.shape[-1] * tier.fmt.tokens_per_page))
+            fill_tier(entry, tier, scores[-1] if group else None, keep)
+        call = CallStruct(
+            q=q.data_ptr(),
+            pages=pages.data_ptr(),
+            tiers=ctypes.addressof(table),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+            page_bytes=pages.shape[1],
+            num_pages=pages.shape[0],
+            seq_stride=heads,
+            num_seq=num_seq,
+            num_heads=heads,
+            group_size=num_q_heads // heads,
+            head_dim=head_dim,
+            num_tiers=len(tiers),
+            power=power,
+            reduce=REDUCE_KINDS[group],
+            num_threads=torch.get_num_threads(),
+            rotated=2 * max(tier.half for tier in tiers),
+            scale=scale,
+        )
+        if ring is not None:
+            buffers = ring_struct(ring, keep)
+            call.ring = ctypes.addressof(buffers)
+        check(load().kvb_paged_decode(ctypes.addressof(call)))
+        return out, lse, scores
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
-        cpu_decode.add_scores(pages, tier, scores)
+        if not pages.is_contiguous():  # a copy would take the sums and be thrown away
+            super().add_scores(pages, tier, scores)
+            return
+        checks.scores(pages, tier, scores)
+        keep: list[Tensor] = []
+        entry = TierStruct()
+        fill_tier(entry, tier, plain(scores), keep)
+        where = pages.data_ptr(), pages.shape[1], pages.shape[0], ctypes.addressof(entry)
+        check(load().kvb_add_scores(*where, tier.num_k.numel(), torch.get_num_threads()))
 
     def column_scores(
-        self,
-        q: Tensor,
-        k: Tensor,
-        scale: float,
-        *,
-        queries: int,
-        skip_near: int = 0,
-        power: int = 1,
-        below_uniform: bool = False,
+        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None
     ) -> Tensor:
-        return cpu_scores.column_scores(
-            q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
-        )
+        """As `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++.
+
+        Raises:
+            MemoryError: No room for a block's sums.
+        """
+        if q.device.type != "cpu" or columns.reduce != "sum":
+            return super().column_scores(q, k, scale, columns, lse)
+        checks.columns(q, k, columns)
+        num_q_heads, length, head_dim = q.shape
+        heads = k.shape[0]
+        out = torch.zeros(num_q_heads, length)
+        first = 0 if columns.queries < 0 else max(0, length - columns.queries)
+        grouped, keys = q.view(heads, -1, length, head_dim), k.float().transpose(1, 2)
+        room = torch.empty(num_q_heads * min(COLUMN_ROWS, length) * length)
+        for begin in range(first, length, COLUMN_ROWS):
+            end = min(length, begin + COLUMN_ROWS)
+            rows = (grouped[:, :, begin:end].float() * scale).flatten(1, 2)
+            logits = room[: num_q_heads * (end - begin) * end].view(heads, -1, end)
+            torch.bmm(rows, keys[:, :, :end], out=logits)
+            struct = ColumnsStruct(
+                logits=logits.data_ptr(),
+                sums=out.data_ptr(),
+                num_heads=num_q_heads,
+                num_queries=end - begin,
+                width=end,
+                sum_stride=length,
+                skip_near=columns.skip_near,
+                power=columns.power,
+                below=int(columns.below_uniform),
+                num_threads=torch.get_num_threads(),
+            )
+            check(load().kvb_column_sums(ctypes.addressof(struct)))
+        return out
 
     def open_step(
         self,
@@ -108,43 +244,72 @@ class Cpu(Reference):
         seen: Tensor,
         target: StepTarget | None,
         ring: StepRing | None = None,
-        power: int = 1,
-        group: Reduce | None = None,
-        update: ScoreUpdate | None = None,
-        skip_near: int = 0,
+        scores: StepScores = NO_SCORES,
     ) -> FusedStep | None:
-        if self._lacks(*(tier.fmt for tier in tiers)):
+        checks.step(pages, tiers, num_q_heads=num_q_heads, seen=seen, target=target, ring=ring, scores=scores)
+        num_seq, num_layers, num_heads, _ = tiers[0].ids.shape
+        if not _covers(pages, tiers[0].fmt) or any(tier.channels is not None for tier in tiers):  # which are a layer's
             return None
-        return cpu_step.open_step(
-            pages,
-            tiers,
-            num_q_heads=num_q_heads,
-            seen=seen,
-            target=target,
-            ring=ring,
-            power=power,
-            group=group,
-            update=update,
-            skip_near=skip_near,
+        if ring is not None and not (
+            ring.k.dtype in ELEMENT_KINDS and ring.k.is_contiguous() and ring.v.is_contiguous()
+        ):
+            return None
+        tensors = [pages]
+        table = (TierStruct * len(tiers))()
+        for entry, tier in zip(table, tiers, strict=True):
+            fill_tier(entry, tier, None, tensors)
+        seen = seen.long().contiguous()
+        struct = StepStruct(
+            call=CallStruct(
+                pages=pages.data_ptr(),
+                tiers=ctypes.addressof(table),
+                seen=seen.data_ptr(),
+                page_bytes=pages.shape[1],
+                num_pages=pages.shape[0],
+                seq_stride=num_layers * num_heads,
+                num_seq=num_seq,
+                num_heads=num_heads,
+                group_size=num_q_heads // num_heads,
+                head_dim=tiers[0].fmt.slot.head_dim,
+                num_tiers=len(tiers),
+                power=scores.power,
+                reduce=REDUCE_KINDS[scores.group if scores.update else None],
+                num_threads=torch.get_num_threads(),
+                rotated=2 * max(tier.half for tier in tiers),
+                update=_UPDATE[scores.update],
+                skip_near=scores.skip_near,
+            ),
+            num_layers=num_layers,
         )
+        keep: Kept = [*tensors, table, seen]
+        if ring is not None:
+            add_ring(struct, ring, keep)
+        else:
+            assert target is not None, "checks.step wants one of them"
+            struct.tier, *places = target
+            where = [x.long().contiguous() for x in places]
+            struct.page, struct.slot = (x.data_ptr() for x in where)
+            keep += where
+        return CompiledStep(struct, keep)
 
-    def slot_extreme(
-        self,
-        pages: Tensor,
-        fmt: PageFormat,
-        ids: Tensor,
-        held: Tensor,
-        *,
-        by: ExtremeOf,
-        seen: Tensor,
-        floor: Tensor | None = None,
-        before: Tensor | None = None,
-        exact: Tensor | None = None,
-        first: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return cpu_pages.slot_extreme(
-            pages, fmt, ids, held, by=by, seen=seen, floor=floor, before=before, exact=exact, first=first
-        )
+
+def _covers(pages: Tensor, fmt: PageFormat) -> bool:
+    """Whether the C++ code covers these pages; a copy of them would take the bytes and be thrown away."""
+    return pages.device.type == "cpu" and pages.is_contiguous() and fmt.slot.head_dim <= load().max_channels
+
+
+def _head(pages: Tensor, fmt: PageFormat) -> tuple[int, int, int, int]:
+    return pages.data_ptr(), pages.shape[1], pages.shape[0], ctypes.addressof(format_struct(fmt))
+
+
+def _threads(count: int) -> int:
+    return torch.get_num_threads() if count >= MANY else 1
+
+
+def _write(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, key: int) -> None:
+    page, slot, x, count = page.long().contiguous(), slot.long().contiguous(), x.float().contiguous(), len(page)
+    addresses = (each.data_ptr() for each in (page, slot, x))
+    check(load().kvb_write(*_head(pages, fmt), key, count, *addresses, x.shape[1], _threads(count)))
 
 
 @cache

@@ -1,9 +1,10 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-The functions are in `bounds`, `chunks`, `decode`, `fields`, `moves`, `pages`, `prefill` and `step` beside this file.
-Prompt attention is torch's own fused kernel. For the rest the reference stands in, much slower, and `fallbacks` names
-it: codes whose levels are a table, and reading back all that a list with a residual buffer holds. Which slot lies where
-is kept on the device, too (`table` with `manager`, `lookup` and `placing`).
+The kernels are in `attend`, `bounds`, `choice`, `chunks`, `decode`, `fields`, `moves`, `pages`, `prefill` and `step`
+beside this file. Prompt attention is torch's own fused kernel. For the rest plain torch stands in, much slower, and
+`fallbacks` names it: codes whose levels are a table, sums that are no sums, and reading back all that a list with a
+residual buffer holds. Which slot lies where is kept on the device, too (`table` with `manager`, `lookup` and
+`placing`).
 
 Capture-safe, once warmed up: `paged_decode`, `choose_pages`, `add_scores`, `write_keys`, `write_values`,
 `write_tracked`, `widen_bounds`, `read_slots`, `demote`, `move_slots`, `prompt_scores`, `prefill_attention`,
@@ -20,29 +21,42 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels import checks
-from kvbench.kernels.backend import FusedStep
+from kvbench.kernels.backend import Backend, FusedStep
 from kvbench.kernels.codes import BITS, code_of
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu import chunks as gpu_chunks
-from kvbench.kernels.gpu import decode as triton_decode
-from kvbench.kernels.gpu import fields as gpu_fields
-from kvbench.kernels.gpu import moves as gpu_moves
-from kvbench.kernels.gpu import pages as triton_pages
-from kvbench.kernels.gpu import prefill as triton_prefill
-from kvbench.kernels.gpu.bounds import page_bounds, widen_bounds
+from kvbench.kernels.gpu.bounds import KEYS, _widen_pages, page_bounds
 from kvbench.kernels.gpu.choice import choose
-from kvbench.kernels.gpu.decode import Lists, ListTier
+from kvbench.kernels.gpu.chunks import attend_chunk
+from kvbench.kernels.gpu.decode import Lists, ListTier, _add_scores, attend_lists, score_offset
+from kvbench.kernels.gpu.fields import BLOCK, _read_side, _write_fields
 from kvbench.kernels.gpu.manager import DevicePages
-from kvbench.kernels.gpu.step import DeviceStep, StepScores, check_step
+from kvbench.kernels.gpu.moves import _demote_both, _move_bytes, byte_map
+from kvbench.kernels.gpu.pages import TILE, slots_per_program, write_part
+from kvbench.kernels.gpu.parts import ELEMENT, LOG2_E, launch, power_of_two, side_constants
+from kvbench.kernels.gpu.prefill import prompt_statistics, sum_columns
+from kvbench.kernels.gpu.step import DeviceStep, check_step
 from kvbench.kernels.gpu.table import DevicePool, DeviceTable
-from kvbench.kernels.operands import PageChoice, Reduce, Ring, ScoreUpdate, StepRing, StepTarget, TierPages
-from kvbench.kernels.reference import attention as torch_attention
-from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.operands import (
+    NO_SCORES,
+    ColumnSums,
+    PageChoice,
+    Reduce,
+    Ring,
+    StepRing,
+    StepScores,
+    StepTarget,
+    TierPages,
+)
+from kvbench.kernels.reference.attention import dense_of
 from kvbench.kernels.tier_table import TierTable
 
 
-class Gpu(Reference):
-    """Triton kernels, for CUDA and ROCm devices; `refusal` says where they cannot run."""
+class Gpu(Backend):
+    """Triton kernels, for CUDA and ROCm devices; `refusal` says where they cannot run.
+
+    Attributes:
+        codes: The `kernels.codes` that have kernels; pages with others are plain torch's work.
+    """
 
     name = "triton"
     is_reference = False
@@ -73,17 +87,26 @@ class Gpu(Reference):
             "the kernels in Triton's interpreter, slowly, for tests"
         )
 
+    def _covers(self, *formats: PageFormat) -> bool:
+        """Whether all codes of the formats have kernels."""
+        sides = [code for fmt in formats for code in (fmt.slot.keys, fmt.slot.values)]
+        return all(code is None or code in self.codes for code in sides)
+
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-        if self._lacks(fmt):
+        """As `Backend.write_keys`; of a page below 0 nothing is written (with per-channel keys, by the first of a
+        group)."""
+        if not self._covers(fmt):
             super().write_keys(pages, fmt, page, slot, k)
-        else:
-            triton_pages.write_keys(pages, fmt, page, slot, k)
+            return
+        checks.write(pages, fmt, page, slot, k, keys=True)
+        write_part("k", pages, fmt, page, slot, k)
 
     def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-        if self._lacks(fmt):
+        if not self._covers(fmt):
             super().write_values(pages, fmt, page, slot, v)
-        else:
-            triton_pages.write_values(pages, fmt, page, slot, v)
+            return
+        checks.write(pages, fmt, page, slot, v, keys=False)
+        write_part("v", pages, fmt, page, slot, v)
 
     def write_tracked(
         self,
@@ -95,22 +118,63 @@ class Gpu(Reference):
         pos: Tensor | None,
     ) -> None:
         checks.write_tracked(pages, fmt, page, slot, score, pos, passes_over=True)
-        gpu_fields.write_tracked(pages, fmt, page, slot, score, pos)
+        track = fmt.slot.track
+        if not track:
+            return
+        offsets = {name: fmt.regions[name][0] if name in track else -1 for name in ("score", "pos")}
+        scores = score.contiguous() if isinstance(score, Tensor) else page
+        same = 0.0 if score is None or isinstance(score, Tensor) else float(score)
+        launch(
+            _write_fields, (-(-page.numel() // BLOCK),), pages, page.contiguous(), slot.contiguous(), scores,
+            page if pos is None else pos.contiguous(), same,
+            pages.shape[1], page.numel(), SCORE=offsets["score"], SCORES=isinstance(score, Tensor), POS=offsets["pos"],
+            BLOCK=BLOCK,
+        )  # fmt: skip
 
     def widen_bounds(
         self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
     ) -> None:
-        widen_bounds(pages, fmt, page, slot, k, distinct=distinct)
+        """As `Backend.widen_bounds`, where no slot comes twice; one launch behind a sort, which a decode step
+        (`distinct`) does without."""
+        checks.widen_bounds(pages, fmt, page, slot, k, passes_over=True)
+        page, order = (page.contiguous(), page) if distinct else page.sort()
+        low, high = (fmt.regions[name][0] for name in ("k_low", "k_high"))
+        most = 1 if distinct else fmt.tokens_per_page
+        launch(
+            _widen_pages, (page.numel(),), k.contiguous(), page, slot.contiguous(), order, pages, page.numel(),
+            pages.shape[1], D=k.shape[1], DP=power_of_two(k.shape[1]), BT=min(KEYS, power_of_two(most)), MOST=most,
+            LOW=low, HIGH=high, ELEM=ELEMENT[fmt.slot.dtype], SORTED=not distinct,
+        )  # fmt: skip
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        if self._lacks(fmt):
+        """As `Backend.read_slots`; 0 where the page is below 0."""
+        if not self._covers(fmt):
             return super().read_slots(pages, fmt, page, slot)
-        return gpu_fields.read_slots(pages, fmt, page, slot)
+        checks.slots(pages, fmt, page, slot)
+        count, head_dim = page.numel(), fmt.slot.head_dim
+        out = [torch.empty(count, head_dim, device=pages.device) for _ in range(2)]
+        padded = power_of_two(head_dim)
+        rows = min(64, max(1, TILE // padded))
+        for side, target in zip("kv", out, strict=True):
+            launch(
+                _read_side, (-(-count // rows),), pages, target, page.contiguous(), slot.contiguous(), count,
+                pages.shape[1], BM=rows, DP=padded, KEYS=side == "k", D=head_dim, T=fmt.tokens_per_page,
+                **side_constants(fmt, side, least=1),
+            )  # fmt: skip
+        return out[0], out[1]
 
     def move_slots(
         self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
     ) -> None:
-        gpu_moves.move_slots(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+        checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+        table = byte_map(fmt, tuple(fmt.regions), pages.device)
+        count, width = dst_page.numel(), min(64, power_of_two(len(table)))
+        rows = TILE // 2 // width
+        launch(
+            _move_bytes, (-(-count // rows), -(-len(table) // width)), pages, src_page.contiguous(),
+            src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), table, table, count, len(table),
+            pages.shape[1], BM=rows, BB=width, COLUMNS=-(-len(table) // width),
+        )  # fmt: skip
 
     def paged_decode(
         self,
@@ -123,15 +187,26 @@ class Gpu(Reference):
         power: int = 1,
         group: Reduce | None = None,
         accumulate: bool = False,
-        pages_per_part: int | None = None,
+        pages_per_part: int = 0,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Backend.paged_decode`; `accumulate` and `pages_per_part` are explained at `gpu.decode.paged_decode`."""
-        if self._lacks(*(tier.fmt for tier in tiers)):
+        """As `Backend.paged_decode`, dequantising as it goes.
+
+        Keys that are rotated when they are read give logits in fp32. fp32 queries are computed in fp32 throughout; fp16
+        and bf16 queries with products in that type, sums in fp32.
+
+        Args:
+            accumulate: Add the scores to what the pages track, instead of returning them.
+            pages_per_part: See `decode.attend_lists`.
+        """
+        if not self._covers(*(tier.fmt for tier in tiers)):
             assert not accumulate, "the reference returns the scores"
             return super().paged_decode(q, pages, tiers, ring, scale, power=power, group=group)
-        return triton_decode.paged_decode(
-            q, pages, tiers, ring, scale, power=power, group=group, accumulate=accumulate, pages_per_part=pages_per_part
+        checks.decode(q, pages, tiers, ring, power, group)
+        found, scores = (
+            [ListTier.of(tier) for tier in tiers],
+            StepScores(power=power, group=group, update="add" if accumulate and group else None),
         )
+        return attend_lists(q, pages, found, Lists.of(tiers[0]), ring, scale, scores, pages_per_part=pages_per_part)
 
     def open_tables(
         self,
@@ -145,19 +220,15 @@ class Gpu(Reference):
         target: StepTarget | None,
         held: tuple[Tensor, Tensor] | None = None,
         ring: StepRing | None = None,
-        power: int = 1,
-        group: Reduce | None = None,
-        update: ScoreUpdate | None = None,
-        gives: bool = False,
-        skip_near: int = 0,
-        turn: tuple[Tensor, Tensor] | None = None,
+        scores: StepScores = NO_SCORES,
+        strip: tuple[Tensor, Tensor] | None = None,
         choice: PageChoice | None = None,
     ) -> FusedStep | None:
-        if self._lacks(*(tier.fmt for tier in tiers)):
+        if not self._covers(*(tier.fmt for tier in tiers)):
             return None
         check_step(
             pages, tiers, shape, rows, num_q_heads=num_q_heads, seen=seen, target=target, held=held, ring=ring,
-            turn=turn, choice=choice,
+            strip=strip, choice=choice,
         )  # fmt: skip
         num_layers, heads = shape
         lists = Lists(
@@ -170,8 +241,7 @@ class Gpu(Reference):
         )
         found = [ListTier.in_table(tier, held) for tier in tiers]
         onto = None if target is None else (tiers[target[0]].fmt, target[1], target[2])
-        how = StepScores(power=power, group=group, update=update, gives=gives, skip_near=skip_near)
-        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, how, turn, choice)
+        return DeviceStep(pages, found, lists, num_layers, seen, onto, ring, scores, strip, choice)
 
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
@@ -183,37 +253,45 @@ class Gpu(Reference):
         return TierPages(tier.fmt, ids, held, held)
 
     def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
-        triton_decode.add_scores(pages, tier, scores)
+        checks.scores(pages, tier, scores)
+        lists, columns, slots = tier.num_k.numel(), tier.ids.shape[-1], tier.fmt.tokens_per_page
+        launch(
+            _add_scores, (lists, columns), pages, tier.ids.contiguous(), tier.num_k.contiguous(),
+            scores.float().contiguous(), pages.shape[1], columns, T=slots, TP=power_of_two(slots),
+            TRACK=score_offset(tier.fmt),
+        )  # fmt: skip
 
     def gather_dense(self, pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
-        if ring is not None or self._lacks(*(tier.fmt for tier in tiers)):  # a ring's width is asked of the device
+        if ring is not None or not self._covers(*(tier.fmt for tier in tiers)):  # a ring's width is asked of the device
             return super().gather_dense(pages, tiers, ring)
-        return torch_attention.gather_dense(pages, tiers, None, read=gpu_chunks.read_pages)
+        checks.dense(pages, tiers, None)
+        return dense_of(pages, tiers, None, self._read_pages)
+
+    def _read_pages(self, pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole pages, int64 [n], as keys fp32 [n, D, T] and values [n, T, D], slot by slot."""
+        size = fmt.tokens_per_page
+        slot = torch.arange(size, device=ids.device).expand(len(ids), size)
+        k, v = self.read_slots(pages, fmt, ids[:, None].expand_as(slot).flatten(), slot.flatten())
+        return k.view(len(ids), size, -1).transpose(1, 2), v.view(len(ids), size, -1)
 
     def chunk_attention(
         self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
     ) -> Tensor:
-        return gpu_chunks.chunk_attention(q, k, v, history, scale)
+        """As `Backend.chunk_attention`, in fp32, in one launch; entries that are not live are passed over.
+
+        Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
+        """
+        checks.chunk(q, k, v, history)
+        return attend_chunk(q, k, v, history, scale)
 
     def column_scores(
-        self,
-        q: Tensor,
-        k: Tensor,
-        scale: float,
-        *,
-        queries: int,
-        skip_near: int = 0,
-        power: int = 1,
-        below_uniform: bool = False,
+        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None
     ) -> Tensor:
-        return triton_prefill.column_scores(
-            q, k, scale, queries=queries, skip_near=skip_near, power=power, below_uniform=below_uniform
-        )
-
-    def columns_by_lse(
-        self, q: Tensor, k: Tensor, scale: float, *, lse: Tensor, queries: int, skip_near: int = 0, power: int = 1
-    ) -> Tensor:
-        return triton_prefill.column_scores(q, k, scale, queries=queries, skip_near=skip_near, power=power, lse=lse)
+        """As `Backend.column_scores`. Memory beyond the result: two fp32 numbers per counted query and head."""
+        if columns.reduce != "sum":
+            return super().column_scores(q, k, scale, columns, lse)
+        checks.columns(q, k, columns)
+        return sum_columns(q, k, scale, columns, lse)
 
     def demote(
         self,
@@ -225,28 +303,55 @@ class Gpu(Reference):
         dst_page: Tensor,
         dst_slot: Tensor,
     ) -> None:
-        """Re-quantises slots into another format without a dense copy; see `gpu.moves.demote`."""
-        if self._lacks(source, target):
+        """As `Backend.demote`, without a dense copy in between; no target slot is also a source.
+
+        Raises:
+            ValueError: The target's keys share scales over tokens, or the formats track different fields.
+
+        Source: DiffKV (tokens go down a tier as they are quantised, not from the original vectors).
+        """
+        if not self._covers(source, target):
             raise NotImplementedError(
                 f"backend={self.name} demotes no slots from or into codes of calibrated tables; use backend=torch"
             )
-        gpu_moves.demote(pages, source, target, src_page, src_slot, dst_page, dst_slot)
+        if target.slot.channel_keys:
+            raise ValueError(
+                f"slots cannot be demoted into per-channel keys (group {target.slot.k_channel_group}) one by one; give "
+                "the lower tier k_axis=token"
+            )
+        if source.slot.track != target.slot.track:
+            raise ValueError(
+                f"the tiers track {source.slot.track} and {target.slot.track}; demotion needs the same fields in both"
+            )
+        checks.slots(pages, source, src_page, src_slot)
+        checks.slots(pages, target, dst_page, dst_slot)
+        rows, count = [slots_per_program(target, side) for side in "kv"], dst_page.numel()
+        fields = 4 * len(source.slot.track)
+        maps = [byte_map(fmt, ("score", "pos"), pages.device) if fields else pages for fmt in (source, target)]
+        launch(
+            _demote_both, (max(-(-count // each) for each in rows), 3 if fields else 2), pages, src_page.contiguous(),
+            src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), *maps, count, fields, pages.shape[1],
+            BK=rows[0], BV=rows[1], D=target.slot.head_dim, META_FIRST=False, BM=max(rows), BB=power_of_two(fields),
+            T=target.tokens_per_page, S_T=source.tokens_per_page, **side_constants(target, "k", "K_", least=1),
+            **side_constants(target, "v", "V_", least=1), **side_constants(source, "k", "SK_", least=1),
+            **side_constants(source, "v", "SV_", least=1), enable_fp_fusion=False,
+        )  # fmt: skip
 
     def attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """A prompt's attention with the log-sum-exp of every query's logits; see `gpu.prefill.attention_with_lse`."""
-        return triton_prefill.attention_with_lse(q, k, v, scale)
+        """Causal attention of a whole prompt with the log-sum-exp of every query's logits.
 
-    def device_pages(
-        self,
-        page_bytes: int,
-        num_pages: int,
-        tokens_per_page: tuple[int, ...],
-        num_lists: int,
-        max_pages: int,
-        device: torch.device | str,
-    ) -> DevicePages:
-        """A pool and its page tables that are kept and changed on the device; see `gpu.manager.DevicePages`."""
-        return DevicePages(page_bytes, num_pages, tokens_per_page, num_lists, max_pages, device)
+        Args:
+            q: [Hq, N, D]; k, v: [H, N, D], the model's dtype.
+
+        Returns:
+            [Hq, N, D] in the same dtype; lse fp32 [Hq, N].
+
+        Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
+        """
+        checks.prompt(q, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        tops, sums = prompt_statistics(q, k, scale, 0, (v, out))
+        return out, (tops + sums.log2()) / LOG2_E
 
     def tables(
         self,
@@ -257,6 +362,5 @@ class Gpu(Reference):
         max_pages: int,
         device: torch.device | str,
     ) -> tuple[DevicePool, DeviceTable]:
-        held = DevicePages(page_bytes, num_pages, tokens_per_page, math.prod(shape), max_pages, device)
-        pool = DevicePool(held)
+        pool = DevicePool(DevicePages(page_bytes, num_pages, tokens_per_page, math.prod(shape), max_pages, device))
         return pool, DeviceTable(pool, *shape)

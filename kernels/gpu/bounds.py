@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
-from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import row_number, table_page
 from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.parts import ELEMENT, MIN_DOT, elements, launch, power_of_two
@@ -14,7 +12,7 @@ from kvbench.kernels.operands import Reduce
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 _PAGES = 32  # of a list that one program bounds
-_KEYS = 16  # of a page that one program takes at a time
+KEYS = 16  # of a page that one program takes at a time
 
 
 @triton.jit
@@ -136,24 +134,3 @@ def _widen_pages(
             high = tl.maximum(high, tl.max(tl.where(held, x, float("-inf")), 0))
             broken = tl.maximum(broken, tl.max((held & (x != x)).to(tl.int32), 0))
         store_bounds(pages + target * page_bytes, low, high, broken, fresh, D, DP, LOW, HIGH, ELEM)
-
-
-def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
-    """As `Backend.widen_bounds`, where no slot comes twice; a page below 0 is passed over. One launch behind a sort,
-    which a decode step (`distinct`) does without. Capture-safe.
-
-    Args:
-        page: int64 [M] page ids.
-        slot: int64 [M] slots within the page.
-        k: [M, D], as they are written.
-        distinct: No page comes twice.
-    """
-    checks.widen_bounds(pages, fmt, page, slot, k, passes_over=True)
-    page, order = (page.contiguous(), page) if distinct else page.sort()
-    low, high = (fmt.regions[name][0] for name in ("k_low", "k_high"))
-    most = 1 if distinct else fmt.tokens_per_page
-    launch(
-        _widen_pages, (page.numel(),), k.contiguous(), page, slot.contiguous(), order, pages, page.numel(),
-        pages.shape[1], D=k.shape[1], DP=power_of_two(k.shape[1]), BT=min(_KEYS, power_of_two(most)), MOST=most,
-        LOW=low, HIGH=high, ELEM=ELEMENT[fmt.slot.dtype], SORTED=not distinct,
-    )  # fmt: skip

@@ -5,9 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
-from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.fields import read_slots
 from kvbench.kernels.gpu.parts import LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
 from kvbench.kernels.gpu.prefill import _rows, _tile
 
@@ -55,19 +52,8 @@ def _attend_chunk(
     tl.store(out + (head * chunk + i)[:, None] * D + d[None, :], acc / norm[:, None], mask=cells)
 
 
-def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """As `Backend.chunk_attention`, in fp32, in one launch; entries that are not live are passed over.
-
-    Args:
-        q: [Hq, n, D]; k, v: [H, n, D].
-        history: keys, values fp32 [H, M, D] and live bool [H, M].
-
-    Returns:
-        fp32 [Hq, n, D].
-
-    Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
-    """
-    checks.chunk(q, k, v, history)
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
+    """Launches `_attend_chunk`; arguments and result as of `Backend.chunk_attention`."""
     past_k, past_v, live = (x.contiguous() for x in history)
     q, k, v = _rows(q), _rows(k), _rows(v)
     heads, chunk, head_dim = q.shape
@@ -79,11 +65,3 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tens
         DP=power_of_two(head_dim, MIN_DOT), BM=_QUERIES, BN=_KEYS, num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
-
-
-def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole pages, int64 [n], as keys fp32 [n, D, T] and values [n, T, D], slot by slot as `read_slots` reads them."""
-    size = fmt.tokens_per_page
-    slot = torch.arange(size, device=ids.device).expand(len(ids), size)
-    k, v = read_slots(pages, fmt, ids[:, None].expand_as(slot).flatten(), slot.flatten())
-    return k.view(len(ids), size, -1).transpose(1, 2), v.view(len(ids), size, -1)

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import fields
 from kvbench.kernels.gpu import manager as triton_manager
-from kvbench.kernels.gpu import moves as triton_moves
-from kvbench.kernels.gpu import pages as triton_pages
-from kvbench.kernels.gpu import prefill as triton_prefill
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.gpu.bounds import widen_bounds
 from kvbench.kernels.gpu.choice import choose
-from kvbench.kernels.gpu.chunks import chunk_attention
 from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.gpu.parts import Kernel, recording
-from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, StepRing, TierPages
-from kvbench.kernels.tier_table import Turn
+from kvbench.kernels.operands import ColumnSums, Reduce, Ring, ScoreUpdate, StepRing, StepScores, TierPages
+from kvbench.kernels.tier_table import KeyRotation, SlotSearch
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 _BINARY = {"cuda": "cubin", "hip": "hsaco"}
@@ -157,9 +151,7 @@ def _decode(
     q = torch.zeros(1, _HEADS * _GROUP, _DIM, dtype=dtype)
     buffer = torch.zeros(1, _HEADS, 32, _DIM, dtype=dtype)
     pages, rings = torch.zeros(8, _PAGE_BYTES, dtype=torch.uint8), Ring(buffer, buffer, held + 4) if ring else None
-    return lambda: triton_decode.paged_decode(
-        q, pages, tiers, rings, 0.1, power=power, group=group, accumulate=accumulate
-    )
+    return lambda: Gpu().paged_decode(q, pages, tiers, rings, 0.1, power=power, group=group, accumulate=accumulate)
 
 
 def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Callable[[], object]:
@@ -169,12 +161,12 @@ def _write(fmt: PageFormat, lower: PageFormat | None, dtype: torch.dtype) -> Cal
     x, pages = torch.zeros(count, _DIM, dtype=dtype), torch.zeros(2, _PAGE_BYTES, dtype=torch.uint8)
 
     def run() -> None:
-        triton_pages.write_keys(pages, fmt, page, slot, x)
-        triton_pages.write_values(pages, fmt, page, slot, x)
-        fields.read_slots(pages, fmt, page, slot)
+        Gpu().write_keys(pages, fmt, page, slot, x)
+        Gpu().write_values(pages, fmt, page, slot, x)
+        Gpu().read_slots(pages, fmt, page, slot)
         if lower is not None:
-            triton_moves.demote(pages, fmt, lower, page, slot, page, slot)
-            triton_moves.move_slots(pages, lower, page, slot, page, slot)
+            Gpu().demote(pages, fmt, lower, page, slot, page, slot)
+            Gpu().move_slots(pages, lower, page, slot, page, slot)
 
     return run
 
@@ -187,7 +179,7 @@ def _step(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, turned: 
     pages, seen = table.held.pages, torch.full((1,), 9)
     buffer, rows = torch.zeros(1, 1, _HEADS, 32, _DIM, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     frequencies = torch.zeros(_DIM // 2)
-    turn = Turn(frequencies, torch.zeros(1, 2 * sizes[0], dtype=torch.int64)) if turned else None
+    turn = KeyRotation(frequencies, torch.zeros(1, 2 * sizes[0], dtype=torch.int64)) if turned else None
     for at_once in (True, False):
         tracked: ScoreUpdate | None = None if ring or turned else "add" if at_once else "replace"
         opened = Gpu().open_tables(
@@ -210,10 +202,8 @@ def _step(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, turned: 
             )
             if ring
             else None,
-            group="sum",
-            update=tracked,
-            skip_near=0 if at_once else 2,
-            turn=(frequencies[None], frequencies[None]) if turned else None,
+            scores=StepScores(group="sum", update=tracked, skip_near=0 if at_once else 2),
+            strip=(frequencies[None], frequencies[None]) if turned else None,
         )
         assert opened is not None
         q, k = (torch.zeros(1, heads, _DIM, dtype=dtype) for heads in (_HEADS * _GROUP, _HEADS))
@@ -221,15 +211,16 @@ def _step(dtype: torch.dtype, *formats: PageFormat, ring: bool = False, turned: 
     if ring or turned:
         return
     for tier, fmt in enumerate(formats):
-        table.find_extreme(rows, tier, fmt, by="mean", over_layer=False, seen=seen, before=seen, first=seen)
-        table.find_extreme(rows, tier, fmt, by="score", over_layer=True, seen=seen, before=seen, first=seen)
-        table.find_extreme(rows, tier, fmt, by="mean", over_layer=False, seen=seen, floor=seen, exact=seen)
+        near = SlotSearch(by="mean", seen=seen, before=seen, first=seen)
+        table.find_extreme(rows, tier, fmt, near)
+        table.find_extreme(rows, tier, fmt, replace(near, by="score"), over_layer=True)
+        table.find_extreme(rows, tier, fmt, SlotSearch(by="mean", seen=seen, floor=seen, exact=seen))
         table.tracked_slots(lists, tier, fmt, fmt.tokens_per_page)
     to = None if len(formats) == 1 else page
     table.take(lists, 0, page, to, to, acts=True, own_all=False, done=[])
     table.take(lists, 0, None, None, None, acts=False, own_all=False, done=[])
     table.count_rows(rows)
-    fields.write_tracked(pages, formats[0], page.flatten(), page.flatten(), seen.float(), page.flatten())
+    Gpu().write_tracked(pages, formats[0], page.flatten(), page.flatten(), seen.float(), page.flatten())
     fields.copy_pages(pages, page.flatten(), page.flatten())
 
 
@@ -243,10 +234,10 @@ def _one_of_each() -> None:
     channel = _format(2, 2, k_channel_group=32)
     page, x = torch.zeros(32, dtype=torch.int64), torch.zeros(32, _DIM, dtype=torch.bfloat16)
     pages = torch.zeros(2, _PAGE_BYTES, dtype=torch.uint8)
-    triton_pages.write_keys(pages, channel, page, page, x)
-    triton_pages.write_values(pages, fmt, page, page, x)
-    triton_moves.move_slots(pages, fmt, page, page, page, page)
-    triton_moves.demote(pages, _format(8, 4), fmt, page, page, page, page)
+    Gpu().write_keys(pages, channel, page, page, x)
+    Gpu().write_values(pages, fmt, page, page, x)
+    Gpu().move_slots(pages, fmt, page, page, page, page)
+    Gpu().demote(pages, _format(8, 4), fmt, page, page, page, page)
     size = fmt.tokens_per_page
     for count in (1024, 2 * triton_manager.AT_ONCE):
         lists = torch.arange(count)
@@ -254,7 +245,7 @@ def _one_of_each() -> None:
         held.reserve(lists, 0, lists)
         held.compact(lists, 0, torch.ones(count, 64, dtype=torch.bool), fmt)
     q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
-    triton_prefill.column_scores(q, k, 0.1, queries=-1)
+    Gpu().column_scores(q, k, 0.1, ColumnSums(queries=-1))
     slot = SlotFormat(_DIM, 16, 16)
     bounded, slots = PageFormat(slot, 16 * int(slot.slot_bytes) + 4 * _DIM, bounds=True), torch.full((1, _HEADS), 9)
     tier = TierPages(bounded, torch.zeros(1, _HEADS, 2, dtype=torch.int64), slots, slots)
@@ -267,7 +258,7 @@ def _one_of_each() -> None:
     _step(torch.bfloat16, bounded)
     keys, at = torch.zeros(16, _DIM, dtype=torch.bfloat16), torch.arange(16)
     for distinct in (True, False):
-        widen_bounds(pages, bounded, at // 16, at, keys, distinct=distinct)
+        Gpu().widen_bounds(pages, bounded, at // 16, at, keys, distinct=distinct)
 
 
 def _manage() -> None:
@@ -284,12 +275,12 @@ def _manage() -> None:
 def _prompt() -> None:
     """Attention with its log-sum-exp, column scores of all queries and of a window, and attention of a chunk."""
     q, k = (torch.zeros(h, 100, _DIM, dtype=torch.bfloat16) for h in (_HEADS * _GROUP, _HEADS))
-    triton_prefill.attention_with_lse(q, k, k, 0.1)
-    triton_prefill.column_scores(q, k, 0.1, queries=-1)
-    triton_prefill.column_scores(q, k, 0.1, queries=64, skip_near=8, power=2)
-    triton_prefill.column_scores(q, k, 0.1, queries=64, below_uniform=True)
+    Gpu().attention_with_lse(q, k, k, 0.1)
+    Gpu().column_scores(q, k, 0.1, ColumnSums(queries=-1))
+    Gpu().column_scores(q, k, 0.1, ColumnSums(queries=64, skip_near=8, power=2))
+    Gpu().column_scores(q, k, 0.1, ColumnSums(queries=64, below_uniform=True))
     past = torch.zeros(_HEADS, 64, _DIM)
-    chunk_attention(q, k, k, (past, past, torch.ones(_HEADS, 64, dtype=torch.bool)), 0.1)
+    Gpu().chunk_attention(q, k, k, (past, past, torch.ones(_HEADS, 64, dtype=torch.bool)), 0.1)
 
 
 _NVFP4 = _format(4, 4, k_code="nvfp4", v_code="nvfp4", k_groups=_DIM // 16, v_groups=_DIM // 16)

@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import _attend, _finish
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, MIN_DOT, launch, power_of_two, side_constants
-from kvbench.kernels.operands import Reduce, Ring, ScoreUpdate, TierPages
-from kvbench.kernels.tier_table import TierTable, Turn
+from kvbench.kernels.operands import NO_SCORES, Reduce, Ring, StepScores, TierPages
+from kvbench.kernels.tier_table import KeyRotation, TierTable
 
 _REDUCE: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2}
 
@@ -119,7 +118,7 @@ class ListTier:
         is_reversed: A list's entries are filled from the right.
         num_k, num_v: Keys and values held, whole numbers.
         angles: fp32 [S, n, D / 2] to rotate stored keys by, or None.
-        turn: How the angles follow from the slots, or None.
+        rotation: How the angles follow from the slots, or None.
     """
 
     fmt: PageFormat
@@ -130,7 +129,7 @@ class ListTier:
     num_k: Tensor
     num_v: Tensor
     angles: Tensor | None = None
-    turn: Turn | None = None
+    rotation: KeyRotation | None = None
 
     @staticmethod
     def of(tier: TierPages) -> "ListTier":
@@ -147,39 +146,40 @@ class ListTier:
         num_k, num_v = (tier.num_slots, tier.num_slots) if held is None else (x.contiguous() for x in held)
         return ListTier(
             fmt=tier.fmt, table=tier.entries, entries=tier.entries.shape[1], columns=tier.width,
-            is_reversed=tier.is_reversed, num_k=num_k, num_v=num_v, turn=tier.turn,
+            is_reversed=tier.is_reversed, num_k=num_k, num_v=num_v, rotation=tier.rotation,
         )  # fmt: skip
 
     @property
     def half(self) -> int:
         """Angles per key; 0 where keys are not rotated."""
-        turned = self.angles if self.turn is None else self.turn.frequencies
+        turned = self.angles if self.rotation is None else self.rotation.frequencies
         return 0 if turned is None else turned.shape[-1]
 
     def in_kernels(self, prefix: str) -> dict[str, Any]:
         """Its compile-time constants in `_attend`."""
-        turn = 0 if not self.half else 1 if self.turn is None else 3 if self.turn.ages is None else 2
+        turn = 0 if not self.half else 1 if self.rotation is None else 3 if self.rotation.ages is None else 2
         found = {"T": self.fmt.tokens_per_page, "REVERSED": self.is_reversed, "TURN": turn}
         sides = {**side_constants(self.fmt, "k", prefix + "K_"), **side_constants(self.fmt, "v", prefix + "V_")}
         return {f"{prefix}_{name}": value for name, value in found.items()} | sides
 
 
 def attend_lists(
-    q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None, scale: float, *, power: int = 1,
-    group: Reduce | None = None, update: ScoreUpdate | None = None, seen: Tensor | None = None, skip_near: int = 0,
-    pages_per_part: int = 0,
+    q: Tensor, pages: Tensor, tiers: list[ListTier], lists: Lists, ring: Ring | None, scale: float,
+    how: StepScores = NO_SCORES, *, seen: Tensor | None = None, pages_per_part: int = 0,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """As `Backend.paged_decode`, for lists whose pages are found through tables.
 
     Args:
-        update: Add the scores to what the pages track, or put them there, instead of returning them.
-        seen: int64 [S] position of the queries; with `skip_near`, slots nearer than that get no score.
+        how: What happens to the scores; they are returned where they are neither added to what the pages track nor
+            put there.
+        seen: int64 [S] position of the queries, where near slots are skipped.
         pages_per_part: Pages per part; 0 = as many parts as keep the device busy, of what each list holds.
 
     Source: kvbench's own; split over the sequence with an exact merge as in FlashDecoding, scales folded into the
         products as in KIVI's and DiffKV's kernels.
     """
     num_seq, num_q_heads, head_dim = q.shape
+    group = how.group
     count = num_seq * lists.heads
     group_size = num_q_heads // lists.heads
     lengths = (ring.k.shape[-2], ring.v.shape[-2]) if ring is not None else (0, 0)
@@ -201,7 +201,7 @@ def attend_lists(
             kind = torch.float32 if operand == tl.float32 else torch.float16
             tops = torch.empty(count * group_size, tier.columns * -(-tier.fmt.tokens_per_page // block), **made)
             pair = torch.empty(count * group_size, slots, dtype=kind, device=q.device), tops
-            if update is None:
+            if how.update is None:
                 scores.append(torch.empty(num_seq, lists.heads, slots, **made))
         kept.append(pair)
     rows, seen = q if lists.rows is None else lists.rows, q if seen is None else seen
@@ -213,12 +213,12 @@ def attend_lists(
         constants: dict[str, Any] = {}
         for index, prefix in zip(pair_of, "AB", strict=True):
             tier = tiers[index]
-            angles = tier.angles if tier.turn is None else tier.turn.ages
+            angles = tier.angles if tier.rotation is None else tier.rotation.ages
             angles = q if angles is None else angles
             given += [tier.table, tier.num_k, tier.num_v, angles, *kept[index], parts[index], tier.columns]
             given += [tier.entries, pages_per_part, angles.stride(0)]
             constants |= tier.in_kernels(prefix) | {f"{prefix}_BT": blocks[index]}
-        turn = tiers[begin].turn
+        turn = tiers[begin].rotation
         launch(
             _attend, (count, sum(parts[begin : begin + 2])), q, pages, rows, seen,
             q if turn is None else turn.frequencies, ring_tokens, ring_k, ring_v, part_top, part_sum, part_out, *given,
@@ -237,48 +237,16 @@ def attend_lists(
             given += [*kept[index], tier.num_k, scores[index] if scores else part_top, tier.table, tier.columns]
             given += [tier.entries, *(tasks if prefix == "A" else [])]
             found = {"T": tier.fmt.tokens_per_page, "BT": block, "TRACK": -1, "REVERSED": tier.is_reversed}
-            found |= {"POS": tier.fmt.regions["pos"][0]} | ({"TRACK": _score_offset(tier.fmt)} if update else {})
+            found |= {"POS": tier.fmt.regions["pos"][0]} | ({"TRACK": score_offset(tier.fmt)} if how.update else {})
             constants |= {f"{prefix}_{name}": value for name, value in found.items()}
         two = pair_of[0] != pair_of[1]
         launch(
             _finish, (count, merged + tasks[0] + tasks[1] * two), part_top, part_sum, part_out, out, lse, rows, seen,
             pages, pages.shape[1], sum(parts), lists.heads, lists.per_row, lists.offset, *given, **shared,
-            GP=power_of_two(group_size), DP=power_of_two(head_dim), BP=16, MERGED=merged, TWO=two, POWER=power,
-            RULE=_REDUCE[group] if group else 0, REPLACE=update == "replace", NEAR=skip_near, **constants,
+            GP=power_of_two(group_size), DP=power_of_two(head_dim), BP=16, MERGED=merged, TWO=two, POWER=how.power,
+            RULE=_REDUCE[group] if group else 0, REPLACE=how.update == "replace", NEAR=how.skip_near, **constants,
         )  # fmt: skip
     return out, lse, scores
-
-
-def paged_decode(
-    q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, scale: float, *, power: int = 1,
-    group: Reduce | None = None, accumulate: bool = False, pages_per_part: int | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Attention of one query token per sequence over all tiers and the residual buffer, dequantising as it goes.
-
-    Arguments and results are those of `Backend.paged_decode`. Keys that are rotated when they are read give logits in
-    fp32. fp32 queries are computed in fp32 throughout; fp16 and bf16 queries with products in that type, sums in fp32.
-    Capture-safe: no host synchronisation, and every allocation has a size that shapes alone give.
-
-    Args:
-        accumulate: Add the scores to what the pages track, instead of returning them.
-        pages_per_part: See `attend_lists`.
-    """
-    checks.decode(q, pages, tiers, ring, power, group)
-    return attend_lists(
-        q, pages, [ListTier.of(tier) for tier in tiers], Lists.of(tiers[0]), ring, scale, power=power, group=group,
-        update="add" if accumulate and group else None, pages_per_part=pages_per_part or 0,
-    )  # fmt: skip
-
-
-def add_scores(pages: Tensor, tier: TierPages, scores: Tensor) -> None:
-    """Adds fp32 [S, H, m * T] to the tracked scores of a tier's live slots, in place; capture-safe."""
-    checks.scores(pages, tier, scores)
-    lists, columns, slots = tier.num_k.numel(), tier.ids.shape[-1], tier.fmt.tokens_per_page
-    launch(
-        _add_scores, (lists, columns), pages, tier.ids.contiguous(), tier.num_k.contiguous(),
-        scores.float().contiguous(), pages.shape[1], columns, T=slots, TP=power_of_two(slots),
-        TRACK=_score_offset(tier.fmt),
-    )  # fmt: skip
 
 
 def _angles(rotation: Tensor) -> Tensor:
@@ -287,7 +255,8 @@ def _angles(rotation: Tensor) -> Tensor:
     return rotation if is_row else rotation.contiguous()
 
 
-def _score_offset(fmt: PageFormat) -> int:
+def score_offset(fmt: PageFormat) -> int:
+    """Where a page tracks scores."""
     offset, length = fmt.regions["score"]
     if not length:
         raise ValueError("the format tracks no scores to add to; track score, or take the scores as a result")

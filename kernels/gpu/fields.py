@@ -1,16 +1,13 @@
 """GPU backend: slots read, their tracked fields written, whole pages copied. Page ids below 0 are passed over."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
-from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.pages import TILE, _slot_values
-from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
+from kvbench.kernels.gpu.pages import _slot_values
+from kvbench.kernels.gpu.parts import launch
 
-_BLOCK = 256
+BLOCK = 256
 
 
 @triton.jit
@@ -67,23 +64,6 @@ def _copy_pages(pages, source, target, page_bytes, BLOCK: tl.constexpr):
         tl.store(pages + to * page_bytes + i, value, mask=i < page_bytes)
 
 
-def write_tracked(
-    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float | None, pos: Tensor | None
-) -> None:
-    """As `Backend.write_tracked`, in one launch; a page below 0 is passed over. Capture-safe."""
-    track = fmt.slot.track
-    if not track:
-        return
-    offsets = {name: fmt.regions[name][0] if name in track else -1 for name in ("score", "pos")}
-    scores = score.contiguous() if isinstance(score, Tensor) else page
-    launch(
-        _write_fields, (-(-page.numel() // _BLOCK),), pages, page.contiguous(), slot.contiguous(), scores,
-        page if pos is None else pos.contiguous(), 0.0 if score is None or isinstance(score, Tensor) else float(score),
-        pages.shape[1], page.numel(), SCORE=offsets["score"], SCORES=isinstance(score, Tensor), POS=offsets["pos"],
-        BLOCK=_BLOCK,
-    )  # fmt: skip
-
-
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
     """Copies whole pages, int64 [M] to int64 [M]; a target below 0 is passed over, and none is also a source."""
     block = 1024
@@ -91,19 +71,3 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
         _copy_pages, (source.numel(), -(-pages.shape[1] // block)), pages, source.contiguous(), target.contiguous(),
         pages.shape[1], BLOCK=block,
     )  # fmt: skip
-
-
-def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantises single slots: pages and slots [M] to keys and values fp32 [M, D]; 0 where the page is below 0."""
-    checks.slots(pages, fmt, page, slot)
-    count, head_dim = page.numel(), fmt.slot.head_dim
-    out = [torch.empty(count, head_dim, device=pages.device) for _ in range(2)]
-    padded = power_of_two(head_dim)
-    rows = min(64, max(1, TILE // padded))
-    for side, target in zip("kv", out, strict=True):
-        launch(
-            _read_side, (-(-count // rows),), pages, target, page.contiguous(), slot.contiguous(), count,
-            pages.shape[1], BM=rows, DP=padded, KEYS=side == "k", D=head_dim, T=fmt.tokens_per_page,
-            **side_constants(fmt, side, least=1),
-        )  # fmt: skip
-    return out[0], out[1]

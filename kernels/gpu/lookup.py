@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.attend import table_page
 from kvbench.kernels.gpu.parts import launch, power_of_two
-from kvbench.kernels.tier_table import ExtremeOf
+from kvbench.kernels.tier_table import ExtremeOf, SlotSearch
 
 _BLOCK = 256
 _BY: dict[ExtremeOf, int] = {"mean": 0, "score": 1, "pos": 2}
@@ -221,33 +221,37 @@ def count_rows(num_slots: Tensor, rows: Tensor, per_row: int, tokens_per_page: t
 
 def find_extreme(
     pages: Tensor, fmt: PageFormat, table: Tensor, is_reversed: bool, num_slots: Tensor, rows: Tensor,
-    shape: tuple[int, int, int], *, by: ExtremeOf, seen: Tensor, floor: Tensor | None = None,
-    before: Tensor | None = None, exact: Tensor | None = None, first: int | Tensor = 0, over_layer: bool = False,
+    shape: tuple[int, int, int], search: SlotSearch, over_layer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The slot of every list of rows with the smallest value, as `Backend.slot_extreme` describes it.
+    """The slot of every list of rows with the smallest value.
 
     Args:
         table, num_slots: int32 [lists, entries] and [lists] of the tier.
         is_reversed: A list's pages begin at the right end of its entries.
         rows: int64 [S].
         shape: (S, L, H).
-        seen, floor, before, exact, first: int64 [S] each; `first` may be one number.
+        search: What is sought, with numbers per sequence.
         over_layer: Compare the mean over the heads of a layer.
 
     Returns:
         value fp32, slot int64, position int64, each [S, L, H].
     """
+    by, seen, first = search.by, search.seen, search.first
     per_row = shape[1] * shape[2]
     value = torch.empty(shape, dtype=torch.float32, device=rows.device)
     slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
-    given = [seen if x is None else x for x in (floor, before, exact, first if isinstance(first, Tensor) else None)]
+    given = [
+        seen if x is None else x
+        for x in (search.floor, search.before, search.exact, first if isinstance(first, Tensor) else None)
+    ]
     offsets = {name.upper(): fmt.regions[name][0] if name in fmt.slot.track else -1 for name in ("score", "pos")}
     if offsets["SCORE"] < 0 and by != "pos":
         raise AssertionError(f"the format tracks {fmt.slot.track}, and a search by {by} needs scores")
     launch(
         _find_extreme, (shape[0] * per_row,), pages, table, rows, num_slots, seen, *given, value, slot, pos,
         pages.shape[1], per_row, table.shape[1], 0 if isinstance(first, Tensor) else first, T=fmt.tokens_per_page,
-        BY=_BY[by], **offsets, FLOOR=floor is not None, BEFORE=before is not None, EXACT=exact is not None,
-        LOWEST=isinstance(first, Tensor), HEADS=shape[2] if over_layer else 1, REVERSED=is_reversed, BLOCK=256,
+        BY=_BY[by], **offsets, FLOOR=search.floor is not None, BEFORE=search.before is not None,
+        EXACT=search.exact is not None, LOWEST=isinstance(first, Tensor), HEADS=shape[2] if over_layer else 1,
+        REVERSED=is_reversed, BLOCK=256,
     )  # fmt: skip
     return value, slot, pos

@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
 from kvbench.kernels.codes import SCALE_BYTES
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu.pages import TILE, _write_side, slots_per_program
-from kvbench.kernels.gpu.parts import launch, power_of_two, side_constants
+from kvbench.kernels.gpu.pages import _write_side
 
 
 @triton.jit
@@ -85,73 +83,6 @@ def _demote_both(
     else:
         _move_bytes(pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
                     BM, BB, 0)  # fmt: skip
-
-
-def demote(
-    pages: Tensor, source: PageFormat, target: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor,
-    dst_slot: Tensor,
-) -> None:  # fmt: skip
-    """Re-quantises slots into another format, score and position included, without a dense copy in between.
-
-    Args:
-        source: Format of the slots read; target: of those written.
-        src_page, src_slot, dst_page, dst_slot: [M]; entries with a target page below 0 are passed over. No target slot
-            is also a source.
-
-    Raises:
-        ValueError: The target's keys share scales over tokens, or the formats track different fields.
-
-    Source: DiffKV (tokens go down a tier as they are quantised, not from the original vectors).
-    """
-    if target.slot.channel_keys:
-        raise ValueError(
-            f"slots cannot be demoted into per-channel keys (group {target.slot.k_channel_group}) one by one; give the "
-            "lower tier k_axis=token"
-        )
-    if source.slot.track != target.slot.track:
-        raise ValueError(
-            f"the tiers track {source.slot.track} and {target.slot.track}; demotion needs the same fields in both"
-        )
-    checks.slots(pages, source, src_page, src_slot)
-    checks.slots(pages, target, dst_page, dst_slot)
-    rows, count = [slots_per_program(target, side) for side in "kv"], dst_page.numel()
-    fields = 4 * len(source.slot.track)
-    maps = [byte_map(fmt, ("score", "pos"), pages.device) if fields else pages for fmt in (source, target)]
-    launch(
-        _demote_both, (max(-(-count // each) for each in rows), 3 if fields else 2), pages, src_page.contiguous(),
-        src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), *maps, count, fields, pages.shape[1],
-        BK=rows[0], BV=rows[1], D=target.slot.head_dim, META_FIRST=False, BM=max(rows), BB=power_of_two(fields),
-        T=target.tokens_per_page, S_T=source.tokens_per_page, **side_constants(target, "k", "K_", least=1),
-        **side_constants(target, "v", "V_", least=1), **side_constants(source, "k", "SK_", least=1),
-        **side_constants(source, "v", "SV_", least=1), enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def move_slots(
-    pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
-) -> None:
-    """Copies the bytes of slots as they are; sources and targets must not overlap.
-
-    Raises:
-        ValueError: See `checks.movable`.
-    """
-    checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
-    table = byte_map(fmt, tuple(fmt.regions), pages.device)
-    _move(pages, src_page, src_slot, dst_page, dst_slot, table, table)
-
-
-def _move(
-    pages: Tensor, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor, source: Tensor,
-    target: Tensor,
-) -> None:  # fmt: skip
-    """Launches `_move_bytes`."""
-    count, width = dst_page.numel(), min(64, power_of_two(len(source)))
-    rows = TILE // 2 // width
-    launch(
-        _move_bytes, (-(-count // rows), -(-len(source) // width)), pages, src_page.contiguous(),
-        src_slot.contiguous(), dst_page.contiguous(), dst_slot.contiguous(), source, target, count, len(source),
-        pages.shape[1], BM=rows, BB=width, COLUMNS=-(-len(source) // width),
-    )  # fmt: skip
 
 
 @cache

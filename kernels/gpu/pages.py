@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.gpu.coding import (
     codes_of,
@@ -196,19 +195,6 @@ def _write_key_groups(
     store_codes(put, codes, plane, T, (i < tokens)[:, None] & (w < W)[None, :], W, BITS)
 
 
-def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-    """Encodes keys [M, D] and writes them to their slots; the bytes are the reference's, to the last one.
-
-    Args:
-        page: int64 or int32 [M] page ids; below 0 = nothing is written (with per-channel keys: by the first of a
-            group).
-        slot: [M] slots within the page.
-        k: [M, D], any float dtype.
-    """
-    checks.write(pages, fmt, page, slot, k, keys=True)
-    write_part("k", pages, fmt, page, slot, k)
-
-
 def write_part(
     name: str, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, place: Tensor | None = None
 ) -> None:
@@ -226,12 +212,6 @@ def write_part(
         D=fmt.slot.head_dim, T=fmt.tokens_per_page, GT=tokens, BW=width, NAMED=place is not None,
         **side_constants(fmt, "k", least=1), enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-    """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
-    checks.write(pages, fmt, page, slot, v, keys=False)
-    write_part("v", pages, fmt, page, slot, v)
 
 
 def slots_per_program(fmt: PageFormat, side: str) -> int:

@@ -1,7 +1,7 @@
 """GPU backend: a prompt's attention with its log-sum-exp, and column scores, in O(N) memory.
 
 Column sums take two passes. The first finds every counted query's maximum and sum of exponentials, and is left out
-where torch's own fused attention of the prompt gave their log-sum-exp (`reference/flash.py`). In the second each
+where torch's own fused attention of the prompt gave their log-sum-exp (`reference/prompts.py`). In the second each
 program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Nothing
 of size N x N is ever written. Capture-safe. The store does not use `attention_with_lse`.
 """
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels import checks
 from kvbench.kernels.gpu.parts import ELEMENT, INTERPRETED, LOG2_E, LOWEST, MIN_DOT, launch, power_of_two
+from kvbench.kernels.operands import ColumnSums
 
 
 @triton.jit
@@ -104,11 +104,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _first(length: int, queries: int) -> int:
-    return 0 if queries < 0 else max(0, length - queries)
-
-
-def _statistics(
+def prompt_statistics(
     q: Tensor, k: Tensor, scale: float, first: int, attend: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Maximum in base 2 and sum of exponentials, fp32 [Hq, N - first], of queries `first` on.
@@ -116,10 +112,13 @@ def _statistics(
     With `attend`, values [H, N, D] and a place [Hq, N, D] for the output, which is then filled.
     """
     heads, length, head_dim = q.shape
-    operand = _operand(q, (k,) if attend is None else (k, attend[0]))
+    q, k = _rows(q), _rows(k)
+    values, target = (None, None) if attend is None else (_rows(attend[0]), attend[1])
+    operand = _operand(q, (k,) if values is None else (k, values))
     rows, columns = _blocks(operand)
     tops, sums = (torch.empty(heads, length - first, device=q.device) for _ in range(2))
-    values, target = attend or (k, tops)  # without values neither is touched
+    if values is None or target is None:
+        values, target = k, tops  # neither is touched
     strides = [s for x in (q, k, values) for s in x.stride()[:2]]
     launch(
         _attend_prompt, (-(-(length - first) // rows), heads), q, k, values, target, tops, sums, scale * LOG2_E, length,
@@ -129,55 +128,25 @@ def _statistics(
     return tops, sums
 
 
-def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of a whole prompt with the log-sum-exp of every query's logits.
-
-    Args:
-        q: [Hq, N, D]; k, v: [H, N, D], the model's dtype.
-
-    Returns:
-        [Hq, N, D] in the same dtype; lse fp32 [Hq, N].
-
-    Source: FlashAttention (Dao et al. 2022), online softmax over key blocks.
-    """
-    checks.prompt(q, k, v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tops, sums = _statistics(_rows(q), _rows(k), scale, 0, (_rows(v), out))
-    return out, (tops + sums.log2()) / LOG2_E
-
-
-def column_scores(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    *,
-    queries: int,
-    skip_near: int = 0,
-    power: int = 1,
-    below_uniform: bool = False,
-    lse: Tensor | None = None,
-) -> Tensor:
-    """How much attention each key of a prompt receives; arguments and result of `reference.attention.column_scores`.
-
-    With `lse`, fp32 [Hq, N], the log-sum-exp of every query's logits, the first pass is left out; not for counts, where
-    a probability of just 1 / n must not be a rounding below it. Memory beyond the result: two fp32 numbers per counted
-    query and head.
-    """
-    checks.columns(q, k, queries, skip_near, power)
-    assert lse is None or not below_uniform, "counts take both passes"
+def sum_columns(q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None) -> Tensor:
+    """Launches what `Backend.column_scores` takes. With `lse` the first pass is left out; not for counts, where a
+    probability of just 1 / n must not be a rounding below it."""
+    assert lse is None or not columns.below_uniform, "counts take both passes"
     heads, length, head_dim = q.shape
-    q, k, first = _rows(q), _rows(k), _first(length, queries)
+    q, k = _rows(q), _rows(k)
+    first = 0 if columns.queries < 0 else max(0, length - columns.queries)
     if lse is None:
-        tops, sums = _statistics(q, k, scale, first)
+        tops, sums = prompt_statistics(q, k, scale, first)
     else:
         tops = (lse[:, first:] * LOG2_E).contiguous()
         sums = torch.ones_like(tops)
     operand = _operand(q, (k,))
     rows, width = _blocks(operand)
-    columns = torch.empty(heads, length, device=q.device)
+    out = torch.empty(heads, length, device=q.device)
     launch(
-        _sum_columns, (-(-length // width), heads), q, k, tops, sums, columns, scale * LOG2_E, length, first, skip_near,
-        heads // k.shape[0], *q.stride()[:2], *k.stride()[:2], D=head_dim, DP=power_of_two(head_dim, MIN_DOT), BM=rows,
-        BN=width, OP=operand, POWER=power, BELOW=below_uniform,
+        _sum_columns, (-(-length // width), heads), q, k, tops, sums, out, scale * LOG2_E, length, first,
+        columns.skip_near, heads // k.shape[0], *q.stride()[:2], *k.stride()[:2], D=head_dim,
+        DP=power_of_two(head_dim, MIN_DOT), BM=rows, BN=width, OP=operand, POWER=columns.power,
+        BELOW=columns.below_uniform,
     )  # fmt: skip
-    return columns
+    return out

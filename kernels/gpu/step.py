@@ -5,7 +5,7 @@ asks for nothing. A layer writes its token, attends, and merges what its parts f
 what leaves them after attention is quantised for all layers at once, behind the last one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from kvbench.kernels.gpu.choice import choose
 from kvbench.kernels.gpu.decode import Lists, ListTier, attend_lists
 from kvbench.kernels.gpu.pages import _write_side, slots_per_program, write_part
 from kvbench.kernels.gpu.parts import ELEMENT, launch, power_of_two, side_constants
-from kvbench.kernels.operands import PageChoice, Reduce, Ring, ScoreUpdate, StepRing, StepTarget
+from kvbench.kernels.operands import NO_SCORES, PageChoice, Ring, StepRing, StepScores, StepTarget
 from kvbench.kernels.reference.attention import rotate
 from kvbench.kernels.tier_table import TierTable
 
@@ -105,17 +105,6 @@ def _find_leaving(
     tl.store(place + i, mine * length + token % length, mask=mask)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepScores:
-    """What a step does to tracked scores; arguments as of `Backend.open_step`."""
-
-    power: int = 1
-    group: Reduce | None = None
-    update: ScoreUpdate | None = None
-    gives: bool = False
-    skip_near: int = 0
-
-
 def check_step(
     pages: Tensor,
     tiers: list[TierTable],
@@ -127,7 +116,7 @@ def check_step(
     target: StepTarget | None,
     held: tuple[Tensor, Tensor] | None,
     ring: StepRing | None,
-    turn: tuple[Tensor, Tensor] | None,
+    strip: tuple[Tensor, Tensor] | None,
     choice: PageChoice | None,
 ) -> None:
     """Refuses what does not belong together; of `Backend.open_tables`."""
@@ -136,7 +125,7 @@ def check_step(
         raise AssertionError(f"{num_q_heads} query heads are no multiple of {shape[1]} KV heads")
     if (target is None) == (ring is None) or (held is None) != (ring is None):
         raise AssertionError("a step writes its token to a page, or to a residual buffer and says what pages hold")
-    if any(tier.fmt.bounds for tier in tiers) != (choice is not None) or (choice and (len(tiers) > 1 or ring or turn)):
+    if any(tier.fmt.bounds for tier in tiers) != (choice is not None) or (choice and (len(tiers) > 1 or ring or strip)):
         raise AssertionError(
             "pages of one tier with bounds are read in part, behind no ring, and keys as they are stored"
         )
@@ -170,7 +159,7 @@ class DeviceStep(FusedStep):
         target: Format, page and slot (int64 [S, L, H]) of the new tokens, or None behind a ring.
         ring: Residual buffers, or None.
         scores: What happens to tracked scores.
-        turn: Cosine and sine, fp32 [S, D / 2], of the angles that keys are turned by before they are written; None =
+        strip: Cosine and sine, fp32 [S, D / 2], of the angles that keys are rotated by before they are written; None =
             they are written as they come.
         choice: Which pages are read, by their bounds; None = all.
     """
@@ -178,11 +167,12 @@ class DeviceStep(FusedStep):
     def __init__(
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,
         target: tuple[PageFormat, Tensor, Tensor] | None, ring: StepRing | None, scores: StepScores,
-        turn: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None,
+        strip: tuple[Tensor, Tensor] | None = None, choice: PageChoice | None = None,
     ) -> None:  # fmt: skip
         self._pages, self._tiers, self._lists, self._layers = pages, tiers, lists, num_layers
-        self._seen, self._target, self._scores, self._ring, self._turn = seen, target, scores, ring, turn
-        self.strips, self._choice = turn is not None, choice
+        self._seen, self._target, self._ring, self._strip = seen, target, ring, strip
+        self._scores = scores if scores.update or scores.gives else NO_SCORES
+        self.strips, self._choice = strip is not None, choice
         if ring is not None:
             self._num_tokens = ring.num_tokens.contiguous()
             self._leaving = [self._find_leaving(ring, side) for side in (0, 1)]
@@ -204,12 +194,9 @@ class DeviceStep(FusedStep):
         return out
 
     def _attended(self, lists: Lists, q: Tensor, ring: Ring | None, scale: float) -> Tensor:
-        how = self._scores
         out, _, self.given = attend_lists(
-            q, self._pages, self._tiers, lists, ring, scale, power=how.power,
-            group=how.group if how.update or how.gives else None, update=how.update, seen=self._seen,
-            skip_near=how.skip_near,
-        )  # fmt: skip
+            q, self._pages, self._tiers, lists, ring, scale, self._scores, seen=self._seen
+        )
         return out
 
     def _attended_in_part(self, lists: Lists, q: Tensor, choice: PageChoice, scale: float) -> Tensor:
@@ -228,13 +215,13 @@ class DeviceStep(FusedStep):
         assert self._target is not None
         fmt, page, slot = self._target
         programs, count = [slots_per_program(fmt, side) for side in "kv"], k.shape[0] * k.shape[1]
-        cos, sin = (page, page) if self._turn is None else self._turn
+        cos, sin = (page, page) if self._strip is None else self._strip
         grid = (count, 3) if fmt.bounds else (max(-(-count // rows) for rows in programs), 2)
         low, high = (fmt.regions[name][0] if fmt.bounds else 0 for name in ("k_low", "k_high"))
         launch(
             _write_both, grid, k, v, self._pages, page, slot, cos, sin,
             count, self._pages.shape[1], lists.heads, lists.per_row, lists.offset, BK=programs[0], BV=programs[1],
-            D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if self._turn is None else cos.shape[1],
+            D=fmt.slot.head_dim, T=fmt.tokens_per_page, HALF=0 if self._strip is None else cos.shape[1],
             **side_constants(fmt, "k", "K_", least=1), **side_constants(fmt, "v", "V_", least=1),
             DP=power_of_two(fmt.slot.head_dim), LOW=low, HIGH=high, BOUND=ELEMENT[fmt.slot.dtype],
             enable_fp_fusion=False,

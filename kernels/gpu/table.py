@@ -5,7 +5,6 @@ call which cannot fail is not waited for; and pages with several holders.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.placing import place, settle
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable
-from kvbench.kernels.tier_table import ExtremeOf, TierTable, Turn
+from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
 
 class DevicePool(PagePool):
@@ -114,7 +113,7 @@ class DeviceTable(PageTable):
         """As `PageTable.lookup`; -1 for slot numbers below 0, which every kernel passes over."""
         return self.held.lookup(lists, tier, slot)
 
-    def tier(self, tier: int, fmt: PageFormat, width: int, turn: Turn | None) -> TierTable:
+    def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
         """A tier of all lists as a step reads it."""
         return TierTable(
             fmt=fmt,
@@ -122,7 +121,7 @@ class DeviceTable(PageTable):
             is_reversed=tier % 2 == 1,
             num_slots=self.num_slots[tier],
             width=width,
-            turn=turn,
+            rotation=rotation,
         )
 
     def count_rows(self, rows: Tensor) -> Tensor:
@@ -130,7 +129,7 @@ class DeviceTable(PageTable):
         return count_rows(self.num_slots, rows, self.shape[1] * self.shape[2], self.tokens_per_page)
 
     def find_extreme(
-        self, rows: Tensor, tier: int, fmt: PageFormat, *, by: ExtremeOf, over_layer: bool, **conditions: Any
+        self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The slot of every list of rows (int64 [S]) with the smallest value; see `lookup.find_extreme`."""
         return find_extreme(
@@ -141,9 +140,8 @@ class DeviceTable(PageTable):
             self.num_slots[tier],
             rows,
             (len(rows), *self.shape[1:]),
-            by=by,
-            over_layer=over_layer,
-            **conditions,
+            search,
+            over_layer,
         )
 
     def tracked_slots(

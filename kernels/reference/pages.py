@@ -1,7 +1,4 @@
-"""Reference backend: writing, reading and moving slots in pages, in plain torch.
-
-Arguments and results of the public functions are those of the `Backend` methods of the same names.
-"""
+"""Slots of pages in plain torch: written, read and moved."""
 
 from dataclasses import dataclass
 
@@ -13,10 +10,21 @@ from kvbench.kernels import checks
 from kvbench.kernels.codes import SCALE_BYTES, Code
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.reference import quant
+from kvbench.kernels.reference.fallback import Operations, in_plain_torch
 
 
 def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
-    """A region of every page as a typed view; its shapes are listed at `Backend.region`."""
+    """A region of every page as a typed view.
+
+    Args:
+        name: A region of `PageFormat.regions`.
+
+    Returns:
+        k_codes [P, W, T] uint8 (or elements [P, D, T]), v_codes [P, T, W] (or [P, T, D]), k_scale and k_zero [P,
+        groups, T] or [P, T / group, D] fp16, v_scale and v_zero [P, groups, T] fp16, k_apart and v_apart [P, n, T]
+        fp16, k_where and v_where [P, n, T] uint8, score [P, T] fp32, pos [P, T] int32, k_low and k_high [P, D]
+        elements.
+    """
     offset, length = fmt.regions[name]
     raw = pages[:, offset : offset + length]
     slot, tokens = fmt.slot, fmt.tokens_per_page
@@ -34,6 +42,154 @@ def region(pages: Tensor, fmt: PageFormat, name: str) -> Tensor:
     if name.endswith(("apart", "where")):
         return (raw.view(torch.float16) if name.endswith("apart") else raw).unflatten(1, (-1, tokens))
     return raw.view(torch.float32 if name == "score" else torch.int32)
+
+
+class PageOperations(Operations):
+    """The operations on slots; `Backend` has the legend."""
+
+    region = staticmethod(region)
+
+    @in_plain_torch
+    def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
+        """Encodes keys and writes them to their slots.
+
+        Args:
+            page: int64 [M] page ids.
+            slot: int64 [M] slots within the page. With per-channel keys, runs of `group_tokens` consecutive slots,
+                aligned, in order.
+            k: [M, D], any float dtype.
+        """
+        checks.write(pages, fmt, page, slot, k, keys=True)
+        checks.within(fmt, len(pages), page, slot)
+        form = fmt.slot
+        codes = region(pages, fmt, "k_codes")
+        if not form.channel_keys:
+            side = _encode(k[:, : form.key_channels], form.keys, form.k_groups, form.k_apart, fmt)
+            codes[page, :, slot] = side.codes
+            _write_metadata(pages, fmt, "k", page, slot, side)
+            return
+        group = form.k_channel_group
+        page, index = page[::group], slot[::group] // group
+        # One scale per channel: quantise over the tokens of the group, then pack the channels of each token.
+        assert form.keys is not None, "keys with scales are coded"
+        tokens = k.unflatten(0, (-1, group)).transpose(1, 2)
+        channels, scale, zero = quant.encode(tokens, form.keys, metadata_first=True)
+        assert scale is not None, "they have scales"
+        packed = quant.pack(channels.transpose(1, 2), form.k_bits)  # [M / group, group, W]
+        codes.unflatten(2, (-1, group))[page, :, index] = packed.transpose(1, 2)
+        region(pages, fmt, "k_scale")[page, index] = scale[..., 0]
+        if zero is not None:
+            region(pages, fmt, "k_zero")[page, index] = zero[..., 0]
+
+    @in_plain_torch
+    def write_values(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
+        """Encodes values [M, D] and writes them to their slots; arguments as in `write_keys`, any slots."""
+        checks.write(pages, fmt, page, slot, v, keys=False)
+        checks.within(fmt, len(pages), page, slot)
+        side = _encode(v, fmt.slot.values, fmt.slot.v_groups, fmt.slot.v_apart, fmt)
+        region(pages, fmt, "v_codes")[page, slot] = side.codes
+        _write_metadata(pages, fmt, "v", page, slot, side)
+
+    def write_tracked(
+        self,
+        pages: Tensor,
+        fmt: PageFormat,
+        page: Tensor,
+        slot: Tensor,
+        score: Tensor | float | None,
+        pos: Tensor | None,
+    ) -> None:
+        """Writes the tracked fields of slots; those that the format does not track are ignored.
+
+        Args:
+            page: int64 [M] page ids.
+            slot: int64 [M] slots within the page.
+            score: fp32 [M], or one number for all; None only where the format tracks no score.
+            pos: int64 [M] positions; None only where the format tracks none.
+        """
+        checks.write_tracked(pages, fmt, page, slot, score, pos)
+        if "score" in fmt.slot.track:
+            assert score is not None, "checks.write_tracked wants one"
+            self.region(pages, fmt, "score")[page, slot] = score
+        if "pos" in fmt.slot.track:
+            assert pos is not None, "checks.write_tracked wants them"
+            self.region(pages, fmt, "pos")[page, slot] = pos.to(torch.int32)
+
+    @in_plain_torch
+    def widen_bounds(
+        self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
+    ) -> None:
+        """Widens the bounds of pages so that they include keys; slot 0 begins a page anew.
+
+        Args:
+            fmt: The pages' format, with bounds.
+            page: int64 [M] page ids.
+            slot: int64 [M] slots within the page.
+            k: [M, D], as they are written.
+            distinct: No page comes twice, as in a decode step; then nothing is sorted.
+        """
+        checks.widen_bounds(pages, fmt, page, slot, k)
+        k = k.to(fmt.slot.dtype)
+        if distinct:
+            ids, fresh, low, high = page, slot == 0, k, k
+        else:
+            ids, inverse = page.unique(return_inverse=True)
+            index, shape = inverse[:, None].expand_as(k), (len(ids), k.shape[1])
+            fresh = torch.zeros(len(ids), device=k.device).index_add_(0, inverse, (slot == 0).float()) > 0
+            low = k.new_full(shape, float("inf")).scatter_reduce_(0, index, k, "amin")
+            high = k.new_full(shape, float("-inf")).scatter_reduce_(0, index, k, "amax")
+        for name, new, widest in (("k_low", low, torch.minimum), ("k_high", high, torch.maximum)):
+            view = region(pages, fmt, name)
+            view[ids] = torch.where(fresh[:, None], new, widest(new, view[ids]))
+
+    @in_plain_torch
+    def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Dequantises single slots: int64 [M] pages and slots to keys and values, fp32 [M, D]."""
+        checks.slots(pages, fmt, page, slot)
+        checks.within(fmt, len(pages), page, slot)
+        if fmt.slot.channel_keys:  # scales belong to groups, so the whole page is the unit of reading
+            keys, values = read_pages(pages, fmt, page)
+            row = torch.arange(len(page), device=page.device)
+            return keys[row, :, slot], values[row, slot]
+        k_meta, v_meta = (_metadata(pages, fmt, side, page, slot) for side in "kv")
+        keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[page, :, slot][..., None], k_meta)
+        values = _decode_values(fmt, region(pages, fmt, "v_codes")[page, slot][:, None], v_meta)
+        return keys[..., 0], values[:, 0]
+
+    def read_tracked(
+        self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Score fp32 [M] and position int64 [M] of single slots; None for a field that is not tracked."""
+        checks.slots(pages, fmt, page, slot)
+        checks.within(fmt, len(pages), page, slot)
+        score = self.region(pages, fmt, "score")[page, slot] if "score" in fmt.slot.track else None
+        return score, self.region(pages, fmt, "pos")[page, slot].long() if "pos" in fmt.slot.track else None
+
+    @in_plain_torch
+    def move_slots(
+        self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
+    ) -> None:
+        """Copies the bytes of slots as they are (no requantisation); sources and targets must not overlap.
+
+        Args:
+            src_page, src_slot: int64 [M] each, where the bytes come from.
+            dst_page, dst_slot: int64 [M] each, where they go.
+
+        Raises:
+            ValueError: The format's keys share scales over tokens, or its pages carry bounds, so that a slot cannot
+                move alone.
+        """
+        checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
+        for page, slot in ((src_page, src_slot), (dst_page, dst_slot)):
+            checks.within(fmt, len(pages), page, slot)
+        for name, (_, length) in fmt.regions.items():
+            if not length:
+                continue
+            view = region(pages, fmt, name)
+            if name in ("v_codes", "score", "pos"):
+                view[dst_page, dst_slot] = view[src_page, src_slot]
+            else:
+                view[dst_page, :, dst_slot] = view[src_page, :, src_slot]
 
 
 def _numbers(raw: Tensor, code: Code | None, name: str) -> Tensor:
@@ -66,74 +222,11 @@ def _encode(x: Tensor, code: Code | None, groups: int, apart: int, fmt: PageForm
     return _Side(quant.pack(codes.flatten(-2), code.bits), *(None if m is None else m[..., 0] for m in metadata))
 
 
-def write_keys(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-    """Encodes keys [M, D] and writes them to their slots."""
-    checks.write(pages, fmt, page, slot, k, keys=True)
-    checks.within(fmt, len(pages), page, slot)
-    form = fmt.slot
-    codes = region(pages, fmt, "k_codes")
-    if not form.channel_keys:
-        side = _encode(k[:, : form.key_channels], form.keys, form.k_groups, form.k_apart, fmt)
-        codes[page, :, slot] = side.codes
-        _write_metadata(pages, fmt, "k", page, slot, side)
-        return
-    group = form.k_channel_group
-    page, index = page[::group], slot[::group] // group
-    # One scale per channel: quantise over the tokens of the group, then pack the channels of each token.
-    assert form.keys is not None, "keys with scales are coded"
-    channels, scale, zero = quant.encode(k.unflatten(0, (-1, group)).transpose(1, 2), form.keys, metadata_first=True)
-    assert scale is not None, "they have scales"
-    packed = quant.pack(channels.transpose(1, 2), form.k_bits)  # [M / group, group, W]
-    codes.unflatten(2, (-1, group))[page, :, index] = packed.transpose(1, 2)
-    region(pages, fmt, "k_scale")[page, index] = scale[..., 0]
-    if zero is not None:
-        region(pages, fmt, "k_zero")[page, index] = zero[..., 0]
-
-
-def write_values(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, v: Tensor) -> None:
-    """Encodes values [M, D] and writes them to their slots."""
-    checks.write(pages, fmt, page, slot, v, keys=False)
-    checks.within(fmt, len(pages), page, slot)
-    side = _encode(v, fmt.slot.values, fmt.slot.v_groups, fmt.slot.v_apart, fmt)
-    region(pages, fmt, "v_codes")[page, slot] = side.codes
-    _write_metadata(pages, fmt, "v", page, slot, side)
-
-
 def _write_metadata(pages: Tensor, fmt: PageFormat, kind: str, page: Tensor, slot: Tensor, side: _Side) -> None:
     """Writes the scales, zeros and outliers, where there are any, of keys (kind `k`) or values (`v`)."""
     for name, stored in (("scale", side.scale), ("zero", side.zero), ("where", side.where), ("apart", side.apart)):
         if stored is not None:
             region(pages, fmt, f"{kind}_{name}")[page, :, slot] = stored
-
-
-def widen_bounds(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool) -> None:
-    """Widens the bounds of pages so that they include keys [M, D]; slot 0 begins a page anew."""
-    checks.widen_bounds(pages, fmt, page, slot, k)
-    k = k.to(fmt.slot.dtype)
-    if distinct:
-        ids, fresh, low, high = page, slot == 0, k, k
-    else:
-        ids, inverse = page.unique(return_inverse=True)
-        index, shape = inverse[:, None].expand_as(k), (len(ids), k.shape[1])
-        fresh = torch.zeros(len(ids), device=k.device).index_add_(0, inverse, (slot == 0).float()) > 0
-        low = k.new_full(shape, float("inf")).scatter_reduce_(0, index, k, "amin")
-        high = k.new_full(shape, float("-inf")).scatter_reduce_(0, index, k, "amax")
-    for name, new, widest in (("k_low", low, torch.minimum), ("k_high", high, torch.maximum)):
-        view = region(pages, fmt, name)
-        view[ids] = torch.where(fresh[:, None], new, widest(new, view[ids]))
-
-
-def write_tracked(
-    pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, score: Tensor | float | None, pos: Tensor | None
-) -> None:
-    """Writes the tracked fields of slots; those that the format does not track are ignored."""
-    checks.write_tracked(pages, fmt, page, slot, score, pos)
-    if "score" in fmt.slot.track:
-        assert score is not None, "checks.write_tracked wants one"
-        region(pages, fmt, "score")[page, slot] = score
-    if "pos" in fmt.slot.track:
-        assert pos is not None, "checks.write_tracked wants them"
-        region(pages, fmt, "pos")[page, slot] = pos.to(torch.int32)
 
 
 _META = ("scale", "zero", "where", "apart")
@@ -199,47 +292,3 @@ def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Ten
     """
     keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], _metadata(pages, fmt, "k", ids))
     return keys, _decode_values(fmt, region(pages, fmt, "v_codes")[ids], _metadata(pages, fmt, "v", ids))
-
-
-def read_slots(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantises single slots: int64 [M] pages and slots to keys and values, fp32 [M, D]."""
-    checks.slots(pages, fmt, page, slot)
-    checks.within(fmt, len(pages), page, slot)
-    if fmt.slot.channel_keys:  # scales belong to groups, so the whole page is the unit of reading
-        keys, values = read_pages(pages, fmt, page)
-        row = torch.arange(len(page), device=page.device)
-        return keys[row, :, slot], values[row, slot]
-    k_meta, v_meta = (_metadata(pages, fmt, side, page, slot) for side in "kv")
-    keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[page, :, slot][..., None], k_meta)
-    values = _decode_values(fmt, region(pages, fmt, "v_codes")[page, slot][:, None], v_meta)
-    return keys[..., 0], values[:, 0]
-
-
-def read_tracked(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Score fp32 and position int64 of single slots; None for a field that is not tracked."""
-    checks.slots(pages, fmt, page, slot)
-    checks.within(fmt, len(pages), page, slot)
-    score = region(pages, fmt, "score")[page, slot] if "score" in fmt.slot.track else None
-    pos = region(pages, fmt, "pos")[page, slot].long() if "pos" in fmt.slot.track else None
-    return score, pos
-
-
-def move_slots(
-    pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
-) -> None:
-    """Copies the bytes of slots as they are (no requantisation); sources and targets must not overlap.
-
-    Raises:
-        ValueError: See `checks.movable`.
-    """
-    checks.move(pages, fmt, src_page, src_slot, dst_page, dst_slot)
-    for page, slot in ((src_page, src_slot), (dst_page, dst_slot)):
-        checks.within(fmt, len(pages), page, slot)
-    for name, (_, length) in fmt.regions.items():
-        if not length:
-            continue
-        view = region(pages, fmt, name)
-        if name in ("v_codes", "score", "pos"):
-            view[dst_page, dst_slot] = view[src_page, src_slot]
-        else:
-            view[dst_page, :, dst_slot] = view[src_page, :, src_slot]

@@ -20,7 +20,7 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
-from kvbench.kernels.tier_table import TierTable, Turn
+from kvbench.kernels.tier_table import KeyRotation, TierTable
 
 FIRST_PAGES = 64  # what a pool that grows begins with
 
@@ -233,7 +233,7 @@ class Pages:
         return pages
 
     def step_tiers(
-        self, numbers: Sequence[int], lists: Tensor, turn_of: Callable[[int], Turn | None]
+        self, numbers: Sequence[int], lists: Tensor, turn_of: Callable[[int], KeyRotation | None]
     ) -> list[TierTable]:
         """The tiers of all lists as a step of rows reads them; only on a device.
 

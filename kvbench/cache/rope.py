@@ -6,7 +6,7 @@ from torch import Tensor
 from kvbench.cache.layout import ModelShape
 from kvbench.kernels.operands import InOrder, TierPages
 from kvbench.kernels.reference.attention import rotate
-from kvbench.kernels.tier_table import Turn
+from kvbench.kernels.tier_table import KeyRotation
 from kvbench.policy import DecodeView, Policy
 
 
@@ -71,13 +71,13 @@ class Rope:
             known = self._known[index] = InOrder(first, self._inv_freq)
         return known
 
-    def turn_of(self, view: DecodeView, width: int) -> Turn | None:
+    def turn_of(self, view: DecodeView, width: int) -> KeyRotation | None:
         """How kernels that find slots through tables turn their keys: `width` slots per list at most."""
         if self.mode == "absolute":
             return None
         if self.mode == "pre_rope":
-            return Turn(self._inv_freq)
-        return Turn(self._inv_freq, self._policy.cache_positions(view, width).contiguous())
+            return KeyRotation(self._inv_freq)
+        return KeyRotation(self._inv_freq, self._policy.cache_positions(view, width).contiguous())
 
     def stripping(self, position: Tensor) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine, fp32 [S, D_rot / 2], of what `strip` turns keys at positions (int64 [S]) by; None where it

@@ -12,7 +12,7 @@ from kvbench.cache.holding import Holding
 from kvbench.cache.homes import HomedStep
 from kvbench.cache.reads import StepReads
 from kvbench.kernels.backend import FusedStep
-from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepRing, StepTarget, TierPages
+from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepRing, StepScores, StepTarget, TierPages
 from kvbench.kernels.tier_table import TierTable
 from kvbench.policy import DecodePlan
 
@@ -163,8 +163,8 @@ class PagedStep:
         if self.pages.on_device:
             if not self.holding.scores.settles:
                 choice = None if self.reads is None else self.reads.choice
-                return self._open_tables(self._tables, target=target, update=update, turn=self._turn, choice=choice)
-            opened = self._open_tables(self._tables, target=target, gives=True, turn=self._turn)
+                return self._open_tables(self._tables, target=target, update=update, strip=self._turn, choice=choice)
+            opened = self._open_tables(self._tables, target=target, gives=True, strip=self._turn)
             return None if opened is None else SettledStep(opened, self.pages.shape[1], self._settle)
         tiers = [
             self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
@@ -178,7 +178,7 @@ class PagedStep:
         """The same for the layers that are at home in a tier; the others have no slots in it."""
         target = 0, self.page, self.slot
         if self.pages.on_device:
-            return self._open_tables([self._tables[tier]], target=target, turn=self._turn)
+            return self._open_tables([self._tables[tier]], target=target, strip=self._turn)
         own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
         if not self.holding.rope.turn_all_layers([own], self.view):
             return None
@@ -211,10 +211,7 @@ class PagedStep:
             seen=self.tokens_seen,
             ring=ring,
             target=target,
-            power=spec.power,
-            group=spec.group_reduce,
-            update=update,
-            skip_near=spec.skip_near,
+            scores=StepScores(power=spec.power, group=spec.group_reduce, update=update, skip_near=spec.skip_near),
         )
 
     def _open_tables(
@@ -226,7 +223,7 @@ class PagedStep:
         target: StepTarget | None = None,
         update: ScoreUpdate | None = None,
         gives: bool = False,
-        turn: tuple[Tensor, Tensor] | None = None,
+        strip: tuple[Tensor, Tensor] | None = None,
         choice: PageChoice | None = None,
     ) -> FusedStep | None:
         """Asks a backend that keeps its own tables for the step."""
@@ -241,12 +238,14 @@ class PagedStep:
             held=held,
             ring=ring,
             target=target,
-            power=spec.power,
-            group=spec.group_reduce,
-            update=update,
-            gives=gives,
-            skip_near=0 if gives else spec.skip_near,
-            turn=turn,
+            scores=StepScores(
+                power=spec.power,
+                group=spec.group_reduce,
+                update=update,
+                gives=gives,
+                skip_near=0 if gives else spec.skip_near,
+            ),
+            strip=strip,
             choice=choice,
         )
 

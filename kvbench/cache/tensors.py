@@ -7,7 +7,9 @@ from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.reference.attention import column_scores, reduce_columns, reduce_scores, rotate
+from kvbench.kernels.operands import ColumnSums, HeadScores
+from kvbench.kernels.reference.attention import rotate
+from kvbench.kernels.reference.prompts import reduce_columns, reduce_scores
 from kvbench.policy import AttentionCall, LayerTensors, Replay, ScoreSpec
 
 
@@ -24,6 +26,18 @@ class Measurer:
     spec: ScoreSpec
     shape: ModelShape
     backend: Backend
+
+    @property
+    def reduction(self) -> HeadScores:
+        """How column sums become the scores of a KV head."""
+        spec = self.spec
+        return HeadScores(
+            group=spec.group_reduce,
+            pool=spec.pool,
+            pool_kernel=spec.pool_kernel,
+            pool_stage=spec.pool_stage,
+            pool_region=spec.pool_region,
+        )
 
     def output_projection(self, layer: int) -> Tensor | None:
         """[Hq, D, E] of a layer, where the statistic asks for it."""
@@ -54,17 +68,7 @@ class MeasuredTensors(LayerTensors):
 
     def _pooled(self, columns: Tensor, queries: int) -> Tensor:
         """Columns fp32 [Hq, n], pooled and reduced to [H, n]."""
-        spec = self.measurer.spec
-        return reduce_scores(
-            columns,
-            self.k.shape[0],
-            queries=queries,
-            pool=spec.pool,
-            pool_kernel=spec.pool_kernel,
-            pool_stage=spec.pool_stage,
-            pool_region=spec.pool_region,
-            group=spec.group_reduce,
-        )
+        return reduce_scores(columns, self.k.shape[0], queries, self.measurer.reduction)
 
 
 class PromptTensors(MeasuredTensors):
@@ -106,32 +110,12 @@ class PromptTensors(MeasuredTensors):
             self._q = q if counted < 0 else q[:, -counted:]
 
     def attention(self) -> Tensor:
-        spec, q = self.measurer.spec, self._queries()
-        if spec.query_reduce != "sum":
-            columns = column_scores(
-                q,
-                self.k,
-                self.scale,
-                queries=spec.prefill_queries,
-                skip_near=spec.skip_near,
-                power=spec.power,
-                reduce=spec.query_reduce,
-            )
-            return self._pooled(columns, spec.prefill_queries)
-        return self.measurer.backend.prompt_scores(
-            q,
-            self.k,
-            self.scale,
-            queries=spec.prefill_queries,
-            skip_near=spec.skip_near,
-            power=spec.power,
-            pool=spec.pool,
-            pool_kernel=spec.pool_kernel,
-            pool_stage=spec.pool_stage,
-            pool_region=spec.pool_region,
-            group=spec.group_reduce,
-            lse=self._lse,
+        measurer, spec = self.measurer, self.measurer.spec
+        columns = ColumnSums(
+            queries=spec.prefill_queries, skip_near=spec.skip_near, power=spec.power, reduce=spec.query_reduce
         )
+        q, k = self._queries(), self.k
+        return measurer.backend.prompt_scores(q, k, self.scale, columns, measurer.reduction, self._lse)
 
     def of_these_heads(self, x: Tensor) -> Tensor:
         return self.measurer.shape.ranks.own(x, 0)

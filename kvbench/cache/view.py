@@ -11,6 +11,7 @@ from kvbench.cache.counters import Counters
 from kvbench.cache.fit import Fit
 from kvbench.cache.pages import Pages
 from kvbench.kernels.operands import TierPages
+from kvbench.kernels.tier_table import SlotSearch
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
 
@@ -230,10 +231,8 @@ class PagesView(SlotsView):
         """The same reductions by tables on a device, in one launch over all lists."""
         if self._window != ALL_QUERIES and by == "mean":
             conditions["floor"] = self.prompt_tokens - self._window
-        fmt = self._pages.formats[tier]
-        value, slot, pos = self._pages.table.find_extreme(
-            self._rows, tier, fmt, by=by, seen=self.tokens_seen, over_layer=over_layer, **conditions
-        )
+        fmt, search = self._pages.formats[tier], SlotSearch(by=by, seen=self.tokens_seen, **conditions)
+        value, slot, pos = self._pages.table.find_extreme(self._rows, tier, fmt, search, over_layer=over_layer)
         return Extreme(value=value, slot=slot, pos=pos)
 
     def _search(
@@ -248,18 +247,9 @@ class PagesView(SlotsView):
         """The same reductions by a backend that makes them where the fields lie."""
         found, per_list = self._tier(tier), self.shape[1] * self.shape[2]
         floor = self.prompt_tokens - self._window if self._window != ALL_QUERIES else None
-        floor, before, exact = (None if x is None else x.repeat_interleave(per_list) for x in (floor, before, exact))
+        search = SlotSearch(by=by, seen=self.tokens_seen, floor=floor, before=before, exact=exact, first=first)
         extreme = self._pages.backend.slot_extreme(
-            self._pages.pool.pages,
-            found.fmt,
-            found.ids,
-            found.num_k,
-            by=by,
-            seen=self.tokens_seen.repeat_interleave(per_list),
-            floor=floor,
-            before=before,
-            exact=exact,
-            first=first,
+            self._pages.pool.pages, found.fmt, found.ids, found.num_k, search.per_list(per_list)
         )
         value, slot, pos = (x.view(self.shape) for x in extreme)
         return Extreme(value=value, slot=slot, pos=pos)

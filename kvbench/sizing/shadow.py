@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import Reduce, Ring, TierPages
 from kvbench.kernels.pool import PagePool
-from kvbench.kernels.reference.backend import Reference
 
 
 class ShadowPool(PagePool):
@@ -19,7 +19,7 @@ class ShadowPool(PagePool):
         """There is nothing to copy."""
 
 
-class Shadow(Reference):
+class Shadow(Backend):
     """Keeps the tracked score and position of every slot, and no key and no value.
 
     Every query attends to what is held as `is_even` says: to all slots alike, or to the first one alone. No other
@@ -32,6 +32,7 @@ class Shadow(Reference):
     name = "shadow"
 
     def __init__(self, is_even: bool) -> None:
+        super().__init__()
         self.is_even = is_even
         self._fields: dict[tuple[PageFormat, str], Tensor] = {}
 
@@ -54,30 +55,9 @@ class Shadow(Reference):
     ) -> None:
         pass
 
-    def write_tracked(
-        self,
-        pages: Tensor,
-        fmt: PageFormat,
-        page: Tensor,
-        slot: Tensor,
-        score: Tensor | float | None,
-        pos: Tensor | None,
-    ) -> None:
-        for name, value in (("score", score), ("pos", pos)):
-            if name in fmt.slot.track and value is not None:
-                field = self.region(pages, fmt, name)
-                field[page, slot] = value.to(field.dtype) if isinstance(value, Tensor) else value
-
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         nothing = torch.zeros(len(page), 1)
         return nothing, nothing
-
-    def read_tracked(
-        self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        track = fmt.slot.track
-        score = self.region(pages, fmt, "score")[page, slot] if "score" in track else None
-        return score, self.region(pages, fmt, "pos")[page, slot].long() if "pos" in track else None
 
     def move_slots(
         self, pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
@@ -109,12 +89,6 @@ class Shadow(Reference):
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
     ) -> TierPages:
         return tier  # what is read is not what is held
-
-    def add_scores(self, pages: Tensor, tier: TierPages, scores: Tensor) -> None:
-        tokens = tier.fmt.tokens_per_page
-        live, added = (x.reshape(-1, tokens) for x in (_live(tier), scores * _live(tier)))
-        used = live.any(1)  # entries past a list's pages name some other list's
-        self.region(pages, tier.fmt, "score")[tier.ids.flatten()[used]] += added[used]
 
     def _attention(self, tiers: list[TierPages]) -> list[Tensor]:
         """What a step's queries attend with, per tier fp32 [S, H, m * T]."""

@@ -10,11 +10,10 @@ import pytest
 import torch
 from places import ROOT
 
+from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.bench import attention, bench, caches, machine, manager, prefill
 from kvbench.kernels.bench.attention import Settings
 from kvbench.kernels.dispatch import get_backend
-from kvbench.kernels.reference.attention import gather_dense
-from kvbench.kernels.reference.backend import Reference
 
 SMALL = "shapes=[6x2x64] lengths=[96] batches=[2] rounds=2 threads=[1]".split()
 SMALL += ["formats=[K16V16,K4V2,KIVI2,K8V4+K4V2,K4V2+KVQ4]"]
@@ -104,12 +103,12 @@ def test_keys_before_the_rotary_embedding_are_turned_to_their_tokens():
     """What attention reads of KVQ4, behind 32 tokens of another format, is each key turned to its token, but for the
     step between two of sixteen levels of its channel."""
     k, v = torch.randn(2, 3, 2, 96, 64, generator=torch.Generator().manual_seed(1)).unbind()
-    held = caches.build_caches("K16V16+K4V2+KVQ4", k, v, Reference(), num_buffers=1, seed=0)
+    held = caches.build_caches("K16V16+K4V2+KVQ4", k, v, Backend(), num_buffers=1, seed=0)
     last = held.buffers[0][2]
     angles = torch.arange(64, 96)[:, None] / 10000 ** (torch.arange(32) / 32)
     first, second = k[:, :, 64:].chunk(2, -1)
     turned = torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
-    dense, _, live = gather_dense(held.pages, [last], None)
+    dense, _, live = REFERENCE.gather_dense(held.pages, [last], None)
     step = (k[:, :, 64:].amax((0, 2)) - k[:, :, 64:].amin((0, 2))).max() / 15
     assert (dense[live].view_as(turned) - turned).abs().max() < 2**0.5 * step  # two channels' steps, turned into one
 
@@ -162,7 +161,7 @@ def test_every_buffer_holds_the_cache_in_pages_of_its_own(name):
 def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
     """A kernel that leaves out the last tokens is faster and wrong: it is named in the document and not timed."""
 
-    class Lazy(Reference):
+    class Lazy(Backend):
         name = "broken"
 
         def paged_decode(self, q, pages, tiers, ring, scale, **how):
@@ -181,7 +180,7 @@ def test_a_kernel_that_skips_a_page_is_refused(monkeypatch):
 def test_a_kernel_with_wrong_scores_is_refused(monkeypatch):
     """Right attention with wrong scores is timed without scores only."""
 
-    class Careless(Reference):
+    class Careless(Backend):
         name = "broken"
 
         def paged_decode(self, q, pages, tiers, ring, scale, **how):
@@ -233,19 +232,19 @@ def test_a_loaded_machine_is_called_so():
 
     where = {"load_average": 3.0, "num_cpus": 2, "device": "cpu", "omp_wait_policy": ""}
 
-    class Compiled(Reference):
+    class Compiled(Backend):
         name, is_reference = "compiled", False
 
     (note,) = doubts(where, "wall", Compiled())
     assert "load average 3.0 on 2 cores" in note and "clock=cpu" in note
     assert doubts(where | {"load_average": 0.4}, "wall", Compiled()) == []
-    assert len(doubts(where | {"omp_wait_policy": "passive"}, "wall", Reference())) == 3
+    assert len(doubts(where | {"omp_wait_policy": "passive"}, "wall", Backend())) == 3
 
 
 def test_a_format_that_cannot_be_written_is_refused(monkeypatch):
     """A writer that fails costs its own rows only."""
 
-    class Failing(Reference):
+    class Failing(Backend):
         def write_values(self, *arguments):
             raise RuntimeError("no kernel image for this device")
 

@@ -1,9 +1,11 @@
 """The benches of the score pass over prompts and of page management."""
 
+from dataclasses import replace
+
 import pytest
 
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import bench, manager, prefill
-from kvbench.kernels.reference.backend import Reference
 
 # Prompts.
 
@@ -31,9 +33,10 @@ def test_score_passes_are_timed_beside_attention():
 def test_a_score_pass_that_is_wrong_is_refused(monkeypatch):
     """Counting one query too few is refused; attention alone is still timed."""
 
-    class Short(Reference):
-        def prompt_scores(self, q, k, scale, *, queries, **how):
-            return super().prompt_scores(q, k, scale, queries=queries - 1 if queries > 0 else 200, **how)
+    class Short(Backend):
+        def prompt_scores(self, q, k, scale, columns, reduction, lse=None):
+            fewer = columns.queries - 1 if columns.queries > 0 else 200
+            return super().prompt_scores(q, k, scale, replace(columns, queries=fewer), reduction)
 
     monkeypatch.setattr(bench, "get_backend", lambda name, device: Short())
     words = "shapes=[2x2x64] lengths=[310] windows=[8] rounds=1 threads=[1]".split()
@@ -70,7 +73,7 @@ def test_both_managers_hold_the_same_pages():
 def test_managers_agree_after_many_operations(operation):
     """The lists are the same again after the counters of the circular list have gone around several times."""
     small = manager.Settings(lists=[7], tokens_per_page=4, start_tokens=9)
-    state = manager._State(7, small, "cpu", Reference())
+    state = manager._State(7, small, "cpu", Backend())
     both = state.variants(operation)
     for _ in range(80):
         for variant in both:

@@ -9,8 +9,8 @@ from rich.console import Console
 from kvbench.bench import choices, decode, show, throughput
 from kvbench.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder
 from kvbench.engine import hf
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import bench
-from kvbench.kernels.reference.backend import Reference
 from kvbench.models import packed, streamed
 
 MODEL = "random preset=tiny num_layers=2 dtype=float32"
@@ -168,7 +168,7 @@ def test_the_static_cache_gives_the_same_logits(model, monkeypatch):
 def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
     """A backend whose attention is off by one in a hundred is refused; the copies that were checked leave no trace."""
 
-    class Off(Reference):
+    class Off(Backend):
         def paged_decode(self, *arguments, **named):
             out, lse, scores = super().paged_decode(*arguments, **named)
             return out * 1.5, lse, scores

@@ -4,12 +4,13 @@ import pytest
 import torch
 from engine_helpers import engine, random_tokens
 
-from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.backend import Backend
+from kvbench.kernels.operands import ColumnSums
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 
 
-class OnePass(Reference):
+class OnePass(Backend):
     """Plain torch whose column sums need the log-sum-exp, and which counts how often it is made."""
 
     takes_lse = True
@@ -22,9 +23,11 @@ class OnePass(Reference):
         self.attended += 1
         return super().prefill_attention_with_lse(q, k, v, scale)
 
-    def columns_by_lse(self, q, k, scale, *, lse, queries, skip_near=0, power=1):
+    def column_scores(self, q, k, scale, columns, lse=None):
+        if lse is None:
+            return super().column_scores(q, k, scale, columns)
         self.summed += 1
-        assert (queries, skip_near, power) == (-1, 0, 1)
+        assert columns == ColumnSums(queries=-1)
         logits = q @ k.repeat_interleave(len(q) // len(k), 0).mT * scale
         seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
         return ((logits - lse[..., None]).exp() * seen).sum(1)
@@ -55,7 +58,7 @@ def test_scores_of_all_queries_take_it(loaded, cut):
     """H2O's scores are the same by one pass, once per layer, with tokens ahead that do not count; where it is not at
     hand it is made again."""
     one, policy = OnePass(), H2O(budget=30)
-    got, want = (kept(loaded, policy, own, (5, 6, 7), cut) for own in (one, Reference()))
+    got, want = (kept(loaded, policy, own, (5, 6, 7), cut) for own in (one, Backend()))
     assert one.summed == 2 and one.attended == (4 if cut else 2)
     assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)

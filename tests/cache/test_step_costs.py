@@ -18,9 +18,9 @@ from kvbench.cache.late import Tape
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.store import CompressedStore, StepRows
 from kvbench.config.files import options
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.gpu import parts
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.reference.backend import Reference
 
 ROWS, DIM, HEADS, GROUP, PROMPT = 2, 64, 2, 2, 22
 WARM, STEPS = 2, 3  # the first steps of a format make small tables on the device
@@ -104,7 +104,7 @@ def test_a_step_launches_what_the_documentation_says(method: str):
 class Priced(Gpu):
     """The GPU's backend, of which a prompt's scores are computed at once: they are no part of a step."""
 
-    column_scores, takes_lse = Reference.column_scores, False
+    column_scores, takes_lse = Backend.column_scores, False
 
 
 @cache

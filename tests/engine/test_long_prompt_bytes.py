@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from kvbench.engine import hf
-from kvbench.kernels.reference.attention import chunk_attention
-from kvbench.kernels.reference.flash import attention_with_lse
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.reference.prompts import attention_with_lse
 from kvbench.models.random_weights import random_config
 from kvbench.policy import rank_descending
 from kvbench.sizing.live import LiveBytes
@@ -64,7 +64,7 @@ class Counted:
         """The chunk over what is held, in fp32."""
         past = torch.empty(len(k), len(self.pages[layer]), k.shape[2], device="meta")
         live = torch.empty(past.shape[:2], dtype=torch.bool, device="meta")
-        return chunk_attention(q, k, v, (past, past.clone(), live), scale)
+        return REFERENCE.chunk_attention(q, k, v, (past, past.clone(), live), scale)
 
 
 @pytest.fixture(scope="module")

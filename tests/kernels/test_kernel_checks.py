@@ -1,6 +1,7 @@
 """What every backend refuses before it touches memory, one mistake at a time."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from kvbench.kernels.backend import Backend
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.operands import Channels, InOrder, Ring, StepRing, TierPages
-from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.operands import Channels, InOrder, Ring, StepRing, StepScores, TierPages
+from kvbench.kernels.tier_table import SlotSearch
 
-BACKENDS: list[Backend] = [Reference()]
+BACKENDS: list[Backend] = [Backend()]
 with suppress(BuildError):
     BACKENDS.append(Cpu())
 try:
@@ -211,7 +212,7 @@ def attend(step, layer: int = 0, heads: int = 2) -> Tensor:
         ({"target": None}, "give one target"),
         ({"num_q_heads": 3}, "a multiple of the 2 KV heads"),
         ({"seen": index(3)}, r"seen is int64 \[3\]"),
-        ({"update": "add"}, "group is None"),
+        ({"scores": StepScores(update="add")}, "group is None"),
     ],
     ids=str,
 )
@@ -274,7 +275,7 @@ def test_a_step_behind_buffers_refuses_rows_and_counts_outside(wrong: dict[str, 
 def test_a_search_refuses_what_it_cannot_see():
     """Fields that the format does not track, and a pool with gaps between its pages."""
     ids, held = index(2, 1), index(2, value=5)
-    how = {"by": "score", "seen": held}
+    how = SlotSearch(by="score", seen=held)
     for fmt, pages, changed, said in (
         (BARE, pool(), {}, "the call needs score"),
         (BARE, pool(), {"by": "pos"}, "the call needs pos"),
@@ -283,9 +284,9 @@ def test_a_search_refuses_what_it_cannot_see():
         (FMT, pool(), {"by": "size"}, "by is 'size'"),
     ):
         with pytest.raises(AssertionError, match=said):
-            COMPILED.slot_extreme(pages, fmt, ids, held, **how | changed)
+            COMPILED.slot_extreme(pages, fmt, ids, held, replace(how, **changed))
     with pytest.raises(AssertionError, match=r"ids is int64 \[1, 1\]"):
-        COMPILED.slot_extreme(pool(), FMT, ids[:1], held, **how)
+        COMPILED.slot_extreme(pool(), FMT, ids[:1], held, how)
 
 
 def test_a_pool_that_begins_anywhere_is_refused():

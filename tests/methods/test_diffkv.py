@@ -6,7 +6,8 @@ import pytest
 import torch
 from store_helpers import causal_probabilities, golden, held_positions, held_scores, make_store, prefill_view
 
-from kvbench.kernels.reference.attention import reduce_scores
+from kvbench.kernels.operands import HeadScores
+from kvbench.kernels.reference.prompts import reduce_scores
 from kvbench.methods.diffkv import DiffKV
 
 HIGH, LOW = 0, 1
@@ -23,12 +24,14 @@ def golden_view(policy):
     sums = reduce_scores(
         torch.tensor(case["S"]),
         1,
-        queries=policy.score.prefill_queries,
-        pool=policy.score.pool,
-        pool_kernel=1,
-        pool_stage=policy.score.pool_stage,
-        pool_region=policy.score.pool_region,
-        group=policy.score.group_reduce,
+        policy.score.prefill_queries,
+        HeadScores(
+            pool=policy.score.pool,
+            pool_kernel=1,
+            pool_stage=policy.score.pool_stage,
+            pool_region=policy.score.pool_region,
+            group=policy.score.group_reduce,
+        ),
     )
     assert sums[0].tolist() == pytest.approx(case["max"])
     assert (sums[0] / torch.tensor(case["count"])).tolist() == pytest.approx(case["mean"])

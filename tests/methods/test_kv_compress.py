@@ -7,7 +7,9 @@ import torch
 from oracles.slow_kv_compress import evictions, step_metrics, surplus_blocks
 from store_helpers import golden, held_positions, held_scores, make_store
 
-from kvbench.kernels.reference.attention import column_scores, reduce_scores
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.operands import ColumnSums, HeadScores
+from kvbench.kernels.reference.prompts import reduce_scores
 from kvbench.methods.kv_compress import KVCompress
 from kvbench.policy import keep_blocks
 from kvbench.runs.verdict import complaint
@@ -58,9 +60,7 @@ def test_golden_pool_order(case):
     """Each query head is pooled before the group is summed; the other order gives the other golden numbers."""
     columns = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.6]])
     stage = "per_query_head" if case == "pool_then_sum" else "after_group"
-    got = reduce_scores(
-        columns, 1, queries=2, pool="max", pool_kernel=3, pool_stage=stage, pool_region="all", group="sum"
-    )
+    got = reduce_scores(columns, 1, 2, HeadScores(pool="max", pool_kernel=3, pool_stage=stage, group="sum"))
     assert got[0].tolist() == pytest.approx(golden("kvc")[case])
     spec = KVCompress().score
     assert (spec.pool_stage, spec.pool_region, spec.group_reduce, spec.power) == ("per_query_head", "all", "sum", 2)
@@ -72,7 +72,7 @@ def test_golden_full_metric(case, near):
     matrix = torch.tensor(golden("h2o")["A"])
     q = torch.zeros(1, 6, 8)
     q[0, :, :6] = matrix.clamp(min=1e-30).log()
-    got = column_scores(q, torch.eye(8)[None, :6], 1.0, queries=-1, skip_near=near, power=2)
+    got = REFERENCE.column_scores(q, torch.eye(8)[None, :6], 1.0, ColumnSums(queries=-1, skip_near=near, power=2))
     assert got[0].tolist() == pytest.approx(golden("kvc")[case], abs=1e-6)
 
 

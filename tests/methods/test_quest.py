@@ -5,8 +5,7 @@ import torch
 from store_helpers import make_store, plain_attention
 
 from kvbench.cache.layout import StoreOptions, compile_formats
-from kvbench.kernels.reference.attention import choose_pages
-from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.reference.pages import region
 from kvbench.methods.quest import Quest
 from kvbench.policy import Policy, ReadSpec
@@ -101,7 +100,7 @@ def test_attention_is_given_only_what_it_reads():
     store, rows, tensors = filled(policy, [77], 100)
     seen = []
 
-    class Watching(Reference):
+    class Watching(Backend):
         def paged_decode(self, q, pages, tiers, *arguments, **named):
             seen.append((tiers[0].ids.clone(), tiers[0].num_k.clone()))
             return super().paged_decode(q, pages, tiers, *arguments, **named)
@@ -176,7 +175,7 @@ def test_no_logit_exceeds_its_bound():
     bound = torch.maximum(q[:, 70, None] * low, q[:, 70, None] * high).sum(-1)
     logits = torch.einsum("hd,hnd->hn", q[:, 70], k[:, :64]).unflatten(1, (8, 8))
     assert (bound >= logits.amax(-1) - 1e-4).all()
-    chosen = choose_pages(q[None, :, 70], store.pages.pool.pages, tier, torch.tensor([2]), 2, "max")
+    chosen = REFERENCE.choose_pages(q[None, :, 70], store.pages.pool.pages, tier, torch.tensor([2]), 2, "max")
     best = bound[:, :7].argmax(1)
     ids = tier.ids[0]
     assert chosen.ids[0].tolist() == [[int(ids[h, best[h]]), int(ids[h, 7])] for h in range(2)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from store_helpers import causal_probabilities, held_positions, held_scores, make_store
 
-from kvbench.kernels.reference.attention import prompt_low_counts
+from kvbench.kernels.backend import REFERENCE
 from kvbench.methods.scissorhands import Scissorhands
 from kvbench.policy import BelowUniform, ScoreSpec
 
@@ -165,7 +165,7 @@ def test_prompt_counts_are_those_of_the_whole_matrix(queries, skip_near):
     i, j = torch.arange(130)[:, None], torch.arange(130)
     low = (prob < 1.0 / (i + 1)) & (j <= i - skip_near) & (i >= (0 if queries < 0 else 130 - queries))
     want = -low.sum(1).view(2, 3, 130).amin(1).float()
-    assert torch.equal(prompt_low_counts(q, k, 0.25, queries=queries, skip_near=skip_near, group="max"), want)
+    assert torch.equal(REFERENCE.prompt_low_counts(q, k, 0.25, queries=queries, skip_near=skip_near, group="max"), want)
 
 
 @pytest.mark.parametrize(

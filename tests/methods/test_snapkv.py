@@ -6,7 +6,8 @@ import pytest
 import torch
 from store_helpers import causal_probabilities, golden, held_positions, make_store, prefill_view
 
-from kvbench.kernels.reference.attention import reduce_scores
+from kvbench.kernels.operands import HeadScores
+from kvbench.kernels.reference.prompts import reduce_scores
 from kvbench.methods.lagkv import LagKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import PrefillPlan
@@ -34,12 +35,14 @@ def test_golden_pool_and_ties(pool, pooled, keep, num_kept):
     score = reduce_scores(
         columns,
         1,
-        queries=spec.prefill_queries,
-        pool=spec.pool,
-        pool_kernel=spec.pool_kernel,
-        pool_stage=spec.pool_stage,
-        pool_region=spec.pool_region,
-        group=spec.group_reduce,
+        spec.prefill_queries,
+        HeadScores(
+            pool=spec.pool,
+            pool_kernel=spec.pool_kernel,
+            pool_stage=spec.pool_stage,
+            pool_region=spec.pool_region,
+            group=spec.group_reduce,
+        ),
     )
     assert score[0, :6].tolist() == pytest.approx(case[pooled], abs=1e-6)
     assert kept_of(policy.plan_prefill(prefill_view(score, 8))) == [*case[keep], 6, 7]
@@ -71,12 +74,8 @@ def test_golden_group_reduction(how):
     score = reduce_scores(
         torch.tensor([case["a"], case["b"]]),
         1,
-        queries=0,
-        pool="none",
-        pool_kernel=1,
-        pool_stage="after_group",
-        pool_region="all",
-        group=how,
+        0,
+        HeadScores(pool="none", pool_kernel=1, pool_stage="after_group", pool_region="all", group=how),
     )
     assert SnapKV().score.group_reduce == "mean"
     assert score[0].topk(2).indices.sort().values.tolist() == case[how]

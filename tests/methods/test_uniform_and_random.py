@@ -6,7 +6,7 @@ import pytest
 import torch
 from store_helpers import held_positions, make_store, prefill_view
 
-from kvbench.kernels.reference.pages import read_slots
+from kvbench.kernels.backend import REFERENCE
 from kvbench.methods.random_control import RandomControl
 from kvbench.methods.uniform import Uniform
 from kvbench.policy import SlotArrays
@@ -54,7 +54,7 @@ def test_stored_values_are_rounded_and_no_worse(settings, bound):
     store.prefill_layer(row, 0, torch.randn(1, 30, 64), k, v, 0.125)
     page, slot = store.pages.table.lookup(torch.zeros(30, dtype=torch.int64), 0, torch.arange(30))
     for got, want in zip(
-        read_slots(store.pages.pool.pages, store.pages.formats[0], page, slot), (k[0], v[0]), strict=True
+        REFERENCE.read_slots(store.pages.pool.pages, store.pages.formats[0], page, slot), (k[0], v[0]), strict=True
     ):
         error = (got - want).abs().max()
         assert 1e-4 < error < bound

@@ -5,13 +5,10 @@ from fuzz_calls import CLOSE, RULES, Call, Wrong
 from oracles import slow_attention
 from torch import Tensor
 
-from kvbench.kernels.cpu import decode as cpu_decode
-from kvbench.kernels.cpu import scores as cpu_scores
-from kvbench.kernels.cpu import step as cpu_step
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.operands import Channels, InOrder, Ring, StepRing, TierPages
-from kvbench.kernels.reference import attention as torch_attention
-from kvbench.kernels.reference import pages as torch_pages
+from kvbench.kernels.operands import Channels, ColumnSums, InOrder, Ring, StepRing, StepScores, TierPages
 
 
 def close(got: Tensor, want: Tensor, size: float) -> bool:
@@ -97,14 +94,14 @@ class Decode(Call):
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         a = self.args
-        return cpu_decode.paged_decode(
+        return Cpu().paged_decode(
             a["q"], self.pages, self.list, self.ring, self.scale, power=a["power"], group=a["group"]
         )
 
     def judge(self) -> str:
         before = self.pages.clone()
         out, lse, scores = self.run()
-        dense = torch_attention.gather_dense(self.pages, self.list, self.ring)
+        dense = REFERENCE.gather_dense(self.pages, self.list, self.ring)
         want, log, chances, size = attend(self.args["q"], dense, self.scale)
         if not torch.equal(before, self.pages):
             return "the pool was changed"
@@ -222,7 +219,8 @@ class Step(Call):
 
     def run(self) -> list[Tensor]:
         named = {**self.args, "target": None if self.args["target"] is None else tuple(self.args["target"])}
-        step = cpu_step.open_step(self.pages, self.list, **named)
+        scores = StepScores(**{name: named.pop(name) for name in ("power", "group", "update", "skip_near")})
+        step = Cpu().open_step(self.pages, self.list, **named, scores=scores)
         assert step is not None
         layers = range(self.lists[1]) if self.layer is None else [self.layer]
         return [step.attend(layer, *self.tokens[layer % self.lists[1]].values(), self.scale) for layer in layers]
@@ -236,7 +234,7 @@ class Step(Call):
             view = None
             if ring is None:
                 at, page, slot = self.args["target"]
-                for write, new in ((torch_pages.write_keys, x["k"]), (torch_pages.write_values, x["v"])):
+                for write, new in ((REFERENCE.write_keys, x["k"]), (REFERENCE.write_values, x["v"])):
                     write(
                         want, self.list[at].fmt, page[:, layer].flatten(), slot[:, layer].flatten(), new.flatten(0, 1)
                     )
@@ -244,7 +242,7 @@ class Step(Call):
                 view = self.append(layer, buffers, x)
                 if ring.flush_first:
                     self.flush(want, layer, buffers)
-            expected, _, chances, size = attend(x["q"], torch_attention.gather_dense(want, tiers, view), self.scale)
+            expected, _, chances, size = attend(x["q"], REFERENCE.gather_dense(want, tiers, view), self.scale)
             if not close(out, expected, size):
                 return f"layer {layer} is {float((out - expected).abs().max())} off, of {size}"
             if ring is not None and not ring.flush_first:
@@ -252,16 +250,16 @@ class Step(Call):
             if self.args["update"]:
                 self.update(want, tiers, chances)
         fields = [
-            torch_pages.region(p, t.fmt, "score") for t in self.list if t.fmt.slot.track for p in (self.pages, want)
+            REFERENCE.region(p, t.fmt, "score") for t in self.list if t.fmt.slot.track for p in (self.pages, want)
         ]
         if fields and self.args["update"]:
             used = [(t.fmt, t.ids[self.used(t, t.num_k)]) for t in self.list]
             for fmt, ids in used:
-                a, b = (torch_pages.region(p, fmt, "score")[ids] for p in (self.pages, want))
+                a, b = (REFERENCE.region(p, fmt, "score")[ids] for p in (self.pages, want))
                 if not close(a, b.double(), 1.0):
                     return "scores are off"
                 for p in (self.pages, want):
-                    torch_pages.region(p, fmt, "score")[ids] = 0.0
+                    REFERENCE.region(p, fmt, "score")[ids] = 0.0
         if ring is not None and not (torch.equal(ring.k, buffers[0]) and torch.equal(ring.v, buffers[1])):
             return "other buffers than the reference's"
         return "" if torch.equal(self.pages, want) and self.guarded() else "other bytes than the reference's"
@@ -279,7 +277,7 @@ class Step(Call):
     def flush(self, want: Tensor, layer: int, buffers: tuple[Tensor, Tensor]) -> None:
         """What leaves the buffers, list by list."""
         ring, tier = self.args["ring"], self.list[0]
-        writes = torch_pages.write_keys, torch_pages.write_values
+        writes = REFERENCE.write_keys, REFERENCE.write_values
         for old, new, buffer, write in zip(ring.before, ring.after, buffers, writes, strict=True):
             for s in range(self.lists[0]):
                 for h in range(self.lists[2]):
@@ -302,7 +300,7 @@ class Step(Call):
                 chances[..., begin : begin + width], self.lists[2], self.args["power"], self.args["group"]
             )
             begin += width
-            score, pos = (torch_pages.region(want, tier.fmt, name) for name in ("score", "pos"))
+            score, pos = (REFERENCE.region(want, tier.fmt, name) for name in ("score", "pos"))
             where = pos[tier.ids].flatten(-2)
             near = self.args["seen"][:, None, None] - where < self.args["skip_near"]
             part = part.masked_fill(near, 0.0).float().unflatten(-1, (-1, tier.fmt.tokens_per_page))
@@ -377,7 +375,7 @@ class Columns(Call):
 
     def run(self) -> Tensor:
         named = {name: x for name, x in self.args.items() if name not in ("q", "k")}
-        return cpu_scores.column_scores(self.args["q"], self.args["k"], self.dim**-0.5, **named)
+        return Cpu().column_scores(self.args["q"], self.args["k"], self.dim**-0.5, ColumnSums(**named))
 
     def judge(self) -> str:
         a, got = self.args, self.run()

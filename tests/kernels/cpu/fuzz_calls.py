@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.codes import BITS, NAMES
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.operands import Channels, InOrder, TierPages
-from kvbench.kernels.reference import pages as torch_pages
 
 FAR = (-1, -7, -(2**40), 2**40, 2**62, -(2**62))
 GUARD = 4096
@@ -140,11 +140,11 @@ class Call:
 
     def put(self, fmt: PageFormat, page: Tensor, slot: Tensor) -> None:
         """Writes random tokens by the reference."""
-        for write in (torch_pages.write_keys, torch_pages.write_values):
+        for write in (REFERENCE.write_keys, REFERENCE.write_values):
             write(self.pages, fmt, page, slot, torch.randn(len(page), self.dim, generator=self.make))
         if fmt.slot.track:
             score = torch.rand(len(page), generator=self.make)
-            torch_pages.write_tracked(self.pages, fmt, page, slot, score, self.unseen(len(page)))
+            REFERENCE.write_tracked(self.pages, fmt, page, slot, score, self.unseen(len(page)))
 
     def unseen(self, number: int) -> Tensor:
         """Positions int64 [number] that no token has yet; of the rare large lists, beyond the first 32,768."""

@@ -6,12 +6,11 @@ import torch
 from fuzz_calls import Call, Wrong, random_format, random_slot
 from torch import Tensor
 
-from kvbench.kernels.cpu import decode as cpu_decode
-from kvbench.kernels.cpu import pages as cpu_pages
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import TierPages
-from kvbench.kernels.reference import attention as torch_attention
-from kvbench.kernels.reference import pages as torch_pages
+from kvbench.kernels.tier_table import SlotSearch
 
 
 class _Slots(Call):
@@ -51,12 +50,12 @@ class Write(_Slots):
         self.args["x"] = self.randn(len(self.args["page"]), self.dim)
 
     def run(self) -> None:
-        ops = cpu_pages.write_keys if self.keys else cpu_pages.write_values
+        ops = Cpu().write_keys if self.keys else Cpu().write_values
         ops(self.pages, self.fmt, self.args["page"], self.args["slot"], self.args["x"])
 
     def judge(self) -> str:
         want = self.pages.clone()
-        ops = torch_pages.write_keys if self.keys else torch_pages.write_values
+        ops = REFERENCE.write_keys if self.keys else REFERENCE.write_values
         ops(want, self.fmt, self.args["page"], self.args["slot"], self.args["x"])
         self.run()
         return "" if torch.equal(self.pages, want) and self.guarded() else "other bytes than the reference's"
@@ -69,10 +68,10 @@ class Read(_Slots):
     """Slots as vectors."""
 
     def run(self) -> tuple[Tensor, Tensor]:
-        return cpu_pages.read_slots(self.pages, self.fmt, self.args["page"], self.args["slot"])
+        return Cpu().read_slots(self.pages, self.fmt, self.args["page"], self.args["slot"])
 
     def judge(self) -> str:
-        want = torch_pages.read_slots(self.pages, self.fmt, self.args["page"], self.args["slot"])
+        want = REFERENCE.read_slots(self.pages, self.fmt, self.args["page"], self.args["slot"])
         alike = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(self.run(), want, strict=True))
         return "" if alike else "other numbers than the reference's"
 
@@ -91,11 +90,11 @@ class Move(_Slots):
         self.args = dict(zip(self.names, parts, strict=True))
 
     def run(self) -> None:
-        cpu_pages.move_slots(self.pages, self.fmt, *self.args.values())
+        Cpu().move_slots(self.pages, self.fmt, *self.args.values())
 
     def judge(self) -> str:
         want = self.pages.clone()
-        torch_pages.move_slots(want, self.fmt, *self.args.values())
+        REFERENCE.move_slots(want, self.fmt, *self.args.values())
         self.run()
         return "" if torch.equal(self.pages, want) and self.guarded() else "other bytes than the reference's"
 
@@ -117,18 +116,18 @@ class Search(Call):
             self.args[name] = self.below(1 << 15, lists) if self.dice.random() < 0.3 else None
         if self.args["exact"] is not None:
             self.args["before"] = None
-            some = torch_pages.region(self.pages, self.fmt, "pos")[tier.ids[:, 0], 0] if tier.ids.shape[1] else seen
+            some = REFERENCE.region(self.pages, self.fmt, "pos")[tier.ids[:, 0], 0] if tier.ids.shape[1] else seen
             self.args["exact"] = torch.where(self.below(2, lists) == 1, some.long(), self.args["exact"])
         self.args["first"] = 0 if self.args["exact"] is not None else self.dice.choice((0, 0, 1 << 13))
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         named = {name: x for name, x in self.args.items() if name not in ("ids", "held")}
-        return cpu_pages.slot_extreme(self.pages, self.fmt, self.args["ids"], self.args["held"], **named)
+        return Cpu().slot_extreme(self.pages, self.fmt, self.args["ids"], self.args["held"], SlotSearch(**named))
 
     def judge(self) -> str:
         a, tokens = self.args, self.fmt.tokens_per_page
         value, slot, pos = self.run()
-        scores, positions = (torch_pages.region(self.pages, self.fmt, name) for name in ("score", "pos"))
+        scores, positions = (REFERENCE.region(self.pages, self.fmt, name) for name in ("score", "pos"))
         for m, held in enumerate(a["held"].tolist()):
             index = torch.arange(held)
             page, at = a["ids"][m, index // tokens], index % tokens
@@ -178,11 +177,11 @@ class AddScores(Call):
         }
 
     def run(self) -> None:
-        cpu_decode.add_scores(self.pages, self.tier, self.args["scores"])
+        Cpu().add_scores(self.pages, self.tier, self.args["scores"])
 
     def judge(self) -> str:
         want = self.pages.clone()
-        torch_attention.add_scores(want, self.tier, self.args["scores"])
+        REFERENCE.add_scores(want, self.tier, self.args["scores"])
         self.run()
         return "" if torch.equal(self.pages, want) and self.guarded() else "other bytes than the reference's"
 

@@ -5,12 +5,12 @@ import torch
 from page_helpers import PAGE_BYTES, Cache, tier_format
 
 from kvbench.kernels import dispatch
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import decode as cpu_decode
+from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.operands import Channels, InOrder, Ring, TierPages
-from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.pages import region
 
 try:
@@ -39,8 +39,8 @@ def random_queries(num_seq: int, num_heads: int, head_dim: int, seed: int = 3) -
 def assert_equal(q: torch.Tensor, pages: torch.Tensor, tiers: list, ring: Ring | None, **scores) -> None:
     """Output, log-sum-exp and scores equal the reference's to 1e-5, which is the rounding of fp32 sums."""
     scale = q.shape[-1] ** -0.5
-    want = torch_attention.paged_decode(q, pages, tiers, ring, scale, **scores)
-    got = cpu_decode.paged_decode(q, pages, tiers, ring, scale, **scores)
+    want = REFERENCE.paged_decode(q, pages, tiers, ring, scale, **scores)
+    got = Cpu().paged_decode(q, pages, tiers, ring, scale, **scores)
     assert len(got[2]) == len(want[2])
     for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
@@ -200,7 +200,7 @@ def test_nan_comes_out_of_its_own_list_only(bits: str, where: str):
         name = f"{where}_codes" if bits == "16,16" else f"{where}_scale"
         # Codes are [channel, slot] of keys, [slot, channel] of values; scales are [group, slot].
         region(cache.pages, fmt, name)[cache.tiers[0].ids[0, 0, 0], 0, 5] = float("nan")
-    out, _, scores = cpu_decode.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="sum")
+    out, _, scores = Cpu().paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="sum")
     bad = ~torch.isfinite(out[0]).all(1)
     assert bad[:3].all() and not bad[3:].any()
     assert torch.isfinite(scores[0][0, 1]).all()
@@ -211,7 +211,7 @@ def test_a_list_of_nothing_has_no_value():
     """Attention over no token is NaN with a log-sum-exp of minus infinity; its neighbour is untouched."""
     fmt = tier_format("4,2", 64)
     cache = Cache([fmt], [[[0, 12]]], 64)
-    out, lse, _ = cpu_decode.paged_decode(random_queries(1, 2, 64), cache.pages, cache.tiers, None, 0.125)
+    out, lse, _ = Cpu().paged_decode(random_queries(1, 2, 64), cache.pages, cache.tiers, None, 0.125)
     assert out[0, 0].isnan().all() and float(lse[0, 0]) == float("-inf")
     assert out[0, 1].isfinite().all() and lse[0, 1].isfinite()
 
@@ -225,7 +225,7 @@ def test_results_depend_neither_on_threads_nor_on_the_batch():
 
     def attend(rows: list[int]) -> list[torch.Tensor]:
         tiers = [TierPages(t.fmt, t.ids[rows], t.num_k[rows], t.num_v[rows]) for t in cache.tiers]
-        out, lse, scores = cpu_decode.paged_decode(q[rows], cache.pages, tiers, None, 0.125, group="max")
+        out, lse, scores = Cpu().paged_decode(q[rows], cache.pages, tiers, None, 0.125, group="max")
         return [out, lse, *scores]
 
     threads = torch.get_num_threads()
@@ -250,8 +250,8 @@ def test_scores_are_added_as_the_reference_adds_them():
     region(cache.pages, fmt, "score").copy_(torch.rand(len(cache.pages), fmt.tokens_per_page))
     scores = torch.rand(2, 2, tier.ids.shape[-1] * fmt.tokens_per_page)
     want = cache.pages.clone()
-    torch_attention.add_scores(want, tier, scores)
-    cpu_decode.add_scores(cache.pages, tier, scores)
+    REFERENCE.add_scores(want, tier, scores)
+    Cpu().add_scores(cache.pages, tier, scores)
     assert torch.equal(cache.pages, want)
 
 
@@ -262,7 +262,7 @@ def test_a_page_that_does_not_exist_is_refused():
     cache = Cache([fmt], [[[5]]], 64)
     cache.tiers[0].ids[:] = len(cache.pages)
     with pytest.raises(AssertionError, match="names a page that the pool does not have"):
-        cpu_decode.paged_decode(random_queries(1, 1, 64), cache.pages, cache.tiers, None, 0.125)
+        Cpu().paged_decode(random_queries(1, 1, 64), cache.pages, cache.tiers, None, 0.125)
 
 
 @needs_compiler

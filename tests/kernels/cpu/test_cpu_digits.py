@@ -6,11 +6,12 @@ from oracles import slow_attention
 from page_helpers import PAGE_BYTES, Cache, tier_format
 from test_cpu import needs_compiler
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import decode as cpu_decode
+from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.operands import TierPages
-from kvbench.kernels.reference.pages import read_slots, region, write_keys, write_values
+from kvbench.kernels.reference.pages import region
 
 FORMATS = {
     "K4V2": {"k_bits": 4, "v_bits": 2},
@@ -67,16 +68,16 @@ def test_numbers_of_unlike_size_lose_no_more_than_in_fp32(name: str, case, monke
     pages = torch.zeros(columns, PAGE_BYTES, dtype=torch.uint8)
     slot = torch.arange(held)
     page, within = slot // fmt.tokens_per_page, slot % fmt.tokens_per_page
-    write_keys(pages, fmt, page, within, k[:held])
-    write_values(pages, fmt, page, within, v[:held])
-    keys, values = read_slots(pages, fmt, page, within)
+    REFERENCE.write_keys(pages, fmt, page, within, k[:held])
+    REFERENCE.write_values(pages, fmt, page, within, v[:held])
+    keys, values = REFERENCE.read_slots(pages, fmt, page, within)
     exact = torch.stack([slow_attention.attend_one(x, keys, values, HEAD_DIM**-0.5)[0] for x in q])
     count = torch.full((1, 1), held)
     tiers = [TierPages(fmt, torch.arange(columns).view(1, 1, -1), count, count)]
     errors = {}
     for isa in cpu_abi.available_isas():
         monkeypatch.setenv("KVBENCH_CPU_ISA", isa)
-        out = cpu_decode.paged_decode(q[None], pages, tiers, None, HEAD_DIM**-0.5)[0]
+        out = Cpu().paged_decode(q[None], pages, tiers, None, HEAD_DIM**-0.5)[0]
         errors[isa] = float((out[0] - exact).abs().max())
     assert max(errors.values()) <= 2 * errors["portable"] + 3e-6 * float(exact.abs().max()), errors
 
@@ -90,6 +91,6 @@ def test_a_broken_scale_never_gives_a_number(bits: str, where: str, bad: float):
     fmt = tier_format(bits, 64)
     cache = Cache([fmt], [[[700, 30]]], 64)
     region(cache.pages, fmt, where)[cache.tiers[0].ids[0, 0, 0], 0, 5] = bad
-    out, _, _ = cpu_decode.paged_decode(torch.ones(1, 6, 64), cache.pages, cache.tiers, None, 0.125)
+    out, _, _ = Cpu().paged_decode(torch.ones(1, 6, 64), cache.pages, cache.tiers, None, 0.125)
     assert not out[0, :3].isfinite().all(-1).any()
     assert out[0, 3:].isfinite().all()

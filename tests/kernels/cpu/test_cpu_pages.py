@@ -3,14 +3,13 @@
 import pytest
 import torch
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import pages as cpu_pages
+from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
-from kvbench.kernels.cpu.step import open_step
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.operands import Ring, StepRing, TierPages
-from kvbench.kernels.reference import pages as torch_pages
-from kvbench.kernels.reference.attention import add_scores, paged_decode
+from kvbench.kernels.operands import Ring, StepRing, StepScores, TierPages
+from kvbench.kernels.tier_table import SlotSearch
 
 try:
     ISAS = cpu_abi.available_isas()
@@ -94,11 +93,11 @@ def test_bytes_written_and_values_read_are_the_reference_s(name: str, head_dim: 
     k, v = vectors(num, head_dim, 2), vectors(num, head_dim, 3)
     want = torch.full((num_pages, fmt.page_bytes), 0xA5, dtype=torch.uint8)
     got = want.clone()
-    for pages, ops in ((want, torch_pages), (got, cpu_pages)):
+    for pages, ops in ((want, REFERENCE), (got, Cpu())):
         ops.write_keys(pages, fmt, page, slot, k)
         ops.write_values(pages, fmt, page, slot, v.half())
     assert torch.equal(got, want)
-    read, expected = (ops.read_slots(want, fmt, page, slot) for ops in (cpu_pages, torch_pages))
+    read, expected = (ops.read_slots(want, fmt, page, slot) for ops in (Cpu(), REFERENCE))
     for a, b in zip(read, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)  # an infinite scale times code 0 is NaN
 
@@ -110,10 +109,10 @@ def test_many_slots_are_written_alike_by_several_threads():
     x = vectors(1000, 64, 2)
     want = torch.zeros(num_pages, fmt.page_bytes, dtype=torch.uint8)
     got = want.clone()
-    torch_pages.write_keys(want, fmt, page, slot, x)
+    REFERENCE.write_keys(want, fmt, page, slot, x)
     try:
         torch.set_num_threads(3)
-        cpu_pages.write_keys(got, fmt, page, slot, x)
+        Cpu().write_keys(got, fmt, page, slot, x)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(got, want)
@@ -129,9 +128,9 @@ def test_a_nan_stays_where_it_is(name: str, isa: str):
     x[1, 5] = float("nan")
     pages = torch.zeros(1, fmt.page_bytes, dtype=torch.uint8)
     at = torch.zeros(3, dtype=torch.int64), torch.arange(3)
-    cpu_pages.write_keys(pages, fmt, *at, x)
-    cpu_pages.write_values(pages, fmt, *at, x)
-    for read in cpu_pages.read_slots(pages, fmt, *at):
+    Cpu().write_keys(pages, fmt, *at, x)
+    Cpu().write_values(pages, fmt, *at, x)
+    for read in Cpu().read_slots(pages, fmt, *at):
         assert read[1, 5].isnan() and read[[0, 2]].isfinite().all()
 
 
@@ -146,8 +145,8 @@ def test_moved_slots_carry_all_their_bytes(name: str):
     page, slot, _ = places(fmt, 2 * fmt.slot.token_quantum, 5)
     half = len(page) // 2
     moves = page[:half], slot[:half], page[half:], slot[half:]
-    torch_pages.move_slots(want, fmt, *moves)
-    cpu_pages.move_slots(got, fmt, *moves)
+    REFERENCE.move_slots(want, fmt, *moves)
+    Cpu().move_slots(got, fmt, *moves)
     assert torch.equal(got, want)
 
 
@@ -159,10 +158,10 @@ def test_slots_and_pages_that_do_not_exist_are_refused():
     wrong = ((2, 0, no_page), (-1, 0, no_page), (0, fmt.tokens_per_page, no_slot), (0, -1, no_slot))
     for page, slot, said in wrong:
         with pytest.raises(AssertionError, match=said):
-            cpu_pages.write_values(pages, fmt, torch.tensor([page]), torch.tensor([slot]), x)
+            Cpu().write_values(pages, fmt, torch.tensor([page]), torch.tensor([slot]), x)
     assert not pages.any()
     with pytest.raises(ValueError, match="cannot move one by one"):
-        cpu_pages.move_slots(pages, page_format("channel", 64), *[torch.tensor([0])] * 4)
+        Cpu().move_slots(pages, page_format("channel", 64), *[torch.tensor([0])] * 4)
 
 
 @pytest.mark.parametrize("by", ["mean", "score", "pos"])
@@ -173,13 +172,13 @@ def test_the_smallest_slot_is_found_as_a_plain_loop_finds_it(by: str, isa: str):
     held = torch.tensor([0, 1, tokens, 3 * tokens - 2, 5, 2 * tokens + 1])
     ids = torch.randperm(18, generator=make).view(6, 3)
     pages = torch.randint(0, 256, (18, fmt.page_bytes), dtype=torch.uint8, generator=make)
-    score, pos = (torch_pages.region(pages, fmt, name) for name in ("score", "pos"))
+    score, pos = (REFERENCE.region(pages, fmt, name) for name in ("score", "pos"))
     score.copy_(torch.randint(0, 4, score.shape, generator=make) / 4)  # many ties
     pos.copy_(torch.randperm(score.numel(), generator=make).view(score.shape))
     seen, floor = torch.full((6,), 900), torch.tensor([0, 50, 200, 700, 899, 1000])
     single = pos[ids[:, 0], 0].long()
     for rule in ({}, {"first": 30}, {"before": torch.arange(6) * 60}, {"exact": single}, {"floor": floor}):
-        value, slot, where = cpu_pages.slot_extreme(pages, fmt, ids, held, by=by, seen=seen, **rule)
+        value, slot, where = Cpu().slot_extreme(pages, fmt, ids, held, SlotSearch(by=by, seen=seen, **rule))
         for m in range(6):
             best = (float("inf"), -1, -1)
             for i in range(int(held[m])):
@@ -205,11 +204,11 @@ def tier_pages(fmt: PageFormat, counts: torch.Tensor, pool: int, seed: int) -> t
     pages = torch.zeros(pool, fmt.page_bytes, dtype=torch.uint8)
     page = torch.arange(pool).repeat_interleave(tokens)
     slot = torch.arange(tokens).repeat(pool)
-    for write in (torch_pages.write_keys, torch_pages.write_values):
+    for write in (REFERENCE.write_keys, REFERENCE.write_values):
         write(pages, fmt, page, slot, torch.randn(len(page), fmt.slot.head_dim, generator=make))
     if "score" in fmt.slot.track:
         score, pos = torch.rand(len(page), generator=make), torch.arange(len(page)) % 90
-        torch_pages.write_tracked(pages, fmt, page, slot, score, pos)
+        REFERENCE.write_tracked(pages, fmt, page, slot, score, pos)
     ids = torch.randperm(pool, generator=make)[: counts.numel() * width].view(*counts.shape, width)
     return pages, TierPages(fmt, ids, counts, counts)
 
@@ -225,40 +224,37 @@ def test_a_step_of_all_layers_equals_its_single_operations(update: str | None, s
     page = tier.ids.gather(-1, (last // fmt.tokens_per_page)[..., None])[..., 0]
     slot, seen = last % fmt.tokens_per_page, torch.tensor([88, 91])
     want = pages.clone()
-    step = open_step(
+    step = Cpu().open_step(
         pages,
         [tier],
         num_q_heads=6,
         seen=seen,
         target=(0, page, slot),
-        power=1,
-        group="max",
-        update=update,
-        skip_near=skip_near,
+        scores=StepScores(group="max", update=update, skip_near=skip_near),
     )
     make = torch.Generator().manual_seed(3)
     for layer in range(3):
         q, k, v = (torch.randn(2, heads, 64, generator=make) for heads in (6, 2, 2))
         out = step.attend(layer, q, k, v, 0.125)
         at = page[:, layer].flatten(), slot[:, layer].flatten()
-        torch_pages.write_keys(want, fmt, *at, k.flatten(0, 1))
-        torch_pages.write_values(want, fmt, *at, v.flatten(0, 1))
+        REFERENCE.write_keys(want, fmt, *at, k.flatten(0, 1))
+        REFERENCE.write_values(want, fmt, *at, v.flatten(0, 1))
         one = TierPages(fmt, tier.ids[:, layer], counts[:, layer], counts[:, layer])
-        expected, _, (score,) = paged_decode(q, want, [one], None, 0.125, group="max")
+        expected, _, (score,) = REFERENCE.paged_decode(q, want, [one], None, 0.125, group="max")
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
         if update:
-            where = torch_pages.region(want, fmt, "pos")[one.ids].flatten(-2)
+            where = REFERENCE.region(want, fmt, "pos")[one.ids].flatten(-2)
             score = score.masked_fill(seen[:, None, None] - where < skip_near, 0.0)
             if update == "replace":
                 slots = torch.arange(one.ids.shape[-1] * fmt.tokens_per_page)
                 for s, h, i in (slots < one.num_k[..., None]).nonzero().tolist():
                     at = one.ids[s, h, i // fmt.tokens_per_page], i % fmt.tokens_per_page
-                    torch_pages.region(want, fmt, "score")[at] = 0.0
-            add_scores(want, one, score)
-    a, b = (torch_pages.region(x, fmt, "score").clone() for x in (pages, want))
+                    REFERENCE.region(want, fmt, "score")[at] = 0.0
+            REFERENCE.add_scores(want, one, score)
+    a, b = (REFERENCE.region(x, fmt, "score").clone() for x in (pages, want))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     for x in (pages, want):
-        torch_pages.region(x, fmt, "score").zero_()
+        REFERENCE.region(x, fmt, "score").zero_()
     assert torch.equal(pages, want)
 
 
@@ -290,13 +286,13 @@ def test_a_step_behind_a_ring_equals_its_single_operations(name: str, flush_firs
         after=(new_k, new_v),
         flush_first=flush_first,
     )
-    step = open_step(pages, [tier], num_q_heads=6, seen=torch.tensor([70, 70]), target=None, ring=ring)
+    step = Cpu().open_step(pages, [tier], num_q_heads=6, seen=torch.tensor([70, 70]), target=None, ring=ring)
 
     def flush(layer: int) -> None:
         for s, h in ((s, h) for s in range(2) for h in range(2)):
             for old, new, buffer, write in (
-                (old_k, new_k, want_k, torch_pages.write_keys),
-                (old_v, new_v, want_v, torch_pages.write_values),
+                (old_k, new_k, want_k, REFERENCE.write_keys),
+                (old_v, new_v, want_v, REFERENCE.write_values),
             ):
                 token = torch.arange(int(old[s, layer, h]), int(new[s, layer, h]))
                 if len(token):
@@ -315,7 +311,7 @@ def test_a_step_behind_a_ring_equals_its_single_operations(name: str, flush_firs
             flush(layer)
         one = TierPages(fmt, tier.ids[:, layer], tier.num_k[:, layer], tier.num_v[:, layer])
         view = Ring(want_k[rows, layer], want_v[rows, layer], total[:, layer])
-        expected, _, _ = paged_decode(q, want, [one], view, 0.125)
+        expected, _, _ = REFERENCE.paged_decode(q, want, [one], view, 0.125)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
         if not flush_first:
             flush(layer)
@@ -329,8 +325,8 @@ def test_what_the_compiled_code_does_not_cover_goes_to_the_reference():
     x = torch.randn(1, 64)
     at = torch.tensor([2]), torch.tensor([1])
     part = wide[:, : fmt.page_bytes]
-    cpu_pages.write_keys(part, fmt, *at, x)
+    Cpu().write_keys(part, fmt, *at, x)
     assert wide.any() and not wide[:, fmt.page_bytes :].any()
     counts = torch.ones(1, 1, 1, dtype=torch.int64)
     tier = TierPages(fmt, torch.zeros(1, 1, 1, 1, dtype=torch.int64), counts, counts)
-    assert open_step(part, [tier], num_q_heads=1, seen=counts[0, 0], target=(0, counts - 1, counts)) is None
+    assert Cpu().open_step(part, [tier], num_q_heads=1, seen=counts[0, 0], target=(0, counts - 1, counts)) is None

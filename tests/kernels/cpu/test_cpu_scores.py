@@ -3,12 +3,11 @@
 import pytest
 import torch
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.cpu import abi as cpu_abi
-from kvbench.kernels.cpu import scores as cpu_scores
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.cpu.build import BuildError
-from kvbench.kernels.reference import attention as torch_attention
-from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.operands import ColumnSums, HeadScores
 
 try:
     ISAS = cpu_abi.available_isas()
@@ -70,7 +69,7 @@ def test_column_sums_equal_those_of_the_full_matrix(shape: str, dtype: torch.dty
         p, distance = probabilities(q, k, scale)
         for option in OPTIONS:
             how = {"queries": -1, "skip_near": 0, "power": 1, **option}
-            got = cpu_scores.column_scores(q, k, scale, **how)
+            got = Cpu().column_scores(q, k, scale, ColumnSums(**how))
             counts = counted(distance, how["queries"], how["skip_near"])
             want = (p ** how["power"] * counts).sum(1)
             assert got.dtype is torch.float32
@@ -84,11 +83,11 @@ def test_low_counts_equal_those_of_the_full_matrix(isa: str):
     p, distance = probabilities(q, k, scale)
     share = p * torch.arange(1, 514)[:, None]
     for queries, skip_near in ((-1, 0), (40, 3)):
-        got = cpu_scores.column_scores(q, k, scale, queries=queries, skip_near=skip_near, below_uniform=True)
+        got = Cpu().column_scores(q, k, scale, ColumnSums(queries=queries, skip_near=skip_near, below_uniform=True))
         counts = counted(distance, queries, skip_near)
         most, least = (((share < limit) & counts).sum(1) for limit in (1 + 1e-5, 1 - 1e-5))
         assert bool((least <= -got).all() and (-got <= most).all()) and int(least.max()) > 0
-    assert not cpu_scores.column_scores(q, torch.zeros_like(k), scale, queries=-1, below_uniform=True).any()
+    assert not Cpu().column_scores(q, torch.zeros_like(k), scale, ColumnSums(queries=-1, below_uniform=True)).any()
 
 
 def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(isa: str):
@@ -99,8 +98,9 @@ def test_sums_are_the_same_bits_for_any_number_of_threads_and_strides(isa: str):
         found = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(cpu_scores.column_scores(q[:, :300], k[:, :300], scale, queries=-1, power=2))
-            found.append(cpu_scores.column_scores(q[:, :300].clone(), k[:, :300].clone(), scale, queries=-1, power=2))
+            part = q[:, :300], k[:, :300]
+            for given in (part, [x.clone() for x in part]):
+                found.append(Cpu().column_scores(*given, scale, ColumnSums(queries=-1, power=2)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -110,7 +110,7 @@ def test_a_key_that_is_not_finite_shows_in_its_head_alone(isa: str):
     """NaN in one KV head of two: the reference's rows are NaN, and so are these; the other head is untouched."""
     q, k, scale = prompt("3:1", 70)
     k[1, 20] = float("nan")
-    got, want = (m.column_scores(q, k, scale, queries=-1) for m in (cpu_scores, torch_attention))
+    got, want = (m.column_scores(q, k, scale, ColumnSums(queries=-1)) for m in (Cpu(), REFERENCE))
     assert torch.equal(got.isnan(), want.isnan()) and bool(got[3:, :20].isnan().all())
     torch.testing.assert_close(got[:3], want[:3], rtol=2e-6, atol=2e-6)
 
@@ -118,9 +118,8 @@ def test_a_key_that_is_not_finite_shows_in_its_head_alone(isa: str):
 def test_scores_are_pooled_and_reduced_as_the_reference_s():
     """The whole operation, with windowed pooling before the group's mean, and the counts of both."""
     q, k, scale = prompt("3:1", 90)
-    how = {"queries": 32, "skip_near": 2, "power": 1, "pool": "max", "pool_kernel": 7, "group": "mean"}
-    how |= {"pool_stage": "per_query_head", "pool_region": "prefix"}
-    got, want = (m.prompt_scores(q, k, scale, **how) for m in (Cpu(), Reference()))
+    how = ColumnSums(queries=32, skip_near=2), HeadScores(pool="max", pool_kernel=7, pool_region="prefix", group="mean")
+    got, want = (m.prompt_scores(q, k, scale, *how) for m in (Cpu(), REFERENCE))
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
-    got, want = (m.prompt_low_counts(q, k, scale, queries=-1, skip_near=2, group="max") for m in (Cpu(), Reference()))
+    got, want = (m.prompt_low_counts(q, k, scale, queries=-1, skip_near=2, group="max") for m in (Cpu(), REFERENCE))
     assert got.shape == want.shape and float((got - want).abs().max()) <= 1

@@ -7,14 +7,14 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from triton_helpers import DEVICE, poisoned_memory, random_queries  # noqa: F401
 
+from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu import choice
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.gpu.bounds import page_bounds
 from kvbench.kernels.gpu.decode import Lists, ListTier
 from kvbench.kernels.operands import TierPages
-from kvbench.kernels.reference.attention import choose_pages
-from kvbench.kernels.reference.backend import Reference
+from kvbench.kernels.reference.attention import choose_by_bounds
 from kvbench.kernels.reference.pages import region
 
 HELD = torch.tensor([[16 * 36 + 3, 1], [16 * 2, 16 * 5 - 1]])  # slots of pages of 16; 37 pages need two blocks
@@ -65,7 +65,7 @@ def test_the_same_pages_are_chosen_as_by_the_reference():
     """More pages asked for than a list has, fewer, and the newest one always; plain torch did nothing in its place."""
     pages, tier = bounded(64, torch.float16)
     q, count = random_queries(2, 6, 64), torch.tensor([3, 7])
-    want = choose_pages(q, pages, tier, count, 7, "max")
+    want = REFERENCE.choose_pages(q, pages, tier, count, 7, "max")
     backend = Gpu()
     got = backend.choose_pages(q.to(DEVICE), *moved(pages, tier), count.to(DEVICE), 7, "max")
     assert torch.equal(got.num_k.cpu(), want.num_k) and got.ids.shape == (2, 2, 7)
@@ -88,8 +88,8 @@ def test_ties_and_what_is_no_number_are_chosen_as_by_the_reference(at_once: int,
     count = torch.randint(1, 40, (24,), generator=make)
     fmt = bounded(64, torch.float16)[1].fmt
     tier = TierPages(fmt, torch.arange(24 * 2 * 37).view(24, 2, 37), held, held)
-    q, pages = torch.zeros(24, 2, 64), torch.zeros(2000, fmt.page_bytes, dtype=torch.uint8)
-    want = choose_pages(q, pages, tier, count, 37, "max", bounds=lambda *_: bounds)
+    pages = torch.zeros(2000, fmt.page_bytes, dtype=torch.uint8)
+    want = choose_by_bounds(bounds, tier, count, 37)
     _, there = moved(pages, tier)
     ids, slots = choice.choose(bounds.to(DEVICE), ListTier.of(there), Lists.of(there), count.to(DEVICE), 37)
     assert torch.equal(slots.cpu(), want.num_k)
@@ -124,7 +124,7 @@ def test_bounds_are_widened_to_the_reference_s_bytes(head_dim: int, dtype: torch
     make = torch.Generator().manual_seed(head_dim)
     pages, fmt, page, slot, k = keys_in_pages(head_dim, dtype, make)
     want, backend = pages.clone(), Gpu()
-    Reference().widen_bounds(want, fmt, page, slot, k, distinct=False)
+    Backend().widen_bounds(want, fmt, page, slot, k, distinct=False)
     got = pages.clone().to(DEVICE)
     wide = torch.cat([k, k], 1).to(DEVICE)[:, :head_dim]
     beside = [torch.cat([x, torch.full((2,), other)]).to(DEVICE) for x, other in ((page, -1), (slot, 0))]
@@ -139,7 +139,7 @@ def test_a_bound_that_is_no_number_stays_none():
     k[(page == 1) & (slot == 5), 3] = float("nan")
     region(pages, fmt, "k_high")[1, 2] = region(pages, fmt, "k_low")[0, 4] = float("nan")
     want, got = pages.clone(), pages.clone().to(DEVICE)
-    Reference().widen_bounds(want, fmt, page, slot, k, distinct=False)
+    Backend().widen_bounds(want, fmt, page, slot, k, distinct=False)
     Gpu().widen_bounds(got, fmt, page.to(DEVICE), slot.to(DEVICE), k.to(DEVICE), distinct=False)
     low, high = (region(got.cpu(), fmt, name) for name in ("k_low", "k_high"))
     for name, found in (("k_low", low), ("k_high", high)):
@@ -154,7 +154,7 @@ def test_a_step_widens_each_page_by_one_key():
     pages, fmt, *_ = keys_in_pages(64, torch.float16, make)
     page, slot, k = torch.tensor([3, 0, -1, 4]), torch.tensor([0, 5, 0, 15]), torch.randn(4, 64, generator=make)
     want, real, got = pages.clone(), page >= 0, pages.clone().to(DEVICE)
-    Reference().widen_bounds(want, fmt, page[real], slot[real], k[real], distinct=True)
+    Backend().widen_bounds(want, fmt, page[real], slot[real], k[real], distinct=True)
     Gpu().widen_bounds(got, fmt, page.to(DEVICE), slot.to(DEVICE), k.to(DEVICE), distinct=True)
     assert torch.equal(got.cpu(), want)
     exact = k[0].half()

@@ -13,15 +13,14 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from no_data import NothingOnTheHost, without_data
 from page_helpers import PAGE_BYTES, tier_format
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.gpu import decode as triton_decode
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import moves as triton_moves
 from kvbench.kernels.gpu import parts as triton_parts
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.operands import Ring, TierPages
+from kvbench.kernels.operands import ColumnSums, HeadScores, Ring, TierPages
 from kvbench.kernels.pool import PagePool
-from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.table import PageTable
 
 TRACK = ("score", "pos")
@@ -57,7 +56,7 @@ def test_attention_reads_nothing_back(device, accumulate: bool):
     tiers = tiers_of(make, tier_format("8,4", 64, track=TRACK), tier_format("4,2", 64, track=TRACK))
     pages, q = make(9, PAGE_BYTES, dtype=torch.uint8), make(3, 6, 64, dtype=torch.float16)
     with NothingOnTheHost():
-        out, lse, scores = triton_decode.paged_decode(q, pages, tiers, None, 0.125, group="max", accumulate=accumulate)
+        out, lse, scores = Gpu().paged_decode(q, pages, tiers, None, 0.125, group="max", accumulate=accumulate)
     assert out.shape == (3, 6, 64) and lse.shape == (3, 6) and len(scores) == (0 if accumulate else 2)
     assert device.launches == ["_attend", "_finish"]
 
@@ -69,11 +68,11 @@ def test_attention_behind_a_ring_and_rotated_reads_nothing_back(device):
     buffer = make(3, 2, 40, 64, dtype=torch.bfloat16)
     tiers = tiers_of(make, tier_format("2,2", 64, k_channel_group=32, v_groups=2))
     with NothingOnTheHost():
-        triton_decode.paged_decode(q, pages, tiers, Ring(buffer, buffer, make(3, 2)), 0.125)
+        Gpu().paged_decode(q, pages, tiers, Ring(buffer, buffer, make(3, 2)), 0.125)
         (tier,) = tiers_of(make, tier_format("16,16", 64, track=TRACK))
         tier.rotation = make(3, 4 * tier.fmt.tokens_per_page, 32, dtype=torch.float32)
-        triton_decode.paged_decode(q, pages, [tier], None, 0.125, group="sum", accumulate=True)
-        triton_decode.add_scores(pages, tier, make(3, 2, 4 * tier.fmt.tokens_per_page, dtype=torch.float32))
+        Gpu().paged_decode(q, pages, [tier], None, 0.125, group="sum", accumulate=True)
+        Gpu().add_scores(pages, tier, make(3, 2, 4 * tier.fmt.tokens_per_page, dtype=torch.float32))
     attended = ["_attend", "_finish"]
     assert device.launches == [*attended, *attended, "_add_scores"]
 
@@ -132,14 +131,8 @@ def test_prompts_are_scored_without_reading_back(device):
             q,
             k,
             0.125,
-            queries=32,
-            skip_near=2,
-            power=2,
-            pool="avg",
-            pool_kernel=5,
-            pool_stage="after_group",
-            pool_region="all",
-            group="max",
+            ColumnSums(queries=32, skip_near=2, power=2),
+            HeadScores(pool="avg", pool_kernel=5, pool_stage="after_group", pool_region="all", group="max"),
         )
     assert scores.shape == (2, 300)
     assert device.launches == ["_attend_prompt", "_attend_prompt", "_sum_columns"]
@@ -168,7 +161,7 @@ def test_the_checks_see_what_synchronises(device):
     (tier,) = tiers_of(make, tier_format("4,2", 64, track=TRACK))
     pages = make(9, PAGE_BYTES, dtype=torch.uint8)
     with pytest.raises(SYNCS):
-        torch_attention.add_scores(pages, tier, make(3, 2, 4 * tier.fmt.tokens_per_page, dtype=torch.float32))
+        REFERENCE.add_scores(pages, tier, make(3, 2, 4 * tier.fmt.tokens_per_page, dtype=torch.float32))
     with pytest.raises(SYNCS):
         PageTable(PagePool(32, 9, "meta"), (8,), 3, 1, 1, 4).reserve(make(3), 0, make(3))
     with pytest.raises(SYNCS), NothingOnTheHost():

@@ -7,10 +7,10 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 
 from triton_helpers import DEVICE, move_tier, poisoned_memory  # noqa: F401
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.operands import TierPages
-from kvbench.kernels.reference.backend import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what is not live
 # Of values of a normal distribution: fp32 sums of up to 200 products in another order, with exp2 beside exp.
@@ -76,11 +76,11 @@ def test_what_is_read_back_is_what_the_reference_reads(slots, rotated):
         held = (counts * fmt.tokens_per_page - 5).clamp(min=0) // fmt.slot.group_tokens * fmt.slot.group_tokens
         page = ids.flatten().repeat_interleave(fmt.tokens_per_page)
         slot = torch.arange(fmt.tokens_per_page).repeat(12)
-        for write in (Reference().write_keys, Reference().write_values):
+        for write in (REFERENCE.write_keys, REFERENCE.write_values):
             write(pages, fmt, page, slot, torch.randn(len(page), fmt.slot.head_dim, generator=make))
         angles = torch.rand(2, 3 * fmt.tokens_per_page, fmt.slot.head_dim // 2, generator=make) if rotated else None
         tiers.append(TierPages(fmt, ids, held, held, angles))
-    want, backend = Reference().gather_dense(pages, tiers, None), Gpu()
+    want, backend = REFERENCE.gather_dense(pages, tiers, None), Gpu()
     there = [move_tier(tier) for tier in tiers]
     got = backend.gather_dense(pages.to(DEVICE), there, None)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True)) and backend.fallbacks == set()

@@ -11,9 +11,9 @@ from page_helpers import Cache, tier_format
 from triton_helpers import DEVICE, move_cache, move_ring, poisoned_memory, random_queries  # noqa: F401
 
 from kvbench.kernels import dispatch
-from kvbench.kernels.gpu import decode as triton_decode
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.gpu.backend import Gpu
 from kvbench.kernels.operands import Ring, TierPages
-from kvbench.kernels.reference import attention as torch_attention
 from kvbench.kernels.reference.pages import region
 
 # The interpreter computes in numpy, which warns of the NaNs that slots without a token may hold.
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def assert_equal(cache: Cache, q: torch.Tensor, ring: Ring | None = None, *, tolerance: float = 1e-5, **options):
     """Output, log-sum-exp and scores equal the reference's; 1e-5 is the rounding of fp32 sums."""
     scale, cut = q.shape[-1] ** -0.5, options.pop("pages_per_part", 2)
-    want = torch_attention.paged_decode(q, cache.pages, cache.tiers, ring, scale, **options)
+    want = REFERENCE.paged_decode(q, cache.pages, cache.tiers, ring, scale, **options)
     pages, tiers = move_cache(cache)
     moved = None if ring is None else move_ring(ring)
-    got = triton_decode.paged_decode(q.to(DEVICE), pages, tiers, moved, scale, pages_per_part=cut, **options)
+    got = Gpu().paged_decode(q.to(DEVICE), pages, tiers, moved, scale, pages_per_part=cut or 0, **options)
     assert len(got[2]) == len(want[2])
     for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
@@ -143,9 +143,9 @@ def test_small_scales_survive_half_precision():
     region(cache.pages, fmt, "v_scale").fill_(6e-8)
     region(cache.pages, fmt, "v_zero").fill_(0.0)
     q = random_queries(1, 2, 64).half()
-    want, _, _ = torch_attention.paged_decode(q, cache.pages, cache.tiers, None, 0.125)
+    want, _, _ = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125)
     pages, tiers = move_cache(cache)
-    got, _, _ = triton_decode.paged_decode(q.to(DEVICE), pages, tiers, None, 0.125)
+    got, _, _ = Gpu().paged_decode(q.to(DEVICE), pages, tiers, None, 0.125)
     torch.testing.assert_close(got.cpu(), want, rtol=4e-3, atol=0)
 
 
@@ -155,7 +155,7 @@ def test_the_number_of_parts_does_not_change_the_result():
     cache = Cache([fmt], [[[90, 3]]], 64)
     q = random_queries(1, 6, 64)
     for cut in (1, 2, 100):
-        assert_equal(cache, q, group="max", pages_per_part=cut)
+        assert_equal(cache, q, group="max", pages_per_part=cut or 0)
     assert_equal(cache, q, group="max", pages_per_part=None)
 
 
@@ -165,7 +165,7 @@ def test_a_list_of_nothing_has_no_value():
     cache = Cache([fmt], [[[0, 12]]], 64)
     pages, tiers = move_cache(cache)
     q = random_queries(1, 2, 64).to(DEVICE)
-    out, lse, (scores,) = triton_decode.paged_decode(q, pages, tiers, None, 0.125, group="max")
+    out, lse, (scores,) = Gpu().paged_decode(q, pages, tiers, None, 0.125, group="max")
     assert out[0, 0].isnan().all() and float(lse[0, 0]) == float("-inf")
     assert out[0, 1].isfinite().all() and lse[0, 1].isfinite()
     assert not scores[0, 0].any()
@@ -177,9 +177,7 @@ def test_nan_comes_out_of_its_own_list_only():
     cache = Cache([fmt], [[[40, 40]]], 64)
     region(cache.pages, fmt, "v_scale")[cache.tiers[0].ids[0, 0, 0], 0, 5] = float("nan")
     pages, tiers = move_cache(cache)
-    out, _, scores = triton_decode.paged_decode(
-        random_queries(1, 6, 64).to(DEVICE), pages, tiers, None, 0.125, group="sum"
-    )
+    out, _, scores = Gpu().paged_decode(random_queries(1, 6, 64).to(DEVICE), pages, tiers, None, 0.125, group="sum")
     bad = ~torch.isfinite(out[0]).all(1)
     assert bad[:3].all() and not bad[3:].any()
     assert torch.isfinite(scores[0]).all()
@@ -194,18 +192,18 @@ def test_scores_are_added_as_the_reference_adds_them(accumulate: bool):
         region(cache.pages, tier.fmt, "score")[tier.ids.flatten()] = torch.rand(tier.ids.numel(), 1)
     q = random_queries(1, 6, 64)
     want = cache.pages.clone()
-    _, _, scores = torch_attention.paged_decode(q, want, cache.tiers, None, 0.125, group="max")
+    _, _, scores = REFERENCE.paged_decode(q, want, cache.tiers, None, 0.125, group="max")
     for tier, score in zip(cache.tiers, scores, strict=True):
-        torch_attention.add_scores(want, tier, score)
+        REFERENCE.add_scores(want, tier, score)
     pages, tiers = move_cache(cache)
     if accumulate:
-        _, _, left = triton_decode.paged_decode(
+        _, _, left = Gpu().paged_decode(
             q.to(DEVICE), pages, tiers, None, 0.125, group="max", accumulate=True, pages_per_part=1
         )
         assert left == []
     else:
         for tier, score in zip(tiers, scores, strict=True):
-            triton_decode.add_scores(pages, tier, score.to(DEVICE))
+            Gpu().add_scores(pages, tier, score.to(DEVICE))
     got = pages.cpu()
     for tier in cache.tiers:
         for s, h in ((0, 0), (0, 1)):
@@ -223,7 +221,7 @@ def test_adding_to_scores_that_are_not_tracked_is_refused():
     fmt = tier_format("4,2", 64)
     pages, tiers = move_cache(Cache([fmt], [[[5]]], 64))
     with pytest.raises(AssertionError, match="the call needs score"):
-        triton_decode.add_scores(pages, tiers[0], torch.zeros(1, 1, fmt.tokens_per_page, device=DEVICE))
+        Gpu().add_scores(pages, tiers[0], torch.zeros(1, 1, fmt.tokens_per_page, device=DEVICE))
 
 
 ROTATED = {  # bits, head dim, angles, format
@@ -268,9 +266,9 @@ def test_scores_of_rotated_keys_are_added():
     pages, (tier,) = move_cache(cache)
     cache.tiers[0].rotation, tier.rotation = angle, angle.to(DEVICE)
     q = random_queries(1, 6, 64)
-    want, _, (score,) = torch_attention.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="max")
-    torch_attention.add_scores(cache.pages, cache.tiers[0], score)
-    got, _, left = triton_decode.paged_decode(q.to(DEVICE), pages, [tier], None, 0.125, group="max", accumulate=True)
+    want, _, (score,) = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group="max")
+    REFERENCE.add_scores(cache.pages, cache.tiers[0], score)
+    got, _, left = Gpu().paged_decode(q.to(DEVICE), pages, [tier], None, 0.125, group="max", accumulate=True)
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-5)
     live = [region(x, fmt, "score")[cache.tiers[0].ids[0, 1, 0], :16] for x in (pages.cpu(), cache.pages)]
     torch.testing.assert_close(*live, rtol=0, atol=1e-5)

@@ -12,6 +12,7 @@ from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
 from kvbench.kernels.dispatch import gpu_backend
+from kvbench.kernels.tier_table import SlotSearch
 
 SHAPE = (4, 2, 3)  # rows, layers, heads
 ROWS, SEEN, FLOOR = [3, 1], [400, 300], [11, 0]
@@ -90,8 +91,11 @@ def test_the_smallest_slot_of_every_list_is_the_one_that_loops_find(filled, case
     how = {"over_layer": False, "floor": None, "before": None, "exact": None, "first": 0} | case
     want = slow_extreme(fields, tier, **how)
     given = {key: torch.tensor(x, device=DEVICE) if isinstance(x, list) else x for key, x in how.items()}
+    del given["over_layer"]
     rows, seen = torch.tensor(ROWS, device=DEVICE), torch.tensor(SEEN, device=DEVICE)
-    value, slot, pos = table.find_extreme(rows, tier, formats[tier], seen=seen, **given)
+    value, slot, pos = table.find_extreme(
+        rows, tier, formats[tier], SlotSearch(seen=seen, **given), over_layer=case.get("over_layer", False)
+    )
     assert value.shape == (len(ROWS), *SHAPE[1:])
     assert slot.flatten().tolist() == [each[1] for each in want]
     assert pos.flatten().tolist() == [each[2] for each in want]
@@ -103,7 +107,7 @@ def test_a_search_without_scores_is_refused(filled):
     _, table, _ = filled
     rows = torch.tensor(ROWS, device=DEVICE)
     with pytest.raises(AssertionError, match="a search by score needs scores"):
-        table.find_extreme(rows, 0, tier_format("8,4", 64, track=("pos",)), by="score", over_layer=False, seen=rows)
+        table.find_extreme(rows, 0, tier_format("8,4", 64, track=("pos",)), SlotSearch(by="score", seen=rows))
 
 
 @pytest.mark.parametrize("extra", [0, 700])

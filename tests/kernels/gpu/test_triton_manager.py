@@ -10,11 +10,11 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.gpu import manager as triton_manager
 from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.pool import PagePool, PoolExhausted
-from kvbench.kernels.reference import pages as torch_pages
 from kvbench.kernels.table import PageTable
 
 TRACK = ("score", "pos")
@@ -122,7 +122,7 @@ def test_compaction_moves_the_same_slots_and_frees_the_same_pages(tier: int, blo
     owner, source, target, count = twins.table.plan_compaction(lists, tier, keep)
     where = [twins.table.lookup(lists[owner], tier, x) for x in (source, target)]
     assert owner.numel() > 10
-    torch_pages.move_slots(twins.pool.pages, formats[tier], *where[0], *where[1])
+    REFERENCE.move_slots(twins.pool.pages, formats[tier], *where[0], *where[1])
     twins.table.truncate(lists, tier, count)
     got = twins.device.compact(lists.to(DEVICE), tier, keep.to(DEVICE), formats[tier])
     assert torch.equal(got.cpu(), count)

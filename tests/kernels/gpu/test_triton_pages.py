@@ -8,12 +8,9 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from page_helpers import PAGE_BYTES, tier_format
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.format import PageFormat
-from kvbench.kernels.gpu import fields
-from kvbench.kernels.gpu import moves as triton_moves
-from kvbench.kernels.gpu import pages as triton_pages
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.reference import pages as torch_pages
 
 TRACK = ("score", "pos")
 FORMATS = {
@@ -75,13 +72,13 @@ def test_written_bytes_and_what_they_read_as_equal_the_reference(case: tuple):
     k, v = hard_vectors(len(page), head_dim), hard_vectors(len(page), head_dim).flip(0)
     want = torch.randint(256, (6, PAGE_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     got = want.to(DEVICE, copy=True)
-    torch_pages.write_keys(want, fmt, page[keep], slot[keep], k[keep])
-    torch_pages.write_values(want, fmt, page[keep], slot[keep], v[keep])
-    triton_pages.write_keys(got, fmt, skipped.to(DEVICE), slot.to(DEVICE), k.to(DEVICE))
-    triton_pages.write_values(got, fmt, skipped.to(DEVICE), slot.to(DEVICE), v.to(DEVICE))
+    REFERENCE.write_keys(want, fmt, page[keep], slot[keep], k[keep])
+    REFERENCE.write_values(want, fmt, page[keep], slot[keep], v[keep])
+    Gpu().write_keys(got, fmt, skipped.to(DEVICE), slot.to(DEVICE), k.to(DEVICE))
+    Gpu().write_values(got, fmt, skipped.to(DEVICE), slot.to(DEVICE), v.to(DEVICE))
     assert torch.equal(got.cpu(), want)
-    read = fields.read_slots(got, fmt, skipped.to(DEVICE), slot.to(DEVICE))
-    for mine, theirs in zip(read, torch_pages.read_slots(want, fmt, page[keep], slot[keep]), strict=True):
+    read = Gpu().read_slots(got, fmt, skipped.to(DEVICE), slot.to(DEVICE))
+    for mine, theirs in zip(read, REFERENCE.read_slots(want, fmt, page[keep], slot[keep]), strict=True):
         assert torch.equal(mine.cpu()[keep], theirs)
         assert not mine.cpu()[~keep].any()
 
@@ -92,13 +89,11 @@ def test_half_precision_vectors_and_one_by_one_writes_give_the_same_bytes():
     page, slot = places(fmt)
     x = hard_vectors(len(page), 64).bfloat16()
     bulk, single = (torch.zeros(6, PAGE_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    triton_pages.write_keys(bulk, fmt, page.to(DEVICE), slot.to(DEVICE), x.to(DEVICE))
+    Gpu().write_keys(bulk, fmt, page.to(DEVICE), slot.to(DEVICE), x.to(DEVICE))
     for i in range(len(page)):
-        triton_pages.write_keys(
-            single, fmt, page[i : i + 1].to(DEVICE), slot[i : i + 1].to(DEVICE), x[i : i + 1].to(DEVICE)
-        )
+        Gpu().write_keys(single, fmt, page[i : i + 1].to(DEVICE), slot[i : i + 1].to(DEVICE), x[i : i + 1].to(DEVICE))
     want = torch.zeros(6, PAGE_BYTES, dtype=torch.uint8)
-    torch_pages.write_keys(want, fmt, page, slot, x)
+    REFERENCE.write_keys(want, fmt, page, slot, x)
     assert torch.equal(bulk.cpu(), want) and torch.equal(single.cpu(), want)
 
 
@@ -115,8 +110,8 @@ def test_e4m3_rounds_like_torch():
         torch.zeros(1, PAGE_BYTES, dtype=torch.uint8),
         torch.zeros(1, PAGE_BYTES, dtype=torch.uint8, device=DEVICE),
     )
-    torch_pages.write_values(want, fmt, page, slot, x)
-    triton_pages.write_values(got, fmt, page.to(DEVICE), slot.to(DEVICE), x.to(DEVICE))
+    REFERENCE.write_values(want, fmt, page, slot, x)
+    Gpu().write_values(got, fmt, page.to(DEVICE), slot.to(DEVICE), x.to(DEVICE))
     assert torch.equal(got.cpu(), want)
 
 
@@ -135,20 +130,20 @@ def test_demotion_writes_the_bytes_of_reading_and_writing_again(source: str, tar
     page, slot = page[:12], slot[:12]
     x = hard_vectors(12, 80)
     want = torch.randint(256, (8, PAGE_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    torch_pages.write_keys(want, origin, page, slot, x)
-    torch_pages.write_values(want, origin, page, slot, x.flip(0))
-    torch_pages.write_tracked(want, origin, page, slot, torch.rand(12), torch.arange(12))
+    REFERENCE.write_keys(want, origin, page, slot, x)
+    REFERENCE.write_values(want, origin, page, slot, x.flip(0))
+    REFERENCE.write_tracked(want, origin, page, slot, torch.rand(12), torch.arange(12))
     got = want.to(DEVICE, copy=True)
     onto = torch.where(torch.arange(12) % 3 == 1, -1, 6 + torch.arange(12) % 2)
     at = torch.arange(12) * min(2, (lower.tokens_per_page - 1) // 11)  # 16-bit keys leave room for 16 slots in a page
     keep = onto >= 0
-    k, v = torch_pages.read_slots(want, origin, page[keep], slot[keep])
-    torch_pages.write_keys(want, lower, onto[keep], at[keep], k)
-    torch_pages.write_values(want, lower, onto[keep], at[keep], v)
-    torch_pages.write_tracked(
-        want, lower, onto[keep], at[keep], *torch_pages.read_tracked(want, origin, page[keep], slot[keep])
+    k, v = REFERENCE.read_slots(want, origin, page[keep], slot[keep])
+    REFERENCE.write_keys(want, lower, onto[keep], at[keep], k)
+    REFERENCE.write_values(want, lower, onto[keep], at[keep], v)
+    REFERENCE.write_tracked(
+        want, lower, onto[keep], at[keep], *REFERENCE.read_tracked(want, origin, page[keep], slot[keep])
     )
-    triton_moves.demote(got, origin, lower, *(x.to(DEVICE) for x in (page, slot, onto, at)))
+    Gpu().demote(got, origin, lower, *(x.to(DEVICE) for x in (page, slot, onto, at)))
     assert torch.equal(got.cpu(), want)
 
 
@@ -158,9 +153,9 @@ def test_demotion_that_cannot_be_is_refused():
     none = [torch.zeros(0, dtype=torch.int64)] * 4
     plain, channel = tier_format("8,4", 64), tier_format("2,2", 64, k_channel_group=32)
     with pytest.raises(ValueError, match=r"per-channel keys \(group 32\) one by one; give the lower tier k_axis=token"):
-        triton_moves.demote(pages, plain, channel, *none)
+        Gpu().demote(pages, plain, channel, *none)
     with pytest.raises(ValueError, match="the same fields in both"):
-        triton_moves.demote(pages, plain, tier_format("4,2", 64, track=("pos",)), *none)
+        Gpu().demote(pages, plain, tier_format("4,2", 64, track=("pos",)), *none)
     book = tier_format("3,3", 64, **BOOKS)
     for pair in ((plain, book), (book, plain)):
         with pytest.raises(NotImplementedError, match="calibrated tables; use backend=torch"):
@@ -178,10 +173,10 @@ def test_moved_slots_are_copied_byte_for_byte(case: tuple):
     last = fmt.tokens_per_page - 1
     moves = [torch.tensor(x) for x in ([0, 5, 5], [0, last, 3], [1, 1, 4], [last, 2, 3])]
     got = want.to(DEVICE, copy=True)
-    torch_pages.move_slots(want, fmt, *moves)
+    REFERENCE.move_slots(want, fmt, *moves)
     moves[2] = torch.cat([moves[2], torch.tensor([-1])])
     padded = [torch.cat([x, torch.tensor([0])]) if len(x) == 3 else x for x in moves]
-    triton_moves.move_slots(got, fmt, *(x.to(DEVICE) for x in padded))
+    Gpu().move_slots(got, fmt, *(x.to(DEVICE) for x in padded))
     assert torch.equal(got.cpu(), want)
 
 
@@ -190,7 +185,7 @@ def test_slots_that_share_scales_or_bounds_do_not_move_alone():
     fmt = tier_format("2,2", 64, k_channel_group=32)
     none = [torch.zeros(0, dtype=torch.int64)] * 4
     with pytest.raises(ValueError, match="cannot move one by one; evict before quantising"):
-        triton_moves.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), fmt, *none)
+        Gpu().move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), fmt, *none)
     bounded = PageFormat(tier_format("16,16", 64).slot, PAGE_BYTES, bounds=True)
     with pytest.raises(ValueError, match="bounds of their keys cannot move"):
-        triton_moves.move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), bounded, *none)
+        Gpu().move_slots(torch.zeros(1, PAGE_BYTES, dtype=torch.uint8), bounded, *none)

@@ -8,10 +8,10 @@ pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbe
 from oracles import slow_attention
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 
-from kvbench.kernels.gpu import prefill as triton_prefill
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.gpu.backend import Gpu
-from kvbench.kernels.reference import attention as torch_attention
-from kvbench.kernels.reference.flash import attention_with_lse
+from kvbench.kernels.operands import ColumnSums, HeadScores
+from kvbench.kernels.reference.prompts import attention_with_lse
 
 
 def prompt(q_heads: int, heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple:
@@ -27,7 +27,7 @@ def prompt(q_heads: int, heads: int, length: int, head_dim: int, dtype: torch.dt
 def test_column_sums_equal_those_of_the_full_matrix(queries: int, skip_near: int, power: int):
     """Any window, exclusion and power, over ragged blocks of queries and keys."""
     q, k, _ = prompt(3, 1, 147, 16)
-    got = triton_prefill.column_scores(q, k, 0.25, queries=queries, skip_near=skip_near, power=power).cpu()
+    got = Gpu().column_scores(q, k, 0.25, ColumnSums(queries=queries, skip_near=skip_near, power=power)).cpu()
     for h in range(3):
         p = slow_attention.causal_probabilities(q[h].cpu(), k[0].cpu(), 0.25)
         want = slow_attention.columns(p, queries, skip_near, power)
@@ -41,7 +41,7 @@ def test_queries_below_the_uniform_share_are_counted(queries: int, skip_near: in
     q, k, _ = prompt(4, 2, 147, 16)
     q[0] = 0.0
     options = {"queries": queries, "skip_near": skip_near}
-    got = triton_prefill.column_scores(q, k, 0.25, **options, below_uniform=True).cpu()
+    got = Gpu().column_scores(q, k, 0.25, ColumnSums(**options, below_uniform=True)).cpu()
     for h in range(4):
         p = slow_attention.causal_probabilities(q[h].cpu(), k[h // 2].cpu(), 0.25)
         i, j = torch.arange(147)[:, None], torch.arange(147)
@@ -58,7 +58,7 @@ def test_queries_below_the_uniform_share_are_counted(queries: int, skip_near: in
 def test_attention_and_lse_equal_the_full_matrix(length: int, head_dim: int, q_heads: int):
     """One token, one full block, several ragged ones; a head dim that is no power of two."""
     q, k, v = prompt(q_heads, 2, length, head_dim)
-    out, lse = triton_prefill.attention_with_lse(q, k, v, head_dim**-0.5)
+    out, lse = Gpu().attention_with_lse(q, k, v, head_dim**-0.5)
     for h in range(q_heads):
         logits = q[h].cpu().double() @ k[h // (q_heads // 2)].cpu().double().T * head_dim**-0.5
         logits = logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
@@ -70,12 +70,12 @@ def test_attention_and_lse_equal_the_full_matrix(length: int, head_dim: int, q_h
 def test_half_precision_prompts_keep_their_digits():
     """fp16 products are summed in fp32: columns to a thousandth, outputs to fp16's rounding; the dtype stays."""
     q, k, v = prompt(6, 2, 90, 64, torch.float16)
-    out, _ = triton_prefill.attention_with_lse(q, k, v, 0.125)
-    want = torch_attention.prefill_attention(*(x.cpu().float() for x in (q, k, v)), 0.125)
+    out, _ = Gpu().attention_with_lse(q, k, v, 0.125)
+    want = REFERENCE.prefill_attention(*(x.cpu().float() for x in (q, k, v)), 0.125)
     assert out.dtype is torch.float16
     torch.testing.assert_close(out.cpu().float(), want, rtol=0, atol=4e-3)
-    got = triton_prefill.column_scores(q, k, 0.125, queries=-1)
-    want = torch_attention.column_scores(q.cpu(), k.cpu(), 0.125, queries=-1)
+    got = Gpu().column_scores(q, k, 0.125, ColumnSums(queries=-1))
+    want = REFERENCE.column_scores(q.cpu(), k.cpu(), 0.125, ColumnSums(queries=-1))
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-5)
 
 
@@ -83,18 +83,12 @@ def test_half_precision_prompts_keep_their_digits():
 def test_prompt_scores_equal_the_reference(group: str):
     """Pooled and reduced over the group as the reference does it."""
     q, k, _ = prompt(6, 2, 50, 16)
-    options = {
-        "queries": 8,
-        "skip_near": 2,
-        "power": 2,
-        "pool": "avg",
-        "pool_kernel": 5,
-        "pool_stage": "per_query_head",
-        "pool_region": "prefix",
-        "group": group,
-    }
-    got = Gpu().prompt_scores(q, k, 0.5, **options).cpu()
-    want = torch_attention.prompt_scores(q.cpu(), k.cpu(), 0.5, **options)
+    how = (
+        ColumnSums(queries=8, skip_near=2, power=2),
+        HeadScores(pool="avg", pool_kernel=5, pool_region="prefix", group=group),
+    )
+    got = Gpu().prompt_scores(q, k, 0.5, *how).cpu()
+    want = REFERENCE.prompt_scores(q.cpu(), k.cpu(), 0.5, *how)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
@@ -104,6 +98,6 @@ def test_a_log_sum_exp_stands_for_the_first_pass(queries: int, power: int):
     q, k, v = prompt(4, 2, 147, 16)
     _, lse = attention_with_lse(q.cpu(), k.cpu(), v.cpu(), 0.25)
     options = {"queries": queries, "skip_near": 3, "power": power}
-    want = triton_prefill.column_scores(q, k, 0.25, **options)
-    got = Gpu().columns_by_lse(q, k, 0.25, lse=lse.to(q.device), **options)
+    want = Gpu().column_scores(q, k, 0.25, ColumnSums(**options))
+    got = Gpu().column_scores(q, k, 0.25, ColumnSums(**options), lse=lse.to(q.device))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

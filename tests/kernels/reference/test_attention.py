@@ -5,16 +5,9 @@ import torch
 from oracles import slow_attention
 from page_helpers import DTYPES, Cache, tier_format
 
-from kvbench.kernels.reference.attention import (
-    Ring,
-    TierPages,
-    add_scores,
-    chunk_attention,
-    gather_dense,
-    paged_decode,
-    prefill_attention,
-    rotate,
-)
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.operands import Ring, TierPages
+from kvbench.kernels.reference.attention import rotate
 from kvbench.kernels.reference.pages import region
 
 
@@ -22,7 +15,7 @@ def check(cache: Cache, num_seq: int, heads: int, group_size: int, head_dim: int
     """Compares output, log-sum-exp and scores of all tiers with the oracle; 1e-5 is the rounding of fp32 sums."""
     q = torch.randn(num_seq, heads * group_size, head_dim, generator=torch.Generator().manual_seed(9))
     scale = head_dim**-0.5
-    out, lse, scores = paged_decode(q, cache.pages, cache.tiers, None, scale, power=power, group=rule)
+    out, lse, scores = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, scale, power=power, group=rule)
     assert len(scores) == len(cache.tiers)
     for s in range(num_seq):
         for h in range(heads):
@@ -83,8 +76,8 @@ def test_native_tiers_and_queries_of_every_dtype(kind: str):
     cache = Cache([tier_format(bits, 64, kind)], [[[11, 2]]], 64)
     check(cache, 1, 2, 3, 64, "max", 1)
     q = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1)).to(DTYPES[kind])
-    out, _, scores = paged_decode(q, cache.pages, cache.tiers, None, 0.125)
-    same, _, _ = paged_decode(q.float(), cache.pages, cache.tiers, None, 0.125)
+    out, _, scores = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125)
+    same, _, _ = REFERENCE.paged_decode(q.float(), cache.pages, cache.tiers, None, 0.125)
     assert out.dtype is torch.float32
     assert torch.equal(out, same)
     assert scores == []
@@ -96,7 +89,7 @@ def test_scores_of_a_query_head_sum_to_one(rule: str):
     formats = [tier_format("8,4", 64), tier_format("4,2", 64)]
     cache = Cache(formats, [[[9, 30]], [[40, 1]]], 64)
     q = 3 * torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1))
-    _, _, scores = paged_decode(q, cache.pages, cache.tiers, None, 0.125, group=rule)
+    _, _, scores = REFERENCE.paged_decode(q, cache.pages, cache.tiers, None, 0.125, group=rule)
     total = sum(score.sum(-1) for score in scores)
     if rule == "max":
         assert (total >= 1 - 1e-5).all()
@@ -111,14 +104,16 @@ def test_order_of_pages_and_of_tokens_does_not_matter():
     fmt = tier_format("8,4", 64)
     cache = Cache([fmt], [[[2 * fmt.tokens_per_page, 7]]], 64)
     tier, q = cache.tiers[0], torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1))
-    out, lse, (score,) = paged_decode(q, cache.pages, [tier], None, 0.125, group="max")
+    out, lse, (score,) = REFERENCE.paged_decode(q, cache.pages, [tier], None, 0.125, group="max")
     order = torch.randperm(len(cache.pages), generator=torch.Generator().manual_seed(2))
     renumbered = TierPages(fmt, order.argsort()[tier.ids], tier.num_k, tier.num_v)
-    again = paged_decode(q, cache.pages[order], [renumbered], None, 0.125, group="max")
+    again = REFERENCE.paged_decode(q, cache.pages[order], [renumbered], None, 0.125, group="max")
     assert torch.equal(again[0], out)
     assert torch.equal(again[2][0], score)
     swapped = TierPages(fmt, tier.ids.flip(-1), tier.num_k, tier.num_v)  # the two full pages of list 0 change places
-    out_swapped, lse_swapped, (score_swapped,) = paged_decode(q, cache.pages, [swapped], None, 0.125, group="max")
+    out_swapped, lse_swapped, (score_swapped,) = REFERENCE.paged_decode(
+        q, cache.pages, [swapped], None, 0.125, group="max"
+    )
     assert torch.allclose(out_swapped[:, :3], out[:, :3], atol=1e-6)
     assert torch.allclose(lse_swapped[:, :3], lse[:, :3], atol=1e-6)
     assert torch.allclose(score_swapped[0, 0].roll(fmt.tokens_per_page), score[0, 0], atol=1e-6)
@@ -133,8 +128,8 @@ def test_scores_are_added_to_live_slots_only():
     region(cache.pages, fmt, "score")[:] = 0.25
     before = cache.pages.clone()
     scores = torch.rand(2, 2, tier.ids.shape[-1] * full, generator=torch.Generator().manual_seed(1))
-    add_scores(cache.pages, tier, scores)
-    add_scores(cache.pages, tier, scores)
+    REFERENCE.add_scores(cache.pages, tier, scores)
+    REFERENCE.add_scores(cache.pages, tier, scores)
     want = torch.full((len(before), full), 0.25)
     for s in range(2):
         for h in range(2):
@@ -176,8 +171,8 @@ def test_attention_behind_a_residual_ring_equals_attention_in_token_order(channe
         tier = TierPages(fmt, cache.tiers[0].ids, num_k, num_v)
         q = torch.randn(num, 6, head_dim, generator=make)
         ring = Ring(ring_k, ring_v, total)
-        out, lse, _ = paged_decode(q, cache.pages, [tier], ring, 0.125)
-        dense_k, dense_v, live = gather_dense(cache.pages, [tier], ring)
+        out, lse, _ = REFERENCE.paged_decode(q, cache.pages, [tier], ring, 0.125)
+        dense_k, dense_v, live = REFERENCE.gather_dense(cache.pages, [tier], ring)
         for s, (_, nk, nv, n) in enumerate(states):
             for h in range(2):
                 paged_k, paged_v = cache.slots[0][s][h]
@@ -196,7 +191,7 @@ def test_gathered_tiers_hold_every_live_slot():
     """Without a ring, gathering concatenates the tiers, zeroes what is not live and says which entries are."""
     formats = [tier_format("8,4", 64), tier_format("4,2", 64)]
     cache = Cache(formats, [[[3, 20]], [[0, 5]]], 64)
-    k, v, live = gather_dense(cache.pages, cache.tiers, None)
+    k, v, live = REFERENCE.gather_dense(cache.pages, cache.tiers, None)
     for h in range(2):
         want_k, want_v = cache.dense(0, h)
         assert torch.equal(k[0, h, live[0, h]], want_k)
@@ -214,8 +209,8 @@ def test_rotation_of_stored_keys_equals_rotating_them_before():
     )
     tier = TierPages(fmt, cache.tiers[0].ids, cache.tiers[0].num_k, cache.tiers[0].num_v, rotation=angle)
     q = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
-    out, _, _ = paged_decode(q, cache.pages, [tier], None, 0.125)
-    dense_k, _, _ = gather_dense(cache.pages, [tier], None)
+    out, _, _ = REFERENCE.paged_decode(q, cache.pages, [tier], None, 0.125)
+    dense_k, _, _ = REFERENCE.gather_dense(cache.pages, [tier], None)
     for h in range(2):
         k, v = (x.clone() for x in cache.dense(0, h))
         for i in range(6):
@@ -236,7 +231,7 @@ def test_chunks_attend_causally_over_history_and_themselves(history: int):
     q, k, v = (torch.randn(h, 7, 16, generator=make) for h in (6, 2, 2))
     past_k, past_v = (torch.randn(2, history, 16, generator=make) for _ in range(2))
     live = torch.rand(2, history, generator=make) < 0.6
-    out = chunk_attention(q, k, v, (past_k, past_v, live), 0.25)
+    out = REFERENCE.chunk_attention(q, k, v, (past_k, past_v, live), 0.25)
     for h in range(6):
         for i in range(7):
             keys = torch.cat([past_k[h // 3][live[h // 3]], k[h // 3, : i + 1]])
@@ -244,4 +239,4 @@ def test_chunks_attend_causally_over_history_and_themselves(history: int):
             want, _, _ = slow_attention.attend_one(q[h, i], keys, values, 0.25)
             assert torch.allclose(out[h, i].double(), want, rtol=0, atol=1e-5)
     if not history:
-        assert torch.allclose(prefill_attention(q, k, v, 0.25), out, atol=1e-5)
+        assert torch.allclose(REFERENCE.prefill_attention(q, k, v, 0.25), out, atol=1e-5)

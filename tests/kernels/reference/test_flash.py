@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvbench.kernels.reference.attention import prefill_attention
-from kvbench.kernels.reference.flash import attention_with_lse
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.reference.prompts import attention_with_lse
 
 
 @pytest.mark.parametrize(("length", "head_dim", "q_heads"), [(1, 64, 2), (70, 16, 6), (131, 40, 4)])
@@ -17,7 +17,7 @@ def test_output_and_log_sum_exp_of_a_prompt(length, head_dim, q_heads):
     logits = (q.double() @ keys.mT * 0.3).masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
     assert lse.dtype is torch.float32 and lse.shape == (q_heads, length)
     torch.testing.assert_close(lse.double(), logits.logsumexp(-1), rtol=0, atol=1e-5)
-    assert torch.equal(out, prefill_attention(q, k, v, 0.3))
+    assert torch.equal(out, REFERENCE.prefill_attention(q, k, v, 0.3))
 
 
 def test_half_precision_keeps_its_type():

@@ -5,17 +5,9 @@ import torch
 from oracles.slow_pages import Layout, SlowPage, stored_vector
 from page_helpers import DTYPES
 
+from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.format import PageFormat, SlotFormat
-from kvbench.kernels.reference.pages import (
-    move_slots,
-    read_pages,
-    read_slots,
-    read_tracked,
-    region,
-    write_keys,
-    write_tracked,
-    write_values,
-)
+from kvbench.kernels.reference.pages import read_pages, region
 
 
 def both(head_dim: int, k_bits: int, v_bits: int, page_bytes: int, kind: str = "fp16", **extra) -> tuple:
@@ -78,9 +70,9 @@ def test_written_page_bytes_equal_the_slow_oracle(case: tuple):
     page, slot = order // tokens, order % tokens
     k, v = vectors(len(order), head_dim, 3), vectors(len(order), head_dim, 4)
     score = torch.rand(len(order), generator=torch.Generator().manual_seed(5))
-    write_keys(pages, fmt, page, slot, k)
-    write_values(pages, fmt, page, slot, v)
-    write_tracked(pages, fmt, page, slot, score, order + 1000)
+    REFERENCE.write_keys(pages, fmt, page, slot, k)
+    REFERENCE.write_values(pages, fmt, page, slot, v)
+    REFERENCE.write_tracked(pages, fmt, page, slot, score, order + 1000)
     for m, (p, s) in enumerate(zip(page.tolist(), slot.tolist(), strict=True)):
         slow[p].write_key(s, k[m].tolist())
         slow[p].write_value(s, v[m].tolist())
@@ -112,15 +104,15 @@ def test_pages_with_channel_keys_equal_the_slow_oracle(head_dim: int, bits: int,
     slot = torch.cat([torch.arange(s, s + group) for _, s in starts])
     k, v = vectors(len(page), head_dim, 3), vectors(len(page), head_dim, 4)
     k[:group, 5] = -0.7  # a channel without spread
-    write_keys(pages, fmt, page, slot, k)
-    write_values(pages, fmt, page, slot, v)
+    REFERENCE.write_keys(pages, fmt, page, slot, k)
+    REFERENCE.write_values(pages, fmt, page, slot, v)
     for g, (p, first) in enumerate(starts):
         block = slice(g * group, (g + 1) * group)
         slow[p].write_key_group(first, k[block].tolist())
         for offset, value in enumerate(v[block].tolist()):
             slow[p].write_value(first + offset, value)
     assert [bytes(p.tolist()) for p in pages] == [bytes(p.raw) for p in slow]
-    keys, _ = read_slots(pages, fmt, page, slot)
+    keys, _ = REFERENCE.read_slots(pages, fmt, page, slot)
     for channel in (0, 5, head_dim - 1):
         want = stored_vector(k[:group, channel].tolist(), bits, symmetric=symmetric, metadata_first=True)
         assert keys[:group, channel].tolist() == want.tolist()
@@ -135,9 +127,9 @@ def test_slots_read_as_the_oracle_says_and_pages_agree(case: tuple):
     pages = torch.zeros(2, page_bytes, dtype=torch.uint8)
     page, slot = torch.arange(2).repeat_interleave(tokens), torch.arange(tokens).repeat(2)
     k, v = vectors(2 * tokens, head_dim, 3), vectors(2 * tokens, head_dim, 4)
-    write_keys(pages, fmt, page, slot, k)
-    write_values(pages, fmt, page, slot, v)
-    keys, values = read_slots(pages, fmt, page, slot)
+    REFERENCE.write_keys(pages, fmt, page, slot, k)
+    REFERENCE.write_values(pages, fmt, page, slot, v)
+    keys, values = REFERENCE.read_slots(pages, fmt, page, slot)
     dense_k, dense_v = read_pages(pages, fmt, torch.tensor([0, 1]))
     assert torch.equal(dense_k.transpose(1, 2).flatten(0, 1), keys)
     assert torch.equal(dense_v.flatten(0, 1), values)
@@ -158,9 +150,9 @@ def test_lossless_tiers_return_what_was_written():
         x = vectors(8, 64, 1).to(dtype)
         pages = torch.zeros(1, 8192, dtype=torch.uint8)
         page, slot = torch.zeros(8, dtype=torch.int64), torch.arange(8)
-        write_keys(pages, fmt, page, slot, x)
-        write_values(pages, fmt, page, slot, x.flip(0))
-        keys, values = read_slots(pages, fmt, page, slot)
+        REFERENCE.write_keys(pages, fmt, page, slot, x)
+        REFERENCE.write_values(pages, fmt, page, slot, x.flip(0))
+        keys, values = REFERENCE.read_slots(pages, fmt, page, slot)
         assert torch.equal(keys, x.float())
         assert torch.equal(values, x.flip(0).float())
 
@@ -173,19 +165,19 @@ def test_moving_slots_copies_their_bytes_and_nothing_else(case: tuple):
     tokens = fmt.tokens_per_page
     pages = torch.zeros(2, page_bytes, dtype=torch.uint8)
     page, slot = torch.arange(2).repeat_interleave(tokens), torch.arange(tokens).repeat(2)
-    write_keys(pages, fmt, page, slot, vectors(2 * tokens, head_dim, 3))
-    write_values(pages, fmt, page, slot, vectors(2 * tokens, head_dim, 4))
-    write_tracked(pages, fmt, page, slot, torch.arange(2.0 * tokens), torch.arange(2 * tokens))
+    REFERENCE.write_keys(pages, fmt, page, slot, vectors(2 * tokens, head_dim, 3))
+    REFERENCE.write_values(pages, fmt, page, slot, vectors(2 * tokens, head_dim, 4))
+    REFERENCE.write_tracked(pages, fmt, page, slot, torch.arange(2.0 * tokens), torch.arange(2 * tokens))
 
     def everything() -> torch.Tensor:
-        score, pos = read_tracked(pages, fmt, page, slot)
-        parts = [*read_slots(pages, fmt, page, slot)]
+        score, pos = REFERENCE.read_tracked(pages, fmt, page, slot)
+        parts = [*REFERENCE.read_slots(pages, fmt, page, slot)]
         parts += [x[:, None].float() for x in (score, pos) if x is not None]
         return torch.cat(parts, 1)
 
     want = everything()
     source, target = torch.tensor([tokens + 1, 2 * tokens - 1]), torch.tensor([0, tokens])
-    move_slots(pages, fmt, source // tokens, source % tokens, target // tokens, target % tokens)
+    REFERENCE.move_slots(pages, fmt, source // tokens, source % tokens, target // tokens, target % tokens)
     want[target] = want[source]
     assert torch.equal(everything(), want)
 
@@ -195,7 +187,7 @@ def test_slots_of_a_channel_group_do_not_move():
     fmt, _ = both(64, 2, 2, 2048, k_channel_group=32)
     one = torch.tensor([0])
     with pytest.raises(ValueError, match=r"per-channel keys \(group 32\) cannot move one by one; evict before"):
-        move_slots(torch.zeros(1, 2048, dtype=torch.uint8), fmt, one, one, one, one + 1)
+        REFERENCE.move_slots(torch.zeros(1, 2048, dtype=torch.uint8), fmt, one, one, one, one + 1)
 
 
 def test_untracked_fields_read_as_absent():
@@ -203,8 +195,8 @@ def test_untracked_fields_read_as_absent():
     fmt, _ = both(64, 8, 4, 1024, pos=True)
     pages = torch.zeros(1, 1024, dtype=torch.uint8)
     one = torch.tensor([0])
-    write_tracked(pages, fmt, one, one, torch.tensor([2.0]), torch.tensor([7]))
-    score, pos = read_tracked(pages, fmt, one, one)
+    REFERENCE.write_tracked(pages, fmt, one, one, torch.tensor([2.0]), torch.tensor([7]))
+    score, pos = REFERENCE.read_tracked(pages, fmt, one, one)
     assert score is None
     assert pos.tolist() == [7]
     assert region(pages, fmt, "pos")[0, 0] == 7

@@ -7,9 +7,10 @@ import torch
 from oracles import slow_attention
 from oracles.golden import golden
 
-from kvbench.kernels.reference.attention import column_scores, pool_scores, prompt_scores, reduce_scores
-
-NO_POOL = {"pool": "none", "pool_kernel": 1, "pool_stage": "after_group", "pool_region": "all"}
+from kvbench.kernels.backend import REFERENCE
+from kvbench.kernels.operands import ColumnSums, HeadScores
+from kvbench.kernels.reference import prompts
+from kvbench.kernels.reference.prompts import pool_scores, reduce_scores
 
 
 def prompt(q_heads: int, heads: int, length: int, head_dim: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,15 +22,18 @@ def prompt(q_heads: int, heads: int, length: int, head_dim: int, seed: int = 0) 
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("skip_near", [0, 1, 7])
 @pytest.mark.parametrize("queries", [-1, 1, 8, 23, 100])
-def test_column_sums_equal_those_of_the_full_matrix(queries: int, skip_near: int, power: int):
+def test_column_sums_equal_those_of_the_full_matrix(queries: int, skip_near: int, power: int, monkeypatch):
     """Any window, exclusion and power, over ragged query blocks."""
     q, k = prompt(6, 2, 23, 16)
-    got = column_scores(q, k, 0.25, queries=queries, skip_near=skip_near, power=power, block=5)
+    columns = ColumnSums(queries=queries, skip_near=skip_near, power=power)
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "COLUMN_ROWS", 5)
+        got = REFERENCE.column_scores(q, k, 0.25, columns)
     for h in range(6):
         p = slow_attention.causal_probabilities(q[h], k[h // 3], 0.25)
         want = slow_attention.columns(p, queries, skip_near, power)
         assert torch.allclose(got[h].double(), want, rtol=0, atol=2e-6)
-    whole = column_scores(q, k, 0.25, queries=queries, skip_near=skip_near, power=power)
+    whole = REFERENCE.column_scores(q, k, 0.25, columns)
     assert torch.allclose(got, whole, rtol=0, atol=2e-6)
 
 
@@ -37,11 +41,12 @@ def test_column_sums_equal_those_of_the_full_matrix(queries: int, skip_near: int
 def test_scores_are_computed_in_fp32_for_every_dtype(dtype: torch.dtype):
     """Half-precision inputs give the scores of their fp32 copies, and all columns of all queries sum to the queries."""
     q, k = (x.to(dtype) for x in prompt(3, 1, 70, 64))
-    got = column_scores(q, k, 0.125, queries=-1)
+    got = REFERENCE.column_scores(q, k, 0.125, ColumnSums(queries=-1))
     assert got.dtype is torch.float32
-    assert torch.equal(got, column_scores(q.float(), k.float(), 0.125, queries=-1))
+    assert torch.equal(got, REFERENCE.column_scores(q.float(), k.float(), 0.125, ColumnSums(queries=-1)))
     assert got.sum(-1).tolist() == pytest.approx([70.0] * 3, rel=1e-5)
-    assert column_scores(q, k, 0.125, queries=9).sum(-1).tolist() == pytest.approx([9.0] * 3, rel=1e-5)
+    few = REFERENCE.column_scores(q, k, 0.125, ColumnSums(queries=9))
+    assert few.sum(-1).tolist() == pytest.approx([9.0] * 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("where", ["prefix", "all"])
@@ -52,19 +57,8 @@ def test_prompt_scores_pool_and_reduce_in_the_stated_order(kind: str, kernel: in
     """Every combination of pool, stage, region and group rule equals the full-matrix oracle."""
     for q_heads, heads, length, queries in ((3, 1, 19, 8), (14, 2, 13, 4), (2, 2, 6, 8), (3, 1, 11, -1)):
         q, k = prompt(q_heads, heads, length, 8, seed=length)
-        got = prompt_scores(
-            q,
-            k,
-            0.5,
-            queries=queries,
-            skip_near=2,
-            power=2,
-            pool=kind,
-            pool_kernel=kernel,
-            pool_stage=stage,
-            pool_region=where,
-            group=group,
-        )
+        rule = HeadScores(pool=kind, pool_kernel=kernel, pool_stage=stage, pool_region=where, group=group)
+        got = REFERENCE.prompt_scores(q, k, 0.5, ColumnSums(queries=queries, skip_near=2, power=2), rule)
         want = slow_attention.prompt_scores(
             q,
             k,
@@ -86,11 +80,12 @@ def test_h2o_column_sums_are_golden():
     case, squared = golden("h2o"), golden("kvc")
     a = torch.tensor(case["A"])
     q, k = torch.log(a.clamp(min=1e-30))[None], torch.eye(6)[None]  # logits q_i . e_j = log A[i, j]
-    assert column_scores(q, k, 1.0, queries=-1)[0].tolist() == pytest.approx(case["colsum"], abs=1e-6)
-    average = column_scores(q, k, 1.0, queries=-1)[0] / torch.arange(6, 0, -1)
+    sums = REFERENCE.column_scores(q, k, 1.0, ColumnSums(queries=-1))[0]
+    assert sums.tolist() == pytest.approx(case["colsum"], abs=1e-6)
+    average = sums / torch.arange(6, 0, -1)
     assert average.tolist() == pytest.approx(case["averaged"], abs=1e-6)
     for skip, name in ((2, "full_v2_L2_colsum"), (0, "full_v0_L2_colsum")):
-        got = column_scores(q, k, 1.0, queries=-1, skip_near=skip, power=2)[0]
+        got = REFERENCE.column_scores(q, k, 1.0, ColumnSums(queries=-1, skip_near=skip, power=2))[0]
         assert got.tolist() == pytest.approx(squared[name], abs=1e-6)
 
 
@@ -99,7 +94,7 @@ def test_snapkv_window_scores_are_golden():
     case = golden("snapkv_softmax")
     k = torch.tensor(case["K"])[None]
     q = torch.cat([torch.zeros(4, 2), torch.tensor(case["Q"])])[None]
-    got = prompt_scores(q, k, 1 / math.sqrt(2), queries=2, skip_near=0, power=1, group="mean", **NO_POOL)
+    got = REFERENCE.prompt_scores(q, k, 1 / math.sqrt(2), ColumnSums(queries=2), HeadScores(group="mean"))
     assert got[0, :4].tolist() == pytest.approx(case["sum"], abs=1e-6)
 
 
@@ -117,9 +112,7 @@ def test_order_of_pooling_and_summing_is_golden():
     case = golden("kvc")
     heads = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.6]])
     for stage, name in (("per_query_head", "pool_then_sum"), ("after_group", "sum_then_pool")):
-        got = reduce_scores(
-            heads, 1, queries=-1, pool="max", pool_kernel=3, pool_stage=stage, pool_region="all", group="sum"
-        )
+        got = reduce_scores(heads, 1, -1, HeadScores(pool="max", pool_kernel=3, pool_stage=stage, group="sum"))
         assert got[0].tolist() == pytest.approx(case[name])
 
 
@@ -128,5 +121,5 @@ def test_group_rules_are_golden():
     case = golden("gqa")
     heads = torch.tensor([case["a"], case["b"]])
     for rule in ("mean", "max"):
-        got = reduce_scores(heads, 1, queries=-1, group=rule, **NO_POOL)[0]
+        got = reduce_scores(heads, 1, -1, HeadScores(group=rule))[0]
         assert sorted(got.topk(2).indices.tolist()) == case[rule]

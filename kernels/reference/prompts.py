@@ -1,0 +1,224 @@
+"""A prompt's attention and its scores, in plain torch."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.kernels import checks
+from kvbench.kernels.operands import ColumnSums, HeadScores, Reduce
+from kvbench.kernels.reference.attention import reduce_group
+from kvbench.kernels.reference.fallback import Operations, in_plain_torch
+
+CHUNK_ROWS = 64  # queries of a chunk whose mask lies in memory at once
+COLUMN_ROWS = 64  # queries whose probabilities are summed at once
+LARGEST_DIM = 256  # of a head, in torch's fused kernels for GPUs
+
+
+class PromptOperations(Operations):
+    """What a prompt asks; `Backend` has the legend."""
+
+    def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention of a whole prompt on uncompressed keys and values.
+
+        Args:
+            q: [Hq, N, D], the model's dtype.
+            k, v: [H, N, D], likewise.
+
+        Returns:
+            [Hq, N, D] in the same dtype.
+        """
+        checks.prompt(q, k, v)
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[
+            0
+        ]
+
+    def prefill_attention_with_lse(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+        """As `prefill_attention`, with the log-sum-exp of every query's logits, fp32 [Hq, N]; None where `takes_lse` is
+        not set, or no kernel gives it for these tensors."""
+        found = attention_with_lse(q, k, v, scale) if self.takes_lse else None
+        return (self.prefill_attention(q, k, v, scale), None) if found is None else found
+
+    @in_plain_torch
+    def chunk_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor], scale: float
+    ) -> Tensor:
+        """Attention of a chunk of tokens over a dequantised history and over itself, causally.
+
+        It goes by blocks of queries, since a mask is as large as the product of queries and keys.
+
+        Args:
+            q: [Hq, n, D].
+            k, v: [H, n, D].
+            history: keys, values fp32 [H, M, D] and live bool [H, M], as `gather_dense` gives them for one sequence.
+
+        Returns:
+            fp32 [Hq, n, D].
+        """
+        checks.chunk(q, k, v, history)
+        past_k, past_v, live = history
+        heads, chunk, head_dim = k.shape
+        keys, values = (torch.cat([past, own.float()], 1)[:, None] for past, own in ((past_k, k), (past_v, v)))
+        grouped = q.view(heads, -1, chunk, head_dim)
+        out = torch.empty(grouped.shape, device=q.device)
+        for begin in range(0, chunk, CHUNK_ROWS):
+            end = min(chunk, begin + CHUNK_ROWS)
+            rows, shape = end - begin, (-1, grouped.shape[1], -1, -1)
+            causal = torch.ones(rows, end, dtype=torch.bool, device=q.device).tril(begin)
+            mask = torch.cat([live[:, None].expand(-1, rows, -1), causal.expand(heads, -1, -1)], -1)
+            seen = past_k.shape[1] + end
+            out[:, :, begin:end] = F.scaled_dot_product_attention(
+                grouped[:, :, begin:end].float(),
+                keys[:, :, :seen].expand(shape),
+                values[:, :, :seen].expand(shape),
+                attn_mask=mask[:, None],
+                scale=scale,
+            )
+        return out.flatten(0, 1)
+
+    @in_plain_torch
+    def column_scores(
+        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None = None
+    ) -> Tensor:
+        """How much attention each key of a prompt receives from each query head, reduced over queries, in O(N) memory:
+        the step of `prompt_scores` and `prompt_low_counts` that backends speed up.
+
+        `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over
+        keys 0..i.
+
+        Args:
+            q: [Hq, N, D]; k: [H, N, D].
+            columns: Which queries count, and as what.
+            lse: As for `prompt_scores`.
+
+        Returns:
+            fp32 [Hq, N].
+        """
+        checks.columns(q, k, columns)
+        queries, skip_near = columns.queries, columns.skip_near
+        num_q_heads, length, head_dim = q.shape
+        heads = k.shape[0]
+        out = torch.zeros(heads, num_q_heads // heads, length, device=q.device)
+        first = 0 if queries < 0 else max(0, length - queries)
+        grouped = (q.float() * scale).view(heads, -1, length, head_dim)
+        keys = k.float().transpose(1, 2)
+        for begin in range(first, length, COLUMN_ROWS):
+            end = min(length, begin + COLUMN_ROWS)
+            logits = torch.matmul(grouped[:, :, begin:end].flatten(1, 2), keys[:, :, :end])
+            logits = logits.unflatten(1, (-1, end - begin))
+            near = max(0, begin - skip_near)  # only keys from here on can be ahead of a query or too near to it
+            distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(near, end, device=q.device)
+            logits[..., near:].masked_fill_(distance < 0, float("-inf"))
+            prob = logits.softmax(-1)
+            if columns.below_uniform:
+                seen = torch.arange(begin + 1, end + 1, device=q.device)
+                prob = -(prob < 1.0 / seen[:, None]).float()
+                prob[..., near:].masked_fill_(distance < 0, 0.0)
+            if columns.power == 2:
+                prob = prob.square_()
+            if skip_near:
+                prob[..., near:].masked_fill_(distance < skip_near, 0.0)
+            if columns.reduce == "max":
+                out[..., :end] = torch.maximum(out[..., :end], prob.amax(2))
+            else:
+                out[..., :end] += prob.sum(2)
+        if columns.reduce == "mean":
+            position = torch.arange(length, device=q.device)
+            out /= (length - (position + skip_near).clamp(min=first)).clamp(min=1)
+        return out.flatten(0, 1)
+
+    def prompt_scores(
+        self, q: Tensor, k: Tensor, scale: float, columns: ColumnSums, reduction: HeadScores, lse: Tensor | None = None
+    ) -> Tensor:
+        """The score of every prompt key per KV head: the attention it receives, pooled and reduced in the stated order.
+
+        Args:
+            q: [Hq, N, D].
+            k: [H, N, D].
+            columns: Which queries count for a key, and as what.
+            reduction: How these sums become the score of a KV head.
+            lse: fp32 [Hq, N] the log-sum-exp of every query's logits, which saves a pass where `takes_lse`.
+
+        Returns:
+            fp32 [H, N].
+        """
+        return reduce_scores(self.column_scores(q, k, scale, columns, lse), k.shape[0], columns.queries, reduction)
+
+    def prompt_low_counts(
+        self, q: Tensor, k: Tensor, scale: float, *, queries: int, skip_near: int, group: Reduce
+    ) -> Tensor:
+        """Minus the number of counted queries that attend to a prompt key with less than 1 / (keys they see), per KV
+        head.
+
+        Args:
+            q: [Hq, N, D].
+            k: [H, N, D].
+            queries, skip_near: As in `ColumnSums`.
+            group: How the query heads of a KV head are reduced.
+
+        Returns:
+            fp32 [H, N].
+        """
+        columns = ColumnSums(queries=queries, skip_near=skip_near, below_uniform=True)
+        return reduce_group(self.column_scores(q, k, scale, columns).view(k.shape[0], -1, k.shape[1]), group, 1)
+
+
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Causal attention of a whole prompt with the log-sum-exp of every query's logits, by the kernels that
+    `scaled_dot_product_attention` takes where it can.
+
+    Args:
+        q: [Hq, N, D]; k, v: [H, N, D], the model's dtype.
+        scale: Factor on the logits.
+
+    Returns:
+        [Hq, N, D] in the same dtype, and lse fp32 [Hq, N]; None where torch has no such kernel for these tensors.
+    """
+    checks.prompt(q, k, v)
+    prompt = q[None], k[None], v[None]
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*prompt, 0.0, True, scale=scale)
+    elif q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= LARGEST_DIM:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*prompt, 0.0, True, scale=scale)[:2]
+    else:
+        return None
+    return out[0], lse[0, :, : q.shape[1]].float()
+
+
+def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
+    """Reduces probabilities [..., w, n], 0 where a query does not count for a key, over the queries.
+
+    Args:
+        prob: fp32.
+        counts: bool, broadcastable to `prob`: the query counts.
+        reduce: As in `ColumnSums`.
+    """
+    if reduce == "max":
+        return prob.amax(-2)
+    return prob.sum(-2) / (counts.sum(-2).clamp(min=1) if reduce == "mean" else 1)
+
+
+def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tensor:
+    """Centred pooling along the last axis, stride 1; `avg` counts padding as zeros, `max` ignores it. Any leading
+    shape."""
+    rows = score.reshape(-1, 1, score.shape[-1])
+    op = F.avg_pool1d if kind == "avg" else F.max_pool1d
+    return op(rows, kernel, stride=1, padding=kernel // 2).view(score.shape)
+
+
+def reduce_scores(columns: Tensor, heads: int, queries: int, reduction: HeadScores) -> Tensor:
+    """Pools and group-reduces column sums fp32 [Hq, N] to [H, N]; the last `queries` of the tokens count, -1 = all."""
+    checks.reduction(reduction)
+    columns = columns.view(heads, -1, columns.shape[-1])
+
+    def pooled(x: Tensor) -> Tensor:
+        whole = reduction.pool_region == "all" or queries < 0
+        cut = x.shape[-1] if whole else max(0, x.shape[-1] - queries)
+        if reduction.pool == "none" or cut == 0:
+            return x
+        return torch.cat([pool_scores(x[..., :cut], reduction.pool, reduction.pool_kernel), x[..., cut:]], -1)
+
+    if reduction.pool_stage == "per_query_head":
+        return reduce_group(pooled(columns), reduction.group, 1)
+    return pooled(reduce_group(columns, reduction.group, 1))
