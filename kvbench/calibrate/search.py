@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.calibrate import search_show
-from kvbench.calibrate.by_hand import Settings, by_hand
+from kvbench.calibrate import search_verdict
 from kvbench.calibrate.choose import evaluate
 from kvbench.calibrate.command import load_samples
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Plan, Rule, split
 from kvbench.calibrate.search_verdict import Judged, judge
 from kvbench.calibrate.space import read_space
-from kvbench.calibrate.tried import Tried, Wanted, winners, words
+from kvbench.calibrate.tried import Tried, Wanted, by_hand, winners, words
 from kvbench.config import durable, files
 from kvbench.config.settings import as_dict, copy_config, read_config
 from kvbench.engine.prompt_cache import PromptCache
@@ -105,8 +104,8 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
             root, task.name, model.name, wanted.plan.rule.criterion, wanted.cfg.by_hand, wanted.space
         )
         judged = _held_out(sweep, wanted, held_out, chosen, hand)
-        paths = search_show.write(own, wanted, tried, judged, origin)
-    search_show.show(wanted, tried, judged, origin, task.name, model.name, paths)
+        paths = search_verdict.write(own, wanted, tried, judged, origin)
+    search_verdict.show(wanted, tried, judged, origin, task.name, model.name, paths)
     return 0
 
 
@@ -143,7 +142,7 @@ def _search(sweep: Proposed, wanted: Wanted, task: TaskSet, full: Trial, own: Pa
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     if not sweep.cfg.resume:
         (own / "study.log").unlink(missing_ok=True)
     storage = JournalStorage(JournalFileBackend(str(own / "study.log")))
@@ -156,44 +155,45 @@ def _search(sweep: Proposed, wanted: Wanted, task: TaskSet, full: Trial, own: Pa
     begun = len(study.get_trials(deepcopy=False))
     study.sampler = _sampler(wanted.cfg, begun)
     sweep.measure([full], "full: search")
-    criterion = wanted.plan.rule.criterion
-    found: dict[str, Tried] = {}
+    criterion, found = wanted.plan.rule.criterion, dict[str, Tried]()
 
     def measured(method: str, settings: dict[str, Any], label: str) -> Tried:
-        trial = sweep.of(method, settings, task)
-        sweep.measure([trial], label)
-        return Tried(method=method, settings=settings, measured=evaluate(trial, full, wanted.plan.rule))
+        """A setting's numbers, from its journal as far as that goes."""
+        key = f"{method} {settings}"
+        if key not in found:
+            trial = sweep.of(method, settings, task)
+            sweep.measure([trial], label)
+            found[key] = Tried(method=method, settings=settings, measured=evaluate(trial, full, wanted.plan.rule))
+        return found[key]
 
-    for old in study.get_trials(deepcopy=False, states=(states.COMPLETE,)):
-        method, settings = old.user_attrs["method"], old.user_attrs["settings"]
-        found[f"{method} {settings}"] = measured(method, settings, f"{method}: was tried")
-    done = len(study.get_trials(deepcopy=False, states=(states.COMPLETE,)))
-    refused = 0
-    while done < wanted.cfg.trials:
-        trial = study.ask()
+    def objective(trial: "optuna.Trial") -> tuple[float, float]:
+        """Bytes and loss of what the sampler proposes."""
         method = trial.suggest_categorical("method", [item.method for item in wanted.space])
         settings = next(item for item in wanted.space if item.method == method).suggest(trial)
         trial.set_user_attr("method", method)
         trial.set_user_attr("settings", settings)
-        try:
-            tried = measured(method, settings, f"{done + 1} of {wanted.cfg.trials}: {method} {words(settings)}")
-        except ValueError as error:
-            study.tell(trial, state=states.FAIL)
-            refused += 1
-            if refused > REFUSED * wanted.cfg.trials:
-                raise ValueError(f"the methods refused {refused} settings; the last: {error}") from error
-            continue
+        tried = measured(method, settings, f"{done() + 1} of {wanted.cfg.trials}: {method} {words(settings)}")
         if tried.measured.num_failed or criterion not in tried.measured.losses:
-            study.tell(trial, state=states.FAIL)
-            refused += 1
             note(f"left out: {method} {words(settings)}: {tried.measured.num_failed} answers did not end well")
-            if refused > REFUSED * wanted.cfg.trials:
-                raise ValueError(f"{refused} settings could not be measured; look at the notes above")
-            continue
-        study.tell(trial, (tried.bytes_ratio, tried.loss(criterion)))
-        found[f"{method} {settings}"] = tried
-        done += 1
-    return list(found.values())
+            raise ValueError("answers did not end well; look at the notes above")
+        return tried.bytes_ratio, tried.loss(criterion)
+
+    def done() -> int:
+        return len(study.get_trials(deepcopy=False, states=(states.COMPLETE,)))
+
+    def stop(study: "optuna.Study", last: "optuna.trial.FrozenTrial") -> None:
+        """Ends the search when enough is tried, or when the methods refuse too much."""
+        refused = [trial for trial in study.get_trials(deepcopy=False)[begun:] if trial.state == states.FAIL]
+        if len(refused) > REFUSED * wanted.cfg.trials:
+            raise ValueError(f"{len(refused)} settings could not be measured; the last: {last.params}")
+        if done() >= wanted.cfg.trials:
+            study.stop()
+
+    if done() < wanted.cfg.trials:
+        study.optimize(objective, catch=(ValueError,), callbacks=[stop])
+    complete = [trial.user_attrs for trial in study.get_trials(deepcopy=False, states=(states.COMPLETE,))]
+    tried = [measured(each["method"], each["settings"], f"{each['method']}: was tried") for each in complete]
+    return list({f"{item.method} {item.settings}": item for item in tried}.values())
 
 
 def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
@@ -212,26 +212,19 @@ def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
         )
 
 
-def _held_out(
-    sweep: Proposed, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Settings]
-) -> Judged:
+def _held_out(sweep: Proposed, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Tried]) -> Judged:
     """The winners beside the settings made by hand, on samples that nothing was chosen on."""
     trials: dict[str, tuple[str, Trial, bool]] = {}
-    asked: list[tuple[str, dict[str, Any], bool]] = [(item.method, item.settings, True) for item in chosen]
-    asked += [(item.method, item.settings, False) for item in hand]
-    for method, settings, is_found in asked:
+    for item, is_found in [*((item, True) for item in chosen), *((item, False) for item in hand)]:
+        label = f"{item.method} {words(item.settings)}".strip()
         try:
-            trial = sweep.of(method, settings, task)
+            trial = sweep.of(item.method, item.settings, task)
         except ValueError as error:
-            note(f"left out: {method} {words(settings)}: {error}")
+            note(f"left out: {label}: {error}")
             continue
         known = trials.get(trial.experiment.hash)
         # What people chose before is theirs, however a search comes upon it.
-        trials[trial.experiment.hash] = (
-            f"{method} {words(settings)}".strip(),
-            trial,
-            is_found and (known is None or known[2]),
-        )
+        trials[trial.experiment.hash] = label, trial, is_found and (known is None or known[2])
     full = sweep.full(task)
     sweep.measure([*(trial for _, trial, _ in trials.values()), full], "held-out")
     return judge(full, list(trials.values()), wanted.plan.rule)

@@ -125,7 +125,7 @@ def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, st
         check_trust(settings, folder, with_method=False)
     if cfg.data_dir is not None:
         settings.task.data_dir = str(cfg.data_dir)
-    from kvbench.models.outline import load_outline
+    from kvbench.models.load import load_outline
     from kvbench.tasks import load_task
 
     model = load_outline(settings.model)

@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -166,20 +167,31 @@ def _load_gguf(settings: dict, how: How) -> _Loaded:
 
 def _load_random(settings: dict, how: How) -> _Loaded:
     """Builds random weights in the shape of a preset."""
-    preset, seed, num_layers = str(settings.get("preset")), settings.get("seed", 0), settings.get("num_layers")
+    preset, seed, num_layers = settings.get("preset"), settings.get("seed", 0), settings.get("num_layers")
     check_whole("model.seed", seed, 0)
-    overrides = settings.get("overrides") or {}
-    config = random_weights.random_config(
-        preset, num_layers=num_layers, max_tokens=settings.get("max_tokens"), overrides=overrides
-    )
-    tokenizer = random_weights.byte_tokenizer(config.vocab_size)
+    config, tokenizer = _random_outline(settings)
     device = how.devices.builder
     model = random_weights.random_model(config, seed=seed, dtype=how.dtype, device=device)
     # The generator differs between kinds of device, and the weights are drawn in their dtype.
     shape = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     parts = ["random", json.dumps(shape, sort_keys=True, default=str), str(seed), device.type, str(how.dtype)]
-    name = f"random-{preset}" + (f"-{num_layers}layers" if num_layers else "") + ("-changed" if overrides else "")
+    name = (
+        f"random-{preset}"
+        + (f"-{num_layers}layers" if num_layers else "")
+        + ("-changed" if settings.get("overrides") else "")
+    )
     return model, tokenizer, name, files.combine_fingerprints(parts)
+
+
+def _random_outline(settings: dict) -> "tuple[PretrainedConfig, PreTrainedTokenizerBase]":
+    """The configuration and the tokenizer of a model with random weights."""
+    config = random_weights.random_config(
+        str(settings.get("preset")),
+        num_layers=settings.get("num_layers"),
+        max_tokens=settings.get("max_tokens"),
+        overrides=settings.get("overrides"),
+    )
+    return config, random_weights.byte_tokenizer(config.vocab_size)
 
 
 _Loader = Callable[[dict, How], _Loaded]
@@ -189,6 +201,41 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
     "gguf": (_load_gguf, {"path"}),
     "random": (_load_random, {"preset", "seed", "num_layers", "overrides"}),
 }
+
+
+def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
+    """As `load_model`, without weights, for what only makes prompts; no answer can be had from it.
+
+    A GGUF file has its tokenizer beside the weights, so its model is loaded whole.
+
+    Returns:
+        Tokenizer, name, context length and chat template are those of the model; the fingerprint is empty.
+    """
+    import transformers
+
+    settings = as_dict(cfg)
+    kind, path = settings.get("kind"), str(settings.get("path") or "")
+    if kind == "random":
+        config, tokenizer = _random_outline(settings)
+    elif kind == "embedded" or (kind == "hf" and path and not path.lower().endswith(".gguf")):
+        is_own = kind == "embedded"
+        folder = embedded.ensure_embedded() if is_own else files.find_model_folder(path, settings.get("revision"))
+        files.check_config(folder)
+        with embedded.quiet_transformers():
+            config = transformers.AutoConfig.from_pretrained(folder, **SAFELY)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **SAFELY)
+    else:
+        return load_model(cfg)
+    return LoadedModel(
+        model=cast("PreTrainedModel", SimpleNamespace(config=config, generation_config=config)),
+        tokenizer=tokenizer,
+        name=str(settings.get("name") or settings.get("path") or settings.get("preset") or kind),
+        fingerprint="",
+        max_tokens=context_length(config, settings.get("max_tokens")),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        chat_template=bool(tokenizer.chat_template),
+    )
 
 
 def _read_folder(folder: Path, how: How) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:

@@ -1,146 +1,40 @@
 """Models with random weights in the shape of a known model: for speed and memory work without any download."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
+from kvbench.config.files import package_folder
 from kvbench.errors import check_whole, unknown_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
-def _shape(
-    model_type: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
-) -> dict:
-    """Returns the configuration fields of one preset, under transformers' names."""
-    return {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-5,
-    } | more
-
-
-def _rope(theta: float, llama3_factor: float | None = None) -> dict:
-    """Returns rotary parameters: plain, or Llama 3.1's stretched to 128k tokens."""
-    if llama3_factor is None:
-        return {"rope_type": "default", "rope_theta": theta}
-    return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": llama3_factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-# The shapes are those of each model's published config.json. `tiny` is for tests: its weights are scaled so that
-# attention is as peaked as that of the large shapes (standard deviation x sqrt(hidden size) near 1.3).
-PRESETS: dict[str, dict] = {
-    "tiny": _shape(
-        "llama", 128, 256, 2, 4, 2, vocab_size=320, max_position_embeddings=2048, initializer_range=0.12, head_dim=64
-    ),
-    "smollm2-135m": _shape(
-        "llama",
-        576,
-        1536,
-        30,
-        9,
-        3,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        rope_parameters=_rope(100_000.0),
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-0.5b": _shape(
-        "qwen2",
-        896,
-        4864,
-        24,
-        14,
-        2,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-        rope_parameters=_rope(1e6),
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-6,
-    ),
-    "llama3.2-1b": _shape(
-        "llama",
-        2048,
-        8192,
-        16,
-        32,
-        8,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_parameters=_rope(5e5, 32.0),
-        tie_word_embeddings=True,
-        head_dim=64,
-    ),
-    "llama2-7b": _shape(
-        "llama", 4096, 11008, 32, 32, 32, vocab_size=32000, max_position_embeddings=4096, rope_parameters=_rope(1e4)
-    ),
-    "mistral-7b": _shape(
-        "mistral",
-        4096,
-        14336,
-        32,
-        32,
-        8,
-        vocab_size=32768,
-        max_position_embeddings=32768,
-        rope_parameters=_rope(1e6),
-        sliding_window=None,
-        head_dim=128,
-    ),
-    "qwen2.5-7b": _shape(
-        "qwen2",
-        3584,
-        18944,
-        28,
-        28,
-        4,
-        vocab_size=152064,
-        max_position_embeddings=32768,
-        rope_parameters=_rope(1e6),
-        rms_norm_eps=1e-6,
-    ),
-    "llama3-8b": _shape(
-        "llama", 4096, 14336, 32, 32, 8, vocab_size=128256, max_position_embeddings=8192, rope_parameters=_rope(5e5)
-    ),
-    "llama3.1-8b": _shape(
-        "llama",
-        4096,
-        14336,
-        32,
-        32,
-        8,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_parameters=_rope(5e5, 8.0),
-    ),
-    "llama3.1-70b": _shape(
-        "llama",
-        8192,
-        28672,
-        80,
-        64,
-        8,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_parameters=_rope(5e5, 8.0),
-    ),
-}
 _BYTE_VOCABULARY_TOKENS = 257
 _GIB = 1 << 30
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """The configuration fields of each preset of config/shapes.yaml, under transformers' names."""
+    listed = yaml.safe_load((package_folder() / "config" / "shapes.yaml").read_text(encoding="utf-8"))
+    return {
+        name: {
+            "num_hidden_layers": shape["layers"],
+            "num_attention_heads": shape["q_heads"],
+            "num_key_value_heads": shape["kv_heads"],
+            "max_position_embeddings": shape["context"],
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-5,
+        }
+        | shape["weights"]
+        for name, shape in listed.items()
+        if "weights" in shape
+    }
 
 
 def random_config(
@@ -153,7 +47,7 @@ def random_config(
     """Builds the transformers configuration of a preset.
 
     Args:
-        preset: A key of PRESETS.
+        preset: A key of `presets`.
         num_layers: Layers, >= 1, in place of the preset's, so that a large shape fits into memory.
         max_tokens: Context length, >= 1, in place of the preset's.
         overrides: Any configuration fields under transformers' names, for example `{"num_key_value_heads": 1}`.
@@ -166,9 +60,9 @@ def random_config(
     """
     from transformers import CONFIG_MAPPING
 
-    if preset not in PRESETS:
-        raise unknown_name("model.preset", preset, PRESETS)
-    fields = dict(PRESETS[preset])
+    if preset not in presets():
+        raise unknown_name("model.preset", preset, presets())
+    fields = dict(presets()[preset])
     for name, key, value in (
         ("model.num_layers", "num_hidden_layers", num_layers),
         ("model.max_tokens", "max_position_embeddings", max_tokens),

@@ -1,4 +1,4 @@
-"""What a projection must know of a model: a preset of shapes.yaml, or the config.json of a folder."""
+"""What a projection must know of a model: a preset of config/shapes.yaml, or the config.json of a folder."""
 
 import json
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvbench.cache.layout import ModelShape
+from kvbench.config.files import package_folder
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import unknown_name
 from kvbench.rules import Whole
@@ -59,9 +60,10 @@ class NamedShape:
 
 @cache
 def presets() -> dict[str, NamedShape]:
-    """The shapes of shapes.yaml by name."""
-    listed = read_config(Path(__file__).parent / "shapes.yaml")
-    return {str(name): NamedShape(name=str(name), **as_dict(shape)) for name, shape in listed.items()}
+    """The shapes of known models by name."""
+    listed = as_dict(read_config(package_folder() / "config" / "shapes.yaml"))
+    known = {name: {key: x for key, x in shape.items() if key != "weights"} for name, shape in listed.items()}
+    return {name: NamedShape(name=name, **shape) for name, shape in known.items() if shape["source"]}
 
 
 def find_shape(model: object) -> NamedShape:

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from stored import store, yes_no
 
 from kvbench.calibrate import search as searching
-from kvbench.calibrate.by_hand import by_hand
 from kvbench.calibrate.search import main
+from kvbench.calibrate.tried import by_hand
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as cli
 from kvbench.config.files import path_of

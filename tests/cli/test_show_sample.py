@@ -7,8 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench.cli.main import main
-from kvbench.models.load import load_model
-from kvbench.models.outline import load_outline
+from kvbench.models.load import load_model, load_outline
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import read_samples, write_line
 

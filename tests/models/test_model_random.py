@@ -30,7 +30,7 @@ def test_random_yaml_builds(monkeypatch):
     """conf/model/random.yaml is a valid configuration; a shorter model is named by its layers."""
     cfg = OmegaConf.load(ROOT / "conf/model/random.yaml")
     comment = (ROOT / "conf/model/random.yaml").read_text().partition("Presets: ")[2].partition(".\n")[0]
-    assert comment.replace("\n#", "").split(", ") == list(model_random.PRESETS)
+    assert comment.replace("\n#", "").split(", ") == list(model_random.presets())
     cfg.preset, cfg.num_layers, cfg.device = "smollm2-135m", 1, "cpu"
     loaded = load_model(cfg)
     assert loaded.name == "random-smollm2-135m-1layers"
