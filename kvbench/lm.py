@@ -8,6 +8,7 @@ need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM
@@ -16,12 +17,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
-from kvbench.config.settings import copy_config
 from kvbench.engine.requests import Outcome, Request
 from kvbench.errors import check_whole
 from kvbench.methods.full import Full
+from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import load_method
-from kvbench.runs.parts import default_parts
+from kvbench.runs.parts import Loaders
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.chat import check_template, render_chat, system_messages
 from kvbench.tasks.choices import choice_request
@@ -81,10 +82,11 @@ class KvbenchLM(LM):
             wanted["batch_size"] = batch_size
         if device is not None:
             wanted["model.device"] = device
-        self.cfg = compose([f"{key}={_hydra(value)}" for key, value in (wanted | overrides).items()])
-        self._parts = default_parts()
-        _, self.policy, self.model = load_method(self.cfg, self._parts, _log.warning)
-        self.protocol = Protocol.from_mapping(self.cfg.protocol)
+        self._parts = Loaders()
+        asked = RunConfig.read(compose([f"{key}={_hydra(value)}" for key, value in (wanted | overrides).items()]))
+        asked = replace(asked, fidelity=replace(asked.fidelity, max_tokens=0))  # lm-eval forces no answers
+        self.config, self.policy, self.model = load_method(asked, self._parts, _log.warning)
+        self.protocol = Protocol.from_mapping(self.config.protocol)
         self._device = self.model.device
         self.rolling_prompt_tokens = check_whole("rolling_prompt_tokens", rolling_prompt_tokens, 1)
         self._rendered = False
@@ -109,7 +111,7 @@ class KvbenchLM(LM):
         """Answer each prompt; an answer that could not be computed is empty and logged, and thoughts are left out."""
         built = [self._generation_request(str(place), instance) for place, instance in enumerate(requests)]
         asked = [request for request, _ in built]
-        outcomes = self._run(asked, fidelity_max_tokens=0)
+        outcomes = self._run(asked)
         texts = []
         for place, instance in enumerate(requests):
             outcome = outcomes[str(place)]
@@ -144,7 +146,7 @@ class KvbenchLM(LM):
             )
             for context, group in places.items()
         ]
-        outcomes = self._run(asked, fidelity_max_tokens=0)
+        outcomes = self._run(asked)
         results: dict[int, tuple[float, bool]] = {}
         for group in places.values():
             outcome = outcomes[str(group[0])]
@@ -189,7 +191,7 @@ class KvbenchLM(LM):
                             max_new_tokens=0,
                         )
                     )
-        for name, outcome in self._run(asked, fidelity_max_tokens=0).items():
+        for name, outcome in self._run(asked).items():
             if outcome.status != "ok":
                 raise ValueError(f"loglikelihood_rolling of text {name} could not be computed: {outcome.message}")
             totals[int(name.partition("/")[0])] += outcome.choices[0]["loglikelihood"]
@@ -215,7 +217,7 @@ class KvbenchLM(LM):
         """
         if not prompts:
             return
-        runner = self._parts.make_engine(self.cfg, self.model, self.policy).runner
+        runner = self._parts.make_engine(self.config, self.model, self.policy).runner
         runner.reserve(rows=1, prompt_tokens=1, new_tokens=1)  # a pass that keeps nothing needs no room
         for _, prompt, count in prompts:
             logits = runner.full_logits(prompt[:-1], num_logits=count)
@@ -238,9 +240,7 @@ class KvbenchLM(LM):
         )
         return request, builder.opens_thoughts(request)
 
-    def _run(self, requests: list[Request], fidelity_max_tokens: int) -> dict[str, Outcome]:
-        cfg = copy_config(self.cfg)
-        cfg.fidelity.max_tokens = fidelity_max_tokens
+    def _run(self, requests: list[Request]) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
 
         def keep(outcome: Outcome) -> None:
@@ -248,7 +248,7 @@ class KvbenchLM(LM):
             if outcome.repeat == 0:
                 outcomes[outcome.sample_id] = outcome
 
-        self._parts.make_engine(cfg, self.model, self.policy).run(requests, on_outcome=keep)
+        self._parts.make_engine(self.config, self.model, self.policy).run(requests, on_outcome=keep)
         return outcomes
 
 

@@ -1,6 +1,7 @@
 """A small model, task, policy and engine for the tests of the run loop, and a slow run on them that can be killed, as a
 program or in a process of its own."""
 
+import copy
 import hashlib
 import sys
 import time
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.policy import Bounds, Extent, Policy
-from kvbench.runs.parts import Parts
+from kvbench.runs.parts import Loaders
 
 
 @dataclass(kw_only=True)
@@ -144,9 +145,16 @@ def make_requests(count: int, repeats: int = 1) -> list[Request]:
     ]
 
 
+def altered(loaders: Loaders, **functions) -> Loaders:
+    """The same loaders with some of their functions replaced."""
+    made = copy.copy(loaders)
+    vars(made).update(functions)
+    return made
+
+
 def make_parts(
     count: int = 10, repeats: int = 1, engines: list | None = None, task: dict | None = None, **engine
-) -> Parts:
+) -> Loaders:
     """Loaders of the fakes.
 
     Args:
@@ -174,7 +182,8 @@ def make_parts(
     def make_policy(cfg):
         return FakePolicy(**{key: value for key, value in cfg.items() if key in ("ratio", "hidden")})
 
-    return Parts(make_policy=make_policy, load_model=load_model, load_task=load_task, make_engine=make_engine)
+    fakes = {"make_policy": make_policy, "load_model": load_model, "load_task": load_task, "make_engine": make_engine}
+    return altered(Loaders(), **fakes, check_task=lambda config: None)
 
 
 def make_cfg(results_dir: Path, /, **changes) -> OmegaConf:

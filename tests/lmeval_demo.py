@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbench.lm import KvbenchLM
-from kvbench.runs.grading import grade_outcome
+from kvbench.runs.graders import grade_outcome
 from kvbench.tasks import load_task
 
 TINY = {
@@ -87,7 +87,7 @@ def lm_of(method: str = "full", **more) -> KvbenchLM:
 def task_of(folder: Path, lm: KvbenchLM, name: str, protocol: dict | None = None, **settings):
     """The task as `task=lm_eval` loads it."""
     cfg = {"harness": "lm_eval", "name": name, "include_path": str(folder)} | settings
-    return load_task(cfg, lm.model, limit=None, seed=0, protocol=dict(lm.cfg.protocol) | (protocol or {}))
+    return load_task(cfg, lm.model, limit=None, seed=0, protocol=dict(lm.config.protocol) | (protocol or {}))
 
 
 def answered(lm: KvbenchLM, task) -> list[dict]:

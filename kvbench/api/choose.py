@@ -55,7 +55,6 @@ def choose_policy(method: "str | Policy", settings: Mapping[str, object]) -> "Po
     """The policy that a call asks for.
 
     Args:
-        method: Name in conf/method, or a policy that was made already.
         settings: Its settings by name; what is left out has the default of the YAML.
 
     Raises:

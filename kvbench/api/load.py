@@ -63,12 +63,7 @@ def load(results_dir: str | Path = "results", *, samples: bool = False) -> "Data
 
 
 def run_row(record: RunRecord, folder: Path) -> dict[str, Any]:
-    """One run as a row.
-
-    Args:
-        record: Content of its `run.json`.
-        folder: Where it lies.
-    """
+    """One run as a row."""
     score = record.metrics.get(record.primary)
     difference = record.comparison.difference if record.comparison else None
     row: dict[str, Any] = {
@@ -92,13 +87,7 @@ def run_row(record: RunRecord, folder: Path) -> dict[str, Any]:
 
 
 def sample_row(record: RunRecord, folder: Path, sample: SampleRecord) -> dict[str, Any]:
-    """One answer as a row.
-
-    Args:
-        record: Content of its run's `run.json`.
-        folder: Where the run lies.
-        sample: The answer.
-    """
+    """One answer as a row."""
     fidelity = sample["fidelity"] or {}
     return {
         **_name(record, folder),

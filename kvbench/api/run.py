@@ -185,7 +185,7 @@ def run(
     with files.with_own_folders(own):
         cfg = compose(asked)
         _check_source(cfg.method._target_)
-        finished = run_experiment(cfg, method=method, parts=_loaders().parts())
+        finished = run_experiment(cfg, method=method, parts=_loaders())
     from kvbench.show import figure
 
     result = Result(run=finished)

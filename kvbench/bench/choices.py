@@ -59,7 +59,7 @@ def make_method(text: str) -> Policy:
 
 def make_cache(text: str) -> tuple[Policy, StoreOptions]:
     """The policy and the layout of memory that a string asks for, such as `int4 store.rotation=hadamard`."""
-    from kvbench.runs.parts import store_options
+    from kvbench.runs.config import store_options
 
     words = str(text).split()
     layout = {key: yaml.safe_load(value) for key, sign, value in map(_parts, words) if key.startswith(_STORE) and sign}

@@ -34,8 +34,9 @@ from kvbench.results import identity
 from kvbench.results.journal import run_lock
 from kvbench.results.writing import remove_litter
 from kvbench.runs.calibration import KEY
-from kvbench.runs.experiment import check_config, load_task
-from kvbench.runs.parts import Parts, default_parts, read_bytes
+from kvbench.runs.config import RunConfig, read_bytes
+from kvbench.runs.experiment import load_task
+from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
 
@@ -44,7 +45,7 @@ LAYERS = "layers"
 WHAT = ("settings", LAYERS)
 
 
-def main(cfg: DictConfig, parts: Parts | None = None) -> int:
+def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     """Calibrate one method on one model.
 
     Args:
@@ -58,7 +59,7 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
         ValueError: A setting is out of range, or data or weights are missing.
     """
     experiment, wanted, method, what = _parted(cfg)
-    parts = parts or default_parts()
+    parts = parts or Loaders()
     policy = parts.make_policy(experiment.method)  # first: a bad setting should not cost a model load
     layers = read_layer_plan(wanted.layers, method, policy) if what == LAYERS else None
     plan = read_plan(wanted, method, policy, None if layers is None else ())
@@ -102,7 +103,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
         raise unknown_name("what", what, WHAT)
     wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
     experiment = OmegaConf.create(settings)
-    check_config(experiment)
+    RunConfig.read(experiment)
     if experiment.limit is not None:
         raise ValueError(
             f"limit={experiment.limit} has no meaning here; calibrate.tuning_samples and calibrate.held_out_samples "
@@ -115,7 +116,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str]:
     return experiment, OmegaConf.create(wanted), choices["method"], what
 
 
-def load_samples(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
+def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
     """As many samples of each subset as both sets need; generated tasks make them.
 
     Args:
@@ -131,7 +132,7 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Parts, model: LoadedModel, 
     count = plan.tuning_samples + plan.held_out_samples
     if "items" in cfg.task:
         cfg.task["items"] = count
-    task = load_task(cfg, model, parts, count)
+    task = load_task(RunConfig.read(cfg), model, parts, count)
     if plan.rule.criterion != "score":
         if cfg.fidelity.max_tokens == 0:
             raise ValueError(

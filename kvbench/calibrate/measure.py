@@ -6,7 +6,7 @@ another calibration that needs the same trial takes it as it is.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -21,8 +21,9 @@ from kvbench.results.identity import HASH_DIGITS
 from kvbench.results.journal import Journal
 from kvbench.results.sample import SampleRecord
 from kvbench.runs.answers import record_answers, unfinished_groups
-from kvbench.runs.experiment import Experiment, prepare, reference_config
-from kvbench.runs.parts import Parts
+from kvbench.runs.config import RunConfig
+from kvbench.runs.experiment import Experiment, prepare
+from kvbench.runs.parts import Loaders
 from kvbench.show.progress import Progress
 from kvbench.tasks.taskset import TaskSet
 
@@ -54,7 +55,7 @@ class Sweep:
         self,
         cfg: DictConfig,
         method: str,
-        parts: Parts,
+        parts: Loaders,
         *,
         folder: Path,
         prompts: PromptCache,
@@ -73,11 +74,13 @@ class Sweep:
         changed = copy_config(self.cfg)
         for name, value in settings.items():
             changed.method[name] = value
-        return Trial(settings=dict(settings), experiment=prepare(changed, self.method, _on(self.parts, task)))
+        return Trial(
+            settings=dict(settings), experiment=prepare(RunConfig.read(changed), self.method, self.parts, task)
+        )
 
     def full(self, task: TaskSet) -> Trial:
         """The full cache."""
-        return Trial(settings={}, experiment=prepare(reference_config(self.cfg), FULL, _on(self.parts, task)))
+        return Trial(settings={}, experiment=prepare(RunConfig.read(self.cfg).of_full(), FULL, self.parts, task))
 
     def measure(self, trials: Sequence[Trial], label: str) -> None:
         """Fill the trials' records, from their journals as far as they go.
@@ -117,10 +120,5 @@ class Sweep:
     def _run(self, trial: Trial, group: Sequence[Request], journal: Journal, bar: Progress) -> None:
         experiment = trial.experiment
         # An engine of its own each time: it holds its page pool as long as it lives.
-        engine = self.parts.make_engine(experiment.cfg, experiment.model, experiment.policy, prompts=self.prompts)
+        engine = self.parts.make_engine(experiment.config, experiment.model, experiment.policy, prompts=self.prompts)
         record_answers(engine, experiment.task, group, journal, bar, with_timing=False)
-
-
-def _on(parts: Parts, task: TaskSet) -> Parts:
-    """The loaders, with the task at hand in place of the configured one."""
-    return replace(parts, load_task=lambda *_, **__: task)

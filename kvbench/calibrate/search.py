@@ -30,8 +30,8 @@ from kvbench.results.journal import run_lock
 from kvbench.results.measures import LOSSES
 from kvbench.results.writing import remove_litter
 from kvbench.runs.calibration import KEY
-from kvbench.runs.experiment import check_config
-from kvbench.runs.parts import Parts, default_parts, read_bytes
+from kvbench.runs.config import RunConfig, read_bytes
+from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet
 
@@ -59,7 +59,7 @@ class Proposed(Sweep):
         )
 
 
-def main(cfg: DictConfig, parts: Parts | None = None) -> int:
+def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     """Search.
 
     Args:
@@ -76,12 +76,12 @@ def main(cfg: DictConfig, parts: Parts | None = None) -> int:
     wanted = _wanted(OmegaConf.create(settings.pop("search")))
     settings.pop("_choices_", None)
     experiment = OmegaConf.create(settings)
-    check_config(experiment)
+    RunConfig.read(experiment)
     for name in ("limit", "shard"):
         if experiment[name] is not None:
             raise ValueError(f"{name}={experiment[name]} has no meaning here; search.tuning_samples says how many")
     experiment.method[KEY] = None
-    parts = parts or default_parts()
+    parts = parts or Loaders()
     parts.check_task(experiment)
     model = parts.load_model(experiment.model)
     task = load_samples(experiment, wanted.plan, parts, model, prefix="search")

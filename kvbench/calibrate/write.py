@@ -184,8 +184,8 @@ def _origin(result: Result) -> dict:
         "data": {
             "task": run.task.name,
             "protocol": run.task.protocol,
-            "seed": run.cfg.seed,
-            "batch_size": run.cfg.batch_size,
+            "seed": run.config.seed,
+            "batch_size": run.config.batch_size,
             "tuning": _counted(result.sets.get("tuning", {})),
             "held_out": _counted(result.sets.get("held_out", {})),
         },

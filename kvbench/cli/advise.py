@@ -15,7 +15,7 @@ from kvbench.evidence.load import Group, StoredRun, load_groups
 from kvbench.evidence.settings import check_margin
 from kvbench.policy import MAX_TOKENS
 from kvbench.rules import Whole
-from kvbench.runs.parts import read_bytes
+from kvbench.runs.config import read_bytes
 from kvbench.sizing.shapes import NamedShape, find_shape
 from kvbench.sizing.stored import policy_of, projected
 
@@ -24,9 +24,6 @@ BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens pe
 
 def main(cfg: DictConfig) -> int:
     """Print the table.
-
-    Args:
-        cfg: As conf/command/advise.yaml says.
 
     Returns:
         0.
@@ -87,10 +84,6 @@ def gather(
     """Everything that is known of every stored method and setting, one entry each.
 
     Args:
-        groups: The stored runs.
-        cfg: As `compare` takes it.
-        shape: The model that is asked about.
-        asked: What is asked for.
         speeds: Text of a method -> what was measured of it.
 
     Returns:
@@ -147,9 +140,6 @@ def _quality(row: ComparedRun, group: Group, run: StoredRun, shape: NamedShape) 
 
 def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
     """The measured throughput of every method, by the text of its policy.
-
-    Args:
-        folder: Where `kvbench bench` put its results; it need not be there.
 
     Returns:
         The speeds, and a sentence for each file that cannot be read.

@@ -43,13 +43,8 @@ def show(
     """Print the table and what must be known to read it.
 
     Args:
-        found: What is known of every method and setting.
-        asked: What was asked for.
-        shape: The model.
-        notes: Further sentences.
         has_speeds: Some throughput was measured.
         most: Rows at most; None for all.
-        console: Where to print; stdout by default.
     """
     console = console or terminal.console(80)
     ranked = sorted(found, key=lambda item: item.rank(asked, shape.name, item.method == FULL))

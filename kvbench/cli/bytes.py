@@ -36,9 +36,6 @@ Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its 
 def main(cfg: DictConfig) -> int:
     """Print the table.
 
-    Args:
-        cfg: As conf/command/bytes.yaml says, with `method`.
-
     Raises:
         ValueError: A setting is unknown or out of range, or the method does not fit the model.
     """

@@ -24,7 +24,6 @@ def help_for(words: list[str], width: int = 80) -> str:
 
     Args:
         words: Commands, groups (`methods`), names in a group (`snapkv`), or both (`method=snapkv`).
-        width: Columns of the terminal.
 
     Raises:
         ValueError: A word is none of these; names the nearest.
@@ -53,13 +52,7 @@ def _one(word: str, width: int) -> str:
 
 
 def choice_help(group: str, name: str, width: int = 80) -> str:
-    """What one choice of a group is, and its settings.
-
-    Args:
-        group: One of `kvbench.config.files.GROUPS`.
-        name: One of its options.
-        width: Columns of the terminal.
-    """
+    """What one choice of a group is, and its settings."""
     if group == "method":
         return method_help(name, width)
     path = files.path_of(group, name)
@@ -77,14 +70,7 @@ def choice_help(group: str, name: str, width: int = 80) -> str:
 
 
 def declared_help(group: str, name: str, path: Path, width: int) -> str:
-    """A task or a protocol: what it is, and its settings with default, type, range and unit, and their meaning.
-
-    Args:
-        group: `task` or `protocol`.
-        name: Its name.
-        path: Its YAML file, whose comments say what the settings mean.
-        width: Columns of the terminal.
-    """
+    """A task or a protocol: what it is, and its settings with default, type, range and unit, and their meaning."""
     from kvbench.config.settings import read_config
     from kvbench.rules import declared
     from kvbench.tasks import settings_class

@@ -18,17 +18,8 @@ BARE = "_bare_"  # in a command's file: the setting, or the settings in order, t
 
 def run(name: str, arguments: list[str]) -> int:
     """Carry out a command.
-
-    Args:
-        name: One of `kvbench.config.files.command_files()`.
-        arguments: Hydra's `key=value` words.
-
-    Returns:
-        The exit code.
-
     Raises:
-        ValueError: A setting is unknown or out of range.
-    """
+        ValueError: A setting is unknown or out of range."""
     cfg = compose_command(name, arguments)
     settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE)})
     OmegaConf.set_struct(settings, True)
@@ -36,11 +27,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def function_of(name: str) -> Callable[[DictConfig], int]:
-    """The function that a command's own file names; what else is composed with it cannot name another.
-
-    Args:
-        name: File in conf/command/.
-    """
+    """The function that a command's own file names; what else is composed with it cannot name another."""
     module, _, function = str(_own(name)["_target_"]).rpartition(".")
     return getattr(import_module(module), function)
 
@@ -52,10 +39,6 @@ def _own(name: str) -> DictConfig:
 
 def compose_command(name: str, arguments: list[str]) -> DictConfig:
     """The settings of a command, with what the command line changes.
-
-    Args:
-        name: File in conf/command/.
-        arguments: Hydra's `key=value` words.
 
     Raises:
         ValueError: A word is no setting of the command; lists those there are.

@@ -25,11 +25,11 @@ from kvbench.show.progress import format_seconds, logged, note
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from kvbench.runs.parts import Parts
+    from kvbench.runs.parts import Loaders
     from kvbench.runs.run import Run
 
 MAX_NAMED = 10  # failures that the end of a sweep repeats
-_parts: "dict[str, Parts]" = {}  # of this process: a worker loads a model once for all jobs that it gets
+_parts: "dict[str, Loaders]" = {}  # of this process: a worker loads a model once for all jobs that it gets
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Jobs:
 
         if self.key not in _parts:
             _parts.clear()  # let go of another sweep's model
-            _parts[self.key] = parts.default_parts()
+            _parts[self.key] = parts.Loaders()
         settings = HydraConfig.get()
         origin = Origin(
             command=[*config_dir_flags(self.own), *settings.overrides.task],  # of a sweep, this job's own values
@@ -214,9 +214,6 @@ def show_sweep(sweep: Sweep) -> int:
 def check_data(jobs: Sequence[Sequence[str]]) -> None:
     """Refuse a sweep one of whose tasks cannot be loaded, before any model is loaded.
 
-    Args:
-        jobs: The words of each job.
-
     Raises:
         MissingDataError: Names every part of the data that is missing.
         ValueError: A setting is wrong.
@@ -224,7 +221,7 @@ def check_data(jobs: Sequence[Sequence[str]]) -> None:
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 
-    check = parts.default_parts().check_task
+    check = parts.Loaders().check_task
     seen = set()
     for job in jobs:
         about_task = frozenset(word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))

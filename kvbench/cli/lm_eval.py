@@ -19,9 +19,6 @@ OWN_PACKAGES = ("kvbench", "kernels", "methods")
 def main(arguments: Sequence[str]) -> int:
     """Run lm-eval's command line.
 
-    Args:
-        arguments: What would follow `lm_eval` in a shell.
-
     Returns:
         0; lm-eval itself leaves with another code after an error of usage.
 
@@ -72,10 +69,6 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
     """Refuse tasks that ask for the likelihood of whole texts where the method has nothing to compress in them.
 
     kvbench's model would refuse them too, but lm-eval may ask it after an hour of other tasks.
-
-    Args:
-        names: Tasks, groups or tags.
-        arguments: What would follow `lm_eval` in a shell.
 
     Raises:
         ValueError: One of them is such a task and the method compresses prompts only, a setting of the method is wrong,

@@ -25,9 +25,6 @@ WIDEST = 100  # columns of help; longer lines are hard to read
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Args:
-        argv: Arguments without the program's name; those of the process by default.
-
     Returns:
         Exit code: 0 done, 1 the run failed, 2 the command cannot be carried out, 128 + n stopped by signal n.
     """
@@ -130,9 +127,6 @@ def _keeps(arguments: list[str]) -> bool:
 
 def run_command(overrides: list[str]) -> int:
     """Compose the configuration and run one experiment, or a sweep.
-
-    Args:
-        overrides: Hydra's arguments.
 
     Returns:
         The exit code; the worst one of a sweep.

@@ -12,14 +12,7 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def report(error: Exception) -> int:
-    """Print an error the way its reader needs it.
-
-    Args:
-        error: A user's error becomes one message; anything else is a fault of kvbench and shows its traceback.
-
-    Returns:
-        The exit code.
-    """
+    """Print an error the way its reader needs it."""
     from kvbench.results.writing import JournalError, is_full, write_error
 
     if isinstance(error, OSError) and is_full(error):  # raised where a library writes, or where the output is a file

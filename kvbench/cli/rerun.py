@@ -10,7 +10,7 @@ from rich.text import Text
 from kvbench.config.settings import read_config
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of, read_samples
-from kvbench.runs.experiment import OWN
+from kvbench.runs.config import OWN
 from kvbench.runs.run import run_experiment
 from kvbench.runs.sessions import Origin
 from kvbench.show import terminal
@@ -20,9 +20,6 @@ SHOWN = 5  # differences that are printed
 
 def main(cfg: DictConfig) -> int:
     """Run it and compare.
-
-    Args:
-        cfg: As conf/command/rerun.yaml says.
 
     Returns:
         0 when hash and records are the same, else 1.
@@ -57,8 +54,6 @@ def check_trust(settings: DictConfig, folder: Path, *, with_method: bool = True)
     """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's.
 
     Args:
-        settings: The run's config.yaml.
-        folder: Where it lies.
         with_method: The method is going to be run; else the task alone is loaded.
 
     Raises:

@@ -28,9 +28,6 @@ WHOLE, TAIL = "whole", "tail"
 def main(cfg: DictConfig) -> int:
     """Print the sample.
 
-    Args:
-        cfg: As conf/command/show.yaml says.
-
     Returns:
         0; 1 when the prompt that was made again is not the one that was asked.
 
@@ -106,11 +103,6 @@ def _prompt(cfg: DictConfig, folder: Path, record: SampleRecord) -> tuple[list[t
 
 def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, str]":
     """Make the prompt of a sample again, from the task's data and the model's tokenizer.
-
-    Args:
-        cfg: `data_dir`, `trust`.
-        folder: Of the run.
-        sample_id: Which sample.
 
     Returns:
         The request, and its prompt as the model read it, with what else was said in a conversation.

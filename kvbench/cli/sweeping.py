@@ -32,9 +32,6 @@ PRESETS = "launcher"  # ours
 def check_launcher(arguments: Sequence[str]) -> None:
     """Refuse a launcher that does not exist, is not installed, or has nothing to launch.
 
-    Args:
-        arguments: The command line without the command.
-
     Raises:
         ValueError: Names the launcher and the remedy.
     """
@@ -68,9 +65,6 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
     """The arguments with kvbench's own settings of their launcher (conf/launcher/), where they name none themselves.
 
     They are no files of Hydra's group of launchers: the plugins have files of the same names there.
-
-    Args:
-        arguments: The command line without the command.
     """
     given = {word.partition("=")[0].lstrip("+") for word in arguments}
     name = next((word.partition("=")[2] for word in arguments if word.startswith(f"{LAUNCHER}=")), "")
@@ -109,9 +103,6 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
 
     What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
     became of them.
-
-    Args:
-        arguments: The command line without the command.
 
     Raises:
         ValueError: A setting is wrong, or data is missing.

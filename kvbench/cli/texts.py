@@ -67,13 +67,7 @@ def commands() -> dict[str, str]:
 
 
 def rows(pairs: "tuple[tuple[str, str], ...]", width: int, lead: str = "") -> str:
-    """Two columns; the second is wrapped.
-
-    Args:
-        pairs: What stands left and right.
-        width: Columns of the terminal.
-        lead: Stands before everything in the left column.
-    """
+    """Two columns; the second is wrapped."""
     indent = 4 + max(len(lead + left) for left, _ in pairs)
     lines = []
     for left, right in pairs:
@@ -93,10 +87,6 @@ def overview(width: int = 80) -> str:
 
 def list_text(wanted: list[str], width: int = 100) -> str:
     """The answer to `kvbench list`.
-
-    Args:
-        wanted: Groups to show, in the singular or plural; all when empty.
-        width: Columns of the terminal; longer descriptions are wrapped.
 
     Raises:
         ValueError: A name is no group.

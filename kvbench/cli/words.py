@@ -50,9 +50,6 @@ HABITS = {
 def split_command(arguments: list[str]) -> tuple[str, list[str]]:
     """Take the command off the front.
 
-    Args:
-        arguments: All arguments.
-
     Returns:
         The command (`run` when none is given) and the other arguments.
 
@@ -157,10 +154,6 @@ def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def check_flags(arguments: list[str], command: str = "run") -> None:
     """Refuse a flag that kvbench does not have, with the whole command as kvbench writes it where that can be told.
-
-    Args:
-        arguments: The words behind the command.
-        command: The command.
 
     Raises:
         ValueError: Names the flags, and the command that is probably meant.

@@ -3,13 +3,20 @@
 import ast
 import hashlib
 import importlib.metadata
+import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 
 SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json", ".txt"}
+# Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read, put weights on their
+# devices, and show. What they hand on (resolved settings, weights, prompts, references) has hashes of its own. Every
+# library not named here counts.
+HANDS_ON = {"accelerate", "datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
+# Libraries whose requirements are a platform's and not a computation's: what kvbench takes of them, it imports itself.
+FRAMEWORKS = {"lm-eval", "tokenizers", "torch", "transformers"}
 
 
 def sources(folder: Path) -> list[Path]:
@@ -29,7 +36,6 @@ def meaning(path: Path) -> bytes:
 # A process that makes many runs reads the same files for each; what they say follows from their bytes alone.
 @lru_cache(maxsize=1024)
 def _meaning_of_python(content: bytes) -> bytes:
-    """The syntax tree of a Python file without docstrings."""
     tree = ast.parse(content)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
@@ -56,27 +62,14 @@ def hash_files(files: dict[str, Path]) -> str:
     return digest.hexdigest()
 
 
-# Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read, put weights on their
-# devices, and show. What they hand on (resolved settings, weights, prompts, references) has hashes of its own. Every
-# library not named here counts.
-HANDS_ON = {"accelerate", "datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
-
-
-# Libraries whose requirements are a platform's and not a computation's: what kvbench takes of them, it imports itself.
-FRAMEWORKS = {"lm-eval", "tokenizers", "torch", "transformers"}
-
-
 def libraries(files: Iterable[Path]) -> dict[str, str]:
     """The libraries that source files import, those that these require in turn, and the versions that are installed.
 
     math-verify grades with sympy, and reads formulas with the runtime of antlr: neither is imported here, and another
-    version of either can turn a right answer into a wrong one.
+    version of either can turn a right answer into a wrong one. Frameworks are not looked into, nor what a library
+    requires for an extra.
     """
-    return _with_required(versions(imports(files)))
-
-
-def _with_required(found: dict[str, str]) -> dict[str, str]:
-    """Distributions and versions, with what they require always (not for an extra); frameworks are not looked into."""
+    found = versions(imports(files))
     todo = [name for name in found if name not in FRAMEWORKS]
     while todo:
         try:
@@ -96,12 +89,8 @@ def _with_required(found: dict[str, str]) -> dict[str, str]:
 
 
 def imports(files: Iterable[Path]) -> frozenset[str]:
-    """The libraries that Python files import themselves: top-level names, without Python's own and `HANDS_ON`.
-
-    Args:
-        files: Source files; only those in Python are read, and imports for type checkers alone do not count.
-    """
-    names = {name for path in files if path.suffix == ".py" for name in _imported(path)}
+    """The libraries that Python files import themselves: top-level names, without Python's own and `HANDS_ON`."""
+    names = {name.partition(".")[0] for path in files if path.suffix == ".py" for name in names_imported(path)}
     return frozenset(names - {*sys.stdlib_module_names, *HANDS_ON, "kvbench"})
 
 
@@ -129,7 +118,7 @@ def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
     """
     todo, found = [path for path in files if path.suffix == ".py"], set[Path]()
     while todo:
-        for name in _full_names(todo.pop()):
+        for name in names_imported(todo.pop()):
             inside = name.removeprefix(f"{package}.").split(".") if name.startswith(f"{package}.") else []
             for path in (folder.joinpath(*inside).with_suffix(".py"), folder.joinpath(*inside, "__init__.py")):
                 if inside and path.is_file() and path not in found:
@@ -138,27 +127,32 @@ def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
     return found
 
 
-def _imported(path: Path) -> Iterator[str]:
-    """First parts of the absolute names that a file imports anywhere, but not for type checkers alone."""
-    return (name.partition(".")[0] for name in _full_names(path))
+def names_imported(path: Path, package: str = "") -> tuple[str, ...]:
+    """The full names that a Python file imports anywhere, but not for type checkers alone; some are names in modules.
 
-
-def _full_names(path: Path) -> tuple[str, ...]:
-    """The absolute names that a file imports anywhere, but not for type checkers alone; some are names in modules."""
-    return _names_in(path.read_bytes())
+    Args:
+        path: The file.
+        package: The package that its relative imports start from; without one they are left out.
+    """
+    return _names_in(path.read_bytes(), package)
 
 
 @lru_cache(maxsize=1024)
-def _names_in(content: bytes) -> tuple[str, ...]:
-    """What `_full_names` finds in a Python file."""
+def _names_in(content: bytes, package: str) -> tuple[str, ...]:
     todo: list[ast.AST] = [ast.parse(content)]
     names: list[str] = []
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                try:
+                    base = importlib.util.resolve_name("." * node.level + base, package)
+                except ImportError:  # above the top: it cannot be imported either
+                    continue
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             todo += node.orelse
         else:

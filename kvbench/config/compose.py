@@ -61,10 +61,6 @@ def own_words() -> list[str]:
 def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
     """Turn an error of the configuration library into one message for the user.
 
-    Args:
-        error: What Hydra or OmegaConf raised while composing.
-        arguments: The command line without the command.
-
     Returns:
         The error, for the caller to raise.
     """
@@ -91,9 +87,6 @@ def check_choices(arguments: Sequence[str]) -> None:
     Hydra takes `method=../method/full` for a file; its row, its folder and its reference would then not know that it
     is `full`.
 
-    Args:
-        arguments: The command line without the command.
-
     Raises:
         ValueError: Names the group, what was asked for and what there is.
     """
@@ -110,11 +103,7 @@ def check_choices(arguments: Sequence[str]) -> None:
 
 def with_shared_settings(arguments: Sequence[str]) -> list[str]:
     """Let `method.allocation=ada` set what the method's YAML does not list; what the method does not have, its class
-    refuses.
-
-    Args:
-        arguments: The command line without the command.
-    """
+    refuses."""
     shared = {f"method.{name}" for name in files.SHARED}
     return [f"++{word}" if word.partition("=")[0] in shared else word for word in arguments]
 
@@ -124,9 +113,6 @@ def with_swept_groups(arguments: Sequence[str]) -> list[str]:
 
     Hydra applies the settings that are not swept to the default method first, which may not have them. A sweep of
     one value is applied to each job's own method instead.
-
-    Args:
-        arguments: The command line without the command.
     """
     arguments = with_shared_settings(arguments)
     parsed = {override.input_line: override for override in _parse(arguments)}

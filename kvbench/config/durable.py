@@ -17,9 +17,6 @@ def sync(path: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, each of them durable: a file is lost with the name of its folder.
 
-    Args:
-        folder: May be there already.
-
     Raises:
         OSError: A part of the path is no folder, or cannot be made.
     """

@@ -35,9 +35,6 @@ def own_folders() -> tuple[Path, ...]:
 def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
     """Let the choices of the user's own folders count like kvbench's.
 
-    Args:
-        folders: What `--config-dir` named.
-
     Raises:
         ValueError: One is no folder, or it has a file by the name of one of kvbench's.
     """
@@ -110,19 +107,13 @@ def options(group: str, conf: Path | None = None) -> dict[str, str]:
     """Names of a group's configurations and what each is.
 
     Args:
-        group: Folder under conf/, for example `method`.
         conf: One configuration folder; kvbench's own and the user's by default.
     """
     return {name: describe(path) for name, path in _paths(group, conf).items()}
 
 
 def path_of(group: str, name: str) -> Path:
-    """The file of a configuration that there is.
-
-    Args:
-        group: Folder under conf/.
-        name: One of `options(group)`.
-    """
+    """The file of a configuration that there is."""
     return _paths(group)[name]
 
 

@@ -18,11 +18,7 @@ Kind = TypeVar("Kind")
 
 
 def as_dict(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group as a plain dict, nested groups included, interpolations resolved.
-
-    Args:
-        cfg: A DictConfig or any other mapping.
-    """
+    """The settings of a group as a plain dict, nested groups included, interpolations resolved."""
     plain: Any = cfg
     if not isinstance(cfg, dict):
         from omegaconf import DictConfig, OmegaConf
@@ -41,9 +37,6 @@ def copy_config(cfg: Mapping[str, Any]) -> "DictConfig":
 
 def read_config(path: Path) -> "DictConfig":
     """The settings of a YAML file.
-
-    Args:
-        path: A file whose top level is a mapping.
 
     Raises:
         ValueError: It holds something else.

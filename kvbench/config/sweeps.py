@@ -41,11 +41,7 @@ class Planned:
 
 
 def planned(arguments: Sequence[str]) -> Planned | None:
-    """What Hydra will make of a sweep; None where Hydra has something to say against it, which it then says itself.
-
-    Args:
-        arguments: Hydra's words without its flags.
-    """
+    """What Hydra will make of a sweep; None where Hydra has something to say against it, which it then says itself."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):

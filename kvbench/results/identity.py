@@ -47,9 +47,6 @@ def canonical(value: object) -> object:
 def hash_identity(identity: dict) -> str:
     """Hash everything that changes an answer.
 
-    Args:
-        identity: JSON types, as `canonical` gives them.
-
     Returns:
         64 hexadecimal digits.
     """

@@ -83,9 +83,6 @@ class Journal:
     def append(self, record: SampleRecord) -> bool:
         """Add one finished sample and make it durable before returning.
 
-        Args:
-            record: The sample's record, in JSON types.
-
         Returns:
             False when this sample is already there; the file is then left as it is.
 

@@ -62,10 +62,7 @@ class Measure:
         return self.numerator[0]
 
     def above(self, record: SampleRecord) -> float | None:
-        """The value of a sample, or its numerator.
-
-        Returns:
-            None where the number was not finite.
+        """The value of a sample, or its numerator; None where the number was not finite.
 
         Raises:
             KeyError, TypeError: The record does not have it.
@@ -94,65 +91,31 @@ def at(record: SampleRecord, path: Path) -> float | None:
     return found
 
 
-def score(name: str = "score", higher_is_better: bool = True) -> Measure:
-    """A score of a task.
+# Of shares between 0 and 1, shown in points.
+_SHARE: dict[str, Any] = {"unit": POINTS, "scale": 100.0, "bounded": True, "margin": SCORE_MARGIN}
+_SHARE["higher_is_better"] = True
 
-    Args:
-        name: Name of the metric in the records.
-        higher_is_better: Its direction, as the task says.
-    """
-    return Measure(
-        name=name,
-        title=name,
-        short=name,
-        numerator=("scores", name),
-        in_run=("metrics", name),
-        unit=POINTS,
-        scale=100.0,
-        higher_is_better=higher_is_better,
-        bounded=True,
-        margin=SCORE_MARGIN,
-    )
+
+def score(name: str = "score", higher_is_better: bool = True) -> Measure:
+    """A score of a task."""
+    where: dict[str, Any] = {"numerator": ("scores", name), "in_run": ("metrics", name)}
+    return Measure(name=name, title=name, short=name, **where, **(_SHARE | {"higher_is_better": higher_is_better}))
 
 
 SCORE = score()  # unit and scale of every score
 
-# How far the answer's probabilities are from the full cache's, on the gold answer.
-NLL = Measure(
-    name="nll",
-    title="gold NLL",
-    short="gold NLL",
-    numerator=("fidelity", "nll"),
-    in_run=("fidelity", "nll"),
-    unit=NATS,
-    margin=NATS_MARGIN,
-    tolerance=NATS_TOLERANCE,
-    is_fidelity=True,
-)
-KL = Measure(
-    name="kl",
-    title="KL to the full cache",
-    short="KL to full",
-    numerator=("fidelity", "kl_mean"),
-    in_run=("fidelity", "kl_mean"),
-    unit=NATS,
-    margin=NATS_MARGIN,
-    tolerance=NATS_TOLERANCE,
-    is_fidelity=True,
-)
-TOP1 = Measure(
-    name="top1",
-    title="same first choice as the full cache",
-    short="top 1",
-    numerator=("fidelity", "top1_agreement"),
-    in_run=("fidelity", "top1_agreement"),
-    unit=POINTS,
-    scale=100.0,
-    higher_is_better=True,
-    bounded=True,
-    margin=SCORE_MARGIN,
-    is_fidelity=True,
-)
+
+def _fidelity(name: str, title: str, short: str, key: str, **more: Any) -> Measure:
+    """How far the answer's probabilities are from the full cache's, on the gold answer; in nats where nothing else is
+    said."""
+    nats: dict[str, Any] = {"unit": NATS, "margin": NATS_MARGIN, "tolerance": NATS_TOLERANCE}
+    where: dict[str, Any] = {"numerator": ("fidelity", key), "in_run": ("fidelity", key)}
+    return Measure(name=name, title=title, short=short, is_fidelity=True, **(where | (more or nats)))
+
+
+NLL = _fidelity("nll", "gold NLL", "gold NLL", "nll")
+KL = _fidelity("kl", "KL to the full cache", "KL to full", "kl_mean")
+TOP1 = _fidelity("top1", "same first choice as the full cache", "top 1", "top1_agreement", **_SHARE)
 FIDELITY = {measure.name: measure for measure in (NLL, KL, TOP1)}
 
 

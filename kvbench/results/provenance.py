@@ -1,21 +1,17 @@
 """Where a result comes from: library versions, the state of the source tree, the machine, and a hash of the code that
 made it."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
 import platform
-import site
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kvbench.config.code import hash_files, sources
+from kvbench.config.code import hash_files, names_imported, sources
 from kvbench.config.files import package_folder
 from kvbench.config.version import VERSION
 
@@ -26,6 +22,7 @@ ANSWER_KERNELS = (
     *("codes.py", "format.py", "pool.py", "table.py", "tier_table.py", "memory.py", "backend.py", "operands.py"),
     "reference",
 )
+LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 # Backend -> the folder of kernels/ with its code.
 BACKEND_FOLDERS = {"torch": "reference", "cpu": "cpu", "triton": "gpu"}
 
@@ -75,22 +72,17 @@ class Machine:
     """Instruction set that torch chose for its own operations on this CPU; empty when torch was not loaded."""
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def versions() -> Versions:
     """Read the installed versions without importing the libraries."""
-    return Versions(
-        python=platform.python_version(),
-        kvbench=VERSION,
-        torch=_version("torch"),
-        transformers=_version("transformers"),
-        lm_eval=_version("lm_eval"),
-    )
+
+    def found(distribution: str) -> str:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+    libraries = {name: found(name) for name in ("torch", "transformers", "lm_eval")}
+    return Versions(python=platform.python_version(), kvbench=VERSION, **libraries)
 
 
 def git_state() -> Git:
@@ -147,7 +139,7 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
 
 
 def code_files(*backends: str) -> dict[str, Path]:
-    """The source files that decide an answer, whatever the task and the method.
+    """The source files that decide an answer, whatever the task and the method, by name.
 
     A task counts its own files (`TaskSet.fingerprint`) and a method its own (`method_files`): a new one of either must
     not make the stored runs of the others stale. What reads, shows or fetches changes no answer.
@@ -155,20 +147,16 @@ def code_files(*backends: str) -> dict[str, Path]:
     Args:
         backends: Names of those whose kernels run: the backend's, and where the model's products are another one's,
             that one's too. The kernels of the others do not count.
-
-    Returns:
-        Name and path of each file.
     """
     package = package_folder()
     kernels = (package / "kernels").resolve()  # a link in a clone
     own = (*ANSWER_KERNELS, *(BACKEND_FOLDERS.get(backend, backend) for backend in backends))
-    roots = [package / name for name in ANSWER_FOLDERS] + [kernels / name for name in dict.fromkeys(own)]
-    files = [path for root in roots for path in ([root] if root.is_file() else sources(root))]
+    roots = {f"kvbench/{name}": package / name for name in ANSWER_FOLDERS}
+    roots |= {f"kernels/{name}": kernels / name for name in own}
     return {
-        f"kernels/{path.relative_to(kernels)}"
-        if path.is_relative_to(kernels)
-        else f"kvbench/{path.relative_to(package)}": path
-        for path in files
+        (name if path == root else f"{name}/{path.relative_to(root)}"): path
+        for name, root in roots.items()
+        for path in ([root] if root.is_file() else sources(root))
     }
 
 
@@ -178,10 +166,6 @@ def harness_hash(*backends: str) -> str:
     return hash_files(code_files(*backends))
 
 
-METHODS = "kvbench.methods"
-LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
-
-
 def method_files(policy_class: type) -> dict[str, Path]:
     """The source files a method consists of: its own, and every other one that it imports or inherits from, at any
     remove, wherever it lies.
@@ -189,9 +173,6 @@ def method_files(policy_class: type) -> dict[str, Path]:
     Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench,
     which counts for every method. A new method must not make the stored runs of all others stale, so no folder counts
     as a whole. What a module imports under a name that it computes is not seen.
-
-    Args:
-        policy_class: Class of the policy.
 
     Returns:
         Name and path of each file; empty for a class that was typed into an interpreter.
@@ -209,46 +190,27 @@ def method_files(policy_class: type) -> dict[str, Path]:
         origin = _source(module)
         if origin is not None:
             files[module] = origin
-            todo |= set(_names_imported(origin, module if origin.name == "__init__.py" else parent))
+            todo |= set(names_imported(origin, module if origin.name == "__init__.py" else parent))
     return dict(sorted(files.items()))
 
 
 def _is_own(module: str, own: str) -> bool:
-    """True for kvbench's methods, for a user's own modules, and for an installed package that the method is part of.
-
-    Args:
-        module: Full name.
-        own: Module of the method.
-    """
+    """True for kvbench's methods, for a user's own modules, and for an installed package that the method is part of."""
     top = module.partition(".")[0]
     if top == "kvbench":
-        return module.startswith(f"{METHODS}.") or module == own
+        return module.startswith("kvbench.methods.") or module == own
     return top == own.partition(".")[0] or not (top in sys.stdlib_module_names or _is_installed(top))
 
 
 @cache
 def _is_installed(top: str) -> bool:
-    """True for what lies among Python's own modules or installed libraries, or nowhere."""
+    """True for an installed library, of this environment or of another one that it was laid over, and for nothing."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return True
     places = [] if spec is None else [spec.origin] if spec.has_location else spec.submodule_search_locations or []
-    return all(_lies_installed(Path(place or "").resolve()) for place in places)
-
-
-def _lies_installed(path: Path) -> bool:
-    """True in this environment's folders, and in those of another one that it was laid over."""
-    layered = not LIBRARY_FOLDERS.isdisjoint(path.parts)
-    return layered or any(path.is_relative_to(root) for root in _installed_folders())
-
-
-@cache
-def _installed_folders() -> tuple[Path, ...]:
-    """Where Python's own modules and installed libraries lie."""
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    found = [sysconfig.get_path(name) for name in names] + [*site.getsitepackages(), site.getusersitepackages()]
-    return tuple(Path(folder).resolve() for folder in dict.fromkeys(found) if folder)
+    return all(not LIBRARY_FOLDERS.isdisjoint(Path(place or "").resolve().parts) for place in places)
 
 
 def _source(module: str) -> Path | None:
@@ -261,24 +223,3 @@ def _source(module: str) -> Path | None:
             return None
         origin = spec.origin if spec else None
     return Path(origin).resolve() if origin and origin.endswith(".py") else None
-
-
-def _names_imported(path: Path, package: str) -> Iterator[str]:
-    """Full names that a file imports anywhere, some of which are names in modules.
-
-    Args:
-        path: A Python file.
-        package: The package that its relative imports start from.
-    """
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                try:
-                    base = importlib.util.resolve_name("." * node.level + base, package)
-                except ImportError:  # above the top: it cannot be imported either
-                    continue
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)

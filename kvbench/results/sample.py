@@ -170,10 +170,7 @@ def journal_record(
     """Make the record of a finished sample.
 
     Args:
-        request: What was asked.
-        outcome: What the engine answered.
         scores: The scores of the answer; none for one that did not end well.
-        protocol: How the task is posed and scored.
         tail: The end of the prompt as text; what is more than `TAIL_LENGTH` characters of it is left out.
 
     Returns:
@@ -229,10 +226,6 @@ def seal_of(record: Mapping[str, Any], run: str) -> str:
 def write_line(record: SampleRecord, run: str) -> bytes:
     """One record as a sealed line of ASCII JSON, newline included.
 
-    Args:
-        record: The record, without a seal.
-        run: Hash of the run that it belongs to.
-
     Raises:
         TypeError: It is no whole record, or its line would be too long: a reader would drop it.
     """
@@ -264,7 +257,6 @@ def parse(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
 
     Args:
         line: Without its newline.
-        run: Hash of the run that it must belong to.
         is_sealed: False takes a line without a seal: before there were seals, no line had one.
     """
     if len(line) >= LONGEST_LINE:
@@ -311,8 +303,6 @@ def read_lines(content: bytes, run: str, *, is_sealed: bool = True) -> Iterator[
     """Go through the content of a journal, line by line.
 
     Args:
-        content: What is in the file, in whatever state a crash left it.
-        run: Hash of the run that the lines must belong to.
         is_sealed: False takes lines without a seal.
     """
     *lines, rest = content.split(b"\n")
@@ -327,9 +317,6 @@ def journal_content(path: Path) -> bytes | None:
     """The bytes of a journal, or of the packed one beside it where there is only that.
 
     Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
-
-    Args:
-        path: `samples.jsonl`.
 
     Returns:
         None where there is neither.
@@ -360,7 +347,6 @@ def read_samples(path: Path, run: str) -> tuple[dict[Key, SampleRecord], int]:
 
     Args:
         path: `samples.jsonl`, which may be packed (`journal_content`); a missing one is an empty one.
-        run: Hash of the run.
 
     Returns:
         Records by sample and repeat, without their token ids, and the number of lines that do not count.

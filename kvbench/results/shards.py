@@ -56,30 +56,17 @@ class Shard:
         return f"{self.number}/{self.of}"
 
     def folder(self, run: Path) -> Path:
-        """Where this part of a run is kept.
-
-        Args:
-            run: The run's folder.
-        """
+        """Where this part of a run is kept."""
         return run / FOLDER / f"{self.number}-of-{self.of}"
 
     def part(self, items: Sequence[Item], size: int) -> list[Item]:
-        """The items of this shard: whole batches, so that each item has the neighbours that it has in a whole run.
-
-        Args:
-            items: All of the run, in order.
-            size: Items per batch.
-        """
+        """The items of this shard: whole batches, so that each item has the neighbours that it has in a whole run."""
         starts = range(0, len(items), size)[self.number - 1 :: self.of]
         return [item for start in starts for item in items[start : start + size]]
 
 
 def found_in(run: Path) -> dict[Shard, Path]:
-    """The shards of a run that were begun, and their folders.
-
-    Args:
-        run: The run's folder.
-    """
+    """The shards of a run that were begun, and their folders."""
     result = {}
     for place in (run / FOLDER).glob("*-of-*"):
         with suppress(ValueError):
@@ -96,12 +83,7 @@ def at_work(run: Path) -> list[Shard]:
 
 @contextmanager
 def whole_run_lock(run: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a run's folder when nobody works on a shard of it; wait for that.
-
-    Args:
-        run: The run's folder.
-        say: Called once, with a sentence, when there is something to wait for.
-    """
+    """Hold a run's folder when nobody works on a shard of it; wait for that."""
     said = False
     while True:
         with run_lock(run, wait=True, say=say):
@@ -117,28 +99,14 @@ def whole_run_lock(run: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def take_over(run: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what its shards finished that nobody works on.
-
-    Args:
-        run: The run's folder; the caller holds its lock.
-        journal: The run's.
-        record: The run's; gets the shards' sessions.
-        say: Takes a sentence for each line of a shard's journal that has to be dropped.
-    """
+    """Add to a run what its shards finished that nobody works on."""
     for place in found_in(run).values():
         with suppress(RunLocked), run_lock(place):
             take(place, journal, record, say)
 
 
 def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what one shard finished. The caller holds the locks of the run and of the shard.
-
-    Args:
-        place: The shard's folder.
-        journal: The run's.
-        record: The run's; gets the shard's sessions.
-        say: As `take_over`.
-    """
+    """Add to a run what one shard finished. The caller holds the locks of the run and of the shard."""
     own = RunRecord.load(place)
     if own is not None:
         record.sessions += [session for session in own.sessions if session not in record.sessions]

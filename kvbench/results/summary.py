@@ -67,14 +67,7 @@ def values_by_sample(
 def metrics(
     records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], primary: str, weighting: Weighting = "subset"
 ) -> dict[str, Metric]:
-    """Every metric of a task over the records.
-
-    Args:
-        records: Journal records.
-        infos: Name -> what the task says of the metric.
-        primary: Name of the metric that tables show.
-        weighting: What weighs the same in the mean over subsets.
-    """
+    """Every metric of a task over the records."""
     result = {}
     for name, info in infos.items():
         means, num_nonfinite = values_by_sample(records, partial(at, path=("scores", name)))
@@ -141,16 +134,7 @@ def compare(
     higher_is_better: bool = True,
     weighting: Weighting = "subset",
 ) -> Comparison:
-    """Difference to the reference on the samples that ended well in both.
-
-    Args:
-        records: Journal records of the run.
-        reference: Journal records of the full-cache run of the same samples.
-        metric: Name of the metric to compare.
-        folder: Folder of the reference, for the record.
-        higher_is_better: Direction of the metric, for what counts as worse.
-        weighting: What weighs the same in the mean over subsets.
-    """
+    """Difference to the reference on the samples that ended well in both."""
     pick = partial(at, path=("scores", metric))
     mine, theirs = values_by_sample(records, pick)[0], values_by_sample(reference, pick)[0]
     pairs = {
@@ -248,7 +232,6 @@ def timing(records: Sequence[SampleRecord], wall_s: float) -> Timing:
     """Speed over the records that ended well.
 
     Args:
-        records: Journal records; `timing.decode_share_s` is a sample's share of the decode steps it was part of.
         wall_s: Seconds spent on samples over all sessions.
     """
     ok = [record for record in records if record["status"] == "ok"]

@@ -78,11 +78,7 @@ class SweepRecord:
 
 
 class Sweep:
-    """One sweep's folder.
-
-    Args:
-        folder: Its folder.
-    """
+    """One sweep's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,12 +86,6 @@ class Sweep:
     @classmethod
     def start(cls, results_dir: Path, command: str, launcher: str, jobs: Sequence[str]) -> "Sweep":
         """Make the folder of a new sweep.
-
-        Args:
-            results_dir: The results folder.
-            command: As it was given.
-            launcher: Name of Hydra's launcher.
-            jobs: What is special about each job.
 
         Raises:
             JournalError: The disk is full.
@@ -132,11 +122,7 @@ class Sweep:
     @contextmanager
     def job(self, number: int) -> Iterator[JobRecord]:
         """Hold a job's folder while it works; what the block writes into the record is saved at its end, however it
-        ends.
-
-        Args:
-            number: From 1.
-        """
+        ends."""
         folder = self.folder / f"{number:04d}"
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder))

@@ -5,14 +5,11 @@ already stored, and the same command tries again. Where the numbers go is the tr
 variables). Nothing of it is imported unless it is asked for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from kvbench.config.settings import as_dict
 from kvbench.errors import unknown_name
 from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
@@ -28,9 +25,6 @@ NOT_SETTINGS = ("results_dir", "resume", "tracker", "shard")
 
 def check(tracker: object) -> None:
     """Refuse a tracker that is not known or not installed, before anything runs.
-
-    Args:
-        tracker: The setting.
 
     Raises:
         ValueError: Says what to install.
@@ -49,38 +43,36 @@ def _is_installed(name: str) -> bool:
 
 
 def track(
-    cfg: DictConfig, record: RunRecord, samples: Sequence[SampleRecord], folder: Path, say: Callable[[str], None]
+    tracker: str,
+    settings: Mapping[str, Any],
+    record: RunRecord,
+    samples: Sequence[SampleRecord],
+    folder: Path,
+    say: Callable[[str], None],
 ) -> None:
-    """Hand a run to the tracker that the configuration names. Handing it on again replaces it.
+    """Hand a run to a tracker. Handing it on again replaces it.
 
     Args:
-        cfg: The composed configuration.
-        record: Content of `run.json`.
-        samples: The journal, in order.
-        folder: Where both lie.
-        say: Takes a note where the tracker fails; the run is not touched by it.
+        settings: Of the run, nested as in config.yaml.
     """
-    tracker = cfg.get("tracker", NONE)
     if tracker == NONE:
         return
     name = f"{record.method} on {record.task} with {record.model}"
     try:
-        TRACKERS[tracker](name, record, folder, settings_of(cfg), numbers_of(record), steps_of(record, samples))
+        TRACKERS[tracker](name, record, folder, settings_of(settings), numbers_of(record), steps_of(record, samples))
     except Exception as error:  # whatever a network or a server does, the run is done
         say(f"tracker={tracker} failed ({type(error).__name__}: {error}); the run is kept in {folder}")
 
 
-def settings_of(cfg: DictConfig) -> dict[str, Any]:
+def settings_of(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Every setting of a run by its dotted name."""
-
-    def walk(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, Mapping):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    return {key: value for key, value in walk(as_dict(cfg)) if key not in NOT_SETTINGS}
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= settings_of(value, f"{prefix}{key}.")
+        elif prefix + key not in NOT_SETTINGS:
+            found[prefix + key] = value
+    return found
 
 
 def numbers_of(record: RunRecord) -> Numbers:

@@ -6,6 +6,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 DEEPEST = 50  # nested lists and objects; what kvbench writes has less than 10
@@ -17,9 +18,6 @@ class Misfit(ValueError):
 
 def read_json(content: bytes) -> Any:
     """Read strict JSON.
-
-    Args:
-        content: ASCII or UTF-8.
 
     Raises:
         ValueError: It is no JSON, says NaN or infinity, or is nested too deeply.
@@ -62,21 +60,30 @@ def fit(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False) -
         if value not in arguments:
             raise Misfit(f"{where} is none of {', '.join(map(str, arguments))}")
         return value
-    if kind is dict or origin is dict:
-        inner = arguments[1] if arguments else Any
-        found = _expect(value, dict, where)
+    if dict in (kind, origin):
+        inner, found = arguments[1] if arguments else Any, _expect(value, dict, where)
         return {key: fit(item, inner, f"{where}.{key}", null_numbers=null_numbers) for key, item in found.items()}
-    if kind is list or origin is list:
-        inner = arguments[0] if arguments else Any
-        items = _expect(value, list, where)
+    if list in (kind, origin):
+        inner, items = arguments[0] if arguments else Any, _expect(value, list, where)
         if inner in (int, str) and all(type(item) is inner for item in items):  # thousands of token ids
             return items
         return [fit(item, inner, f"{where}[{place}]", null_numbers=null_numbers) for place, item in enumerate(items)]
     if typing.is_typeddict(kind):
-        return _fit_typed_dict(value, kind, where)
+        found = _expect(value, dict, where or "the line")
+        _refuse_missing(kind.__required_keys__ - found.keys(), "")
+        hints = _hints(kind)
+        for key, item in found.items():
+            fit(item, hints.get(key, Any), f"{where}.{key}" if where else key, null_numbers=True)
+        return found
     if dataclasses.is_dataclass(kind):
         return _fit_dataclass(value, kind, where)
-    return _fit_scalar(value, kind, where, null_numbers)
+    if kind is float:
+        # In a record of samples a score may be a truth value; a run has numbers only.
+        if (value is None and null_numbers) or (_is_finite(value) and (null_numbers or not isinstance(value, bool))):
+            return value
+    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise Misfit(f"{where} is no {kind.__name__}")
 
 
 def _any_of(value: Any, kinds: tuple, where: str, null_numbers: bool) -> Any:
@@ -84,30 +91,17 @@ def _any_of(value: Any, kinds: tuple, where: str, null_numbers: bool) -> Any:
         return None
     error = Misfit(f"{where} is empty")
     for kind in kinds:
-        if kind is type(None):
-            continue
-        try:
-            return fit(value, kind, where, null_numbers=null_numbers)
-        except Misfit as found:
-            error = found
+        if kind is not type(None):
+            try:
+                return fit(value, kind, where, null_numbers=null_numbers)
+            except Misfit as found:
+                error = found
     raise error
 
 
-def _fit_scalar(value: Any, kind: type, where: str, null_numbers: bool) -> Any:
-    if kind is float:
-        if value is None and null_numbers:
-            return value
-        # A score may be a truth value; a run has numbers only.
-        if isinstance(value, int | float) and (null_numbers or not isinstance(value, bool)) and _is_finite(value):
-            return value
-    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        return value
-    raise Misfit(f"{where} is no {kind.__name__}")
-
-
-def _is_finite(value: float) -> bool:
+def _is_finite(value: object) -> bool:
     try:
-        return math.isfinite(value)
+        return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # a whole number beyond every float
         return False
 
@@ -123,15 +117,9 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _fit_typed_dict(value: Any, kind: Any, where: str) -> Any:
-    found = _expect(value, dict, where or "the line")
-    missing = sorted(kind.__required_keys__ - found.keys())
-    if missing:
-        raise Misfit(f"{missing[0]} is missing")
-    hints = _hints(kind)
-    for key, item in found.items():
-        fit(item, hints.get(key, Any), f"{where}.{key}" if where else key, null_numbers=True)
-    return found
+def _refuse_missing(names: Iterable[str], prefix: str) -> None:
+    for name in sorted(names):
+        raise Misfit(f"{prefix}{name} is missing")
 
 
 def _fit_dataclass(value: Any, kind: Any, where: str) -> Any:
@@ -140,10 +128,9 @@ def _fit_dataclass(value: Any, kind: Any, where: str) -> Any:
     for key in found:
         if key not in fields:
             raise Misfit(f"{prefix}{key} is new")
-    for name, item in fields.items():
-        is_needed = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if is_needed and name not in found:
-            raise Misfit(f"{prefix}{name} is missing")
+    missing = dataclasses.MISSING
+    needed = {name for name, item in fields.items() if item.default is missing and item.default_factory is missing}
+    _refuse_missing(needed - found.keys(), prefix)
     return kind(**{key: fit(item, hints[key], f"{prefix}{key}") for key, item in found.items()})
 
 

@@ -59,10 +59,6 @@ def encode_line(content: Json) -> bytes:
 def check_writable(folder: Path, setting: str) -> None:
     """Refuse a folder that nothing can be written to, before anything is computed; makes nothing.
 
-    Args:
-        folder: Need not be there yet.
-        setting: Name of the setting, for the message.
-
     Raises:
         ValueError: Names the folder and the reason.
     """
@@ -89,9 +85,6 @@ def check_writable(folder: Path, setting: str) -> None:
 
 def read_regular(path: Path) -> bytes:
     """The content of a file; a pipe or a device under its name, on which a reader would wait for ever, is refused.
-
-    Args:
-        path: File to read.
 
     Raises:
         OSError: It is not there, no regular file, or cannot be read.
@@ -207,10 +200,6 @@ def write_file(path: Path, data: bytes) -> None:
 
 def write_error(path: Path | str, error: OSError) -> JournalError:
     """Say why a file cannot be written and what to do.
-
-    Args:
-        path: The file or folder.
-        error: What the system answered.
 
     Returns:
         The error, for the caller to raise.

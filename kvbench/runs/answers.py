@@ -9,9 +9,8 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.results.journal import Journal
 from kvbench.results.record import Session
 from kvbench.results.sample import TAIL_TOKENS, Key, journal_record
-from kvbench.runs.beside import Beside
 from kvbench.runs.experiment import Experiment, keys_of
-from kvbench.runs.grading import grade_outcome
+from kvbench.runs.graders import GraderPool, grade_outcome
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
@@ -24,11 +23,6 @@ def unfinished_groups(requests: Sequence[Request], batch_size: int, journal: Con
 
     The groups are fixed over the full list. A resumed run thus batches every sample with the same neighbours as an
     uninterrupted one, and computes the same numbers to the last bit, at the price of computing some samples twice.
-
-    Args:
-        requests: All requests of the task.
-        batch_size: Requests per group.
-        journal: The finished answers.
     """
     todo: list[Request] = []
     for start in range(0, len(requests), batch_size):
@@ -71,7 +65,7 @@ def record_answers(
         journal.append(record)
         progress.advance()
 
-    with Beside(task.grading_workers) as graders:
+    with GraderPool(task.grading_workers) as graders:
 
         def on_outcome(outcome: Outcome) -> None:
             key = outcome.sample_id, outcome.repeat
@@ -97,9 +91,6 @@ def compute_missing(
     """Run the engine over what is in no journal yet.
 
     Args:
-        experiment: What to run.
-        journal: Where every finished answer goes.
-        session: Is told how many answers this stretch of work finished.
         requests: The whole groups of the run that are asked for; None for all.
         done: Answers that another journal has.
     """
@@ -108,7 +99,7 @@ def compute_missing(
     own = experiment.forces_own and experiment.method == FULL
     keys = keys_of(requests)
     there = {key for key in keys if key in journal or key in done}
-    todo = unfinished_groups(requests, experiment.cfg.batch_size, there)
+    todo = unfinished_groups(requests, experiment.config.batch_size, there)
     with Progress(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
         try:
             record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own)

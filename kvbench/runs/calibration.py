@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 from kvbench.config import files
 from kvbench.config.code import hash_files
 from kvbench.config.files import BY_LAYER
-from kvbench.config.settings import copy_config
+from kvbench.config.settings import as_dict
 from kvbench.errors import unknown_name
 from kvbench.results import provenance
 from kvbench.rules import declared, shown
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from kvbench.models.load import LoadedModel
     from kvbench.policy import Policy
 
@@ -58,34 +56,31 @@ def load(where: str) -> Calibration:
     Raises:
         ValueError: It does not exist, or is not such a file.
     """
-    path = shipped().get(where, Path(where).expanduser())
+    path, asked = shipped().get(where, Path(where).expanduser()), f"method.calibration={where}"
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
-            raise ValueError(f"method.calibration={where} does not exist; `kvbench calibrate method=...` writes one")
+            raise ValueError(f"{asked} does not exist; `kvbench calibrate method=...` writes one")
         raise unknown_name("method.calibration", where, shipped())
     from omegaconf import OmegaConf
 
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # whatever the YAML library makes of a file that is none
-        raise ValueError(f"method.calibration={where} cannot be read as YAML: {error}") from error
+        raise ValueError(f"{asked} cannot be read as YAML: {error}") from error
     content = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
-    missing = [key for key in NEEDED if key not in content]
-    if missing:
+    if missing := [key for key in NEEDED if key not in content]:
         raise ValueError(
-            f"method.calibration={where} is no calibration file: it lacks {', '.join(missing)}; "
-            "`kvbench calibrate method=...` writes one"
+            f"{asked} is no calibration file: it lacks {', '.join(missing)}; `kvbench calibrate method=...` writes one"
         )
-    if content.get("schema_version") != SCHEMA_VERSION:
+    if (version := content.get("schema_version")) != SCHEMA_VERSION:
         raise ValueError(
-            f"method.calibration={where} has schema version {content.get('schema_version')!r}, this kvbench reads "
-            f"{SCHEMA_VERSION}; calibrate again"
+            f"{asked} has schema version {version!r}, this kvbench reads {SCHEMA_VERSION}; calibrate again"
         )
-    _check_content(where, content)
+    _check_content(asked, content)
     return Calibration(path=path, content=content)
 
 
-def _check_content(where: str, content: Mapping[str, Any]) -> None:
+def _check_content(asked: str, content: Mapping[str, Any]) -> None:
     """Refuse what is more than data: the file may come from anywhere.
 
     Raises:
@@ -95,20 +90,20 @@ def _check_content(where: str, content: Mapping[str, Any]) -> None:
     for part in ("settings", "replaces", "base"):
         values = content[part]
         if not isinstance(values, dict):
-            raise ValueError(f"method.calibration={where}: {part}={shown(values)} is no list of settings")
+            raise ValueError(f"{asked}: {part}={shown(values)} is no list of settings")
         for name, value in values.items():
             depth = 1 if part == "settings" else 2  # what is only compared may be a table of gates
             if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name == KEY:
-                raise ValueError(f"method.calibration={where}: {part} has {shown(name)}, which is no setting's name")
+                raise ValueError(f"{asked}: {part} has {shown(name)}, which is no setting's name")
             if not _is_data(value, depth):
                 raise ValueError(
-                    f"method.calibration={where}: {part}.{name}={shown(value)} is neither a number, text, true, false "
-                    "or null, nor a list of these; a calibration file holds nothing else"
+                    f"{asked}: {part}.{name}={shown(value)} is neither a number, text, true, false or null, nor a list "
+                    "of these; a calibration file holds nothing else"
                 )
     for part, keys in (("model", ("name", "fingerprint", "dtype")), ("code", ("method",))):
         held = content[part]
         if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in keys):
-            raise ValueError(f"method.calibration={where}: {part} must give {', '.join(keys)} as text; calibrate again")
+            raise ValueError(f"{asked}: {part} must give {', '.join(keys)} as text; calibrate again")
 
 
 def _is_data(value: object, depth: int) -> bool:
@@ -120,47 +115,36 @@ def _is_data(value: object, depth: int) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def apply(method: "DictConfig") -> "tuple[DictConfig, Calibration | None]":
+def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None]:
     """Put the calibrated settings into a method's configuration.
 
-    Args:
-        method: The method group; its key `calibration` names the file.
-
     Returns:
-        The configuration with the file's settings, its key `calibration` left in place, and the file; the same
-        configuration and None when it names no file.
+        The group with the file's settings, its key `calibration` left in place, and the file; the same group and None
+        when it names no file.
 
     Raises:
         ValueError: The file is for another method, or a setting is given by hand as well.
     """
-    where = method.get(KEY)
+    changed = as_dict(method)
+    where = changed.get(KEY)
     if where is None:
-        return method, None
-    found = load(str(where))
-    if found.content["target"] != method._target_:
-        raise ValueError(f"method.calibration={where} is for method={found.content['method']}; choose that method")
-    changed = copy_config(method)
+        return changed, None
+    found, asked = load(str(where)), f"method.calibration={where}"
+    if found.content["target"] != changed["_target_"]:
+        raise ValueError(f"{asked} is for method={found.content['method']}; choose that method")
     for name, value in found.settings.items():
         if name not in changed and name not in BY_LAYER:  # which no YAML has to list
-            raise ValueError(
-                f"method.calibration={where} sets {name}, which this method does not have; calibrate again"
-            )
+            raise ValueError(f"{asked} sets {name}, which this method does not have; calibrate again")
         if changed.get(name) not in (value, found.content["replaces"].get(name)):
             raise ValueError(
-                f"method.{name}={changed[name]} and method.calibration={where}, which says {value}, contradict each "
-                f"other; leave one out"
+                f"method.{name}={changed[name]} and {asked}, which says {value}, contradict each other; leave one out"
             )
         changed[name] = value
     return changed, found
 
 
-def notes(method: "DictConfig", model: "LoadedModel", policy: "Policy") -> list[str]:
+def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> list[str]:
     """Compare what a calibration was made with and what it is used with.
-
-    Args:
-        method: The method group; without `calibration` there is nothing to compare.
-        model: The loaded model.
-        policy: The policy that was built.
 
     Returns:
         One sentence for each difference that leaves the file usable.
@@ -186,11 +170,8 @@ def notes(method: "DictConfig", model: "LoadedModel", policy: "Policy") -> list[
         remarks.append(f"{path} was calibrated in {made_for['dtype']}, and this model runs in {model.dtype}")
     if content["code"]["method"] != method_hash(policy):
         remarks.append(f"{path} was calibrated with another version of this method's code; calibrate again to be sure")
-    changed = [
-        f"{name}={method[name]} (then {value})"
-        for name, value in content["base"].items()
-        if name in method and method[name] != value
-    ]
+    base = content["base"].items()
+    changed = [f"{name}={method[name]} (then {was})" for name, was in base if name in method and method[name] != was]
     if changed:
         remarks.append(f"{path} was calibrated with other settings beside it: now {', '.join(changed)}")
     return remarks
@@ -198,10 +179,6 @@ def notes(method: "DictConfig", model: "LoadedModel", policy: "Policy") -> list[
 
 def check_values(found: Calibration, policy: "Policy") -> None:
     """Refuse a file one of whose values the method's setting may not have; nothing is built.
-
-    Args:
-        found: The file.
-        policy: The method, at any settings.
 
     Raises:
         ValueError: Names the file, the setting and its value.

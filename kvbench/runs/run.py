@@ -4,15 +4,15 @@ The full cache on the same samples is an experiment like any other; it is looked
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from kvbench.config.files import FULL
-from kvbench.config.settings import copy_config
 from kvbench.results import shards, summary, tracking
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import Counts, RunRecord, now
@@ -20,8 +20,9 @@ from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.results.writing import write_atomic
 from kvbench.runs.answers import compute_missing
-from kvbench.runs.experiment import OWN, Experiment, check_config, keys_of, prepare, reference_config
-from kvbench.runs.parts import Parts, default_parts
+from kvbench.runs.config import AUTO, OWN, RunConfig
+from kvbench.runs.experiment import Experiment, keys_of, prepare
+from kvbench.runs.parts import Loaders
 from kvbench.runs.sessions import Origin, describe, other_machine, says_when_stopped, session_of
 from kvbench.show.progress import note
 
@@ -105,31 +106,22 @@ def _opened(experiment: Experiment, stack: ExitStack, say: Callable[[str], None]
 
 
 def _write_config(experiment: Experiment) -> None:
-    """Write `config.yaml`. Which shard a process worked on is no part of the run."""
-    settings = copy_config(experiment.cfg)
-    if "shard" in settings:
-        settings.shard = None
-    write_atomic(experiment.folder / "config.yaml", OmegaConf.to_yaml(settings, resolve=True).encode())
+    settings = OmegaConf.create(experiment.config.settings())
+    write_atomic(experiment.folder / "config.yaml", OmegaConf.to_yaml(settings).encode())
 
 
 def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], None], origin: Origin) -> None:
     """Finish one shard of a run in a journal of its own. The run's lock is held at the start only, for a moment.
-
-    Args:
-        experiment: What to run.
-        shard: Which part of it.
-        say: Takes one-line notes.
-        origin: What asked for it.
 
     Raises:
         JournalError: The disk is full.
         KeyboardInterrupt: A signal stopped it; the shard's `run.json` says which.
     """
     folder, place = experiment.folder, shard.folder(experiment.folder)
-    requests = shard.part(experiment.task.requests, experiment.cfg.batch_size)
+    requests = shard.part(experiment.task.requests, experiment.config.batch_size)
     keys = keys_of(requests)
     if not keys:
-        say(f"shard={shard} has nothing to do: the run has fewer batches of {experiment.cfg.batch_size}")
+        say(f"shard={shard} has nothing to do: the run has fewer batches of {experiment.config.batch_size}")
         return
     with run_lock(place, wait=True, say=say):
         with ExitStack() as stack:
@@ -181,18 +173,15 @@ def execute(
     one run at a time, so however many of them work on the same runs, in whatever order, one of them can always go on.
 
     Args:
-        experiment: What to run. Of a run in shards nothing is computed here; it ends with its last shard.
         resume: Keep the samples that are there; False starts again.
-        say: Takes one-line notes.
         reference: The full cache on the same samples, for the comparison; None for none.
-        origin: What asked for it.
 
     Raises:
         JournalError: The disk is full.
         KeyboardInterrupt: A signal stopped it; `run.json` says which.
     """
     folder, origin = experiment.folder, origin or Origin()
-    shard = Shard.read(experiment.cfg.get("shard"))
+    shard = experiment.config.shard
     with ExitStack() as stack:
         lock = run_lock(folder, wait=True, say=say) if shard else shards.whole_run_lock(folder, say)
         stack.enter_context(lock)
@@ -226,7 +215,7 @@ def execute(
         records = list(journal.records.values())
         summarise(experiment, record, journal)
         if reference is not None and (primary := record.metrics.get(record.primary)):
-            name = reference.folder.relative_to(Path(experiment.cfg.results_dir)).as_posix()
+            name = reference.folder.relative_to(Path(experiment.config.results_dir)).as_posix()
             record.comparison = summary.compare(
                 records, reference.samples, record.primary, name, primary.higher_is_better, record.weighting
             )
@@ -240,10 +229,10 @@ def execute(
 
 
 def run_experiment(
-    cfg: DictConfig,
+    cfg: Mapping[str, Any] | RunConfig,
     *,
     method: str,
-    parts: Parts | None = None,
+    parts: "Loaders | None" = None,
     say: Callable[[str], None] = note,
     origin: Origin | None = None,
 ) -> Run:
@@ -252,7 +241,8 @@ def run_experiment(
     Args:
         cfg: The composed configuration (`conf/config.yaml`).
         method: Name of the method's configuration; names the folder and the row of the table.
-        parts: The loaders; runs that get the same ones share what `default_parts` says. New ones by default.
+        parts: The loaders; runs that get the same ones share the last model, the last task and the prompts that were
+            read. New ones by default.
         say: Takes one-line notes; stderr by default.
         origin: What asked for it, for `run.json`.
 
@@ -260,46 +250,58 @@ def run_experiment(
         The run. Its status is `failed` when its result must not be used.
 
     Raises:
-        ValueError: A bad setting, or missing data or weights.
-        KeyboardInterrupt: A signal stopped it.
+        ValueError: A setting is unknown or out of range, or data or weights are missing.
+        JournalError: The disk is full.
+        KeyboardInterrupt: A signal stopped it; everything finished is on disk.
     """
-    check_config(cfg)
-    parts, origin = parts or default_parts(), origin or Origin()
-    experiment = prepare(cfg, method, parts)
-    for row in experiment.task.quarantined[:5]:
-        say(f"set aside: {row['file']}:{row['line']}: {row['reason']}")
-    for row in experiment.task.copies[:5]:
-        say(f"counted again: {row['file']}:{row['line']}: {row['reason']}")
-    shard, with_full = Shard.read(cfg.get("shard")), cfg.reference == "auto" and method != FULL
-    needs_answers = experiment.forces_own and method != FULL
+    config, parts, origin = RunConfig.read(cfg), parts or Loaders(), origin or Origin()
+    experiment, shard = prepare(config, method, parts), config.shard
+    for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
+        for row in rows[:5]:
+            say(f"{what}: {row['file']}:{row['line']}: {row['reason']}")
+    with_full = config.reference == AUTO and method != FULL
+    forces_full = experiment.forces_own and method != FULL
+
+    def full_cache() -> Experiment:
+        return prepare(config.of_full(), FULL, parts)
+
+    # All shards first, as far as they need nothing of other processes: these may end the full cache meanwhile.
     if shard and with_full:
-        compute_shard(prepare(reference_config(cfg), FULL, parts), shard, say=say, origin=origin)
-    if shard and not needs_answers:
+        compute_shard(full_cache(), shard, say=say, origin=origin)
+    if shard and not forces_full:
         compute_shard(experiment, shard, say=say, origin=origin)
-    full = None
-    if with_full:
-        full = execute(prepare(reference_config(cfg), FULL, parts), resume=True, say=say, reference=None, origin=origin)
-        if full.record.status == "failed":
-            say(f"no comparison with the full cache, whose run failed: {full.record.message}")
-        elif not full.ended and needs_answers:
-            raise ValueError(
-                f"shard={shard}: fidelity.on={OWN} forces the full cache's answers, and only {len(full.samples)} of "
-                f"{full.record.counts.total} are there; give this command again when every shard of full has ended"
-            )
-        full = full if full.record.status == "complete" else None
-    if needs_answers:
-        if full is None:
-            raise ValueError(
-                f"fidelity.on={OWN} forces the full cache's answers, and there are none: set reference=auto"
-                + (", or see why the run of full failed" if cfg.reference == "auto" else "")
-            )
-        experiment = experiment.forcing(full.samples)
+    full = execute(full_cache(), resume=True, say=say, reference=None, origin=origin) if with_full else None
+    if full is not None and full.record.status == "failed":
+        say(f"no comparison with the full cache, whose run failed: {full.record.message}")
+    if forces_full:
+        experiment = experiment.forcing(_answers_to_force(config, full))
         if shard:
             compute_shard(experiment, shard, say=say, origin=origin)
-    done = execute(experiment, resume=cfg.resume, say=say, reference=full, origin=origin)
+    if full is not None and full.record.status != "complete":
+        full = None
+    done = execute(experiment, resume=config.resume, say=say, reference=full, origin=origin)
     if done.ended:
-        tracking.track(cfg, done.record, done.samples, done.folder, say)
+        tracking.track(config.tracker, config.settings(), done.record, done.samples, done.folder, say)
     else:
         counts = done.record.counts
         say(f"shard {shard} is done; {done.folder} has {counts.done} of {counts.total} samples, and needs the others")
     return done
+
+
+def _answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]:
+    """The answers of the full cache.
+
+    Raises:
+        ValueError: It has not run, has failed, or has shards to come.
+    """
+    if full is not None and not full.ended:
+        raise ValueError(
+            f"shard={config.shard}: fidelity.on={OWN} forces the full cache's answers, and only {len(full.samples)} of "
+            f"{full.record.counts.total} are there; give this command again when every shard of full has ended"
+        )
+    if full is None or full.record.status != "complete":
+        raise ValueError(
+            f"fidelity.on={OWN} forces the full cache's answers, and there are none: set reference=auto"
+            + (", or see why the run of full failed" if config.reference == AUTO else "")
+        )
+    return full.samples

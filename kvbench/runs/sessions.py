@@ -69,7 +69,7 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
     record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
     record.hash, record.identity = experiment.hash, experiment.identity
-    record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.cfg.seed
+    record.protocol, record.backend, record.seed = experiment.task.protocol, experiment.backend, experiment.config.seed
     record.versions, record.git = provenance.versions(), provenance.git_state()
     model = experiment.model
     spread = (device for device, _ in model.places)
@@ -78,16 +78,10 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
 
 def other_machine(record: RunRecord) -> str:
     """How the machine or the libraries differ from those of the last session; empty where they do not."""
+
+    def facts(one: Session | RunRecord) -> list[str]:
+        return [one.machine.device if one.machine else "", f"Python {one.versions.python}" if one.versions else ""]
+
     before = record.sessions[-1] if record.sessions else Session()
-    changed = [
-        f"{was} then, {now_is} now"
-        for was, now_is in (
-            (before.machine and before.machine.device, record.machine and record.machine.device),
-            (
-                before.versions and f"Python {before.versions.python}",
-                record.versions and f"Python {record.versions.python}",
-            ),
-        )
-        if was and was != now_is
-    ]
-    return "; ".join(changed)
+    pairs = zip(facts(before), facts(record), strict=True)
+    return "; ".join(f"{was} then, {is_now} now" for was, is_now in pairs if was and was != is_now)

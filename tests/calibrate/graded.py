@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from fake_parts import altered
 from omegaconf import OmegaConf
 
 from kvbench.config.compose import compose
 from kvbench.engine.requests import Outcome, Request
 from kvbench.policy import Policy
-from kvbench.runs.parts import Parts
+from kvbench.runs.parts import Loaders
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 
@@ -42,10 +43,12 @@ class Bench:
         ]
         self.penalised: set[str] = set()
 
-    def parts(self) -> Parts:
+    def parts(self) -> Loaders:
         """The loaders of a run."""
-        return Parts(
-            make_policy=lambda cfg: Graded(full=True) if "full" in cfg._target_ else Graded(**_fields(cfg)),
+        return altered(
+            Loaders(),
+            check_task=lambda config: None,
+            make_policy=lambda cfg: Graded(full=True) if "full" in cfg["_target_"] else Graded(**_fields(cfg)),
             load_model=lambda cfg: SimpleNamespace(
                 name="tiny",
                 fingerprint="ab" * 32,

@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import yaml
+from fake_parts import altered
 from graded import Bench, gentle, make_cfg, smaller
 from omegaconf import OmegaConf
 
@@ -153,7 +153,7 @@ def test_signal_ends_it_as_it_ends_a_run(tmp_path, undrawn, monkeypatch, capsys)
         return parts.make_engine(cfg, model, policy, **named)
 
     monkeypatch.setattr("kvbench.cli.commands.compose_command", lambda name, words: config)
-    monkeypatch.setattr("kvbench.calibrate.command.default_parts", lambda: replace(parts, make_engine=make_engine))
+    monkeypatch.setattr("kvbench.calibrate.command.Loaders", lambda: altered(parts, make_engine=make_engine))
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         assert cli.main(["calibrate", "method=graded"]) == 128 + signal.SIGTERM

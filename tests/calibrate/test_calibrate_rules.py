@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from fake_parts import altered
 from graded import Bench, gentle, make_cfg, smaller
 from omegaconf import OmegaConf
 
@@ -14,7 +15,7 @@ from kvbench.calibrate.plan import Rule, read_plan, split
 from kvbench.config import files as listing
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Request
-from kvbench.runs.parts import Parts
+from kvbench.runs.parts import Loaders
 from kvbench.stats.intervals import Estimate
 
 RULE = Rule(criterion="nll", margin=0.1, proof="interval", tie=0.0, resamples=499, seed=0)
@@ -200,8 +201,13 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     cfg = make_cfg(tmp_path, batch_size=2)
     cfg.method = OmegaConf.load(listing.conf_folder() / "method" / "diffkv.yaml")
     cfg.method.window = 8
-    parts = Parts(
-        make_policy=make_policy, load_model=lambda cfg: model, load_task=lambda *a, **k: task, make_engine=make_engine
+    parts = altered(
+        Loaders(),
+        make_policy=make_policy,
+        check_task=lambda config: None,
+        load_model=lambda cfg: model,
+        load_task=lambda *a, **k: task,
+        make_engine=make_engine,
     )
     prompts = PromptCache(2**30)
     sweep = Sweep(cfg, "diffkv", parts, folder=tmp_path / "points", prompts=prompts, say=print)

@@ -2,11 +2,12 @@
 the file that comes of it."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from fake_parts import altered
 from graded import Bench, Graded, make_cfg
 from omegaconf import OmegaConf
 
@@ -67,13 +68,13 @@ def start(folder, bench, **changes):
     cfg.method = {"_target_": "graded.Layered", "tier": "int4", "calibration": None}
 
     def policy(cfg):
-        if "full" in cfg._target_:
+        if "full" in cfg["_target_"]:
             return Graded(full=True)
         return Layered(**{name: cfg[name] for name in ("tier", "tiers_by_layer", "protect_layers") if name in cfg})
 
     parts = bench.parts()
     load = parts.load_model
-    parts = replace(parts, make_policy=policy, load_model=lambda cfg: SimpleNamespace(model=None, **vars(load(cfg))))
+    parts = altered(parts, make_policy=policy, load_model=lambda cfg: SimpleNamespace(model=None, **vars(load(cfg))))
     return command.main(cfg, parts)
 
 
@@ -159,12 +160,12 @@ def test_settings_that_make_no_search_are_refused(tmp_path, changes, message):
     """Before a model is loaded."""
     bench = Bench(lost, held)
     cfg = make_cfg(tmp_path, **({"what": "layers"} | changes))
-    parts = replace(bench.parts(), make_policy=lambda cfg: Layered(), load_model=None)
+    parts = altered(bench.parts(), make_policy=lambda cfg: Layered(), load_model=None)
     with pytest.raises(ValueError, match=message):
         command.main(cfg, parts)
     with pytest.raises(ValueError, match="method.protect_layers would overrule; leave both out"):
         cfg = make_cfg(tmp_path, what="layers")
-        command.main(cfg, replace(parts, make_policy=lambda cfg: Layered(protect_layers=[0])))
+        command.main(cfg, altered(parts, make_policy=lambda cfg: Layered(protect_layers=[0])))
     with pytest.raises(ValueError, match="is for methods whose layers may differ in precision, and graded is none"):
         command.main(make_cfg(tmp_path, what="layers"), bench.parts())
 

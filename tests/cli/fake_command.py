@@ -53,7 +53,7 @@ def main(conf: Path, count: int, pause_s: float, words: list[str]) -> int:
     failing = os.environ.get("FAIL")
     statuses = {f"{'ab'[index % 2]}/{index}": "oom" for index in range(count)} if failing else None
     kvbench.config.files.conf_folder = lambda: conf
-    kvbench.runs.parts.default_parts = lambda: make_parts(count=count, pause_s=pause_s, statuses=statuses)
+    kvbench.runs.parts.Loaders = lambda: make_parts(count=count, pause_s=pause_s, statuses=statuses)
     if os.environ.get("HANG"):
         atexit.register(hang)
     return kvbench.cli.main.main(words)

@@ -21,7 +21,7 @@ def fakes(tmp_path, monkeypatch):
     conf = tmp_path / "conf"
     write_conf(conf)
     monkeypatch.setattr(listing, "conf_folder", lambda: conf)
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"
@@ -149,11 +149,11 @@ def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
 
         return parts
 
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", broken(KeyError("oops")))
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", broken(KeyError("oops")))
     assert cli.main(["run"]) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error and "fault of kvbench" in error
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", broken(ValueError("shape mismatch")))
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", broken(ValueError("shape mismatch")))
     assert cli.main(["run"]) == 2
     error = capsys.readouterr().err
     assert "error: shape mismatch" in error and "(ValueError from outside kvbench; KVBENCH_DEBUG=1" in error
@@ -162,8 +162,7 @@ def test_faults_are_not_hidden(fakes, capsys, monkeypatch):
 def test_failed_run_exits_with_1(fakes, capsys, monkeypatch):
     """A run whose result must not be used ends with exit code 1 and says why."""
     monkeypatch.setattr(
-        "kvbench.runs.parts.default_parts",
-        lambda: make_parts(statuses={f"{'ab'[i % 2]}/{i}": "oom" for i in range(10)}),
+        "kvbench.runs.parts.Loaders", lambda: make_parts(statuses={f"{'ab'[i % 2]}/{i}": "oom" for i in range(10)})
     )
     assert cli.main(["reference=none"]) == 1
     assert "the run failed: no sample ended well" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def here(tmp_path, monkeypatch):
     write_conf(tmp_path / "conf")
     (tmp_path / "work").mkdir()
     monkeypatch.setattr("kvbench.config.files.conf_folder", lambda: tmp_path / "conf")
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
     monkeypatch.chdir(tmp_path / "work")
     before = {number: signal.getsignal(number) for number in endings.SIGNALS}
     yield

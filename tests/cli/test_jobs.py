@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from fake_command import write_conf
-from fake_parts import make_parts
+from fake_parts import altered, make_parts
 from places import ROOT, TESTS
 
 from kvbench.cli.main import main
 from kvbench.config import files
 from kvbench.results.sweep import sweeps
+from kvbench.runs.parts import Loaders
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_sweep_of_failed_runs_fails(work):
 def fakes(work, monkeypatch):
     """The same in this process."""
     monkeypatch.setattr(files, "conf_folder", lambda: work.parent / "conf")
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
     monkeypatch.chdir(work)
     return work
 
@@ -105,18 +106,14 @@ def test_log_of_a_sweep(fakes, capsys):
 
 def test_missing_data_ends_a_sweep_before_it_begins(fakes, monkeypatch, capsys):
     """Data is looked for once, before a model is loaded, and every part that is missing is named."""
-    import dataclasses
-
-    from kvbench.runs import parts as real
-
     loaded = []
 
     def parts():
         fake = make_parts()
-        fake = dataclasses.replace(fake, load_model=lambda cfg: loaded.append(cfg))
-        return dataclasses.replace(fake, check_task=real.check_task)
+        fake = altered(fake, load_model=lambda cfg: loaded.append(cfg))
+        return altered(fake, check_task=Loaders().check_task)
 
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", parts)
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", parts)
     monkeypatch.setattr("kvbench.models.files.hub_reachable", lambda: False)
     (fakes / "data").mkdir()
     for task, subsets in (("longbench", "[trec,lcc,qasper]"), ("math", "[algebra,geometry]")):
@@ -137,19 +134,18 @@ def test_missing_data_ends_a_sweep_before_it_begins(fakes, monkeypatch, capsys):
 
 def test_method_that_a_pattern_named_may_not_fit(fakes, monkeypatch, capsys):
     """`glob(*)` leaves out a method that is not for this model, and says so; a method that was named is an error."""
-    import dataclasses
 
     from kvbench.errors import NotForModel
 
     def parts():
         def make_policy(cfg):
-            if cfg.ratio == 0.25:
+            if cfg["ratio"] == 0.25:
                 raise NotForModel("kivi needs a table of this model")
             return make_parts().make_policy(cfg)
 
-        return dataclasses.replace(make_parts(), make_policy=make_policy)
+        return altered(make_parts(), make_policy=make_policy)
 
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", parts)
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", parts)
     assert main(["-m", "method=glob(*)", "limit=2", "reference=none"]) == 0
     assert "job 3 of 4: left out: kivi needs a table of this model" in capsys.readouterr().err
     assert main(["-m", "method=kivi,snapkv", "limit=2", "reference=none"]) == 2

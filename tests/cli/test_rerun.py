@@ -18,7 +18,7 @@ def stored(tmp_path, monkeypatch):
     conf = tmp_path / "conf"
     write_conf(conf)
     monkeypatch.setattr(listing, "conf_folder", lambda: conf)
-    monkeypatch.setattr("kvbench.runs.parts.default_parts", make_parts)
+    monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
     monkeypatch.setattr("kvbench.runs.run.default_parts", make_parts)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

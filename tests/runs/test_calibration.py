@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from kvbench.config import files as listing
 from kvbench.methods.diffkv import DiffKV
 from kvbench.runs import calibration
+from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import prepare
-from kvbench.runs.parts import default_parts, make_policy
+from kvbench.runs.parts import Loaders, make_policy
 
 MODEL = type("Model", (), {"name": "tiny", "fingerprint": "ab" * 32, "dtype": torch.float32})()
 
@@ -80,18 +81,18 @@ def test_same_settings_are_the_same_run(write, tmp_path):
             "store": {"page_bytes": "auto", "budget_bytes": None, "track": []},
         }
     )
-    parts = default_parts()
+    parts = Loaders()
     model = parts.load_model(cfg.model)
     with pytest.raises(ValueError, match="calibrated on the model m"):
-        prepare(cfg, "diffkv", parts)
+        prepare(RunConfig.read(cfg), "diffkv", parts)
     made_for = {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
     cfg.method.calibration = write(model=made_for)
-    with_file = prepare(cfg, "diffkv", parts)
-    assert with_file.cfg.method.alpha_l == 0.001 and cfg.method.alpha_l == 0.02
+    with_file = prepare(RunConfig.read(cfg), "diffkv", parts)
+    assert with_file.config.method["alpha_l"] == 0.001 and cfg.method.alpha_l == 0.02
     cfg.method = method_cfg(alpha_h=2.0, alpha_l=0.001)
-    assert prepare(cfg, "diffkv", parts).hash == with_file.hash
+    assert prepare(RunConfig.read(cfg), "diffkv", parts).hash == with_file.hash
     cfg.method = method_cfg(alpha_h=2.0, alpha_l=0.002)
-    assert prepare(cfg, "diffkv", parts).hash != with_file.hash
+    assert prepare(RunConfig.read(cfg), "diffkv", parts).hash != with_file.hash
 
 
 def test_nothing_to_say_where_all_is_the_same(write):

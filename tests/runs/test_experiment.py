@@ -1,9 +1,7 @@
 """What one run is: the hash over everything that changes an answer, and the settings that are refused."""
 
-from dataclasses import replace
-
 import pytest
-from fake_parts import FakePolicy, make_cfg, make_parts
+from fake_parts import FakePolicy, altered, make_cfg, make_parts
 from omegaconf import OmegaConf
 from places import CONF
 
@@ -12,10 +10,17 @@ from kvbench.kernels.cpu.abi import ISA_VARIABLE, best_isa
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.kvzip import KVzip
 from kvbench.results import provenance
-from kvbench.runs.experiment import check_config, prepare, reference_config
+from kvbench.runs import experiment
+from kvbench.runs.config import RunConfig
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
+
+
+def prepared(cfg, method, parts):
+    """The run of a configuration."""
+    return experiment.prepare(RunConfig.read(cfg), method, parts)
+
 
 CHANGES = {
     "method__ratio": 0.25,
@@ -40,26 +45,26 @@ CHANGES = {
 @pytest.mark.parametrize("key", CHANGES)
 def test_hash_sees_each_setting(tmp_path, key):
     """Changing one thing that can change an answer gives another run."""
-    base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
-    assert prepare(make_cfg(tmp_path, **{key: CHANGES[key]}), "half", make_parts()).hash != base
+    base = prepared(make_cfg(tmp_path), "half", make_parts()).hash
+    assert prepared(make_cfg(tmp_path, **{key: CHANGES[key]}), "half", make_parts()).hash != base
 
 
 def test_reading_in_chunks_is_a_protocol_of_its_own(tmp_path):
     """The task's protocol names it, in the run and in its full cache; a configuration of before, which does not say,
     is the run that reads prompts at once."""
-    plain = prepare(make_cfg(tmp_path), "half", make_parts())
-    null = prepare(make_cfg(tmp_path, prefill__chunk=None), "half", make_parts())
+    plain = prepared(make_cfg(tmp_path), "half", make_parts())
+    null = prepared(make_cfg(tmp_path, prefill__chunk=None), "half", make_parts())
     assert null.hash == plain.hash and "prefill_chunk" not in null.task.protocol
     cfg = make_cfg(tmp_path, prefill__chunk=64)
-    chunked = prepare(cfg, "half", make_parts())
+    chunked = prepared(cfg, "half", make_parts())
     assert chunked.task.protocol == {**plain.task.protocol, "prefill_chunk": 64}
     assert chunked.identity["task"]["protocol"]["prefill_chunk"] == 64
-    assert reference_config(cfg).prefill.chunk == 64
+    assert RunConfig.read(cfg).of_full().prefill.chunk == 64
     for value in (0, 1.5, "many", True):
         with pytest.raises(ValueError, match="prefill.chunk"):
-            check_config(make_cfg(tmp_path, prefill__chunk=value))
+            RunConfig.read(make_cfg(tmp_path, prefill__chunk=value))
     with pytest.raises(ValueError, match="prefill.size"):
-        check_config(make_cfg(tmp_path, prefill__size=64))
+        RunConfig.read(make_cfg(tmp_path, prefill__size=64))
 
 
 def test_a_method_that_cannot_read_in_chunks_loads_no_model(tmp_path):
@@ -68,9 +73,9 @@ def test_a_method_that_cannot_read_in_chunks_loads_no_model(tmp_path):
     def load_model(cfg):
         raise AssertionError("a model was loaded")
 
-    parts = replace(make_parts(), load_model=load_model, make_policy=lambda cfg: KVzip(budget=0.5))
+    parts = altered(make_parts(), load_model=load_model, make_policy=lambda cfg: KVzip(budget=0.5))
     with pytest.raises(ValueError, match=r"^prefill.chunk=64 does not go with KVzip, which .*; set prefill.chunk=null"):
-        prepare(make_cfg(tmp_path, prefill__chunk=64), "kvzip", parts)
+        prepared(make_cfg(tmp_path, prefill__chunk=64), "kvzip", parts)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +91,16 @@ def test_a_method_that_cannot_read_in_chunks_loads_no_model(tmp_path):
 )
 def test_chunks_of_a_spread_model_load_no_model(tmp_path, key, value, message):
     """They are refused before, by both settings and the remedy; without chunks the same model is not."""
-    check_config(make_cfg(tmp_path, **{f"model__{key}": value}))
+    RunConfig.read(make_cfg(tmp_path, **{f"model__{key}": value}))
     with pytest.raises(ValueError, match=f"^prefill.chunk=64 needs a cache in one place, and {message}"):
-        check_config(make_cfg(tmp_path, prefill__chunk=64, **{f"model__{key}": value}))
+        RunConfig.read(make_cfg(tmp_path, prefill__chunk=64, **{f"model__{key}": value}))
 
 
 def test_hash_ignores_what_changes_no_answer(tmp_path):
     """Where results go, whether to resume, and the comparison are not part of the identity."""
-    base = prepare(make_cfg(tmp_path), "half", make_parts()).hash
+    base = prepared(make_cfg(tmp_path), "half", make_parts()).hash
     other = make_cfg(tmp_path / "elsewhere", resume=False, reference="auto")
-    assert prepare(other, "half", make_parts()).hash == base
+    assert prepared(other, "half", make_parts()).hash == base
 
 
 def test_hash_sees_places_only_where_they_divide_a_limit(tmp_path):
@@ -103,7 +108,7 @@ def test_hash_sees_places_only_where_they_divide_a_limit(tmp_path):
 
     def digest(places, budget_bytes):
         cfg = make_cfg(tmp_path, model__places=places, store__budget_bytes=budget_bytes)
-        return prepare(cfg, "half", make_parts()).hash
+        return prepared(cfg, "half", make_parts()).hash
 
     spread, other = [["cuda:0", 2], ["cuda:1", 2]], [["cuda:0", 1], ["cuda:1", 3]]
     assert digest(spread, None) == digest([], None)
@@ -115,7 +120,7 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
     count."""
 
     def digest(**parts):
-        return prepare(make_cfg(tmp_path), "half", make_parts(**parts)).hash
+        return prepared(make_cfg(tmp_path), "half", make_parts(**parts)).hash
 
     base = digest()
     found = {base, digest(task={"fingerprint": "data-2"}), digest(task={"protocol": {"query_aware": False}})}
@@ -138,8 +143,8 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
         engine.backend.name = "cpu"
         return engine
 
-    changed = type(parts)(**(vars(parts) | {"make_engine": cpu_engine}))
-    found.add(prepare(make_cfg(tmp_path), "half", changed).hash)
+    changed = altered(parts, make_engine=cpu_engine)
+    found.add(prepared(make_cfg(tmp_path), "half", changed).hash)
     assert len(found) == 8
     assert digest() == base
 
@@ -153,9 +158,9 @@ def test_hash_sees_code_data_and_hidden_defaults(tmp_path, monkeypatch):
         ("limit", True, "limit=True is no number of samples"),
         ("seed", -1, "seed=-1"),
         ("fidelity__max_tokens", -1, "fidelity.max_tokens=-1"),
-        ("reference", "atuo", "reference=atuo does not exist. Did you mean auto?"),
+        ("reference", "atuo", "reference='atuo' must be 'auto' or 'none'. Did you mean auto?"),
         ("resume", "maybe", "resume='maybe' must be true or false"),
-        ("results_dir", None, "results_dir=None is not a folder"),
+        ("results_dir", None, "results_dir=None must be the path of a folder, for example results_dir=results"),
         ("method__ratio", 1.5, r"method.ratio=1.5 is outside \(0, 1\]"),
     ],
 )
@@ -166,7 +171,7 @@ def test_bad_settings(tmp_path, key, value, message):
         raise AssertionError("the model was loaded first")
 
     parts = make_parts()
-    parts = type(parts)(**(vars(parts) | {"load_model": never}))
+    parts = altered(parts, load_model=never)
     with pytest.raises(ValueError, match=message):
         run_experiment(make_cfg(tmp_path, **{key: value}), method="half", parts=parts, **QUIET)
     assert list(tmp_path.iterdir()) == []
@@ -175,20 +180,20 @@ def test_bad_settings(tmp_path, key, value, message):
 def test_empty_and_doubled_tasks(tmp_path):
     """A task without samples, or with two of one id, is refused."""
     with pytest.raises(ValueError, match="task fake has no samples; 2 rows could not be read"):
-        prepare(make_cfg(tmp_path), "half", make_parts(count=0, task={"quarantined": [{}, {}]}))
+        prepared(make_cfg(tmp_path), "half", make_parts(count=0, task={"quarantined": [{}, {}]}))
     parts = make_parts()
     task = parts.load_task({}, None, limit=None, seed=0, protocol={})
     task.requests.append(task.requests[0])
-    doubled = type(parts)(**(vars(parts) | {"load_task": lambda *a, **k: task}))
+    doubled = altered(parts, load_task=lambda *a, **k: task)
     with pytest.raises(ValueError, match="two samples with the id a/0"):
-        prepare(make_cfg(tmp_path), "half", doubled)
+        prepared(make_cfg(tmp_path), "half", doubled)
 
 
 def test_check_config_accepts_the_defaults(tmp_path):
     """The shipped top-level settings pass their own check."""
     shipped = OmegaConf.load(CONF / "config.yaml")
     del shipped["defaults"], shipped["hydra"]
-    check_config(shipped)
+    RunConfig.read(shipped)
 
 
 def test_hash_sees_the_instruction_set_of_the_kernels(tmp_path):
@@ -197,15 +202,15 @@ def test_hash_sees_the_instruction_set_of_the_kernels(tmp_path):
 
     parts = make_parts()
 
-    def prepared(isa):
+    def with_isa(isa):
         def make_engine(*given):
             engine = parts.make_engine(*given)
             engine.backend.isa = isa
             return engine
 
-        return prepare(make_cfg(tmp_path), "half", replace(parts, make_engine=make_engine))
+        return prepared(make_cfg(tmp_path), "half", altered(parts, make_engine=make_engine))
 
-    found = {isa: prepared(isa) for isa in ("", "avx2", "avx512vnni")}
+    found = {isa: with_isa(isa) for isa in ("", "avx2", "avx512vnni")}
     assert len({experiment.hash for experiment in found.values()}) == 3
     assert found["avx2"].identity["code"]["isa"] == "avx2"
     assert "isa" not in found[""].identity["code"]
@@ -215,9 +220,9 @@ def test_a_streamed_model_counts_the_kernels_that_it_runs(tmp_path, monkeypatch)
     """Whatever backend the cache has, the code of the CPU's kernels counts, and which build of them multiplies."""
     asked = []
     monkeypatch.setattr(provenance, "harness_hash", lambda *backends: asked.append(backends) or "the same")
-    found = prepare(make_cfg(tmp_path, model__linear="streamed"), "half", make_parts())
+    found = prepared(make_cfg(tmp_path, model__linear="streamed"), "half", make_parts())
     assert found.identity["model"]["linear"] == f"streamed {best_isa()}"
-    prepare(make_cfg(tmp_path), "half", make_parts())
+    prepared(make_cfg(tmp_path), "half", make_parts())
     assert asked == [(*asked[1], "cpu"), asked[1]] and "cpu" not in asked[1]
 
 

@@ -8,6 +8,7 @@ from kvbench.config.compose import compose
 from kvbench.evidence import report_content
 from kvbench.methods.diffkv import DiffKV
 from kvbench.runs import calibration, experiment
+from kvbench.runs.config import RunConfig
 from kvbench.runs.parts import make_policy, policy_class
 
 TARGET = "kvbench.methods.diffkv.DiffKV"
@@ -123,11 +124,11 @@ def test_another_models_file_is_refused_before_a_policy_is_made_of_it(tmp_path):
     path.write_text(yaml.safe_dump(content()))
     cfg = OmegaConf.create({"method": method_cfg(path), "model": {}})
     with pytest.raises(ValueError, match="was calibrated on the model tiny"):
-        experiment.load_method(cfg, parts, print)
+        experiment.load_method(RunConfig.read(cfg), parts, print)
     assert [item["alpha_h"] for item in made] == [1.0] and len(loaded) == 1
     path.write_text(yaml.safe_dump(content(settings={"alpha_h": float("nan")})))
     with pytest.raises(ValueError, match="alpha_h=nan must be a number"):
-        experiment.load_method(cfg, parts, print)
+        experiment.load_method(RunConfig.read(cfg), parts, print)
     assert len(loaded) == 1
 
 
@@ -177,7 +178,7 @@ def test_a_users_own_module_may_hold_a_method(tmp_path, monkeypatch):
     assert make_policy(OmegaConf.create({"_target_": "my_methods.Mine", "size": 3})).size == 3
     with pytest.raises(ValueError, match="size=3.0 must be a whole number"):
         make_policy(OmegaConf.create({"_target_": "my_methods.Mine", "size": 3.0}))
-    with pytest.raises(ValueError, match="method.size is missing; Mine has no default"):
+    with pytest.raises(ValueError, match="method.size is missing and has no default; give a whole number"):
         make_policy(OmegaConf.create({"_target_": "my_methods.Mine"}))
 
 

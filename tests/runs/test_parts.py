@@ -4,7 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench.config import files as listing
-from kvbench.runs.parts import LastOne, Loaders, make_engine, make_policy, read_bytes
+from kvbench.runs.config import RunConfig, read_bytes
+from kvbench.runs.parts import Loaders, make_engine, make_policy
 
 
 def test_every_shipped_method_builds():
@@ -38,12 +39,12 @@ def test_engine_from_configuration(tiny_model):
     store = {"page_bytes": 4096, "budget_bytes": None, "track": ["pos"]}
     settings = {"store": store, "batch_size": 3, "seed": 5, "backend": {"name": "torch"}, "fidelity": {"max_tokens": 7}}
     policy = make_policy(OmegaConf.load(listing.conf_folder() / "method" / "full.yaml"))
-    engine = make_engine(OmegaConf.create(settings), tiny_model(), policy)
+    engine = make_engine(RunConfig.read(settings), tiny_model(), policy)
     assert (engine.batch_size, engine.seed, engine.fidelity_max_tokens, engine.backend.name) == (3, 5, 7, "torch")
     assert (engine.runner.options.page_bytes, engine.runner.options.track) == (4096, ("pos",))
     store["page_bites"] = 1
     with pytest.raises(ValueError, match="there is no setting store.page_bites. Did you mean store.page_bytes?"):
-        make_engine(OmegaConf.create(settings), tiny_model(), policy)
+        make_engine(RunConfig.read(settings), tiny_model(), policy)
     tiny_model().model.set_attn_implementation("sdpa")  # other tests use the same model without an engine
 
 
@@ -70,13 +71,13 @@ def test_last_one_is_shared():
             raise ValueError("no")
         return [value]
 
-    last = LastOne()
-    first = last.get({"a": 1}, lambda: load(1))
-    assert last.get({"a": 1}, lambda: load(1)) is first
-    assert last.get({"a": 2}, lambda: load(2)) == [2]
+    last = Loaders()
+    first = last._kept("model", {"a": 1}, lambda: load(1))
+    assert last._kept("model", {"a": 1}, lambda: load(1)) is first
+    assert last._kept("model", {"a": 2}, lambda: load(2)) == [2]
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            last.get({"a": 3}, lambda: load(-1))
+            last._kept("model", {"a": 3}, lambda: load(-1))
     assert made == [1, 2, -1, -1]
 
 
@@ -89,7 +90,7 @@ def test_loaders_share_model_task_and_prompts():
     assert one.load_model(OmegaConf.merge(model)) is loaded
     assert one.load_task(task, loaded, **rule) is one.load_task(OmegaConf.merge(task), loaded, **rule)
     assert one.load_task(task, loaded, **rule) is not one.load_task(task, loaded, **(rule | {"limit": 1}))
-    kept = OmegaConf.create({"prompt_cache_bytes": "1MiB"})
-    assert one.prompts(kept) is one.prompts(OmegaConf.create({"prompt_cache_bytes": 2**20}))
-    assert one.prompts(kept) is not one.prompts(OmegaConf.create({})) and one.prompts(kept) is not other.prompts(kept)
+    kept = RunConfig.read({"prompt_cache_bytes": "1MiB"}).prompt_cache_bytes
+    assert one.prompts(kept) is one.prompts(2**20)
+    assert one.prompts(kept) is not one.prompts(0) and one.prompts(kept) is not other.prompts(kept)
     assert other.load_model(model) is not loaded

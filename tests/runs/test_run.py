@@ -7,12 +7,11 @@ import os
 import random
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from fake_parts import FakePolicy, make_cfg, make_parts, make_requests
+from fake_parts import FakePolicy, altered, make_cfg, make_parts, make_requests
 from omegaconf import OmegaConf
 
 import kvbench.runs.run
@@ -23,6 +22,7 @@ from kvbench.results.record import RunRecord
 from kvbench.results.sample import journal_record, write_line
 from kvbench.results.writing import JournalError
 from kvbench.runs.answers import unfinished_groups
+from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import prepare
 from kvbench.runs.run import run_experiment
 
@@ -73,7 +73,7 @@ def test_what_the_backend_had_no_kernel_for_is_on_record(tmp_path):
             engine.backend.fallbacks.update(names)
             return engine
 
-        return replace(parts, make_engine=made)
+        return altered(parts, make_engine=made)
 
     assert run_experiment(cfg, method="half", parts=parts, **QUIET).record.backend_fallbacks == []
     (tmp_path / "fake" / "tiny" / "half").rename(tmp_path / "other")
@@ -223,7 +223,7 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
     for status, error in ends.items():
         results = tmp_path / status
         parts = make_parts()
-        made = prepare(make_cfg(results), "half", parts)
+        made = prepare(RunConfig.read(make_cfg(results)), "half", parts)
 
         def make_engine(*args, error=error, **kwargs):
             engine = make_parts().make_engine(*args, **kwargs)
@@ -242,7 +242,7 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
             return engine
 
         with pytest.raises(type(error)):
-            run_experiment(make_cfg(results), method="half", parts=replace(parts, make_engine=make_engine), **QUIET)
+            run_experiment(make_cfg(results), method="half", parts=altered(parts, make_engine=make_engine), **QUIET)
         record = RunRecord.load(made.folder)
         assert (record.status, record.counts.done) == ("failed" if status == "failed" else "stopped", 5)
         assert (record.message, record.counts.total) == (told[status], 10)
@@ -254,7 +254,7 @@ def test_interrupt_and_error_keep_the_samples(tmp_path):
 
 def test_full_disk_ends_with_a_message(tmp_path, monkeypatch):
     """When the disk fills, the error names the file and the remedy, and the run can go on later."""
-    made = prepare(make_cfg(tmp_path), "half", make_parts())
+    made = prepare(RunConfig.read(make_cfg(tmp_path)), "half", make_parts())
     real, written = os.write, []
 
     def limited(descriptor, data):
@@ -276,7 +276,7 @@ def test_full_disk_ends_with_a_message(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", ["Journal.finish", "summarise", "RunRecord.save"])
 def test_stopped_after_the_last_sample(tmp_path, monkeypatch, place):
     """A signal between the last sample and the end leaves `stopped` or the end itself, and the next start ends."""
-    made = prepare(make_cfg(tmp_path), "half", make_parts())
+    made = prepare(RunConfig.read(make_cfg(tmp_path)), "half", make_parts())
     owner, _, name = f"kvbench.runs.run.{place}".rpartition(".")
     calls = []
 
@@ -323,7 +323,7 @@ def test_method_that_did_nothing_fails(tmp_path):
         def make_policy(cfg):
             return FakePolicy(ratio=cfg.ratio, does_nothing=True)
 
-        return type(parts)(**(vars(parts) | {"make_policy": make_policy}))
+        return altered(parts, make_policy=make_policy)
 
     for _ in range(2):
         finished = run_experiment(make_cfg(tmp_path), method="half", parts=idle_parts(), **QUIET)
@@ -360,7 +360,7 @@ def test_a_score_that_is_not_finite_leaves_the_run_readable(tmp_path, score):
         task.aggregate = lambda records: {"mean": fmean(r["scores"]["exact"] for r in records if r["status"] == "ok")}
         return task
 
-    parts = replace(make_parts(), load_task=load)
+    parts = altered(make_parts(), load_task=load)
     records = [run_experiment(make_cfg(tmp_path), method="half", parts=parts, **QUIET).record for _ in range(2)]
     assert records[0] == records[1] and records[0].status == "complete"
     assert records[0].metrics["exact"].num_nonfinite == 1 and records[0].metrics["exact"].num_samples == 9
@@ -396,7 +396,7 @@ def test_a_results_folder_that_cannot_be_written_comes_first(tmp_path):
     def fail(*args, **kwargs):
         raise AssertionError("loaded too early")
 
-    parts = replace(make_parts(), make_policy=fail, load_model=fail, load_task=fail)
+    parts = altered(make_parts(), make_policy=fail, load_model=fail, load_task=fail)
     with pytest.raises(ValueError, match=r"^results_dir=.*file/results cannot be written: Not a directory; give ano"):
         run_experiment(make_cfg(tmp_path / "file" / "results"), method="half", parts=parts, **QUIET)
     assert [item.name for item in tmp_path.iterdir()] == ["file"]

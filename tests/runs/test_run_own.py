@@ -9,7 +9,7 @@ from kvbench.config.settings import read_config
 from kvbench.results import summary
 from kvbench.results.record import RunRecord
 from kvbench.runs import run as runs
-from kvbench.runs.experiment import check_config
+from kvbench.runs.config import RunConfig
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -87,6 +87,6 @@ def test_the_setting_is_called_on_wherever_it_is_read(tmp_path):
     """YAML takes a bare `on` for true: the shipped file, a run's config.yaml and the command line have the same key."""
     shipped = compose(["fidelity.on=own"])
     assert set(shipped.fidelity) == {"on", "max_tokens", "per_token"} and shipped.fidelity.on == "own"
-    check_config(compose([f"results_dir={tmp_path}"]))
+    RunConfig.read(compose([f"results_dir={tmp_path}"]))
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(shipped, resolve=True))
     assert read_config(tmp_path / "config.yaml").fidelity.on == "own"

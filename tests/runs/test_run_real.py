@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from engine_helpers import open_settings
+from fake_parts import altered
 from omegaconf import OmegaConf
 
 from kvbench.config import files as listing
-from kvbench.runs.parts import Loaders, Parts, default_parts
+from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -34,9 +35,9 @@ def compose(method: str, results_dir: Path) -> OmegaConf:
 class StopAfter:
     """These loaders, with a task that is interrupted when its n-th answer is scored."""
 
-    def __init__(self, count: int, own: Parts) -> None:
+    def __init__(self, count: int, own: Loaders) -> None:
         self.left, self.own = count, own
-        self.parts = replace(own, load_task=self.load_task)
+        self.parts = altered(own, load_task=self.load_task)
 
     def load_task(self, *arguments, **named):
         """The task with a scorer that counts down."""
@@ -58,7 +59,7 @@ def samples(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Parts:
+def shared() -> Loaders:
     """Loaders that make the model and the questions once for all methods, which takes as long as the answers do."""
     return Loaders().parts()
 
@@ -74,7 +75,7 @@ def test_interrupted_run_equals_a_whole_one(tmp_path, shared, method):
         with pytest.raises(KeyboardInterrupt):
             run_experiment(cut, method=method, parts=StopAfter(count, shared).parts, **QUIET)
     # One method's run goes on with a model and questions of its own, as a new process has.
-    again = default_parts() if method == "diffkv" else shared
+    again = Loaders() if method == "diffkv" else shared
     resumed = run_experiment(cut, method=method, parts=again, **QUIET)
     assert [session.num_done for session in resumed.record.sessions] == [1, 2, 3]
     assert samples(resumed.folder) == samples(whole.folder)

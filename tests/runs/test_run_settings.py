@@ -14,8 +14,7 @@ from kvbench.models.random_weights import random_config
 from kvbench.policy import ScoreSpec
 from kvbench.results.writing import check_writable
 from kvbench.rules import declared
-from kvbench.runs.experiment import RULES, check_config
-from kvbench.runs.parts import store_options
+from kvbench.runs.config import Fidelity, Prefill, RunConfig, store_options
 from kvbench.tasks.protocol import Protocol
 
 
@@ -35,10 +34,10 @@ from kvbench.tasks.protocol import Protocol
 def test_a_wrong_value_is_refused_by_name(tmp_path, key, value):
     """Wrong types, NaN, and what lies out of range name the setting."""
     cfg = make_cfg(tmp_path / "results")
-    check_config(cfg)
+    RunConfig.read(cfg)
     OmegaConf.update(cfg, key, value, force_add=True)
     with pytest.raises(ValueError, match=f"^{key}="):
-        check_config(cfg)
+        RunConfig.read(cfg)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +45,8 @@ def test_a_wrong_value_is_refused_by_name(tmp_path, key, value):
     [
         *(("store", StoreOptions, name) for name in declared(StoreOptions)),
         *(("protocol", Protocol, name) for name in declared(Protocol)),
+        *(("fidelity", Fidelity, name) for name in declared(Fidelity)),
+        *(("prefill", Prefill, name) for name in declared(Prefill)),
     ],
 )
 def test_what_is_declared_is_checked(group, kind, setting):
@@ -58,10 +59,12 @@ def test_what_is_declared_is_checked(group, kind, setting):
     assert kind(**{setting: getattr(kind(), setting)}) == kind()
 
 
-def test_no_rule_of_a_run_is_left_out():
-    """Each of the run's own settings has a rule that takes its default."""
+def test_a_run_has_the_defaults_of_its_file():
+    """What conf/config.yaml says is what a run has that says nothing, and no setting of the file is unknown."""
     cfg = compose([])
-    assert all(rule.fits(OmegaConf.select(cfg, key)) for key, rule in RULES.items())
+    groups = {name: RunConfig.read(cfg).settings()[name] for name in ("method", "task", "model", "protocol")}
+    assert RunConfig.read(cfg) == RunConfig(**groups)
+    assert set(cfg) == set(RunConfig.read(cfg).settings())
 
 
 def test_a_byte_limit_of_the_store_is_written_as_every_other():

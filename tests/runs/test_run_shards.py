@@ -12,7 +12,7 @@ from kvbench.cli.endings import Stopped
 from kvbench.cli.main import main
 from kvbench.results.journal import run_lock
 from kvbench.results.record import RunRecord
-from kvbench.runs.parts import default_parts
+from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 
 QUIET = {"say": lambda text: None}
@@ -22,7 +22,7 @@ def test_four_shards_are_the_whole_run(tmp_path):
     """The real engine in four shards, one of them stopped inside a batch and given again, leaves what one process
     leaves: hash, file but for timing, and numbers, also of the full cache that it is compared with."""
     changes = {"task.items": 3, "task.length": 1000, "reference": "auto"}
-    parts = default_parts()
+    parts = Loaders()
 
     def settings(name, **more):
         cfg = compose("kivi", tmp_path / name)

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_parts import altered
 from omegaconf import OmegaConf
 from problem_rows import AIME, folder_of
 
 from kvbench.config.files import conf_folder
-from kvbench.runs.parts import default_parts
+from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 
 
@@ -18,11 +19,11 @@ class Interrupted:
 
     def __init__(self, count: int) -> None:
         self.left, self.scored = count, []
-        self.parts = replace(default_parts(), load_task=self.load_task)
+        self.parts = altered(Loaders(), load_task=self.load_task)
 
     def load_task(self, *arguments, **named):
         """The task with a scorer that counts down."""
-        task = default_parts().load_task(*arguments, **named)
+        task = Loaders().load_task(*arguments, **named)
 
         def scorer(sample_id, text):
             if self.left == 0:

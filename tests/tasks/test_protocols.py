@@ -2,17 +2,17 @@
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_parts import altered
 from omegaconf import OmegaConf
 from problem_rows import AIME, GSM8K, MATH, folder_of
 from rich.console import Console
 from test_problem_runs import aime_config
 
 from kvbench.config.files import conf_folder
-from kvbench.runs.parts import default_parts
+from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 from kvbench.show import table
 from kvbench.tasks import load_task
@@ -32,7 +32,7 @@ def config(folder: Path, results_dir: Path, task: str, **changes: object):
 
 def spied(seen: list[int]):
     """The real loaders, with a policy that notes how many tokens it sees when it plans a prompt."""
-    parts = default_parts()
+    parts = Loaders()
 
     def make_policy(cfg):
         policy = parts.make_policy(cfg)
@@ -45,7 +45,7 @@ def spied(seen: list[int]):
         object.__setattr__(policy, "plan_prefill", plan_prefill)
         return policy
 
-    return replace(parts, make_policy=make_policy)
+    return altered(parts, make_policy=make_policy)
 
 
 def test_no_question_token_is_seen_before_compression(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_no_question_token_is_seen_before_compression(tmp_path: Path) -> None:
         seen[aware] = []
         cfg = config(folder, tmp_path / "results", "gsm8k", **{"protocol.query_aware": aware, "batch_size": 1})
         runs[aware] = run_experiment(cfg, method="snapkv", parts=spied(seen[aware]), **QUIET)
-        task = load_task(cfg.task, default_parts().load_model(cfg.model), limit=None, seed=0, protocol=cfg.protocol)
-        decode = default_parts().load_model(cfg.model).tokenizer.decode
+        task = load_task(cfg.task, Loaders().load_model(cfg.model), limit=None, seed=0, protocol=cfg.protocol)
+        decode = Loaders().load_model(cfg.model).tokenizer.decode
         wanted = [len(request.segments[0]) for request in task.requests]
         assert sorted(set(seen[aware])) == sorted(set(wanted))
         firsts = [decode(request.segments[0]) for request in task.requests]

@@ -5,15 +5,14 @@ import re
 import signal
 import threading
 import time
-from dataclasses import replace
 
 import pytest
-from fake_parts import FakeTask, make_parts, make_requests
+from fake_parts import FakeTask, altered, make_parts, make_requests
 from rich.console import Console
 from test_run import QUIET, make_cfg, samples
 
 from kvbench.engine.requests import Outcome
-from kvbench.runs.grading import grade_outcome
+from kvbench.runs.graders import grade_outcome
 from kvbench.runs.run import run_experiment
 from kvbench.show.table import render
 from kvbench.tasks.bounds import OutOfTime, time_limit
@@ -96,7 +95,7 @@ def test_no_answer_stops_a_run(tmp_path) -> None:
         return task
 
     engines: list = []
-    parts = replace(make_parts(engines=engines), load_task=load)
+    parts = altered(make_parts(engines=engines), load_task=load)
     first = run_experiment(make_cfg(tmp_path), method="half", parts=parts, **QUIET)
     again = run_experiment(make_cfg(tmp_path), method="half", parts=parts, **QUIET)
     counts = first.record.counts

@@ -2,13 +2,12 @@
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
-from fake_parts import make_parts
+from fake_parts import altered, make_parts
 from test_run import QUIET, make_cfg, samples
 
-from kvbench.runs.beside import Beside
+from kvbench.runs.graders import GraderPool
 from kvbench.runs.run import run_experiment
 
 
@@ -31,7 +30,7 @@ def test_results_come_in_order_in_the_callers_thread(workers):
         taken.append(number)
         threads.add(threading.current_thread())
 
-    with Beside(workers) as beside:
+    with GraderPool(workers) as beside:
         for number in range(40):
             beside.do(lambda number=number: work(number), take)
             # At most four results wait for each worker.
@@ -44,7 +43,7 @@ def test_a_result_is_handed_out_when_it_is_there():
     """Not before, and not only at the end; one that is late holds back those behind it."""
     gates = [threading.Event() for _ in range(3)]
     taken = []
-    with Beside(3) as beside:
+    with GraderPool(3) as beside:
         for number, gate in enumerate(gates):
             beside.do(lambda number=number, gate=gate: gate.wait(20) and number, taken.append)
         gates[1].set()
@@ -67,11 +66,11 @@ def test_errors_are_the_callers(workers):
         raise LookupError("in the work")
 
     taken = []
-    with pytest.raises(LookupError, match="in the work"), Beside(workers) as beside:
+    with pytest.raises(LookupError, match="in the work"), GraderPool(workers) as beside:
         beside.do(lambda: 1, taken.append)
         beside.do(fail, taken.append)
     assert taken == [1]
-    with pytest.raises(OSError, match="full"), Beside(workers) as beside:
+    with pytest.raises(OSError, match="full"), GraderPool(workers) as beside:
         beside.do(lambda: 1, lambda result: (_ for _ in ()).throw(OSError("full")))
 
 
@@ -79,7 +78,7 @@ def test_a_caller_that_fails_waits_for_nothing():
     """What is done is handed out, what runs is left behind, what waits is never begun."""
     gate, begun, taken = threading.Event(), [], []
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Beside(1) as beside:
+    with pytest.raises(KeyboardInterrupt), GraderPool(1) as beside:
         beside.do(lambda: 1, taken.append)
         while not beside._waiting[0][0].done():
             time.sleep(0.001)
@@ -110,7 +109,7 @@ def graded_by(workers: int, events: list, fail_at: str = ""):
         task.score = score
         return task
 
-    return replace(make_parts(), load_task=load)
+    return altered(make_parts(), load_task=load)
 
 
 def test_answers_graded_beside_the_model_make_the_same_journal(tmp_path):
@@ -164,7 +163,7 @@ def test_a_run_that_is_stopped_keeps_what_is_graded(tmp_path):
     cfg = make_cfg(tmp_path)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        parts = replace(stopped, load_task=stop, make_engine=interrupt)
+        parts = altered(stopped, load_task=stop, make_engine=interrupt)
         run_experiment(cfg, method="half", parts=parts, **QUIET)
     assert time.monotonic() - start < 20
     run = run_experiment(cfg, method="half", parts=graded_by(2, events), **QUIET)

@@ -1,5 +1,7 @@
-"""Work that goes on beside the model, in a bounded number of threads, with its results handed out in order."""
+"""Grading beside the model: in a bounded number of threads, with the scores handed out in order, and so that no answer
+can stop a run."""
 
+import dataclasses
 import queue
 import threading
 from collections import deque
@@ -7,15 +9,23 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from kvbench.engine.requests import Outcome, Request
 from kvbench.results.writing import JournalError
+from kvbench.tasks.bounds import OutOfTime, time_limit
+
+if TYPE_CHECKING:
+    from kvbench.tasks.taskset import TaskSet
+
+UNGRADED = "ungraded"
+_MESSAGE_CHARS = 300
 
 # What may wait for each worker; more makes the caller wait, so that answers do not pile up in memory.
 _WAITING_PER_WORKER = 4
 
 
-class Beside:
+class GraderPool:
     """Does pieces of work in threads and hands their results to the caller's own thread, in the order of the pieces.
 
     It is a context: a block that ends waits for everything; one that is left by an error hands out what is done and
@@ -47,7 +57,7 @@ class Beside:
         self._waiting.append((future, take))
         if len(self._threads) < self.workers:
             # A pool of the standard library is waited for when the interpreter ends, however the run was stopped.
-            self._threads.append(threading.Thread(target=self._work, name="beside", daemon=True))
+            self._threads.append(threading.Thread(target=self._work, name="grader", daemon=True))
             self._threads[-1].start()
         self._todo.put((work, future))
         if not self.workers:
@@ -102,3 +112,26 @@ class Beside:
             self._left = True
             for _ in self._threads:
                 self._todo.put(None)
+
+
+def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[Outcome, dict[str, float]]:
+    """The scores of one answer, by its text or by its choices' log-likelihoods.
+
+    Returns:
+        The outcome and its scores. An answer that did not end well has none; one whose grader raised or took longer
+        than `task.grading_limit_s` has none either, its status is `ungraded`, and its message says why.
+    """
+    if outcome.status != "ok":
+        return outcome, {}
+    limit_s = task.grading_limit_s
+    try:
+        with time_limit(limit_s):
+            if request.choices:
+                return outcome, task.score_choices(request, outcome.choices)
+            return outcome, task.score_outcome(request, outcome)
+    except OutOfTime:
+        why = f"the grader of task {task.name} took longer than {limit_s:g} s"
+    except Exception as error:
+        text = " ".join(str(error).split())
+        why = f"the grader of task {task.name} failed ({type(error).__name__}: {text})"[:_MESSAGE_CHARS]
+    return dataclasses.replace(outcome, status=UNGRADED, message=why), {}

@@ -1,0 +1,170 @@
+"""The settings of one run: read once from a composed configuration, checked, and frozen."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvbench.cache.layout import StoreOptions
+from kvbench.config import files
+from kvbench.config.files import FULL
+from kvbench.config.settings import as_dict, read_config, read_settings
+from kvbench.results import tracking
+from kvbench.results.shards import Shard
+from kvbench.results.writing import check_writable
+from kvbench.rules import MAX_BYTES, Choice, Form, Whole, check_settings, shown
+
+GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """What is forced and compared with the full cache, as conf/config.yaml says."""
+
+    on: Annotated[str, Choice((GOLD, OWN))] = GOLD
+    max_tokens: Annotated[int | None, Whole(0, unit="tokens")] = 256
+    per_token: bool = False
+
+    def __post_init__(self) -> None:
+        check_settings(self, "fidelity.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """How prompts are read."""
+
+    chunk: Annotated[int | None, Whole(1, unit="tokens")] = None
+
+    def __post_init__(self) -> None:
+        check_settings(self, "prefill.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendChoice:
+    """Which kernels run."""
+
+    name: str = AUTO
+
+    def __post_init__(self) -> None:
+        check_settings(self, "backend.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that is set of a run; conf/config.yaml says what each setting means.
+
+    The groups `method`, `task`, `model` and `protocol` are mappings: the class that each of them names reads it.
+
+    Raises:
+        ValueError: Names the setting, its value, the rule and the remedy.
+    """
+
+    seed: Annotated[int, Whole(0, 2**63 - 1)] = 0
+    limit: int | str | None = None
+    batch_size: Annotated[int, Whole(1, 2**16, unit="samples")] = 4
+    results_dir: Annotated[
+        str, Form("the path of a folder, for example results_dir=results", lambda x: isinstance(x, str) and bool(x))
+    ] = "results"
+    shard: Shard | None = None
+    resume: bool = True
+    prompt_cache_bytes: int = 0
+    tracker: str = tracking.NONE
+    reference: Annotated[str, Choice((AUTO, NONE))] = AUTO
+    method: Mapping[str, Any] = field(default_factory=dict)
+    task: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    backend: BackendChoice = field(default_factory=BackendChoice)
+    fidelity: Fidelity = field(default_factory=Fidelity)
+    prefill: Prefill = field(default_factory=Prefill)
+    store: StoreOptions = field(default_factory=StoreOptions)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        from kvbench.policy import check_chunk_place
+        from kvbench.tasks.draw import Limit
+
+        Limit.read(self.limit)
+        tracking.check(self.tracker)
+        if self.shard and not self.resume:
+            raise ValueError(
+                f"shard={self.shard} with resume=false would throw away what the other shards finished; give the "
+                "command once without shard=, or remove the run's folder"
+            )
+        if self.prefill.chunk is not None:  # what is no device or no number of processes is refused by its loader
+            devices, processes = self.model.get("device"), self.model.get("tensor_parallel")
+            places = len(devices) if isinstance(devices, list) else 1
+            check_chunk_place(self.prefill.chunk, places, processes if isinstance(processes, int) else 1)
+
+    @classmethod
+    def read(cls, cfg: "Mapping[str, Any] | RunConfig") -> "RunConfig":
+        """The settings of a composed configuration, or of a stored config.yaml; what it lacks takes its default.
+
+        Raises:
+            ValueError: Names the setting, its value, the rule and the remedy; or the results folder cannot be written.
+        """
+        if isinstance(cfg, RunConfig):
+            return cfg
+        given = as_dict(cfg)
+        for name, kind in (("backend", BackendChoice), ("fidelity", Fidelity), ("prefill", Prefill)):
+            given[name] = read_settings(kind, given.get(name) or {}, f"{name}.")
+        given["store"] = store_options(given.get("store") or {})
+        given["shard"] = Shard.read(given.get("shard"))
+        given["prompt_cache_bytes"] = read_bytes("prompt_cache_bytes", given.get("prompt_cache_bytes", 0))
+        config = read_settings(cls, given)
+        check_writable(Path(config.results_dir), "results_dir")
+        return config
+
+    def with_method(self, method: Mapping[str, Any]) -> "RunConfig":
+        """The same settings with another method group."""
+        return replace(self, method=as_dict(method))
+
+    def of_full(self) -> "RunConfig":
+        """The same experiment with the full cache.
+
+        The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed
+        one would only make it fail. Nothing is rotated, so that one reference serves runs with and without. Prompts are
+        read as in the experiment: in chunks, the full cache is the same but for the rounding of its pages.
+        """
+        method = as_dict(read_config(files.conf_folder() / "method" / f"{FULL}.yaml"))
+        return replace(self, method=method, store=replace(self.store, budget_bytes=None, rotation="none"))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as config.yaml has them. Which shard a process worked on is no part of the run."""
+        return asdict(replace(self, shard=None))
+
+
+def store_options(given: Mapping[str, Any]) -> StoreOptions:
+    """The layout of memory that the `store` group asks for.
+
+    Raises:
+        ValueError: An unknown key, or a value out of range.
+    """
+    options = as_dict(given)
+    if isinstance(options.get("budget_bytes"), str):
+        options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])
+    return read_settings(StoreOptions, options, "store.")
+
+
+def read_bytes(key: str, value: object) -> int:
+    """Read a setting in bytes.
+
+    Args:
+        key: The setting, for messages.
+        value: A whole number of bytes, or text such as 512MiB or 8GiB.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    from kvbench.policy.budget import read_size
+
+    found = read_size(value) if isinstance(value, str) else value
+    if isinstance(found, bool) or not isinstance(found, int | float) or (found is value and isinstance(found, float)):
+        found = -1
+    if not 0 <= found <= MAX_BYTES:
+        raise ValueError(
+            f"{key}={shown(value)} is no number of bytes; write a whole number up to {MAX_BYTES}, or text such as "
+            "512MiB or 8GiB"
+        )
+    return int(found)
