@@ -80,8 +80,12 @@ def unknown_setting(name: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"there is no setting {name}.{_near(name, known)}")
 
 
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """The hint at the nearest of the known names, for the end of a message; empty where none is near."""
+    near = get_close_matches(str(value), list(known), n=1, cutoff=0.4)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
 def _near(value: object, known: Iterable[str]) -> str:
     names = sorted(known)
-    near = get_close_matches(str(value), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{hint} Known: {', '.join(names)}."
+    return f"{did_you_mean(value, names)} Known: {', '.join(names)}."

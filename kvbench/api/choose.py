@@ -1,54 +1,38 @@
-"""What a Python call asks for, as the words that Hydra composes and as a policy."""
+"""What a Python call asks for: a policy, and a transformers model that somebody else loaded as the engine takes it."""
 
-import re
-from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
-from kvbench.config.compose import compose
+from kvbench.config.compose import compose, words_of
+from kvbench.models.load import LoadedModel
 from kvbench.runs import calibration
 from kvbench.runs.parts import make_policy
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from kvbench.policy import Policy
 
+IN_MEMORY = "in memory"  # the weights of such a model are not hashed: nothing that is kept depends on them
 
-def hydra_value(key: str, value: object) -> str:
-    """A Python value as Hydra's command line writes it; text is quoted, so that it stays text.
+
+def wrap(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None) -> LoadedModel:
+    """Describe a model in memory.
 
     Args:
-        key: The setting, for messages.
-        value: None, a truth value, a number, text, a path, or lists and mappings of these.
-
-    Raises:
-        ValueError: It is something else.
+        model: A causal language model of transformers; its layers may lie on several devices.
+        tokenizer: Its tokenizer; None where tokens go in and come out.
     """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Integral):  # numpy's too
-        return str(int(value))
-    if isinstance(value, Real):
-        return repr(float(value))
-    if isinstance(value, str | Path):
-        # Backslashes mean themselves, except those before a quote, of which every one is doubled.
-        doubled = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", str(value))
-        return "'" + re.sub(r"(\\+)$", r"\1\1", doubled) + "'"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{hydra_value(key, item)}" for name, item in value.items()) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ",".join(hydra_value(key, item) for item in value) + "]"
-    raise ValueError(
-        f"{key}={value!r} is a {type(value).__name__}, which no setting can be; give None, a truth value, a number, "
-        "text, or lists and mappings of these"
+    return LoadedModel(
+        model=model,
+        tokenizer=cast("PreTrainedTokenizerBase", tokenizer),
+        name=model.config.get_text_config().model_type,
+        fingerprint=IN_MEMORY,
+        max_tokens=model.config.get_text_config().max_position_embeddings,
+        dtype=model.dtype,
+        device=model.device,
+        chat_template=bool(getattr(tokenizer, "chat_template", None)),
     )
-
-
-def words(settings: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Settings as `key=value` words; `prefix` stands before each key."""
-    return [f"{prefix}{key}={hydra_value(prefix + key, value)}" for key, value in settings.items()]
 
 
 def choose_policy(method: "str | Policy", settings: Mapping[str, object]) -> "Policy":
@@ -72,4 +56,4 @@ def choose_policy(method: "str | Policy", settings: Mapping[str, object]) -> "Po
             f"{calibration.KEY}={settings[calibration.KEY]} is for one model, which cannot be checked for a model in "
             "memory; give the settings of that file instead, or use kvbench.run"
         )
-    return make_policy(compose([f"method={method}", *words(settings, "method.")]).method)
+    return make_policy(compose([f"method={method}", *words_of(settings, "method.")]).method)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from kvbench.api.choose import choose_policy
-from kvbench.api.wrap import wrap
+from kvbench.api.choose import choose_policy, wrap
 from kvbench.engine import hf
 from kvbench.engine.runner import Runner
 from kvbench.models.load import LoadedModel

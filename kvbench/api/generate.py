@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvbench.api.choose import choose_policy
-from kvbench.api.wrap import wrap
+from kvbench.api.choose import choose_policy, wrap
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine import hf
 from kvbench.engine.engine import Engine

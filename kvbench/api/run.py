@@ -10,10 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.api.choose import words
 from kvbench.api.load import run_row, sample_row
 from kvbench.config import files
-from kvbench.config.compose import compose
+from kvbench.config.compose import compose, words_of
 from kvbench.config.files import FULL
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
@@ -34,7 +33,7 @@ class _Tables:
 
     @property
     def _records(self) -> list[RunRecord]:
-        found = [record for run in self._runs() for record in (run.reference, run.record) if record is not None]
+        found = [record for run in self._runs() for record in run.records]
         return sorted(found, key=lambda record: record.method != FULL)
 
     @property
@@ -179,8 +178,8 @@ def run(
     """
     choices = {"method": method, "task": task, "model": model, "protocol": protocol}
     asked = [f"{group}={name}" for group, name in choices.items()]
-    asked += words({"limit": limit, "results_dir": str(results_dir), "resume": resume})
-    asked += words(settings or {}) + words(method_settings, "method.")
+    asked += words_of({"limit": limit, "results_dir": str(results_dir), "resume": resume})
+    asked += words_of(settings or {}) + words_of(method_settings, "method.")
     own = files.own_folders() if config_dir is None else [Path(config_dir).expanduser()]
     with files.with_own_folders(own):
         cfg = compose(asked)

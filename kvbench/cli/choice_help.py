@@ -3,7 +3,6 @@
 What a setting may be comes from the class that declares it: type, range and unit are those that are checked.
 """
 
-import difflib
 import inspect
 import re
 import textwrap
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.cli import texts
 from kvbench.config import files
+from kvbench.errors import did_you_mean
 
 if TYPE_CHECKING:
     from kvbench.policy import Policy
@@ -45,9 +45,7 @@ def _one(word: str, width: int) -> str:
         names = word
         known = texts.commands() | {name: "" for group in files.GROUPS for name in files.options(group)}
     if not found:
-        near = difflib.get_close_matches(names, known, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"there is no help for {word}.{hint} `kvbench list` shows what there is")
+        raise ValueError(f"there is no help for {word}.{did_you_mean(names, known)} `kvbench list` shows what there is")
     return "\n\n".join(choice_help(group, names, width) for group in found)
 
 

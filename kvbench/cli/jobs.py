@@ -7,6 +7,7 @@ Hydra has no way to hand back what became of a sweep's jobs. Each job therefore 
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.cli import endings, gpus
-from kvbench.cli.report import EXIT_FAILED, report
+from kvbench.cli.endings import EXIT_FAILED, report
 from kvbench.cli.words import config_dir_flags
 from kvbench.config import files
 from kvbench.errors import NotForModel
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kvbench.runs.parts import Loaders
     from kvbench.runs.run import Run
 
+# States of jobs that have not ended, in words.
+OPEN = {"running": "still running", "lost": "ended without a word, as after a kill", "left": "not begun"}
 MAX_NAMED = 10  # failures that the end of a sweep repeats
 _parts: "dict[str, Loaders]" = {}  # of this process: a worker loads a model once for all jobs that it gets
 
@@ -61,11 +64,13 @@ class Jobs:
         from hydra.core.hydra_config import HydraConfig
 
         settings = HydraConfig.get()
-        method = settings.runtime.choices["method"]
         if self.sweep is None:
             try:
-                finished = self._experiment(cfg, method, note)
-                _show(finished)
+                finished = self._experiment(cfg, note)
+                if finished.ended:  # else the last shard shows the whole run
+                    _show(finished)
+                if finished.record.status == "failed":
+                    note(f"error: the run failed: {finished.record.message}")
                 self.codes.append(_code(finished))
             except Exception as error:
                 self.codes.append(report(error))
@@ -82,45 +87,41 @@ class Jobs:
             sweep = Sweep(self.sweep)
             stack.enter_context(logged(sweep.log, f"[{number}] "))
             job = stack.enter_context(sweep.job(number))
-            self._job(cfg, method, sweep, job, " ".join(settings.overrides.task))
+            self._job(cfg, sweep, job, " ".join(settings.overrides.task))
 
-    def _job(self, cfg: "DictConfig", method: str, sweep: Sweep, job: JobRecord, words: str) -> None:
+    def _job(self, cfg: "DictConfig", sweep: Sweep, job: JobRecord, words: str) -> None:
         """One experiment of a sweep. Whatever becomes of it is written down; only a signal gets out of here, because
         the other experiments do not depend on this one."""
-        of = f" of {len(self.labels)}" if self.labels else ""
-        what = self.labels[job.number - 1] if self.labels else words
+        name = f"job {job.number}" + (f" of {len(self.labels)}" if self.labels else "")
         left = sweep.left_s()
-        note(f"job {job.number}{of}: {what}{f', {format_seconds(left)} left' if left else ''}")
+        what = self.labels[job.number - 1] if self.labels else words
+        note(f"{name}: {what}{f', {format_seconds(left)} left' if left else ''}")
         try:
-            finished = self._experiment(cfg, method, self._say_once())
+            finished = self._experiment(cfg, self._say_once())
             job.run = os.path.relpath(finished.folder, sweep.results_dir)
             if finished.reference is not None and finished.record.comparison is not None:
                 reference = Path(cfg.results_dir) / finished.record.comparison.reference
                 job.reference = os.path.relpath(reference, sweep.results_dir)
-            records = [item for item in (finished.record, finished.reference) if item]
-            job.num_done = sum(
-                session.num_done for item in records for session in item.sessions if session.started >= job.started
-            )
+            sessions = [session for record in finished.records for session in record.sessions]
+            job.num_done = sum(session.num_done for session in sessions if session.started >= job.started)
             if finished.ended:
                 _draw(finished)
             job.message, job.code = finished.record.message, _code(finished)
             status = finished.record.status if finished.ended else f"shard {cfg.shard} is done"
-            note(f"job {job.number}{of}: {status}, {finished.folder}")
+            note(f"{name}: {status}, {finished.folder}")
             if job.code:
                 note(f"error: the run failed: {job.message}")
-        except NotForModel as error:
-            if self.skip:
-                job.message, job.code = f"left out: {error}", 0
-                note(f"job {job.number}{of}: {job.message}")
-            else:
-                job.message, job.code = str(error), report(error)
-        except Exception as error:
-            job.message, job.code = f"{error}" or type(error).__name__, report(error)
         except KeyboardInterrupt as stop:
             job.message, job.code = f"stopped by {str(stop) or 'SIGINT'}", endings.exit_code(stop)
             raise
+        except Exception as error:
+            if self.skip and isinstance(error, NotForModel):
+                job.message, job.code = f"left out: {error}", 0
+                note(f"{name}: {job.message}")
+            else:
+                job.message, job.code = f"{error}" or type(error).__name__, report(error)
 
-    def _experiment(self, cfg: "DictConfig", method: str, say: Callable[[str], None]) -> "Run":
+    def _experiment(self, cfg: "DictConfig", say: Callable[[str], None]) -> "Run":
         from hydra.core.hydra_config import HydraConfig
 
         from kvbench.runs import parts
@@ -131,11 +132,10 @@ class Jobs:
             _parts.clear()  # let go of another sweep's model
             _parts[self.key] = parts.Loaders()
         settings = HydraConfig.get()
-        origin = Origin(
-            command=[*config_dir_flags(self.own), *settings.overrides.task],  # of a sweep, this job's own values
-            experiment=settings.runtime.choices.get("experiment") or "",
-        )
-        return run_experiment(cfg, method=method, parts=_parts[self.key], say=say, origin=origin)
+        choices = settings.runtime.choices
+        own = [*config_dir_flags(self.own), *settings.overrides.task]  # of a sweep, this job's own values
+        origin = Origin(command=own, experiment=choices.get("experiment") or "")
+        return run_experiment(cfg, method=choices["method"], parts=_parts[self.key], say=say, origin=origin)
 
     def _say_once(self) -> Callable[[str], None]:
         """Notes in a sweep: what is there already is said shortly, and once in each process."""
@@ -191,19 +191,16 @@ def show_sweep(sweep: Sweep) -> int:
     ]
     if groups:
         table.show([record for records in groups.values() for record in records], pictures)
-    counts = {
-        state: sum(item == state for item in states.values()) for state in ("done", "failed", "running", "lost", "left")
-    }
-    counted = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
+    tally = Counter(states.values())
+    counted = ", ".join(f"{tally[state]} {state}" for state in ("done", "failed", *OPEN) if tally[state])
     note(f"{len(states)} jobs: {counted}; log: {sweep.log}")
     named: dict[str, list[str]] = {}
     for number, state in states.items():
         label = f"{number} ({labels[number]})" if number in labels else f"{number}"
         if state == "failed":
             named.setdefault(f"failed: {jobs[number].message}", []).append(label)
-        elif state in ("lost", "running", "left"):
-            reason = {"lost": "ended without a word, as after a kill", "running": "still running", "left": "not begun"}
-            named.setdefault(f"{reason[state]}; give the same command again to go on", []).append(label)
+        elif state in OPEN:
+            named.setdefault(f"{OPEN[state]}; give the same command again to go on", []).append(label)
     for why, which in list(named.items())[:MAX_NAMED]:
         more = f" and {len(which) - MAX_NAMED} more" if len(which) > MAX_NAMED else ""
         note(f"job{'s' * (len(which) > 1)} {', '.join(which[:MAX_NAMED])}{more} {why}")
@@ -221,8 +218,7 @@ def check_data(jobs: Sequence[Sequence[str]]) -> None:
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 
-    check = parts.Loaders().check_task
-    seen = set()
+    check, seen = parts.Loaders().check_task, set()
     for job in jobs:
         about_task = frozenset(word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))
         if about_task not in seen:
@@ -238,23 +234,14 @@ def _code(finished: "Run") -> int:
     return EXIT_FAILED if finished.record.status == "failed" else 0
 
 
-def _records(finished: "Run") -> list[RunRecord]:
-    """The full-cache run, where there is one, and the run."""
-    return [item for item in (finished.reference, finished.record) if item is not None]
+def _show(finished: "Run") -> None:
+    from kvbench.show import table
+
+    picture = _draw(finished)
+    table.show(finished.records, [finished.folder / "run.json", finished.folder / "samples.jsonl", picture])
 
 
 def _draw(finished: "Run") -> Path:
     from kvbench.show import figure
 
-    return figure.draw(_records(finished), finished.folder / "result.png")
-
-
-def _show(finished: "Run") -> None:
-    from kvbench.show import table
-
-    if not finished.ended:  # the last shard shows the whole run
-        return
-    picture = _draw(finished)
-    table.show(_records(finished), [finished.folder / "run.json", finished.folder / "samples.jsonl", picture])
-    if finished.record.status == "failed":
-        note(f"error: the run failed: {finished.record.message}")
+    return figure.draw(finished.records, finished.folder / "result.png")

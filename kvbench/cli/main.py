@@ -15,7 +15,6 @@ from pathlib import Path
 
 import kvbench
 from kvbench.cli import endings, texts, words
-from kvbench.cli.report import report
 from kvbench.config import files
 
 KEEPING = ("run", "calibrate")  # the commands whose finished samples stay when they are stopped
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
         return 128 + signal.SIGPIPE
     except Exception as error:
-        return report(error)
+        return endings.report(error)
 
 
 def leads() -> bool:

@@ -3,8 +3,10 @@
 import json
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,63 @@ def hydra_folder(arguments: Sequence[str]) -> Path:
     return Path(["results", *given][-1]) / FOLDER
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What a sweep will do."""
+
+    launcher: str
+    """Name of the launcher: `basic`, `joblib`, ..."""
+    jobs: list[list[str]]
+    """The words of each job; empty where the sweeper finds them on the way."""
+
+    def labels(self) -> list[str]:
+        """What is special about each job, such as `snapkv budget=0.25`; its method in any case."""
+        common = Counter(word for job in self.jobs for word in set(job))
+        return [
+            " ".join(
+                word.removeprefix("method=").removeprefix("method.")
+                for word in job
+                if word.startswith("method=") or common[word] < len(self.jobs)
+            )
+            or f"job {number}"
+            for number, job in enumerate(self.jobs, 1)
+        ]
+
+
+def planned(arguments: Sequence[str]) -> Planned | None:
+    """What Hydra will make of a sweep; None where Hydra has something to say against it, which it then says itself."""
+    from hydra import initialize_config_dir
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from kvbench.config.compose import own_words
+
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            words = [*arguments, *own_words()]
+            hydra = loader.load_configuration("config", words, RunMode.MULTIRUN).hydra
+            launcher = str(OmegaConf.select(hydra, "runtime.choices")["hydra/launcher"])
+            if not str(hydra.sweeper._target_).endswith(".BasicSweeper"):
+                return Planned(launcher=launcher, jobs=[])
+            params = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
+            overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *arguments])
+            batches = BasicSweeper.split_arguments(
+                [item for item in overrides if not item.get_key_element().lstrip("+~").startswith("hydra")], None
+            )
+            return Planned(launcher=launcher, jobs=batches[0])
+    except (HydraException, OmegaConfBaseException, AssertionError):
+        return None
+    finally:
+        GlobalHydra.instance().clear()
+
+
 @contextmanager
 def begin(arguments: list[str]) -> Iterator[Jobs]:
     """Plan a sweep and make its folder; look before whether the data of all jobs are there.
@@ -111,7 +170,6 @@ def begin(arguments: list[str]) -> Iterator[Jobs]:
         yield Jobs()
         return
     from kvbench.config.compose import compose, with_swept_groups
-    from kvbench.config.sweeps import planned
 
     plan = planned(words.parted(with_swept_groups(arguments))[1])
     jobs = plan.jobs if plan else []

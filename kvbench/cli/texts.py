@@ -3,12 +3,12 @@
 Nothing heavy is imported for it. `width` is always that of the reader's terminal; nothing is wider.
 """
 
-import difflib
 import re
 import textwrap
 from typing import Any
 
 from kvbench.config import files
+from kvbench.errors import did_you_mean
 
 # The commands that have no file in conf/command/: what each does, and how it is written.
 COMMANDS = {
@@ -95,8 +95,7 @@ def list_text(wanted: list[str], width: int = 100) -> str:
     for word in wanted:
         name = word if word in files.GROUPS else word.removesuffix("s")
         if name not in files.GROUPS:
-            near = difflib.get_close_matches(word, [f"{group}s" for group in files.GROUPS], n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(word, [f"{group}s" for group in files.GROUPS])
             raise ValueError(f"{word} is none of the lists.{hint} There are: {', '.join(files.GROUPS)}.")
         names.append(name)
     lines = []

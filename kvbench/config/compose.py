@@ -3,6 +3,8 @@ exists, what is nearest."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
 
 import hydra
 from hydra import initialize_config_dir
@@ -56,6 +58,43 @@ def own_words() -> list[str]:
     """The word that adds the user's own folders to where configurations are looked for."""
     places = ",".join(f"'file://{str(folder)}'" for folder in files.own_folders())
     return [f"hydra.searchpath=[{places}]"] if places else []
+
+
+def hydra_value(key: str, value: object) -> str:
+    """A Python value as Hydra's command line writes it; text is quoted, so that it stays text.
+
+    Args:
+        key: The setting, for messages.
+        value: None, a truth value, a number, text, a path, or lists and mappings of these.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Integral):  # numpy's too
+        return str(int(value))
+    if isinstance(value, Real):
+        return repr(float(value))
+    if isinstance(value, str | Path):
+        # Backslashes mean themselves, except those before a quote, of which every one is doubled.
+        doubled = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", str(value))
+        return "'" + re.sub(r"(\\+)$", r"\1\1", doubled) + "'"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{hydra_value(key, item)}" for name, item in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(hydra_value(key, item) for item in value) + "]"
+    raise ValueError(
+        f"{key}={value!r} is a {type(value).__name__}, which no setting can be; give None, a truth value, a number, "
+        "text, or lists and mappings of these"
+    )
+
+
+def words_of(settings: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Settings as `key=value` words; `prefix` stands before each key."""
+    return [f"{prefix}{key}={hydra_value(prefix + key, value)}" for key, value in settings.items()]
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> ValueError:

@@ -43,6 +43,11 @@ class Run:
     """The full-cache run on the same samples; None when this is it, when none was wanted, or when it failed."""
 
     @property
+    def records(self) -> list[RunRecord]:
+        """The full-cache run, where there is one, and the run."""
+        return [record for record in (self.reference, self.record) if record is not None]
+
+    @property
     def ended(self) -> bool:
         """Every sample is there; False after one of several shards."""
         return self.record.status in ("complete", "failed")

@@ -4,8 +4,8 @@ import pytest
 from engine_helpers import answers, request
 
 import kvbench
-from kvbench.api.choose import choose_policy, hydra_value
-from kvbench.config.compose import compose
+from kvbench.api.choose import choose_policy
+from kvbench.config.compose import compose, hydra_value
 from kvbench.methods.snapkv import SnapKV
 
 TEXTS = ["A long prompt, of which a method may drop the middle part. " * 3, "Short.", "Something in between; " * 4]

@@ -321,7 +321,7 @@ def test_method_that_did_nothing_fails(tmp_path):
         parts = make_parts()
 
         def make_policy(cfg):
-            return FakePolicy(ratio=cfg.ratio, does_nothing=True)
+            return FakePolicy(ratio=cfg["ratio"], does_nothing=True)
 
         return altered(parts, make_policy=make_policy)
 
