@@ -10,6 +10,7 @@ from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, answers_of, read_samples
 from kvbench.show.text import visible
+from kvbench.stats.intervals import Estimate
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -71,13 +72,9 @@ def run_row(record: RunRecord, folder: Path) -> dict[str, Any]:
         "status": record.status,
         "message": record.message,
         "metric": record.primary or None,
-        "score": score.value if score else None,
-        "score_low": score.low if score else None,
-        "score_high": score.high if score else None,
+        **_interval("score", score),
         "num_samples": score.num_samples if score else 0,
-        "difference": difference.value if difference else None,
-        "difference_low": difference.low if difference else None,
-        "difference_high": difference.high if difference else None,
+        **_interval("difference", difference),
     }
     row |= {name: measure.of_run(record) for name, measure in FIDELITY.items()}
     row |= dict(record.ledger)
@@ -124,11 +121,10 @@ def settings_of(record: RunRecord) -> dict[str, Any]:
     return found
 
 
+def _interval(name: str, found: Estimate | None) -> dict[str, float | None]:
+    value, low, high = (found.value, found.low, found.high) if found else (None, None, None)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
 def _name(record: RunRecord, folder: Path) -> dict[str, Any]:
-    return {
-        "task": record.task,
-        "model": record.model,
-        "method": record.method,
-        "hash": record.hash,
-        "folder": str(folder),
-    }
+    return {name: getattr(record, name) for name in ("task", "model", "method", "hash")} | {"folder": str(folder)}

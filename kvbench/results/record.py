@@ -7,8 +7,6 @@ results/<task>/<model>/<method>/<hash>/
     result.png      the picture of the run
 """
 
-import dataclasses
-import json
 import typing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,7 +14,7 @@ from pathlib import Path
 
 from kvbench.results.provenance import Git, Machine, Versions
 from kvbench.results.typed import Misfit, fit, read_json
-from kvbench.results.writing import plain, read_regular, write_atomic
+from kvbench.results.writing import read_regular, write_record
 from kvbench.stats.intervals import Estimate
 from kvbench.stats.strata import Weighting
 
@@ -252,8 +250,7 @@ class RunRecord:
 
     def save(self, folder: Path) -> None:
         """Write `run.json` in one atomic step."""
-        text = json.dumps(plain(dataclasses.asdict(self)), indent=2, allow_nan=False)
-        write_atomic(folder / "run.json", text.encode("ascii") + b"\n")
+        write_record(folder / "run.json", self)
 
     @classmethod
     def load(cls, folder: Path) -> "RunRecord | None":
@@ -273,9 +270,8 @@ class RunRecord:
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}; use another results_dir") from error
         except ValueError as error:
-            raise ValueError(
-                f"{path} is not readable as JSON ({error}); remove it, the samples beside it are kept"
-            ) from error
+            why = f"is not readable as JSON ({error}); remove it, the samples beside it are kept"
+            raise ValueError(f"{path} {why}") from error
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(

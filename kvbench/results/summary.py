@@ -64,14 +64,19 @@ def values_by_sample(
     return means, num_nonfinite
 
 
+def _strata(records: Iterable[SampleRecord], *path: str) -> tuple[dict[str, list[float]], int]:
+    """Subset -> the values of its samples, and how many answers were not finite."""
+    means, num_nonfinite = values_by_sample(records, partial(at, path=path))
+    return {subset: list(values.values()) for subset, values in means.items()}, num_nonfinite
+
+
 def metrics(
     records: Sequence[SampleRecord], infos: Mapping[str, MetricInfo], primary: str, weighting: Weighting = "subset"
 ) -> dict[str, Metric]:
     """Every metric of a task over the records."""
     result = {}
     for name, info in infos.items():
-        means, num_nonfinite = values_by_sample(records, partial(at, path=("scores", name)))
-        strata = {subset: list(values.values()) for subset, values in means.items()}
+        strata, num_nonfinite = _strata(records, "scores", name)
         whole = estimate(strata, num_nonfinite, SCORES, weighting)
         result[name] = Metric(
             **vars(whole),
@@ -90,9 +95,7 @@ def fidelity(records: Sequence[SampleRecord], weighting: Weighting = "subset") -
     result = {}
     for name in names:
         measured = [record for record in records if (record["fidelity"] or {}).get("num_measured", 1)]
-        means, num_nonfinite = values_by_sample(measured, partial(at, path=("fidelity", name)))
-        strata = {subset: list(values.values()) for subset, values in means.items()}
-        result[name] = estimate(strata, num_nonfinite, weighting=weighting)
+        result[name] = estimate(*_strata(measured, "fidelity", name), weighting=weighting)
     return result
 
 
@@ -108,21 +111,9 @@ def drift(records: Sequence[SampleRecord]) -> list[DriftBin]:
         if not tokens:
             continue
         last = BINS[place + 1] - 1 if place + 1 < len(BINS) else None
-        nll, nll_full, kl, same = (
-            sum(one[name][place] for one in here) / tokens for name in ("nll", "nll_full", "kl", "same_first_choice")
-        )
-        bins.append(
-            DriftBin(
-                first=first,
-                last=last,
-                num_tokens=int(tokens),
-                num_samples=len(here),
-                nll=nll,
-                nll_full=nll_full,
-                kl=kl,
-                top1=same,
-            )
-        )
+        names = {"nll": "nll", "nll_full": "nll_full", "kl": "kl", "top1": "same_first_choice"}
+        means = {name: sum(one[key][place] for one in here) / tokens for name, key in names.items()}
+        bins.append(DriftBin(first=first, last=last, num_tokens=int(tokens), num_samples=len(here), **means))
     return bins
 
 
@@ -164,10 +155,7 @@ def counts(
     return Counts(
         total=sum(request.num_samples for request in requests),
         done=len(records),
-        ok=statuses.count("ok"),
-        nan=statuses.count("nan"),
-        oom=statuses.count("oom"),
-        ungraded=statuses.count("ungraded"),
+        **{status: statuses.count(status) for status in ("ok", "nan", "oom", "ungraded")},
         truncated=sum(request.truncated for request in requests),
         quarantined=num_quarantined,
         copies=num_copies,

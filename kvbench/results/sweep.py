@@ -8,8 +8,6 @@ results/.multirun/<start>-<process>/
 Jobs may run in other processes and on other machines that see the same folder; each writes only its own file.
 """
 
-import dataclasses
-import json
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,7 @@ from kvbench.config import durable
 from kvbench.results.journal import is_held, run_lock
 from kvbench.results.record import now
 from kvbench.results.typed import Misfit, fit, read_json
-from kvbench.results.writing import plain, read_regular, remove_litter, write_atomic
+from kvbench.results.writing import read_regular, remove_litter, write_record
 
 FOLDER = ".multirun"  # in results_dir; hydra.sweep.dir in conf/config.yaml
 State = Literal["done", "failed", "running", "lost", "left"]
@@ -95,7 +93,7 @@ class Sweep:
             for place in (old, *old.glob("*")):
                 remove_litter(place)
         durable.make_folder(folder)
-        _save(
+        write_record(
             folder / "sweep.json",
             SweepRecord(command=command, started=now(), launcher=launcher, jobs=list(jobs), **_here()),
         )
@@ -127,13 +125,13 @@ class Sweep:
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder))
             record = JobRecord(number=number, started=now(), **_here())
-            _save(folder / "job.json", record)
+            write_record(folder / "job.json", record)
             start = datetime.now()
             try:
                 yield record
             finally:
                 record.ended, record.wall_s = now(), (datetime.now() - start).total_seconds()
-                _save(folder / "job.json", record)
+                write_record(folder / "job.json", record)
 
     def jobs(self) -> dict[int, JobRecord]:
         """The jobs that were begun, by number; a file that cannot be read counts as not begun."""
@@ -180,10 +178,6 @@ def sweeps(results_dir: Path) -> list[Sweep]:
 
 def _here() -> dict[str, Any]:
     return {"host": socket.gethostname(), "process": os.getpid()}
-
-
-def _save(path: Path, record: Any) -> None:
-    write_atomic(path, json.dumps(plain(dataclasses.asdict(record)), indent=2).encode("ascii") + b"\n")
 
 
 def _load(path: Path, kind: type[Kind]) -> Kind:

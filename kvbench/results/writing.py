@@ -1,6 +1,7 @@
 """How files reach the disk: as strict JSON, whole or not at all, and with an error that says what to do."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -49,6 +50,12 @@ def plain(value: Any) -> Json:
     raise TypeError(
         f"cannot write {type(value).__name__} to JSON: {value!r}; turn it into numbers, strings, lists or dicts first"
     )
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Write a dataclass as JSON in one atomic step; raises as `write_atomic`."""
+    text = json.dumps(plain(dataclasses.asdict(record)), indent=2, allow_nan=False)
+    write_atomic(path, text.encode("ascii") + b"\n")
 
 
 def encode_line(content: Json) -> bytes:
