@@ -21,7 +21,7 @@ from kvbench.methods.kvquant import WIDTHS
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, Policy, ScoreSpec, Statistic
 from kvbench.results.writing import write_file
 from kvbench.rules import Number
-from kvbench.runs.parts import default_parts
+from kvbench.runs.parts import Loaders
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _command(
 ) -> int:
     """Measures on the prompts of a task, and writes a line per layer as `kvbench.policy.read_table` reads it."""
     out, count = cfg[name].out, check_whole(f"{name}.prompts", cfg[name].prompts, 1)
-    parts = default_parts()
+    parts = Loaders()
     parts.check_task(cfg)
     model = parts.load_model(cfg.model)
     task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)

@@ -183,7 +183,7 @@ def test_command_writes_a_table_that_the_method_reads(name, tiny_model, tmp_path
     asked = prompts(2) if name == "gates" else [request("0", random_tokens(60))]
     task = SimpleNamespace(name="t", requests=asked)
     parts = SimpleNamespace(load_model=lambda cfg: loaded, load_task=lambda *a, **k: task, check_task=print)
-    monkeypatch.setattr(tables, "default_parts", lambda: parts)
+    monkeypatch.setattr(tables, "Loaders", lambda: parts)
     cfg = OmegaConf.create({name: own | {"out": str(out)}, "seed": 0, "model": {}, "task": {}, "protocol": {}})
     assert getattr(tables, name)(cfg) == 0
     assert f"method.{setting}={out}" in capsys.readouterr().out

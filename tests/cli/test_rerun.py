@@ -19,7 +19,7 @@ def stored(tmp_path, monkeypatch):
     write_conf(conf)
     monkeypatch.setattr(listing, "conf_folder", lambda: conf)
     monkeypatch.setattr("kvbench.runs.parts.Loaders", make_parts)
-    monkeypatch.setattr("kvbench.runs.run.default_parts", make_parts)
+    monkeypatch.setattr("kvbench.runs.run.Loaders", make_parts)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     assert cli.main(["experiment=paper", "limit=6", "batch_size=2", "reference=none"]) == 0
@@ -68,7 +68,7 @@ def test_a_stored_run_runs_again_from_its_folder_alone(stored, capsys):
 def test_what_differs_is_named(stored, monkeypatch, capsys):
     """Under other code the hash is another one, and the answers that changed are shown."""
     monkeypatch.setattr(provenance, "harness_hash", lambda *backends: "f" * 64)
-    monkeypatch.setattr("kvbench.runs.run.default_parts", lambda: make_parts(statuses={"b/3": "oom"}))
+    monkeypatch.setattr("kvbench.runs.run.Loaders", lambda: make_parts(statuses={"b/3": "oom"}))
     assert cli.main(["rerun", str(stored), "trust=true", "results_dir=again"]) == 1
     out = capsys.readouterr().out
     assert "another hash" in out and "code.harness" in out

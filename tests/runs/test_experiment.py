@@ -189,7 +189,7 @@ def test_empty_and_doubled_tasks(tmp_path):
         prepared(make_cfg(tmp_path), "half", doubled)
 
 
-def test_check_config_accepts_the_defaults(tmp_path):
+def test_the_shipped_defaults_are_read(tmp_path):
     """The shipped top-level settings pass their own check."""
     shipped = OmegaConf.load(CONF / "config.yaml")
     del shipped["defaults"], shipped["hydra"]

@@ -45,7 +45,7 @@ def test_without_a_full_cache_there_is_nothing_to_force(tmp_path):
     """reference=none is refused before anything runs; so are words that name no answer."""
     with pytest.raises(ValueError, match="fidelity.on=own forces the full cache's answers.*reference=auto"):
         run_experiment(make_cfg(tmp_path, **OWN), method="half", parts=make_parts(), **QUIET)
-    with pytest.raises(ValueError, match="fidelity.on=mine does not exist"):
+    with pytest.raises(ValueError, match="fidelity.on='mine' must be 'gold' or 'own'"):
         run_experiment(make_cfg(tmp_path, fidelity__on="mine"), method="half", parts=make_parts(), **QUIET)
 
 
