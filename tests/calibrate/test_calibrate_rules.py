@@ -201,6 +201,8 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     cfg = make_cfg(tmp_path, batch_size=2)
     cfg.method = OmegaConf.load(listing.conf_folder() / "method" / "diffkv.yaml")
     cfg.method.window = 8
+    for name in ("what", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
+        cfg.pop(name, None)
     parts = altered(
         Loaders(),
         make_policy=make_policy,
@@ -217,7 +219,7 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
         sweep.measure([*points, sweep.full(task)], "test")
         assert (prompts.num_read, prompts.num_reused) == (5, 20)
         for point in points:
-            fresh, engine = {}, make_engine(point.experiment.cfg, model, point.experiment.policy)
+            fresh, engine = {}, make_engine(point.experiment.config, model, point.experiment.policy)
             engine.run(requests, on_outcome=lambda o, fresh=fresh: fresh.update({o.sample_id: o}))
             for record in point.records:
                 outcome = fresh[record["sample_id"]]
