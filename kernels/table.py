@@ -13,6 +13,8 @@ from kvbench.kernels.format import PageFormat
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
+Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
 
 class PageTable:
     """Which page holds slot i of tier t of every list.
@@ -140,7 +142,8 @@ class PageTable:
         page write in the same call.
 
         Args:
-            slots: (tier, lists int64 [M], slots int64 [M] that they hold), tier by tier; a slot may come twice.
+            slots: (tier, lists int64 [M], slots int64 [M] that they hold), tier by tier; a slot may come twice, and one
+                below 0 is passed over.
 
         Raises:
             PoolExhausted: The pool is exhausted; nothing was changed.
@@ -150,7 +153,7 @@ class PageTable:
         found = []
         for table in (self.entries, self.further):
             entries = [
-                lists * self.max_pages + self._column(tier, slot // self.tokens_per_page[tier])
+                (lists * self.max_pages + self._column(tier, slot // self.tokens_per_page[tier]))[slot >= 0]
                 for tier, lists, slot in slots
                 if self._table(tier) is table
             ]
@@ -205,41 +208,28 @@ class PageTable:
         movers = (keep & (slot >= count[:, None])).flip(1).nonzero()
         return holes[:, 0], width - 1 - movers[:, 1], holes[:, 1], count
 
-    def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat) -> None:
-        """Moves the kept slots of lists to their front and returns the emptied pages, on a device.
+    def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat, move: Move) -> None:
+        """Moves the kept slots of lists to their front and returns the emptied pages.
 
         Args:
             lists: int64 [M], distinct; they share no page with others.
             tier: Tier index; fmt: its page format.
             keep: bool [M, n] over slot numbers.
-
-        Raises:
-            NotImplementedError: In main memory: use `plan_compaction`, and move the slots.
+            move: Moves slots (page and slot of the source, page and slot of the target, int64 [moves] each); tables on
+                a device move their own.
         """
-        raise NotImplementedError("tables in main memory plan a compaction and leave the moves to a backend")
-
-    # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
-
-    def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
-        """A tier of all lists as a step reads it, `width` pages per list at most."""
-        raise NotImplementedError("tables in main memory name the pages of a step")
+        owner, source, target, count = self.plan_compaction(lists, tier, keep)
+        move(*self.lookup(lists[owner], tier, source), *self.lookup(lists[owner], tier, target))
+        self.truncate(lists, tier, count)
 
     def count_rows(self, rows: Tensor) -> Tensor:
-        """What rows (int64 [S]) hold, int64 [1 + tiers, S]: their pages, and by tier the slots of the longest list."""
-        raise NotImplementedError("tables in main memory are counted by torch")
-
-    def find_extreme(
-        self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Value, slot and position, [S, L, H] each, of the smallest value in every list of rows (int64 [S])."""
-        raise NotImplementedError("in main memory a backend searches slots, or their fields are gathered")
-
-    def tracked_slots(
-        self, lists: Tensor, tier: int, fmt: PageFormat, width: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the first `width` slots of lists (int64 [M]) track: score fp32, position int64, and bool: the list holds
-        the slot; [M, width] each. And int64 [M] slots held."""
-        raise NotImplementedError("in main memory the fields of pages are gathered")
+        """Pages and slots of rows (int64 [S]), int64 [1 + tiers, S]: pages, and by tier the slots of the longest
+        list."""
+        held = self.num_slots.view(self.num_tiers, self.shape[0], -1)[:, rows].long()
+        pages = held.clone()
+        for tier, size in enumerate(self.tokens_per_page):
+            pages[tier] = -(-held[tier] // size)
+        return torch.cat([pages.sum((0, 2))[None], held.amax(2)])
 
     def take(
         self,
@@ -265,12 +255,58 @@ class PageTable:
 
         Returns:
             Page and slot in it, int64 [tiers, M]: in `tier` of what comes in, in the others of what goes there, page -1
-            for nothing; and int32 [3], 1 where a slot, a tier, or a slot in it broke the rules, or None.
+            for nothing; and int32 [3], 1 where a slot, a tier, or a slot in it broke the rules, or None where they were
+            checked before.
 
         Raises:
             PoolExhausted: Too few pages; what was reserved is in `done`.
         """
-        raise NotImplementedError("tables in main memory reserve what a plan asks for")
+
+        def reserved(which: int, wanted: Tensor) -> Tensor:
+            before = self.reserve(lists, which, wanted.long())
+            done.append((lists, which, before))
+            return before
+
+        slot = torch.full_like(lists, -1) if slot is None else slot.reshape(-1).long()
+        fresh = slot < 0
+        at = {tier: torch.where(fresh, reserved(tier, fresh), slot)}
+        for other in range(self.num_tiers) if goes_to is not None else ():
+            assert goes_to is not None, "the loop is of those that go"
+            moved = (goes_to.reshape(-1) == other) & ~fresh
+            if other == tier or not bool(moved.any()):
+                continue
+            own = torch.full_like(lists, -1) if goes_at is None else goes_at.reshape(-1).long()
+            appended = moved & (own < 0)
+            own = torch.where(appended, reserved(other, appended), own)
+            at[other] = torch.where(moved, own, -1)
+        if own_all:
+            self.own_all(lists)
+        else:
+            self.own([(which, lists, own) for which, own in at.items()])
+        page, inside = lists.new_full((self.num_tiers, len(lists)), -1), lists.new_zeros(self.num_tiers, len(lists))
+        for which, own in at.items():
+            found, inside[which] = self.lookup(lists, which, own.clamp(min=0))
+            page[which] = torch.where(own < 0, -1, found)
+        return page, inside, None
+
+    # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
+
+    def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
+        """A tier of all lists as a step reads it, `width` pages per list at most."""
+        raise NotImplementedError("tables in main memory name the pages of a step")
+
+    def find_extreme(
+        self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Value, slot and position, [S, L, H] each, of the smallest value in every list of rows (int64 [S])."""
+        raise NotImplementedError("in main memory a backend searches slots, or their fields are gathered")
+
+    def tracked_slots(
+        self, lists: Tensor, tier: int, fmt: PageFormat, width: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the first `width` slots of lists (int64 [M]) track: score fp32, position int64, and bool: the list holds
+        the slot; [M, width] each. And int64 [M] slots held."""
+        raise NotImplementedError("in main memory the fields of pages are gathered")
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
         """Posts what the host has to know of the pool, where tables are on a device."""

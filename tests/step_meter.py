@@ -2,7 +2,7 @@
 
 Tensors in main memory stand for those of a device, and Triton's kernels are interpreted. What would make the host wait
 for the device is counted by the line that asks: numbers and lists read, sizes that depend on content, tensors made of
-the host's numbers. What `Late` was told (`.to("cpu", non_blocking=True)`) is the host's own once it has arrived.
+the host's numbers. What `AsyncCounts` was told (`.to("cpu", non_blocking=True)`) is the host's own once it has arrived.
 """
 
 import traceback
@@ -93,7 +93,7 @@ class _Counted(TorchDispatchMode):
         masks = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if name == "lift_fresh" and _line().startswith("cache/late.py"):
+        if name == "lift_fresh" and _line().startswith("cache/async_counts.py"):
             self.cost.kernels["copy to the device"] += 1  # `to_device` pins the numbers on a GPU
         elif masks or (name in READS and "output_size" not in {k for k, v in kwargs.items() if v is not None}):
             self.cost.reads[_line()] += 1

@@ -15,7 +15,7 @@ from kvbench.kernels.gpu.lookup import count_rows, find_extreme, tracked_slots
 from kvbench.kernels.gpu.manager import DevicePages
 from kvbench.kernels.gpu.placing import place, settle
 from kvbench.kernels.pool import PagePool, PoolExhausted
-from kvbench.kernels.table import PageTable
+from kvbench.kernels.table import Move, PageTable
 from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
 
@@ -212,7 +212,7 @@ class DeviceTable(PageTable):
         if not bool(self.pool.others.any()):
             self.pool.others = None
 
-    def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat) -> None:
+    def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat, move: Move) -> None:
         """Drops the slots that `keep` (bool [M, n]) does not name; see `DevicePages.compact`."""
         self.held.compact(lists, tier, keep, fmt)
 

@@ -1,18 +1,17 @@
 """Tokens that wait in 16-bit rings before they go to pages: how a residual buffer is filled and flushed."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.async_counts import Rows
 from kvbench.cache.counters import Counters
-from kvbench.cache.kept import Kept, PromptLayer
 from kvbench.cache.layout import ModelShape
-from kvbench.cache.paged import Paged
+from kvbench.cache.paged import Kept, Paged, PromptLayer
 from kvbench.cache.pages import Pages
 from kvbench.cache.ring import ResidualBuffer
-from kvbench.cache.rotation import Turns
+from kvbench.cache.rotation import Rotations
 from kvbench.cache.steps import PagedStep
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.operands import Ring, StepRing, TierPages
@@ -24,11 +23,8 @@ class Buffered(Paged):
 
     Args:
         policy: Decides; it has one tier and does not act while decoding.
-        shape: The model's shape.
-        pages: The pages.
-        counters: What the rows have seen.
-        turns, first_layer: See `Holding`.
         residual: The policy's residual buffer.
+        shape, pages, counters, rotations, first_layer: See `Holding`.
     """
 
     def __init__(
@@ -37,11 +33,11 @@ class Buffered(Paged):
         shape: ModelShape,
         pages: Pages,
         counters: Counters,
-        turns: Turns,
+        rotations: Rotations,
         residual: Residual,
         first_layer: int = 0,
     ) -> None:
-        super().__init__(policy, shape, pages, counters, turns, first_layer)
+        super().__init__(policy, shape, pages, counters, rotations, first_layer)
         # fp16 (bf16 for bf16 models), or the model's own dtype where a tier is native
         widest = max((fmt.slot.dtype for fmt in pages.formats), key=lambda dtype: dtype.itemsize)
         group = max(fmt.slot.group_tokens for fmt in pages.formats)
@@ -52,7 +48,7 @@ class Buffered(Paged):
         return False  # a later segment comes token by token, through the rings
 
     @property
-    def allocated_bytes(self) -> int:
+    def beside_bytes(self) -> int:
         return self.ring.allocated_bytes
 
     @property
@@ -61,20 +57,19 @@ class Buffered(Paged):
         return 3 * self.ring.num_k.element_size() * lists, self.ring.list_bytes * lists
 
     @property
-    def most_new_pages(self) -> int:
-        smallest = min(fmt.tokens_per_page for fmt in self.pages.formats)
-        return -(-max(self.ring.most_leaving) // smallest)
+    def most_new_slots(self) -> int:
+        return max(self.ring.most_leaving)
 
     @property
     def held_counts(self) -> list[Tensor]:
         return [*super().held_counts, self.ring.num_k, self.ring.num_v, self.ring.num_tokens]
 
     def sides(self, tier: int, lists: Tensor) -> tuple[Tensor, Tensor]:
-        counts = self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
-        if (homes := self.pages.homes) is None:
-            return counts
-        at_home = homes.of(lists) == tier
-        return counts[0] * at_home, counts[1] * at_home
+        keys, values = self.ring.num_k[lists].long(), self.ring.num_v[lists].long()
+        if (tiers := self.pages.tier_map) is None:
+            return keys, values
+        own = tiers.of(lists) == tier
+        return keys * own, values * own
 
     def paged_slots(self, kept: int, new: int) -> tuple[int, int]:
         return self.ring.paged_after(kept, new)
@@ -100,8 +95,7 @@ class Buffered(Paged):
 
     def share(self, source: int, target: int) -> None:
         super().share(source, target)
-        rows = torch.tensor([source, target], device=self.shape.device)
-        self.ring.copy(source, target, *(self.pages.lists_of(row[None]) for row in rows))
+        self.ring.copy(source, target, self.lists(source), self.lists(target))
 
     def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
         """The oldest prompt tokens go to pages, the rest to the rings."""
@@ -132,207 +126,149 @@ class Buffered(Paged):
                 f"{type(self.policy).__name__} drops tokens of a prompt that is read in chunks, which its residual "
                 "buffer does not allow; set prefill.chunk=null"
             )
-        heads, end = len(k), tier_of.shape[1]
-        first = end - k.shape[1]
-        lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
+        heads, end, device = len(k), tier_of.shape[1], k.device
+        first, lists, table = end - k.shape[1], self.lists_of_layer(row, layer), self.pages.table
         count = torch.full_like(lists, end)
         num_k, num_v = self.ring.split_prompt(count)
-        table, before = self.pages.table, self.pages.held(0, lists)
-        most = torch.maximum(num_k, num_v)
-        table.reserve(lists, 0, (most - before).clamp(min=0))
-        for held, limit, new, ring, is_key in (
-            (self.ring.num_k, num_k, k, self.ring.k, True),
-            (self.ring.num_v, num_v, v, self.ring.v, False),
+        table.reserve(lists, 0, (torch.maximum(num_k, num_v) - self.pages.held(0, lists)).clamp(min=0))
+        for held, limit, new, ring in (
+            (self.ring.num_k, num_k, k, self.ring.k),
+            (self.ring.num_v, num_v, v, self.ring.v),
         ):
             old, until = int(held[lists[0]]), int(limit[0])  # all heads hold as much
             size = ring.shape[3]
-            waited = ring[row, layer][:, torch.arange(old, first, device=k.device) % size]
+            waited = ring[row, layer][:, torch.arange(old, first, device=device) % size]
             tail = torch.cat([waited.to(new.dtype), new], 1)  # tokens from `old` on
-            token = torch.arange(old, until, device=k.device)
+            token = torch.arange(old, until, device=device)
             page, slot = table.lookup(lists.repeat_interleave(len(token)), 0, token.repeat(heads))
             goes = tail[:, : until - old]
-            if is_key:
+            if ring is self.ring.k:
                 self.pages.put(0, page, slot, k=self.rope.strip(goes, token).flatten(0, 1))
             else:
                 self.pages.put(0, page, slot, v=goes.flatten(0, 1))
-            rest = torch.arange(until, end, device=k.device)
+            rest = torch.arange(until, end, device=device)
             ring[row, layer][:, rest % size] = tail[:, until - old :].to(ring.dtype)
         self.ring.hold(lists, num_k, num_v, count)
 
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         raise AssertionError("a residual buffer takes a later segment token by token")
 
-    def _compact(self, rows: Tensor, numbers: Sequence[int]) -> None:
-        """Nothing: tokens behind rings are not evicted."""
-
-    def step(self, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> "BufferedStep":
-        return BufferedStep(self, rows, numbers)  # whatever the plan: nothing moves but what the rings let go
+    def step(self, rows: Rows, plan: DecodePlan | None = None) -> "BufferedStep":
+        return BufferedStep(self, rows)  # whatever the plan: nothing moves but what the rings let go
 
 
 class BufferedStep(PagedStep):
-    """A decode step behind a residual buffer: nothing is evicted, and tokens that leave the rings are quantised.
-
-    Args:
-        holding: What holds the tokens.
-        rows: int64 [S] live rows.
-        numbers: The same as the host knows them.
-    """
+    """A decode step behind a residual buffer: nothing is evicted, and tokens that leave the rings are quantised; takes
+    what a `PagedStep` takes."""
 
     holding: Buffered
 
-    def __init__(self, holding: Buffered, rows: Tensor, numbers: Sequence[int]) -> None:
-        super().__init__(holding, rows, numbers)
+    def __init__(self, holding: Buffered, rows: Rows) -> None:
         self.flush_first = holding.ring.spec.when == "before_attention"
+        super().__init__(holding, rows)
 
-    def _plan(self) -> None:
+    def _make_room(self) -> None:
         """Reserves the slots of what leaves the rings in this step: counts before and after, keys and values."""
-        ring, lists = self.holding.ring, self.lists.flatten()
-        self._before = ring.num_k[lists].long(), ring.num_v[lists].long()
-        self._after = ring.after_append(lists)
-        table, most = self.pages.table, max(ring.most_leaving)
-        self.pages.grow(self.numbers, most)
-        done: list[tuple[Tensor, int, Tensor]] = []
-        try:
-            for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
-                own = lists[chosen]
-                grown = torch.maximum(*(after[chosen] for after in self._after)) - self.pages.held(tier, own)
-                at_most = len(own) * self.holding.most_new_pages
-                held = table.reserve(own, tier, grown.clamp(min=0), at_most=at_most)
-                done.append((own, tier, held))
-            if self.pages.pool.others is not None:
-                if self.pages.on_device:
-                    for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
-                        self._own_by_masks(tier, lists, chosen)
-                else:
-                    table.own(self._written(lists))
-        except BaseException:
-            for own, tier, held in done:
-                table.truncate(own, tier, held)
-            raise
+        ring, pages, lists = self.holding.ring, self.pages, self.lists.flatten()
+        before, after = (ring.num_k[lists].long(), ring.num_v[lists].long()), ring.after_append(lists)
+        own = [(tier, chosen, lists[chosen]) for tier, chosen in pages.tiers_of_rows(len(self.rows))]
+        pages.host.advance(self.rows.numbers, self.holding.most_new_slots)
+        with pages.undone() as done:
+            for tier, chosen, named in own:
+                grown = torch.maximum(*(x[chosen] for x in after)) - pages.held(tier, named)
+                at_most = len(named) * self.holding.most_new_pages
+                held = pages.table.reserve(named, tier, grown.clamp(min=0), at_most=at_most)
+                done.append((named, tier, held))
+            if pages.pool.others is not None:
+                for tier, chosen, named in own:
+                    self._own(tier, chosen, named, before, after)
         ring.num_tokens[lists] += 1
+        self._before = before[0].view(self.lists.shape), before[1].view(self.lists.shape)
+        self._after = after[0].view(self.lists.shape), after[1].view(self.lists.shape)
 
-    def _written(self, lists: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """The slots that the keys and the values of the lists fill in this step, by tier."""
-        found = []
-        for tier, chosen in self.pages.parts_of_rows(len(self.rows)):
-            own = lists[chosen]
-            for before, after in zip(self._before, self._after, strict=True):
-                old, leaving = before[chosen], after[chosen] - before[chosen]
-                owner = torch.repeat_interleave(torch.arange(len(own), device=lists.device), leaving)
-                first = leaving.cumsum(0) - leaving
-                slot = old[owner] + torch.arange(owner.numel(), device=lists.device) - first[owner]
-                found.append((tier, own[owner], slot))
-        return found
-
-    def _own_by_masks(self, tier: int, lists: Tensor, chosen: Tensor | slice) -> None:
-        """Takes the pages that either side fills out of what the lists share: in each, the first slot is named."""
+    def _own(
+        self,
+        tier: int,
+        chosen: Tensor | slice,
+        lists: Tensor,
+        before: tuple[Tensor, Tensor],
+        after: tuple[Tensor, Tensor],
+    ) -> None:
+        """Takes the pages that either side fills out of what lists share: in each, the first slot is named."""
         size = self.pages.formats[tier].tokens_per_page
-        for before, after, most in zip(self._before, self._after, self.holding.ring.most_leaving, strict=True):
+        for old, new, most in zip(before, after, self.holding.ring.most_leaving, strict=True):
             for page in range(-(-most // size) + 1):
-                slot = torch.maximum(before, before // size * size + page * size)
-                self.pages.table.own([(tier, lists[chosen], torch.where(slot < after, slot, -1)[chosen])])
+                slot = torch.maximum(old, old // size * size + page * size)
+                self.pages.table.own([(tier, lists, torch.where(slot < new, slot, -1)[chosen])])
 
     @property
     def strips(self) -> bool:
-        return False
-
-    def strip(self, k: Tensor) -> Tensor:
-        return k  # a ring holds keys as they come; they lose their position on the way to a page
+        return False  # a ring holds keys as they come; they lose their position on the way to a page
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends to the rings, then attends and flushes in the order that the residual asks for."""
-        rings, rows = self.holding.ring, self.rows
+        rings, rows = self.holding.ring, self.rows.tensor
         (tier,), _ = Paged.layer(self.holding, rows, layer, self.width[layer])
-        lists, tiers = self.lists[:, layer], [tier]
-        tier.num_k, tier.num_v = (count.view(self.lists.shape)[:, layer] for count in self._before)
-        self.holding.rope.turn(tiers, None)
+        lists = self.lists[:, layer]
+        tier.num_k, tier.num_v = (count[:, layer] for count in self._before)
+        self.holding.rope.turn([tier], None)
         heads, num_tokens = torch.arange(self.pages.shape[2], device=rows.device), rings.num_tokens[lists].long()
         for buffer, x in ((rings.k, k), (rings.v, v)):
             buffer[rows[:, None], layer, heads, (num_tokens - 1) % buffer.shape[3]] = x.to(buffer.dtype)
-        ring = Ring(*rings.of_layer(rows, layer, self.numbers), num_tokens)
+        ring = Ring(*rings.of_layer(rows, layer, self.rows.numbers), num_tokens)
         if self.flush_first:
             self._flush(layer, ring)
-            tiers[0].num_k, tiers[0].num_v = (count.view(self.lists.shape)[:, layer] for count in self._after)
-        out, _, _ = self.pages.backend.paged_decode(q, self.pages.pool.pages, tiers, ring, scale)
+            tier.num_k, tier.num_v = (count[:, layer] for count in self._after)
+        out, _, _ = self.pages.backend.paged_decode(q, self.pages.pool.pages, [tier], ring, scale)
         if not self.flush_first:
             self._flush(layer, ring)
         return out
 
     def end(self) -> None:
         super().end()
-        lists = self.lists.flatten()
-        self.holding.ring.num_k[lists], self.holding.ring.num_v[lists] = (x.to(torch.int32) for x in self._after)
+        lists, ring = self.lists.flatten(), self.holding.ring
+        ring.num_k[lists], ring.num_v[lists] = (x.flatten().to(torch.int32) for x in self._after)
 
     def _flush(self, layer: int, ring: Ring) -> None:
         """Quantises the tokens that leave the rings in this step into their tier's pages."""
-        if self.pages.on_device:
-            self._flush_by_masks(layer, ring)
-            return
-        tier = self._tier(layer)
-        page, slot, leaving, ordinal = self._leaving(layer, 0, ring.k)
-        if ordinal.numel():
-            self.pages.put(tier, page, slot, k=self.holding.rope.strip(leaving, ordinal))
-        page, slot, leaving, ordinal = self._leaving(layer, 1, ring.v)
-        if ordinal.numel():
-            self.pages.put(tier, page, slot, v=leaving)
-
-    def _tier(self, layer: int) -> int:
-        """Where the tokens of a layer go."""
-        return 0 if self.pages.homes is None else self.pages.homes.of_layer(layer)
-
-    def _flush_by_masks(self, layer: int, ring: Ring) -> None:
-        """The same without a size that depends on content: what stays has slot -1, which is passed over."""
-        lists, rope, tier = self.lists[:, layer], self.holding.rope, self._tier(layer)
+        lists, pages = self.lists[:, layer, :, None], self.pages
+        tier = 0 if pages.tier_map is None else pages.tier_map.of_layer(layer)
         for side, (buffer, most) in enumerate(zip((ring.k, ring.v), self.holding.ring.most_leaving, strict=True)):
-            old, new = (
-                counts[side].view(self.lists.shape)[:, layer, :, None] for counts in (self._before, self._after)
-            )
-            token = old + torch.arange(most, device=old.device)
-            each = lists[..., None].expand(token.shape).flatten()
-            page, slot = self.pages.table.lookup(each, tier, torch.where(token < new, token, -1).flatten())
+            old, new = self._before[side][:, layer, :, None], self._after[side][:, layer, :, None]
+            token = old + torch.arange(most, device=old.device)  # [S, H, most]; those from `new` on stay
+            goes = pages.taking_part((token < new).flatten())
+            slot = torch.where(token < new, token, -1).flatten()[goes]
+            if not slot.numel():
+                continue
+            page, slot = pages.table.lookup(lists.expand(token.shape).flatten()[goes], tier, slot)
             place = (token % buffer.shape[2])[..., None].expand(*token.shape, buffer.shape[3])
-            leaving = buffer.gather(2, place).flatten(0, 2)
+            leaving, token = buffer.gather(2, place).flatten(0, 2)[goes], token.flatten()[goes]
             if side == 0:
-                self.pages.put(tier, page, slot, k=rope.strip(leaving, token.flatten()))
+                pages.put(tier, page, slot, k=self.holding.rope.strip(leaving, token))
             else:
-                self.pages.put(tier, page, slot, v=leaving)
-
-    def _leaving(self, layer: int, side: int, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What leaves one side (0 keys, 1 values) of a layer: page and slot to write to, vectors, ordinals."""
-        lists = self.lists[:, layer]
-        old, new = (counts[side].view(self.lists.shape)[:, layer] for counts in (self._before, self._after))
-        token = old[..., None] + torch.arange(buffer.shape[2], device=old.device)
-        row, head, index = (token < new[..., None]).nonzero(as_tuple=True)
-        ordinal = token[row, head, index]
-        page, slot = self.pages.table.lookup(lists[row, head], self._tier(layer), ordinal)
-        return page, slot, buffer[row, head, ordinal % buffer.shape[2]], ordinal
+                pages.put(tier, page, slot, v=leaving)
 
     def _fuse_at(self, tier: int) -> FusedStep | None:
-        rings = self.holding.ring
-        before, after = (
-            (keys.view(self.lists.shape), values.view(self.lists.shape)) for keys, values in (self._before, self._after)
-        )
-        held = after if self.flush_first else before
+        rings, held = self.holding.ring, self._after if self.flush_first else self._before
         ring = StepRing(
             k=rings.k,
             v=rings.v,
-            rows=self.rows,
+            rows=self.rows.tensor,
             num_tokens=rings.num_tokens[self.lists],
-            before=before,
-            after=after,
+            before=self._before,
+            after=self._after,
             flush_first=self.flush_first,
             most_leaving=rings.most_leaving,
             frequencies=self.holding.rope.leaving,
         )
         if self.pages.on_device:
-            table = self.pages.step_tiers(self.numbers, self.lists, partial(self.holding.rope.turn_of, self.view))[tier]
-            return self._open_tables([table], held=held, ring=ring)
-        own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
+            return self._open_tables([self._tables[tier]], held=held, ring=ring)
+        own = self._named(tier)
         own.num_k, own.num_v = held
         return self._open_layers([own], ring=ring)
 
     def _fuse(self) -> FusedStep | None:
-        if self.pages.homes is None:
+        if self.pages.tier_map is None:
             return self._fuse_at(0)
         # On a device a step looks up where all layers' rings flush to, in the pages of one format.
         return None if self.pages.on_device else super()._fuse()

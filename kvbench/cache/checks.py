@@ -24,7 +24,7 @@ class CheckedPlans:
 
     On a CPU the values of a plan are looked at before it is carried out, so that a refusal has changed nothing. On
     another device the host does not wait for them: slots that may not be written are made new ones on the device, and
-    the error comes with what else the host learns late (`Pages.late`): when the next step begins, or when a row's
+    the error comes with what else the host learns late (`Pages.counts`): when the next step begins, or when a row's
     report is asked for.
 
     Args:
@@ -46,7 +46,7 @@ class CheckedPlans:
             score: fp32 [V, H, N] the view's statistics, or None.
 
         Raises:
-            ValueError: It breaks a rule; where that shows only later, `Pages.late` says so.
+            ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.
         """
         before = _versions(view)
         plan = self._policy.plan_prefill(view)
@@ -86,7 +86,7 @@ class CheckedPlans:
         """The plan for a decode step.
 
         Raises:
-            ValueError: It breaks a rule; where that shows only later, `Pages.late` says so.
+            ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.
         """
         before = _versions(view)
         plan = self._policy.plan_decode(view)
@@ -178,7 +178,7 @@ class CheckedPlans:
             if plan.demote_slot is not None:
                 rules.append(self._demoted(plan, slot, demote_to, view))
         broken = reduce(torch.logical_or, (broken for broken, _ in rules))
-        if not self._pages.late.is_late and not bool(broken.any()):
+        if not self._pages.counts.is_late and not bool(broken.any()):
             return plan
         for each, rule in rules:
             self._judge(each, lambda rule=rule: self._error(call, when, rule()))  # type: ignore[misc]
@@ -237,8 +237,8 @@ class CheckedPlans:
 
     def _judge(self, broken: Tensor, error: Callable[[], ValueError], unless_spoilt: Tensor | None = None) -> None:
         """Raises where an entry of `broken` is True, now or later; never where `unless_spoilt` is not finite."""
-        flag, late = broken.any(), self._pages.late
-        if not late.is_late:
+        flag, counts = broken.any(), self._pages.counts
+        if not counts.is_late:
             if bool(flag) and (unless_spoilt is None or bool(torch.isfinite(unless_spoilt).all())):
                 raise error()
             return
@@ -249,7 +249,7 @@ class CheckedPlans:
             if any(values):
                 raise error()
 
-        late.post(flag, lambda: receive)
+        counts.post(flag, lambda: receive)
 
     def judge_step(self, view: DecodeView) -> Callable[[Tensor], None]:
         """What takes the rules that a step's plan broke, as `PageTable.take` finds them on a device."""
@@ -267,7 +267,7 @@ class CheckedPlans:
                 if is_broken:
                     raise self._error("plan_decode", when, rule)
 
-        return lambda broken: self._pages.late.post(broken, lambda: receive)
+        return lambda broken: self._pages.counts.post(broken, lambda: receive)
 
     def _later(self, call: str, when: Moment, rule: str) -> Callable[[], ValueError]:
         return lambda: self._error(call, when, rule)

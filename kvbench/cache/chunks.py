@@ -19,7 +19,7 @@ from kvbench.cache.ledger import Ledger
 from kvbench.cache.paged import Paged
 from kvbench.cache.prompts import Prompts
 from kvbench.cache.reslot import track
-from kvbench.policy import ALL_QUERIES, EVICT, Policy, PrefillView
+from kvbench.policy import ALL_QUERIES, EVICT, Policy
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Chunks:
     Args:
         policy: Decides; one that `check_chunk` lets pass.
         shape: The model's shape.
-        holding: What holds the tokens, all of them in one place.
+        holding: The place of all tokens.
         ledger: Counts bytes.
         prompts: Ends a prompt that was read.
     """
@@ -61,7 +61,7 @@ class Chunks:
     def __init__(self, policy: Policy, shape: ModelShape, holding: Paged, ledger: Ledger, prompts: Prompts) -> None:
         self._policy, self._shape, self._holding = policy, shape, holding
         self._ledger, self._prompts = ledger, prompts
-        self._counters, self._turns = holding.counters, holding.turns
+        self._counters, self._rotations = holding.counters, holding.rotations
         self._open: dict[int, _Reading] = {}
 
     def open(self, row: int, prompt_tokens: int) -> None:
@@ -72,8 +72,7 @@ class Chunks:
         adds = self._policy.score.prefill_queries == ALL_QUERIES
         sums = [torch.zeros(heads, prompt_tokens, device=device) for _ in layers] if adds else []
         self._open[row] = _Reading(prompt_tokens, [[none for _ in tiers] for _ in layers], sums)
-        if self._ledger.fit.budget is not None:
-            self._ledger.fit.open(row, prompt_tokens, self._prompts.new_tokens[row])
+        self._ledger.budget.open(row, prompt_tokens, self._prompts.new_tokens[row])
 
     def forget(self, row: int) -> None:
         """Drops what is known of a prompt that was not read to its end."""
@@ -99,7 +98,7 @@ class Chunks:
         score = self._scores(layer, q, (past_k, past_v, pos), k, v, scale, reading)
         if (queries := self._holding.scores.queries) is not None:
             queries.hold_prompt(row, layer, queries.last(q, scale), end)
-        reading.waiting.append((self._turns.keys.turn(k), self._turns.values.turn(v), score))
+        reading.waiting.append((self._rotations.keys.apply(k), self._rotations.values.apply(v), score))
         self._ledger.hold(row, staging_bytes=reading.nbytes + past_k.nbytes + past_v.nbytes)
         del past_k, past_v
         last = layer + 1 == self._shape.num_layers
@@ -133,7 +132,7 @@ class Chunks:
             each = zip(reading.pos[layer], widths, strict=True)
             pos = torch.cat([_padded(own.long(), width) for own, width in each], 1)
         keys = holding.rope.turn_past(keys, live, reading.seen)
-        return self._turns.keys.back(keys), self._turns.values.back(values), live, pos.masked_fill(~live, -1)
+        return self._rotations.keys.back(keys), self._rotations.values.back(values), live, pos.masked_fill(~live, -1)
 
     # The plan.
 
@@ -166,30 +165,15 @@ class Chunks:
         tier_of = torch.stack([self._tiers(reading.pos[index], end) for index in layers])
         tier_of[..., 0 if self._policy.residual is not None else begin :] = 0  # nothing is decided of the chunk yet
         scores = [score for _, _, score in waiting if score is not None]
-        given = torch.stack(scores) if scores else None
-        names = self._policy.score.statistic.also
-        extra = {name: given[:, 1 + place] for place, name in enumerate(names)} if given is not None else {}
-        score = None if given is None else given[:, 0]
-        view = PrefillView(
-            num_tokens=end,
-            num_layers=self._shape.num_layers,
-            num_kv_heads=tier_of.shape[1],
-            layers=torch.arange(first, layer + 1, device=tier_of.device),
-            score=score,
-            token_bytes=tuple(fmt.slot.slot_bytes for fmt in self._holding.pages.formats),
-            extra=extra,
-            instruction_tokens=min(end, int(self._counters.instruction_tokens[row]))
-            if self._policy.needs_instruction
-            else 0,
-            byte_tokens=int(self._ledger.fit.tokens[row]) if self._ledger.fit.budget is not None else None,
-            prompt_tokens=reading.total,
-            held=tier_of != EVICT,
+        score = torch.stack(scores) if scores else None
+        if score is not None and not self._policy.score.statistic.also:
+            score = score[:, 0]
+        plan, begins_with = self._prompts.plan(
+            row, layers, tier_of.shape[1], end, score, prompt_tokens=reading.total, held=tier_of != EVICT
         )
-        plan = self._holding.plans.prefill(view, score)
         planned = plan.tier_of.to(torch.int8)
         later = torch.maximum(planned, tier_of)  # a token never comes back, nor to an earlier tier
         tier_of = torch.where((planned == EVICT) | (tier_of == EVICT), EVICT, later).to(torch.int8)
-        begins_with = plan.score if plan.score is not None else score
         beside = sum(k.nbytes + v.nbytes for k, v, _ in waiting)
         for index, (k, v, _) in zip(layers, waiting, strict=True):
             own = tier_of[index - first]
@@ -197,7 +181,7 @@ class Chunks:
             self._holding.extend_prompt(row, index, k, v, own, reading.pos[index], held)
             if end == reading.total:
                 stored = None if begins_with is None else begins_with[index - first]
-                track(self._holding.pages, self._lists(row, index), reading.pos[index], stored)
+                track(self._holding.pages, self._holding.lists_of_layer(row, index), reading.pos[index], stored)
             held()
 
     def _tiers(self, pos: list[Tensor], length: int) -> Tensor:
@@ -214,9 +198,6 @@ class Chunks:
         self._prompts.finish(row, reading.total)
         at_once = 2 * together * reading.total * k.shape[0] * k.shape[2] * k.element_size()
         self._ledger.note_chunks(row, reading.chunks, at_once)
-
-    def _lists(self, row: int, layer: int) -> Tensor:
-        return self._holding.pages.layer_lists(torch.tensor([row], device=self._shape.device), layer).flatten()
 
 
 def _padded(pos: Tensor, width: int) -> Tensor:

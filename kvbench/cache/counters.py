@@ -1,10 +1,13 @@
-"""What every row has seen: the numbers that positions, budgets and shares are counted from."""
+"""Tokens that every row has seen: the numbers that positions, budgets and shares are counted from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from kvbench.cache.async_counts import Rows
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,23 @@ class Counters:
     instruction_tokens: Tensor
     seen: list[int] = field(default_factory=list)
 
+    @staticmethod
+    def make(rows: int, lists: int, device: torch.device, needs_instruction: bool = False) -> "Counters":
+        """Counters at 0; `lists` = 0 keeps no prompt slots."""
+        seen, prompt = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        instruction = torch.zeros(rows if needs_instruction else 0, dtype=torch.int64, device=device)
+        return Counters(seen, prompt, torch.zeros(lists, dtype=torch.int32, device=device), instruction, [0] * rows)
+
     def open(self, row: int, instruction_tokens: int) -> None:
         """Begins a row anew, of whose prompt so many first tokens are the instruction."""
         self.hold(row, 0)
         self.prompt_tokens[row] = 0
         if self.instruction_tokens.numel():
             self.instruction_tokens[row] = instruction_tokens
+
+    def instruction_of(self, row: int) -> int:
+        """First tokens of a row's prompt that are its instruction; 0 where nobody asks."""
+        return int(self.instruction_tokens[row]) if self.instruction_tokens.numel() else 0
 
     def copy(self, source: int, row: int) -> None:
         """Lets a row have seen what another one has."""
@@ -46,21 +60,15 @@ class Counters:
         """Notes that a row has seen so many tokens."""
         self.tokens_seen[row] = self.seen[row] = tokens
 
-    def step(self, rows: Tensor) -> None:
-        """Notes that rows (distinct) have each seen one more; `step_on_host` is the host's part."""
-        self.tokens_seen.scatter_(0, rows, 1, reduce="add")
+    def step(self, rows: Rows) -> None:
+        """Notes that rows (distinct) have each seen one more."""
+        self.tokens_seen.scatter_(0, rows.tensor, 1, reduce="add")
+        self.step_on_host(rows.numbers)
 
     def step_on_host(self, numbers: Sequence[int]) -> None:
-        """The same for the host."""
+        """The host's part, which is all of it where a captured step counts on the device."""
         for number in numbers:
             self.seen[number] += 1
-
-    @staticmethod
-    def make(rows: int, lists: int, device: torch.device, needs_instruction: bool = False) -> "Counters":
-        """Counters at 0; `lists` = 0 keeps no prompt slots."""
-        seen, prompt = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-        instruction = torch.zeros(rows if needs_instruction else 0, dtype=torch.int64, device=device)
-        return Counters(seen, prompt, torch.zeros(lists, dtype=torch.int32, device=device), instruction, [0] * rows)
 
     @property
     def allocated_bytes(self) -> int:
@@ -70,10 +78,40 @@ class Counters:
 
     @property
     def repeated_bytes(self) -> int:
-        """What of a row's part is about all its lists, and so the same wherever some of them lie."""
+        """Bytes of a row's part that is about all its lists, and so the same wherever some of them lie."""
         return (self.allocated_bytes - self.prompt_slots.nbytes) // len(self.tokens_seen)
 
     @property
     def row_bytes(self) -> int:
         """One row's part of them."""
         return self.allocated_bytes // len(self.tokens_seen)
+
+
+class CountsBeforeStep:
+    """Copies of counts on their device, for rows that had ended when a step began, which only the step's end told.
+
+    Args:
+        held: All that says how much lists hold; a step changes nothing else that the ledger looks at.
+        seen: Tokens that rows have seen, as the host counts them.
+    """
+
+    def __init__(self, held: list[Tensor], seen: list[int]) -> None:
+        self._held, self._seen = held, seen
+        self._before = [count.clone() for count in held]
+
+    def note(self) -> None:
+        """Notes what all rows hold; waits for nothing."""
+        torch._foreach_copy_(self._before, self._held)
+
+    @contextmanager
+    def restored(self, row: int) -> Iterator[None]:
+        """Lets the ledger say what a row held when `note` was called, one step ago. The row can only be closed then:
+        what lies in its pages is still of one token more."""
+        now = [count.clone() for count in self._held]
+        torch._foreach_copy_(self._held, self._before)
+        self._seen[row] -= 1
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(self._held, now)
+            self._seen[row] += 1

@@ -1,20 +1,21 @@
-"""What is held of all lists in one place: tokens in pages, and whatever a method keeps beside them."""
+"""Tokens of all lists in one place: in pages, with whatever a method keeps beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.async_counts import Rows
 from kvbench.cache.channels import Channels, Orders, reorder
 from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.counters import Counters
-from kvbench.cache.due import Due
-from kvbench.cache.fit import Fit
+from kvbench.cache.eviction_due import EvictionDue
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
 from kvbench.cache.rope import Rope
-from kvbench.cache.rotation import Turns
+from kvbench.cache.rotation import Rotations
 from kvbench.cache.scores import Scores
+from kvbench.cache.solve_budget import SolvedBudget
 from kvbench.cache.view import PagesView
 from kvbench.kernels.operands import Ring, TierPages
 from kvbench.policy import Policy
@@ -27,25 +28,31 @@ class Holding:
         policy: Decides.
         shape: The model's shape.
         pages: The pages.
-        counters: What the rows have seen.
-        turns: What keys and values took before they come here; statistics see them without.
+        counters: The tokens that rows have seen.
+        rotations: What keys and values took before they come here; statistics see them without.
         first_layer: The model's number of the first layer that is held here; other arguments count from it.
     """
 
     def __init__(
-        self, policy: Policy, shape: ModelShape, pages: Pages, counters: Counters, turns: Turns, first_layer: int = 0
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        pages: Pages,
+        counters: Counters,
+        rotations: Rotations,
+        first_layer: int = 0,
     ) -> None:
         self.policy, self.shape, self.pages, self.counters = policy, shape, pages, counters
-        self.turns, self.first_layer = turns, first_layer
-        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, turns, first_layer)
+        self.rotations, self.first_layer = rotations, first_layer
+        self.rope, self.scores = Rope(policy, shape), Scores(policy, shape, pages, rotations, first_layer)
         self.plans = CheckedPlans(policy, pages)
-        self.due = Due(policy, self.plans, pages.late, pages.on_device)
+        self.due = EvictionDue(policy, self.plans, pages.counts, pages.on_device)
         self.channels = Channels(pages.shape[0], shape) if policy.score.orders_channels else None
-        self.fit: Fit | None = None  # what a budget in bytes buys; the store's, which knows what else a row holds
+        self.budget: SolvedBudget | None = None  # the store's, which knows what else a row holds
 
     @property
-    def allocated_bytes(self) -> int:
-        """What is held beside the pages."""
+    def beside_bytes(self) -> int:
+        """Bytes of all that is held beside the pages."""
         orders = 0 if self.channels is None else self.channels.allocated_bytes
         return orders + (0 if self.scores.queries is None else self.scores.queries.allocated_bytes)
 
@@ -58,9 +65,19 @@ class Holding:
     # What is held.
 
     @property
+    def copies(self) -> int:
+        """How often each key and value is kept."""
+        return self.pages.shape[2] // self.shape.num_kv_heads
+
+    @property
+    def most_new_slots(self) -> int:
+        """Slots in pages that a list takes in a step at most."""
+        return 1
+
+    @property
     def most_new_pages(self) -> int:
         """Pages that a list takes in a step at most."""
-        return 1
+        return -(-self.most_new_slots // min(fmt.tokens_per_page for fmt in self.pages.formats))
 
     @property
     def held_counts(self) -> list[Tensor]:
@@ -90,49 +107,46 @@ class Holding:
 
     def layer(self, rows: Tensor, layer: int, width: list[int] | None = None) -> tuple[list[TierPages], Ring | None]:
         """The kernels' description of one layer of rows; `width` is the pages to read per tier, found when absent."""
-        lists, homes = self.pages.layer_lists(rows, layer), self.pages.homes
-        present = range(len(self.pages.formats)) if homes is None else [tier for tier, _ in homes.in_layer(layer)]
-        tiers = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in present]
-        if self.pages.books is not None:
-            self.pages.books.attach(tiers, layer)
-        return tiers, None
+        lists, tiers = self.pages.layer_lists(rows, layer), self.pages.tier_map
+        present = range(len(self.pages.formats)) if tiers is None else [tier for tier, _ in tiers.in_layer(layer)]
+        found = [self.pages.tier(tier, lists, width[tier] if width else None) for tier in present]
+        if self.pages.codebooks is not None:
+            self.pages.codebooks.attach(found, layer)
+        return found, None
 
-    def view(self, rows: Tensor, numbers: Sequence[int] = ()) -> PagesView:
-        """What the policy may see of rows, which the host knows as `numbers`."""
-        return PagesView(
-            self.pages, self.counters, rows, self.policy.score, self.plans.find, fit=self.fit, numbers=numbers
-        )
+    def view(self, rows: Rows) -> PagesView:
+        """The policy's view of rows."""
+        return self._view(rows)
 
-    def measured_view(self, rows: Tensor, numbers: Sequence[int]) -> PagesView:
-        """The same for a bulk eviction, with the scores that the policy's statistic gives the slots now."""
-        measure = self.scores.of_slots if self.scores.measures_slots else None
-        return PagesView(
-            self.pages,
-            self.counters,
-            rows,
-            self.policy.score,
-            self.plans.find,
-            measure,
-            self.fit,
-            numbers,
-            is_still=True,
-        )
+    def measured_view(self, rows: Rows) -> PagesView:
+        """The view for a bulk eviction, with the scores that the policy's statistic gives the slots now."""
+        return self._view(rows, self.scores.of_slots if self.scores.measures_slots else None, is_still=True)
+
+    def _view(
+        self, rows: Rows, measure: Callable[[Tensor, Tensor], Tensor] | None = None, is_still: bool = False
+    ) -> PagesView:
+        spec, find = self.policy.score, self.plans.find
+        return PagesView(self.pages, self.counters, rows, spec, find, self.budget, measure, is_still)
 
     @property
     def takes_all_as_it_comes(self) -> bool:
         """Whether a step's queries, keys and values go to attention as the model gives them, and its output back."""
-        idle = self.turns.keys.idle and self.turns.values.idle
+        idle = self.rotations.keys.idle and self.rotations.values.idle and self.copies == 1
         return idle and self.channels is None and self.scores.queries is None
 
-    def turned(
+    def to_pages(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, orders: Orders | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [S, Hq, D], keys and values [S, H, D] of one layer of rows (or of tokens of one row) as attention
-        over pages takes them; `orders` are those of the rows' channels."""
-        q, k = self.turns.keys.turn(q), self.turns.keys.turn(k)
+        """Queries [S, Hq, D], keys and values [S, KV heads, D] of one layer of rows (or of tokens of one row) as
+        attention over pages takes them; `orders` are those of the rows' channels."""
+        q, k = self.rotations.keys.apply(q), self.rotations.keys.apply(k)
         if orders is not None:
             q, k = reorder(q, orders.queries[:, layer]), reorder(k, orders.keys[:, layer])
-        return q, k, self.turns.values.turn(v)
+        return q, self.copied(k, 1), self.copied(self.rotations.values.apply(v), 1)
+
+    def copied(self, x: Tensor, dim: int) -> Tensor:
+        """Keys or values at the cache's granularity: KV heads along `dim`, each as often as it is kept."""
+        return x if self.copies == 1 else x.repeat_interleave(self.copies, dim)
 
     # Rows.
 
@@ -140,10 +154,9 @@ class Holding:
         """List numbers int64 [M] of one row."""
         return self.pages.lists_of(torch.tensor([row], device=self.shape.device))
 
-    def forget(self, number: int) -> None:
-        """Notes that what the host was told of a row holds no longer."""
-        self.pages.forget(number)
-        self.due.forget(number)
+    def lists_of_layer(self, row: int, layer: int) -> Tensor:
+        """List numbers int64 [H] of one layer of a row."""
+        return self.pages.layer_lists(torch.tensor([row], device=self.shape.device), layer).flatten()
 
     def clear(self, lists: Tensor) -> None:
         """Forgets lists."""
@@ -152,8 +165,7 @@ class Holding:
     def share(self, source: int, target: int) -> None:
         """Lets an empty row hold what another one holds: its pages until one of them writes to one, and copies of
         whatever lies beside the pages."""
-        rows = torch.tensor([source, target], device=self.shape.device)
-        self.pages.table.share(*(self.pages.lists_of(row[None]) for row in rows))
+        self.pages.table.share(self.lists(source), self.lists(target))
         if self.scores.queries is not None:
             self.scores.queries.copy(source, target)
         if self.channels is not None:

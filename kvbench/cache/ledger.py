@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.fit import Fit
-from kvbench.cache.late import Receiver
+from kvbench.cache.async_counts import Receiver
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.paged import Paged
-from kvbench.cache.split import Split
+from kvbench.cache.places import Split
+from kvbench.cache.solve_budget import SolvedBudget
 from kvbench.cache.steps import PagedStep
 from kvbench.policy import Policy
 
@@ -65,7 +65,7 @@ class Ledger:
 
     Args:
         policy: Decides; of its budget in bytes the ledger says what it buys.
-        holding: What holds the tokens.
+        holding: The places that hold the tokens.
         shape: The model's shape.
     """
 
@@ -73,7 +73,7 @@ class Ledger:
         self._parts, self._shape, self._ranks = holding.parts, shape, shape.ranks
         first = self._parts[0]
         self._counters, self._pages = first.counters, first.pages
-        self.fit = Fit(policy, self._pages, lambda: sum(self.fixed_row_bytes()), first.paged_slots)
+        self.budget = SolvedBudget(policy, self._pages, lambda: sum(self.fixed_row_bytes()), first.paged_slots)
         self._open: set[int] = set()
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
@@ -87,14 +87,14 @@ class Ledger:
             tables = part.pages.table.allocated_bytes // part.pages.shape[0]
             fixed += tables + counters + part.counters.row_bytes - part.counters.repeated_bytes
             rings += ring
-        solved = self.fit.tokens.element_size() * (self.fit.budget is not None)
+        solved = self.budget.tokens.element_size() * (self.budget.budget is not None)
         size = self._ranks.size  # processes hold alike many heads
         return fixed * size + self._counters.repeated_bytes + solved, rings * size, self.book_bytes
 
     @property
     def book_bytes(self) -> int:
         """Bytes of a model's codebooks, which all rows share and each is billed as if it were alone."""
-        found = [part.pages.books for part in self._parts if part.pages.books is not None]
+        found = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
         return sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in found)
 
     @property
@@ -173,7 +173,7 @@ class Ledger:
 
     def open(self, row: int) -> None:
         """Begins a row anew."""
-        self._pages.late.collect()
+        self._pages.counts.collect()
         self.meters[row] = RowMeter()
         self._open.add(row)
 
@@ -205,7 +205,7 @@ class Ledger:
 
     def note_prompt(self, row: int, counts: Tensor, num_tokens: int) -> None:
         """Notes what a prompt's plan kept; `counts` int64 [M] slots per list."""
-        largest = max(self._pages.formats[tier].tokens_per_page for tier, _ in self._pages.at_home)
+        largest = max(self._pages.formats[tier].tokens_per_page for tier in self._pages.lists_by_tier)
         self.meters[row].prompt |= {
             "prompt_tokens": num_tokens,
             "prompt_slots_min": int(counts.min()),
@@ -216,9 +216,9 @@ class Ledger:
             "slot_bytes": self._pages.planned_bytes[0],
         }
         if self._counters.instruction_tokens.numel():
-            self.meters[row].prompt["instruction_tokens"] = int(self._counters.instruction_tokens[row])
-        if self.fit.budget is not None:
-            self.meters[row].prompt["budget_tokens"] = int(self.fit.tokens[row])
+            self.meters[row].prompt["instruction_tokens"] = self._counters.instruction_of(row)
+        if (tokens := self.budget.of_row(row)) is not None:
+            self.meters[row].prompt["budget_tokens"] = tokens
 
     def note_chunks(self, row: int, chunks: int, at_once_bytes: int) -> None:
         """Notes that a prompt was read in chunks, which has just ended.
@@ -237,7 +237,7 @@ class Ledger:
 
     def restart(self, row: int) -> None:
         """Begins the averages anew: they are over the answer, not over a question that was fed token by token."""
-        self._pages.late.collect()
+        self._pages.counts.collect()
         self.meters[row] = replace(self.meters[row], sum_bytes=0.0, sum_ratio=0.0, steps=0)
 
     def leave(self, row: int) -> None:
@@ -247,20 +247,20 @@ class Ledger:
     @contextmanager
     def aside(self, row: int) -> Iterator[None]:
         """Leaves what happens to a row out of its averages: what is read between two answers is no answer."""
-        self._pages.late.collect()
+        self._pages.counts.collect()
         before = self.meters[row]
         kept = before.sum_bytes, before.sum_ratio, before.steps
         yield
-        self._pages.late.collect()
+        self._pages.counts.collect()
         meter = self.meters[row]
         meter.sum_bytes, meter.sum_ratio, meter.steps = kept
 
     def step(self, steps: Sequence[PagedStep]) -> None:
         """Notes a decode step, which has a part for each place."""
-        numbers = steps[0].numbers
+        rows = steps[0].rows
 
         def bind() -> Receiver:
-            stepped = [(self.meters[row], self._counters.seen[row]) for row in numbers]
+            stepped = [(self.meters[row], self._counters.seen[row]) for row in rows.numbers]
 
             def receive(num_pages: list[int]) -> None:
                 page_bytes, fixed = self._page_bytes, sum(self.fixed_row_bytes())
@@ -273,12 +273,12 @@ class Ledger:
 
             return receive
 
-        late = self._pages.late
-        late.post(self._num_pages(steps[0].rows), bind)
+        counts = self._pages.counts
+        counts.post(self._num_pages(rows.tensor), bind)
         found = [step.reads.totals() for step in steps if step.reads is not None]
         if found:  # whole numbers, whose sums are exact
             reads = torch.stack([each.to(found[0].device) for each in found]).sum(0)
-            late.post(self._ranks.total(reads).view(torch.int64), lambda: self._reads_into(numbers))
+            counts.post(self._ranks.total(reads).view(torch.int64), lambda: self._reads_into(rows.numbers))
 
     def _reads_into(self, numbers: Sequence[int]) -> Receiver:
         """Takes the bits of what a step's rows read and could have read (`StepReads.totals`)."""
@@ -303,7 +303,7 @@ class Ledger:
                 prompt's slots, and `read_ratio` = bytes read / bytes held over decode steps where steps choose what to
                 read.
         """
-        self._pages.late.collect()
+        self._pages.counts.collect()
         items, meter = self.itemise(row), self.meters[row]
         seen = self._counters.seen[row]
         fp16 = self._shape.fp16_bytes(seen)

@@ -1,29 +1,165 @@
 """Tokens that go straight to pages: how prompts are written, and how a decode step makes room."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvbench.cache import moves, reslot
+from kvbench.cache import reslot
+from kvbench.cache.async_counts import Rows
+from kvbench.cache.checks import CheckedPlans
+from kvbench.cache.eviction_due import EvictionDue
 from kvbench.cache.holding import Holding
-from kvbench.cache.kept import Kept, PromptLayer
-from kvbench.cache.late import to_device
 from kvbench.cache.steps import PagedStep
-from kvbench.policy import CompactPlan, DecodePlan
+from kvbench.policy import CompactPlan, DecodePlan, DecodeView
 
 
-class Paged(Holding):
+@dataclass(frozen=True)
+class PromptLayer:
+    """One layer of a prompt on its way into the cache.
+
+    Args:
+        row: The row.
+        layer: The layer.
+        lists: int64 [H] its lists.
+        k, v: [H, N, D] keys and values as the model gives them.
+        paged_k: [H, N, D] keys as pages hold them.
+        score: fp32 [H, N] what the slots' scores begin with, or None for 0.
+    """
+
+    row: int
+    layer: int
+    lists: Tensor
+    k: Tensor
+    v: Tensor
+    paged_k: Tensor
+    score: Tensor | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens of a prompt layer that go to one tier, in position order.
+
+    Args:
+        head: int64 [M].
+        token: int64 [M] position in the prompt.
+        ordinal: int64 [M] place in the head's list.
+        count: int64 [H] tokens per head.
+    """
+
+    head: Tensor
+    token: Tensor
+    ordinal: Tensor
+    count: Tensor
+
+    @staticmethod
+    def of(chosen: Tensor) -> "Kept":
+        """The tokens that bool [H, N] chooses."""
+        count = chosen.sum(1)
+        head, token = chosen.nonzero(as_tuple=True)
+        ordinal = torch.arange(len(head), device=chosen.device) - (count.cumsum(0) - count)[head]
+        return Kept(head, token, ordinal, count)
+
+
+class Places:
+    """The places that hold the layers of a model: a `Paged` is the only one, a `Split` stands for several.
+
+    Attributes:
+        parts: The places, in the order of their layers.
+        plans: Asks the policy about all of them together.
+        due: The bulk evictions of their rows.
+    """
+
+    parts: "Sequence[Paged]"
+    plans: CheckedPlans
+    due: EvictionDue
+
+    def part_of(self, layer: int) -> "tuple[int, Paged]":
+        """The place that holds a layer of the model, by its number in `parts` and itself."""
+        return 0, self.parts[0]
+
+    def view(self, rows: Rows) -> DecodeView:
+        """The policy's view of rows."""
+        raise NotImplementedError
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether `Paged.append` may be called; alike in all places."""
+        return self.parts[0].takes_chunks
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the allocator holds: pools, tables, counters, rings."""
+        return sum(
+            part.pages.allocated_bytes + part.counters.allocated_bytes + part.beside_bytes for part in self.parts
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return sum(part.pages.pool.num_used * part.pages.pool.page_bytes for part in self.parts)
+
+    def open_row(self, row: int, instruction_tokens: int) -> None:
+        """Begins an empty row anew."""
+        self.collect()  # before what it says of the row that was here is forgotten
+        for part in self.parts:
+            part.counters.open(row, instruction_tokens)
+        self.forget(row)
+
+    def close_row(self, row: int) -> None:
+        """Returns all pages of a row."""
+        for part in self.parts:
+            part.clear(part.lists(row))
+
+    def fork_row(self, source: int, row: int, share: bool) -> None:
+        """Lets an empty row hold what another one holds; `share` as for `CompressedStore.fork_row`."""
+        for part in self.parts:
+            part.share(source, row)
+            if not share:
+                part.pages.table.own_all(part.lists(row))
+            part.counters.copy(source, row)
+            part.pages.host.copy(source, row)
+
+    def hold(self, row: int, tokens: int) -> None:
+        """Notes that a row has seen so many tokens."""
+        for part in self.parts:
+            part.counters.hold(row, tokens)
+
+    def forget(self, number: int) -> None:
+        """Notes that what the host was told of a row holds no longer."""
+        for part in self.parts:
+            part.pages.host.forget(number)
+        self.due.forget((number,))
+
+    def tell(self, rows: Rows) -> None:
+        """Tells the host, once a step has ended and later where it does not wait, what the next one has to know."""
+        for part in self.parts:
+            part.pages.tell(rows.on(part.shape.device))
+        self.due.tell(rows.numbers, lambda: self.view(rows))
+
+    def send(self) -> None:
+        """Starts the copy of all that the places counted."""
+        for part in self.parts:
+            part.pages.counts.send()
+
+    def collect(self) -> None:
+        """Hands over all that the places have sent."""
+        for part in self.parts:
+            part.pages.counts.collect()
+
+    def drop(self) -> None:
+        """Forgets what was counted in a step that did not end."""
+        for part in self.parts:
+            part.pages.counts.drop()
+
+
+class Paged(Holding, Places):
     """Holds every token in pages, and lets the policy act on them; takes what a `Holding` takes."""
 
     @property
-    def parts(self) -> "Sequence[Paged]":
-        """What holds the layers, in their order: this alone, or the parts of a `Split`."""
+    def parts(self) -> "Sequence[Paged]":  # type: ignore[override]
         return (self,)
-
-    def part_of(self, layer: int) -> "tuple[int, Paged]":
-        """Which of `parts` holds a layer of the model, by number and itself."""
-        return 0, self
 
     @property
     def takes_chunks(self) -> bool:
@@ -41,17 +177,13 @@ class Paged(Holding):
             score: fp32 [H, N] what the slots' scores begin with, or None for 0.
         """
         paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
-        lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
-        prompt = PromptLayer(row, layer, lists, k, v, paged_k, score)
-        if (homes := self.pages.homes) is None:
-            for tier in range(len(self.pages.formats)):
-                self._write_tier(prompt, tier, Kept.of(tier_of == tier))
-            return
-        for tier, heads in homes.in_layer(layer):
-            kept = tier_of == 0
-            if heads is not None:
-                kept = torch.zeros_like(kept).index_copy_(0, heads, kept[heads])
-            self._write_tier(prompt, tier, Kept.of(kept))
+        prompt = PromptLayer(row, layer, self.lists_of_layer(row, layer), k, v, paged_k, score)
+        for planned in range(self.pages.num_planned):
+            for tier, heads in self.pages.tiers_of_layer(layer, planned):
+                chosen = tier_of == planned
+                if heads is not None:
+                    chosen = torch.zeros_like(chosen).index_copy_(0, heads, chosen[heads])
+                self._write_tier(prompt, tier, Kept.of(chosen))
 
     def _write_tier(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
         head, token = kept.head, kept.token
@@ -72,33 +204,29 @@ class Paged(Holding):
             pos: Per tier, int32 [H, slots] what lies where; is brought up to date.
             peak: Called while most pages are in use.
         """
-        lists = self.pages.layer_lists(torch.tensor([row], device=k.device), layer).flatten()
         position = torch.arange(tier_of.shape[1] - k.shape[1], tier_of.shape[1], device=k.device)
+        lists = self.lists_of_layer(row, layer)
         reslot.replan(self.pages, layer, lists, tier_of, pos, self.rope.strip(k, position), v, peak)
 
     def append(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; see `CompressedStore.append_chunk`."""
         pages, chunk = self.pages, k.shape[1]
-        rows = torch.tensor([row], device=k.device)
-        tiers, _ = self.layer(rows, layer)
+        tiers, _ = self.layer(torch.tensor([row], device=k.device), layer)
         self.rope.turn(tiers, None)
         keys, values, live = pages.backend.gather_dense(pages.pool.pages, tiers, None)
         out = pages.backend.chunk_attention(q, k, v, (keys[0], values[0], live[0]), scale)
         offset = torch.arange(chunk, device=k.device)
         position = self.counters.seen[row] + offset
         stripped = self.rope.strip(k, position)
-        for tier, heads in pages.parts_of(layer):
-            own_k, own_v = (stripped, v) if heads is None else (stripped[heads], v[heads])
-            lists = pages.layer_lists(rows, layer).flatten()
-            lists = lists if heads is None else lists[heads]
+        for tier, heads in pages.tiers_of_layer(layer):
+            lists = self.lists_of_layer(row, layer)
+            lists, own_k, own_v = (x if heads is None else x[heads] for x in (lists, stripped, v))
             first = pages.table.reserve(lists, tier, torch.full_like(lists, chunk))
             each, ordinal = lists.repeat_interleave(chunk), (first[:, None] + offset).flatten()
             pages.table.own([(tier, each, ordinal)])
-            page, slot = pages.table.lookup(each, tier, ordinal)
             pages.put(
                 tier,
-                page,
-                slot,
+                *pages.table.lookup(each, tier, ordinal),
                 own_k.flatten(0, 1),
                 own_v.flatten(0, 1),
                 score=self.scores.of_token(k, v).flatten() if self.scores.writes_tokens else 0.0,
@@ -109,39 +237,36 @@ class Paged(Holding):
 
     # Decode steps.
 
-    def open(self, rows: Tensor, numbers: Sequence[int]) -> "list[PagedStep]":
-        """Plans one decode step for rows (int64 [S]), which the host knows as `numbers`, and makes room for their
-        tokens; one step for each of `parts`.
+    def open(self, rows: Rows) -> "list[PagedStep]":
+        """Plans one decode step for rows, and makes room for their tokens; one step for each of `parts`.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
                 taken place.
             ValueError: The plan breaks a rule; the same holds.
         """
-        self._compact(rows, numbers)
-        return [self.step(rows, numbers)]
+        whose = self.due.whose(rows.numbers, lambda: self.view(rows))
+        if whose:
+            due = rows if len(whose) == len(rows) else Rows.of(whose, self.shape.device)
+            self.pages.table.own_all(self.pages.lists_of(due.tensor))  # before the plan, which could not be carried out
+            self.evict(due, self.plans.compact(self.measured_view(due)))
+        return [self.step(rows)]
 
-    def step(self, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> "PagedStep":
+    def step(self, rows: Rows, plan: DecodePlan | None = None) -> "PagedStep":
         """A step by a plan; None = the policy is asked."""
-        return PagedStep(self, rows, numbers, plan)
+        return PagedStep(self, rows, plan)
 
-    def tell(self, rows: Tensor, numbers: Sequence[int]) -> None:
-        """Tells the host, once a step has ended and later where it does not wait, what the next one has to know."""
-        self.pages.tell(rows, numbers)
-        self.due.tell(numbers, lambda: self.view(rows, numbers))
+    def evict(self, rows: Rows, plan: CompactPlan) -> None:
+        """Carries out a bulk eviction on all lists of rows, whose pages nobody shares."""
+        pages, lists = self.pages, self.pages.lists_of(rows.tensor)
+        for tier, keep in enumerate(plan.keep):
+            if keep is not None:
+                pages.compact(tier, lists, keep.flatten(0, 2))
+        for tier in range(len(pages.formats)) if plan.restart_scores else ():
+            pages.clear_scores(pages.tier(tier, lists, pages.width(rows.numbers, tier)))
 
-    def _compact(self, rows: Tensor, numbers: Sequence[int]) -> None:
-        """Bulk eviction for the rows whose turn it is."""
-        whose = self.due.whose(numbers, lambda: self.view(rows))
-        if not whose:
-            return
-        due = rows if len(whose) == len(numbers) else to_device(whose, rows.device)
-        lists = self.pages.lists_of(due)
-        self.pages.table.own_all(lists)  # before the plan: what cannot be carried out is not asked for
-        self.evict(lists, whose, self.plans.compact(self.measured_view(due, whose)))
-
-    def evict(self, lists: Tensor, numbers: Sequence[int], plan: CompactPlan) -> None:
-        """Carries out a bulk eviction on all lists (int64 [M]) of rows, whose pages nobody shares."""
-        moves.evict(self.pages, lists, plan)
-        if plan.restart_scores:
-            self.scores.restart(lists, [self.pages.width(numbers, tier) for tier in range(len(self.pages.formats))])
+    def note_replay(self, numbers: Sequence[int]) -> None:
+        """Notes on the host what a replayed step of rows has done."""
+        self.due.forget(numbers)
+        self.pages.host.advance(numbers, self.most_new_slots)
+        self.counters.step_on_host(numbers)

@@ -1,26 +1,28 @@
 """Pages of all lists of a cache: where slots lie, what is written to them and read from them.
 
 A list is one head of one layer of one row. This file knows no policy: callers say which slots, and it does the rest.
-Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
+Tables lie in main memory, or a backend keeps them on its device; what differs then is said here and in the table's
+class, so that no caller asks. Legend: S rows of a step, L layers, H heads, D head dim, M lists or slots.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.books import Books
-from kvbench.cache.homes import Homes
-from kvbench.cache.late import Late, Receiver
+from kvbench.cache.async_counts import AsyncCounts, HostCounts, Rows
+from kvbench.cache.codebooks import Codebooks
+from kvbench.cache.tier_map import TierMap
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import TierPages
 from kvbench.kernels.pool import PagePool
 from kvbench.kernels.table import PageTable
-from kvbench.kernels.tier_table import KeyRotation, TierTable
+from kvbench.kernels.tier_table import KeyRotation, SlotSearch, TierTable
 
 FIRST_PAGES = 64  # what a pool that grows begins with
 
@@ -39,7 +41,10 @@ class Pages:
             move the pages under a captured graph.
         memory_share: See `budget_bytes`.
         pool: Class of the pool.
-        homes: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
+        tier_map: Where tier 0 of a plan stands for one tier here and another there; None = each is what it is.
+        codebooks: Tables of codes, and scales of key channels, where a calibration found some.
+        lists_by_tier: Lists of a row of the whole model that have each of the tiers that tier 0 of a plan stands for;
+            None = those of this place.
     """
 
     def __init__(
@@ -53,27 +58,23 @@ class Pages:
         budget_bytes: int | None = None,
         memory_share: float = 0.9,
         pool: type[PagePool] = PagePool,
-        homes: Homes | None = None,
+        tier_map: TierMap | None = None,
+        codebooks: Codebooks | None = None,
+        lists_by_tier: dict[int, int] | None = None,
     ) -> None:
-        self.homes = homes
-        self.books: Books | None = None  # what a calibration found, where the method has codes of calibrated tables
         self.formats, self.shape, self.backend = formats, shape, backend
+        self.tier_map, self.codebooks = tier_map, codebooks
+        self.lists_by_tier = lists_by_tier or {0: shape[1] * shape[2]}
         size, tokens = formats[0].page_bytes, tuple(fmt.tokens_per_page for fmt in formats)
         max_pages = -(-max_slots // min(tokens)) + len(tokens)
         limit, most = budget_bytes // size if budget_bytes is not None else None, math.prod(shape) * max_pages
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
-        # Lists of the model that are at home in each tier that tier 0 of a plan stands for: those of a row, and more
-        # where other layers or heads lie elsewhere.
-        self.at_home = [(0, self.lists_per_row)]
-        if homes is not None:
-            self.at_home = list(zip(homes.tiers, homes.counts, strict=True))
         self.on_device = backend.keeps_tables  # and the host knows only what it was told
-        self.late = Late(self.on_device or device.type != "cpu")
+        self.counts = AsyncCounts(self.on_device or device.type != "cpu")
+        self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
         self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
-        self._longest: dict[int, list[int]] = {}  # most slots of a list of a row, by tier; what the host knows
-        self._grown: Counter[int] = Counter()  # slots that lists of a row may have got, in all
         self.pool: PagePool
         self.table: PageTable
         if self.on_device:
@@ -92,40 +93,36 @@ class Pages:
     @property
     def lists_of_model(self) -> int:
         """Lists of one row, wherever they lie."""
-        return sum(count for _, count in self.at_home)
+        return sum(self.lists_by_tier.values())
 
     @property
     def allocated_bytes(self) -> int:
-        """What the allocator holds: pool, free list, tables and codebooks."""
-        return self.pool.allocated_bytes + self.table.allocated_bytes + self.book_bytes
-
-    @property
-    def book_bytes(self) -> int:
-        """Bytes of the codebooks, which all rows share."""
-        return 0 if self.books is None else self.books.nbytes
+        """Bytes that the allocator holds: pool, free list, tables and codebooks."""
+        books = 0 if self.codebooks is None else self.codebooks.nbytes
+        return self.pool.allocated_bytes + self.table.allocated_bytes + books
 
     @property
     def num_planned(self) -> int:
         """Tiers that a plan may name."""
-        return len(self.formats) if self.homes is None else 1
+        return len(self.formats) if self.tier_map is None else 1
 
     @property
     def planned_bytes(self) -> tuple[float, ...]:
         """Bytes of one slot in each of them, the mean over lists where these differ."""
         slots = [fmt.slot.slot_bytes for fmt in self.formats]
-        if self.homes is None:
+        if self.tier_map is None:
             return tuple(slots)
-        return (sum(count * slots[tier] for tier, count in self.at_home) / self.lists_of_model,)
+        return (sum(count * slots[tier] for tier, count in self.lists_by_tier.items()) / self.lists_of_model,)
 
-    def parts_of(self, layer: int, planned: int = 0) -> list[tuple[int, Tensor | None]]:
+    def tiers_of_layer(self, layer: int, planned: int = 0) -> list[tuple[int, Tensor | None]]:
         """The tiers that a planned one stands for in a layer, with the heads int64 [h] of each; None = all heads."""
-        return [(planned, None)] if self.homes is None else self.homes.in_layer(layer)
+        return [(planned, None)] if self.tier_map is None else self.tier_map.in_layer(layer)
 
-    def parts_of_rows(self, num_rows: int, planned: int = 0) -> list[tuple[int, Tensor | slice]]:
-        """Likewise, with which of the lists of so many rows are in each."""
-        if self.homes is None:
+    def tiers_of_rows(self, num_rows: int, planned: int = 0) -> list[tuple[int, Tensor | slice]]:
+        """Likewise, with the places of each among the lists of so many rows."""
+        if self.tier_map is None:
             return [(planned, slice(None))]
-        return [(tier, self.homes.where(tier, num_rows)) for tier in self.homes.tiers]
+        return [(tier, self.tier_map.where(tier, num_rows)) for tier in self.tier_map.tiers]
 
     # Which lists.
 
@@ -136,10 +133,19 @@ class Pages:
             self._numbered = rows, (rows[:, None] * self.lists_per_row + each).flatten()
         return self._numbered[1]
 
+    def forget_lists(self) -> None:
+        """Lets `lists_of` find the lists of the next rows anew, even of a tensor that it knows."""
+        self._numbered = self._nobody
+
     def layer_lists(self, rows: Tensor, layer: int) -> Tensor:
         """List numbers int64 [S, H] of one layer."""
         base = rows * self.lists_per_row + layer * self.shape[2]
         return base[:, None] + torch.arange(self.shape[2], device=rows.device)
+
+    def taking_part(self, wanted: Tensor) -> Tensor | slice:
+        """The places of True in bool [n]; on a device all places, since no size may depend on content: what takes no
+        part has slot or page -1 there, which every kernel passes over."""
+        return slice(None) if self.on_device else wanted.nonzero()[:, 0]
 
     # What lies where.
 
@@ -154,64 +160,24 @@ class Pages:
             tier: Tier index.
             lists: int64 of any shape.
             width: Pages to name per list; None = as many as the longest list has.
-            known: What the lists hold, where the caller has asked.
+            known: Slots that the lists hold, where the caller has asked.
         """
-        fmt, held = self.formats[tier], self.held(tier, lists) if known is None else known
+        held = self.held(tier, lists) if known is None else known
         if width is None:
-            width = int(-(-held.max() // fmt.tokens_per_page)) if held.numel() else 0
-        return TierPages(fmt, self.table.page_ids(lists, tier, width), held, held)
+            width = self._widest(tier, held)
+        return TierPages(self.formats[tier], self.table.page_ids(lists, tier, width), held, held)
+
+    def _widest(self, tier: int, held: Tensor) -> int:
+        return int(-(-held.max() // self.formats[tier].tokens_per_page)) if held.numel() else 0
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
         """Pages of a tier that no list of rows has more of, as far as the host knows; None where it has to ask."""
-        if self.late.tape is not None:  # a captured step is run again for lists of any length
+        if self.counts.log is not None:  # a captured step is run again for lists of any length
             return self.table.max_pages
-        if not (self.on_device and numbers) or not all(number in self._longest for number in numbers):
+        slots = self.host.longest(numbers, tier) if self.on_device else None
+        if slots is None:
             return None
-        slots = max((self._longest[number][tier] for number in numbers), default=0)
         return min(-(-slots // self.formats[tier].tokens_per_page), self.table.max_pages)
-
-    def grow(self, numbers: Sequence[int], slots: int) -> None:
-        """Notes that every list of rows may have so many slots more, in any tier."""
-
-        def grow() -> None:
-            for number in numbers:
-                self._grown[number] += slots
-                if number in self._longest:
-                    self._longest[number] = [held + slots for held in self._longest[number]]
-
-        self.late.also(grow)
-
-    def copy_bounds(self, source: int, number: int) -> None:
-        """Notes that a row's lists hold what another one's do."""
-        if source in self._longest:
-            self._longest[number] = list(self._longest[source])
-
-    def forget(self, number: int) -> None:
-        """Notes that the host knows nothing of a row's lists any more."""
-        self._longest.pop(number, None)
-
-    def forget_lists(self) -> None:
-        """Lets `lists_of` find the lists of the next rows anew, even of a tensor that it knows."""
-        self._numbered = self._nobody
-
-    def tell(self, rows: Tensor, numbers: Sequence[int]) -> None:
-        """Tells the host, later, what lists of rows hold and what is free."""
-        if not self.on_device:
-            return
-        held = self.table.count_rows(rows)[1:]
-
-        def bind() -> Receiver:
-            named = {number: self._grown[number] for number in numbers}
-
-            def learn(values: list[int]) -> None:
-                for index, (number, grown) in enumerate(named.items()):
-                    since = self._grown[number] - grown  # by steps that began meanwhile
-                    self._longest[number] = [held + since for held in values[index :: len(named)]]
-
-            return learn
-
-        self.late.post(held, bind)
-        self.table.tell(self.late.post)
 
     def widths(self, lists: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
         """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of the rows that the host knows as
@@ -222,31 +188,28 @@ class Pages:
         pages = [self.table.num_pages(tier)[lists].amax((0, 2)) for tier in range(len(self.formats))]
         return torch.stack(pages, 1).tolist()
 
+    def tell(self, rows: Rows) -> None:
+        """Tells the host, later, the slots that lists of rows hold and the pages that are free."""
+        if self.on_device:
+            self.counts.post(self.table.count_rows(rows.tensor)[1:], lambda: self.host.learner(rows.numbers))
+            self.table.tell(self.counts.post)
+
     def num_pages(self, rows: Tensor) -> Tensor:
         """Pages of rows over all lists and tiers, int64 [S]."""
-        if self.on_device:
-            return self.table.count_rows(rows)[0]
-        lists = self.lists_of(rows)
-        pages = torch.zeros(len(rows), dtype=torch.int64, device=lists.device)
-        for tier, fmt in enumerate(self.formats):
-            pages += (-(-self.held(tier, lists) // fmt.tokens_per_page)).view(len(rows), -1).sum(1)
-        return pages
+        return self.table.count_rows(rows)[0]
 
-    def step_tiers(
-        self, numbers: Sequence[int], lists: Tensor, turn_of: Callable[[int], KeyRotation | None]
-    ) -> list[TierTable]:
+    def step_tiers(self, rows: Rows, lists: Tensor, turn_of: Callable[[int], KeyRotation | None]) -> list[TierTable]:
         """The tiers of all lists as a step of rows reads them; only on a device.
 
         Args:
-            numbers: The rows as the host knows them.
+            rows: The rows.
             lists: int64 [S, L, H].
-            turn_of: How keys of so many slots per list at most are turned.
+            turn_of: Says how keys of so many slots per list at most are turned.
         """
         found = []
         for tier, fmt in enumerate(self.formats):
-            width = self.width(numbers, tier)
-            if width is None:
-                width = int(-(-self.held(tier, lists).max() // fmt.tokens_per_page))
+            width = self.width(rows.numbers, tier)
+            width = self._widest(tier, self.held(tier, lists)) if width is None else width
             found.append(self.table.tier(tier, fmt, width, turn_of(width * fmt.tokens_per_page)))
         return found
 
@@ -254,7 +217,63 @@ class Pages:
         """A region of every page as a typed view; `name` as in `PageFormat.regions`."""
         return self.backend.region(self.pool.pages, self.formats[tier], name)
 
+    def tracked(
+        self, tier: int, rows: Rows, lists: Tensor, known: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The score fp32 and position int64 of every slot, 0 and -1 where a field is not tracked, and bool: the list
+        holds it; [M, n] each. And int64 [M] slots held; `known` as for `tier`."""
+        fmt, pages = self.formats[tier], self.width(rows.numbers, tier)
+        if self.on_device and pages is not None:
+            return self.table.tracked_slots(lists, tier, fmt, pages * fmt.tokens_per_page)
+        found = self.tier(tier, lists, pages, known)
+        slot = torch.arange(found.ids.shape[-1] * fmt.tokens_per_page, device=found.ids.device)
+
+        def field(name: str, missing: float) -> Tensor:
+            if name not in fmt.slot.track:
+                return torch.full((len(lists), len(slot)), missing, device=found.ids.device)
+            return self.field(tier, name)[found.ids].flatten(1)
+
+        held = found.num_k
+        return field("score", 0.0).float(), field("pos", -1).long(), slot < held[:, None], held
+
+    def find_extreme(
+        self, tier: int, rows: Rows, known: Tensor | None, search: SlotSearch, over_layer: bool
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Value, slot and position [S, L, H] of the smallest value in every list of rows, found where the slots lie.
+
+        Args:
+            tier: Tier index.
+            rows: The rows.
+            known: As for `tier`.
+            search: The value that counts, and conditions, by row.
+            over_layer: As for `DecodeView.argmin`.
+
+        Returns:
+            None where nothing searches slots in place.
+        """
+        fmt = self.formats[tier]
+        if self.on_device:
+            return self.table.find_extreme(rows.tensor, tier, fmt, search, over_layer=over_layer)
+        if over_layer or isinstance(search.first, Tensor) or not self.backend.searches_slots:
+            return None
+        found = self.tier(tier, self.lists_of(rows.tensor), self.width(rows.numbers, tier), known)
+        by_list = search.per_list(self.lists_per_row)
+        extreme = self.backend.slot_extreme(self.pool.pages, fmt, found.ids, found.num_k, by_list)
+        value, slot, pos = (x.view(len(rows), *self.shape[1:]) for x in extreme)
+        return value, slot, pos
+
     # Slots in and out.
+
+    @contextmanager
+    def undone(self) -> Iterator[list[tuple[Tensor, int, Tensor]]]:
+        """Gives back what was reserved (lists, tier, slots before), as it is noted here, when anything goes wrong."""
+        done: list[tuple[Tensor, int, Tensor]] = []
+        try:
+            yield done
+        except BaseException:
+            for lists, tier, before in reversed(done):
+                self.table.truncate(lists, tier, before)
+            raise
 
     def put(
         self,
@@ -282,10 +301,10 @@ class Pages:
             of: Whose slots they are: the layer, and the heads int64 [M]; only codebooks ask for it.
         """
         fmt, pages = self.formats[tier], self.pool.pages
-        if self.books is not None and (k is not None or v is not None):
+        if self.codebooks is not None and (k is not None or v is not None):
             assert of is not None, "tables of codes belong to a layer"
-            fmt = self.books.format(tier, of[0])
-            k = None if k is None else self.books.levels(tier, *of, k)
+            fmt = self.codebooks.format(tier, of[0])
+            k = None if k is None else self.codebooks.levels(tier, *of, k)
         if k is not None:
             self.backend.write_keys(pages, fmt, page, slot, k)
             if fmt.bounds:
@@ -295,24 +314,30 @@ class Pages:
         if pos is not None and fmt.slot.track:
             self.backend.write_tracked(pages, fmt, page, slot, score, pos)
 
-    def read(self, tier: int, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Slots int64 [M] as keys and values fp32 [M, D], score fp32 [M] and position int64 [M] (None: not tracked)."""
-        fmt, pages = self.formats[tier], self.pool.pages
-        return *self.backend.read_slots(pages, fmt, page, slot), *self.backend.read_tracked(pages, fmt, page, slot)
+    def read(self, tier: int, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots int64 [M] as keys and values fp32 [M, D]."""
+        return self.backend.read_slots(self.pool.pages, self.formats[tier], page, slot)
 
     def demote(self, tier: int, other: int, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
-        """Re-quantises slots (page and slot, int64 [M] each) into another tier; a page below 0 is passed over."""
-        formats = self.formats
-        self.backend.demote(self.pool.pages, formats[tier], formats[other], *source, *target)
+        """Re-quantises slots (page and slot, int64 [M] each) into another tier, score and position included; a page
+        below 0 is passed over."""
+        pages, formats = self.pool.pages, self.formats
+        if self.on_device:
+            self.backend.demote(pages, formats[tier], formats[other], *source, *target)
+            return
+        moved = self.taking_part(target[0] >= 0)
+        old, new = ((page[moved], slot[moved]) for page, slot in (source, target))
+        if new[0].numel():
+            score, pos = self.backend.read_tracked(pages, formats[tier], *old)
+            self.put(other, *new, *self.read(tier, *old), score=0.0 if score is None else score, pos=pos)
 
     def clear_scores(self, tier: TierPages) -> None:
         """Sets the scores in a tier's live pages to 0."""
+        if not tier.ids.numel():
+            return
         first_slot = torch.arange(tier.ids.shape[-1], device=tier.ids.device) * tier.fmt.tokens_per_page
         scores = self.backend.region(self.pool.pages, tier.fmt, "score")
         ids, live = tier.ids.flatten(), (first_slot < tier.num_k[..., None]).flatten()
-        if not self.on_device:
-            scores[ids[live]] = 0.0
-            return
         # As many pages whatever lists hold: a live one stands for those that are none, if there is one.
         ids = torch.where(live, ids, ids.gather(0, live.long().argmax(0, keepdim=True)))
         scores[ids] = torch.where(live.any(), 0.0, scores[ids])
@@ -320,13 +345,8 @@ class Pages:
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
         """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
         the emptied pages. The lists share no page with others (`PageTable.own_all`)."""
-        if self.on_device:
-            self.table.compact(lists, tier, keep, self.formats[tier])
-            return
-        owner, source, target, count = self.table.plan_compaction(lists, tier, keep)
-        old, new = (self.table.lookup(lists[owner], tier, slot) for slot in (source, target))
-        self.backend.move_slots(self.pool.pages, self.formats[tier], *old, *new)
-        self.table.truncate(lists, tier, count)
+        fmt = self.formats[tier]
+        self.table.compact(lists, tier, keep, fmt, partial(self.backend.move_slots, self.pool.pages, fmt))
 
     # Whole rows.
 

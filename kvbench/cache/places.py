@@ -1,23 +1,41 @@
-"""What holds the tokens of a cache, made of a policy and a model's shape: one place, or several behind a `Split`."""
+"""The places that hold a cache, made of a policy and a model's shape: one, or several behind a `Split`.
 
+The layers of a model may lie on several devices of one process (`ModelShape.places`), and the heads of every layer in
+several processes (`ModelShape.ranks`). Each place has pages, tables and counters of its own, and attention never leaves
+it. All that a policy looks at is brought together on the first device, and in every process, before it is asked; each
+place then carries out its share of the plan. So a plan is the one that a single cache would get, and methods whose
+tokens compete across heads or layers need not know.
+"""
+
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from kvbench.cache.books import Books
+import torch
+from torch import Tensor
+
+from kvbench.cache.async_counts import Rows
 from kvbench.cache.buffered import Buffered
+from kvbench.cache.checks import CheckedPlans
+from kvbench.cache.codebooks import Codebooks
 from kvbench.cache.counters import Counters
-from kvbench.cache.homes import Homes
+from kvbench.cache.eviction_due import EvictionDue
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
-from kvbench.cache.paged import Paged
+from kvbench.cache.paged import Paged, Places
 from kvbench.cache.pages import Pages
-from kvbench.cache.rotation import turns_of
-from kvbench.cache.split import Split
+from kvbench.cache.ranks import Ranks
+from kvbench.cache.rotation import rotations_of
+from kvbench.cache.steps import PagedStep
+from kvbench.cache.tier_map import TierMap
+from kvbench.cache.view import By, PagesView, SlotsView
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool
-from kvbench.policy import Policy
+from kvbench.policy import Budget, DecodePlan, Extreme, Policy, SlotArrays
 
 
-def make_holding(
+def make_places(
     policy: Policy,
     shape: ModelShape,
     *,
@@ -26,8 +44,8 @@ def make_holding(
     options: StoreOptions,
     backend: Backend,
     pool: type[PagePool],
-) -> Paged | Split:
-    """Makes what holds the tokens, empty.
+) -> "Paged | Split":
+    """Makes the places of a cache, empty.
 
     Args:
         policy: Decides.
@@ -43,48 +61,195 @@ def make_holding(
     """
     copies = shape.num_q_heads // shape.num_kv_heads if policy.granularity == "q_head" else 1
     table: list[list[int]] | None = None  # the tier of every list of the model, where these differ
+    lists_by_tier = {0: shape.num_layers * shape.num_kv_heads * copies}
     if policy.by_layer is not None:
         planned = policy.by_layer.of_model(shape.num_layers, shape.num_kv_heads)
         table = [[tier for tier in row for _ in range(copies)] for row in planned]
+        lists_by_tier = dict(sorted(Counter(tier for row in table for tier in row).items()))
 
-    def homes_of(first_layer: int, own: ModelShape) -> Homes | None:
-        """The part of the table that is about the layers of a place and the heads of this process."""
-        if table is None:
-            return None
-        heads = own.num_kv_heads * copies
-        begin = shape.ranks.index * heads
-        here = table[first_layer : first_layer + own.num_layers]
-        return Homes(tuple(tuple(row[begin : begin + heads]) for row in here), own.device)
-
-    def part(first_layer: int, own: ModelShape) -> Paged:
-        """What holds the layers of one place."""
-        turns = turns_of(options.rotation, policy, own.head_dim, own.device)
-        budget = options.budget_bytes
-        if budget is not None:  # each place has its layers' share, and each process its heads'
-            budget = budget * own.num_layers // (shape.num_layers * shape.ranks.size)
+    def place(first_layer: int, own: ModelShape) -> Paged:
+        heads, first_head, budget = own.num_kv_heads * copies, shape.ranks.index * own.num_kv_heads, None
+        if options.budget_bytes is not None:  # each place has its layers' share, and each process its heads'
+            budget = options.budget_bytes * own.num_layers // (shape.num_layers * shape.ranks.size)
+        formats = compile_formats(policy, shape, replace(options, budget_bytes=budget))
+        tier_map = codebooks = None
+        if table is not None:
+            here = slice(first_head * copies, first_head * copies + heads)
+            layers = table[first_layer : first_layer + own.num_layers]
+            tier_map = TierMap(tuple(tuple(row[here]) for row in layers), own.device)
+        if policy.codebooks is not None:
+            codebooks = Codebooks(policy.codebooks, formats, own, first_layer, first_head)
         pages = Pages(
-            compile_formats(policy, shape, replace(options, budget_bytes=budget)),
-            (rows, own.num_layers, own.num_kv_heads * copies),
+            formats,
+            (rows, own.num_layers, heads),
             max_slots=max_slots,
             backend=backend,
             device=own.device,
+            lists_by_tier=lists_by_tier,
             budget_bytes=budget,
-            pool=pool,
             memory_share=options.memory_share,
-            homes=homes_of(first_layer, own),
+            pool=pool,
+            tier_map=tier_map,
+            codebooks=codebooks,
         )
-        if policy.codebooks is not None:
-            first_head = shape.ranks.index * own.num_kv_heads
-            pages.books = Books(policy.codebooks, pages.formats, own, first_layer, first_head)
-        lists = shape.num_layers * shape.num_kv_heads * copies
-        at_home = {0: lists} if table is None else Counter(tier for row in table for tier in row)
-        pages.at_home = sorted(at_home.items())
         # Only bulk eviction asks how much the prompt's plan gave each list.
         counted = pages.table.num_lists if policy.compaction else 0
         counters = Counters.make(rows, counted, own.device, policy.needs_instruction)
+        rotations = rotations_of(options.rotation, policy, own.head_dim, own.device)
         if policy.residual is None:
-            return Paged(policy, own, pages, counters, turns, first_layer)
-        return Buffered(policy, own, pages, counters, turns, policy.residual, first_layer)
+            return Paged(policy, own, pages, counters, rotations, first_layer)
+        return Buffered(policy, own, pages, counters, rotations, policy.residual, first_layer)
 
-    parts = [part(*each) for each in shape.parts()]
+    parts = [place(*each) for each in shape.parts()]
     return parts[0] if shape.is_whole else Split(policy, shape, parts)
+
+
+class Split(Places):
+    """Holds the layers of a model in several places, and the heads in several processes.
+
+    Args:
+        policy: Decides.
+        shape: The model's shape.
+        parts: The places, in the order of their layers.
+
+    Raises:
+        ValueError: The policy's statistic cannot be computed from some of the heads.
+    """
+
+    def __init__(self, policy: Policy, shape: ModelShape, parts: Sequence[Paged]) -> None:
+        self.policy, self.parts, self._ranks = policy, parts, shape.ranks
+        first = parts[0].pages
+        self.plans = CheckedPlans(policy, first)
+        self.due = EvictionDue(policy, self.plans, first.counts, first.on_device)
+        self._first = [part.first_layer for part in parts]
+        if shape.ranks.size > 1 and "attention_call" in policy.score.statistic.needs:
+            raise ValueError(
+                f"{type(policy).__name__} with {type(policy.score.statistic).__name__} looks at a layer's whole "
+                f"attention, and model.tensor_parallel={shape.ranks.size} leaves each process some of its heads; "
+                "spread the layers instead (model.device=[cuda:0,cuda:1])"
+            )
+
+    def part_of(self, layer: int) -> tuple[int, Paged]:
+        index = bisect_right(self._first, layer) - 1
+        return index, self.parts[index]
+
+    def view(self, rows: Rows) -> "SplitView":
+        return self._joined([part.view(rows.on(part.shape.device)) for part in self.parts])
+
+    def _joined(self, views: Sequence[PagesView]) -> "SplitView":
+        return SplitView(views, self._ranks, self.policy.score.prefill_queries)
+
+    def open(self, rows: Rows) -> list[PagedStep]:
+        """As `Paged.open`; a plan is made over everything before any place changes.
+
+        Raises:
+            PoolExhausted: One of the places has no page for a new slot. Others may have reserved theirs by then, so
+                that the rows can only be closed.
+            ValueError: The plan breaks a rule; nothing was changed, except that a bulk eviction that was due has taken
+                place.
+        """
+        self._compact(self.due.whose(rows.numbers, lambda: self.view(rows)))
+        asks = self.policy.residual is None and type(self.policy).plan_decode is not Policy.plan_decode
+        plan = self.plans.decode(self.view(rows)) if asks else DecodePlan()
+        steps: list[PagedStep] = []
+        for part in self.parts:
+            own = DecodePlan(
+                slot=self._share(part, plan.slot),
+                demote_to=self._share(part, plan.demote_to),
+                demote_slot=self._share(part, plan.demote_slot),
+                tier=plan.tier,
+            )
+            steps.append(part.step(rows.on(part.shape.device), own))
+        return steps
+
+    def _compact(self, whose: list[int]) -> None:
+        """Bulk eviction for the rows whose turn it is."""
+        if not whose:
+            return
+        due = [Rows.of(whose, part.shape.device) for part in self.parts]
+        for part, own in zip(self.parts, due, strict=True):
+            part.pages.table.own_all(part.pages.lists_of(own.tensor))
+        views = [part.measured_view(own) for part, own in zip(self.parts, due, strict=True)]
+        plan = self.plans.compact(self._joined(views))
+        for part, own, view in zip(self.parts, due, views, strict=True):
+            keep = [self._share(part, each) for each in plan.keep]
+            for tier, each in enumerate(keep):
+                if each is not None:  # a place's own lists may be shorter than the longest of all
+                    keep[tier] = each[..., : view.slots(tier).valid.shape[-1]]
+            part.evict(own, replace(plan, keep=keep))
+
+    def _share(self, part: Paged, x: Tensor | None) -> Tensor | None:
+        """A part's share of a tensor [S, L, H, ...] of the whole model, on its device; None of None."""
+        if x is None:
+            return None
+        layers = slice(part.first_layer, part.first_layer + part.shape.num_layers)
+        return self._ranks.own(x[:, layers], 2).to(part.shape.device)
+
+
+class SplitView(SlotsView):
+    """The policy's view of rows whose layers or heads lie in several places: the places' views, put together.
+
+    Args:
+        views: Of the places in this process, in the order of their layers.
+        ranks: The processes.
+        window: As for `SlotsView`.
+    """
+
+    def __init__(self, views: Sequence[PagesView], ranks: Ranks, window: int) -> None:
+        super().__init__(window)
+        first = views[0]
+        self._views, self._ranks = views, ranks
+        self._counts: dict[int, Tensor] = {}
+        self._arrays: dict[int, SlotArrays] = {}
+        self.tokens_seen, self.prompt_tokens = first.tokens_seen, first.prompt_tokens
+        rows, _, heads = first.shape
+        self.shape = (rows, sum(view.shape[1] for view in views), heads * ranks.size)
+        if hasattr(first, "instruction_tokens"):
+            self.instruction_tokens = first.instruction_tokens
+        if hasattr(first, "prompt_slots"):
+            self.prompt_slots = self._joined(lambda view: view.prompt_slots)
+
+    def _joined(self, of: Callable[[PagesView], Tensor], lead: int = 0) -> Tensor:
+        """The places' tensors [.., S, L, H] or [.., S, L, H, n], with `lead` dimensions before, as one; what is
+        shorter than the longest n is filled up."""
+        found = [of(view).to(self.tokens_seen.device) for view in self._views]
+        if found[0].ndim == lead + 4:
+            widest = self._ranks.most(max(x.shape[-1] for x in found))
+            found = [torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in found]
+        return self._ranks.gather(torch.cat(found, lead + 1), lead + 2)
+
+    def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
+        return self._views[0].budget_tokens(budget, tier)
+
+    def num_slots(self, tier: int) -> Tensor:
+        if tier not in self._counts:
+            self._counts[tier] = self._joined(lambda view: view.num_slots(tier))
+        return self._counts[tier]
+
+    def slots(self, tier: int) -> SlotArrays:
+        if tier not in self._arrays:
+
+            def extra(name: str) -> Tensor:
+                return self._joined(lambda view: view.slots(tier).extra[name])
+
+            self._arrays[tier] = SlotArrays(
+                score=self._joined(lambda view: view.slots(tier).score),
+                extra={name: extra(name) for name in self._views[0].slots(tier).extra},
+                pos=self._joined(lambda view: view.slots(tier).pos),
+                valid=self._joined(lambda view: view.slots(tier).valid),
+            )
+        return self._arrays[tier]
+
+    def _search(self, tier: int, by: By, **conditions: Any) -> Extreme:
+        if conditions.get("over_layer") and self._ranks.size > 1:  # the mean is over heads of all processes
+            return super()._search(tier, by, **conditions)
+
+        def found(view: PagesView) -> Tensor:
+            to = view.tokens_seen.device
+            own = {name: x.to(to) if isinstance(x, Tensor) else x for name, x in conditions.items()}
+            extreme = view._search(tier, by, **own)
+            # One message, in which whole numbers are exact, too.
+            return torch.stack([extreme.value.double(), extreme.slot.double(), extreme.pos.double()])
+
+        value, slot, pos = self._joined(found, lead=1)
+        return Extreme(value=value.float(), slot=slot.long(), pos=pos.long())

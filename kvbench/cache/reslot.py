@@ -138,7 +138,7 @@ def leaving(
             continue
         head, slot = (wanted == other).nonzero(as_tuple=True)
         if head.numel():
-            k, v, _, _ = pages.read(tier, *pages.table.lookup(lists[head], tier, slot))
+            k, v = pages.read(tier, *pages.table.lookup(lists[head], tier, slot))
             arrivals[other].append((head, pos[head, slot].long(), k, v))
     return wanted == tier
 

@@ -39,7 +39,7 @@ class Rotation:
         """It leaves everything as it is."""
         return self._matrix is None
 
-    def turn(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """x [..., D] in the channels of the store, in its own dtype."""
         return x if self._matrix is None else (x.float() @ self._matrix).to(x.dtype)
 
@@ -60,8 +60,8 @@ def hadamard(head_dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """What each side takes on its way into the store: queries with keys, attention's output with values.
+class Rotations:
+    """The rotation of each side on its way into the store: queries with keys, attention's output with values.
 
     Args:
         keys: Of queries and keys.
@@ -72,7 +72,7 @@ class Turns:
     values: Rotation
 
 
-def turns_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device) -> Turns:
+def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device) -> Rotations:
     """The rotations of a store: those that its option asks for, and those that belong to a tier's format.
 
     Raises:
@@ -89,4 +89,4 @@ def turns_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device) ->
             "method.pre_rope=false where the method has that option"
         )
     values: Kind = "hadamard" if "both" in asked else "none"
-    return Turns(Rotation(keys, head_dim, device), Rotation(values, head_dim, device))
+    return Rotations(Rotation(keys, head_dim, device), Rotation(values, head_dim, device))

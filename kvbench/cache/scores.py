@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from kvbench.cache.chunk_tensors import ChunkTensors
 from kvbench.cache.layout import ModelShape
 from kvbench.cache.pages import Pages
-from kvbench.cache.queries import QueryRing
-from kvbench.cache.rotation import Turns
-from kvbench.cache.tensors import Measurer, PromptTensors, SlotTensors
+from kvbench.cache.ring import QueryRing
+from kvbench.cache.rotation import Rotations
+from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
 from kvbench.kernels.operands import TierPages
 from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
@@ -20,15 +19,17 @@ class Scores:
         policy: What asks for them.
         shape: The model's shape.
         pages: Where slots and their tracked fields lie.
-        turns: What the keys and values in them took; statistics see them without.
+        rotations: What the keys and values in them took; statistics see them without.
         first_layer: The model's number of the pages' first layer.
 
     Raises:
         ValueError: The method's declarations do not go together, or the model lacks what a statistic looks at.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape, pages: Pages, turns: Turns, first_layer: int = 0) -> None:
-        self.spec, self._pages, self._turns, self._first_layer = policy.score, pages, turns, first_layer
+    def __init__(
+        self, policy: Policy, shape: ModelShape, pages: Pages, rotations: Rotations, first_layer: int = 0
+    ) -> None:
+        self.spec, self._pages, self._rotations, self._first_layer = policy.score, pages, rotations, first_layer
         self._measurer = Measurer(policy.score, shape, pages.backend)
         self.measures_slots = policy.compaction is not None and self.spec.statistic.answers("of_slots")
         _check_fit(policy, shape, self.measures_slots)
@@ -172,7 +173,7 @@ class Scores:
         """The same for one layer of a row, [1 + len(also), H, n]; heads that hold as many slots are one call."""
         pages, statistic = self._pages, self.spec.statistic
         (k,), (v,), _ = pages.backend.gather_dense(pages.pool.pages, [tier], None)
-        k, v = self._turns.keys.back(k), self._turns.values.back(v)
+        k, v = self._rotations.keys.back(k), self._rotations.values.back(v)
         q = None if self.queries is None else self.queries.of(row, layer, tokens_seen)
         fields = {name: pages.field(0, name)[tier.ids[0]].flatten(1) for name in pages.formats[0].slot.track}
         out = torch.zeros(1 + len(statistic.also), *fields["pos"].shape, device=k.device)
@@ -225,7 +226,7 @@ class Scores:
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them."""
-        return self.spec.statistic.of_token(self._turns.keys.back(k), self._turns.values.back(v))
+        return self.spec.statistic.of_token(self._rotations.keys.back(k), self._rotations.values.back(v))
 
     def add_step(
         self, tokens_seen: Tensor, prompt_tokens: Tensor, tiers: list[TierPages], reduced: list[Tensor]

@@ -2,252 +2,292 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.cache import moves
+from kvbench.cache.async_counts import Rows
 from kvbench.cache.channels import Orders
 from kvbench.cache.holding import Holding
-from kvbench.cache.homes import HomedStep
-from kvbench.cache.reads import StepReads
+from kvbench.cache.pages import Pages
+from kvbench.cache.tier_map import MappedStep, TierMap
 from kvbench.kernels.backend import FusedStep
-from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepRing, StepScores, StepTarget, TierPages
+from kvbench.kernels.format import PageFormat
+from kvbench.kernels.operands import PageChoice, ScoreUpdate, StepScores, TierPages
 from kvbench.kernels.tier_table import TierTable
-from kvbench.policy import DecodePlan
+from kvbench.policy import DecodePlan, DecodeView, ReadSpec
 
 MOST_GIVEN_BYTES = 2**27  # of scores that wait for the other layers'
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]  # layer, q, k, v, scale
+
+
+class PageSelection:
+    """The pages that one decode step reads under a policy's `ReadSpec`, and how many bytes that is.
+
+    Args:
+        spec: The policy's wishes.
+        fmt: The format of the pages, with bounds.
+        view: The view that the step was planned from.
+        held: int64 [S, L, H] slots of every list, the new token's among them.
+        first_layer: The model's number of the first of these layers.
+        most: Pages of a list at most, where the host is not to ask for the largest count.
+    """
+
+    def __init__(
+        self, spec: ReadSpec, fmt: PageFormat, view: DecodeView, held: Tensor, first_layer: int, most: int | None
+    ) -> None:
+        self._fmt, self._held = fmt, held
+        count = (view.budget_tokens(spec.budget) // spec.page_tokens).clamp(min=spec.min_pages)
+        self.choice = PageChoice(
+            count=count,
+            width=int(count.max()) if most is None else max(1, most),
+            group=spec.group_reduce,
+            dense_layers=max(0, spec.dense_layers - first_layer),
+        )
+
+    def choose(self, pages: Pages, layer: int, q: Tensor, tier: TierPages) -> TierPages:
+        """The part of a layer's tier that the queries [S, Hq, D] of the step read."""
+        choice = self.choice
+        if layer < choice.dense_layers or tier.ids.shape[-1] == 1:
+            return tier
+        return pages.backend.choose_pages(q, pages.pool.pages, tier, choice.count, choice.width, choice.group)
+
+    def totals(self) -> Tensor:
+        """fp64 [S, 2]: per row, the bytes that the step reads (slots, and the bounds of all pages of a list of which
+        some are left out) and those that it would read of everything."""
+        fmt, held = self._fmt, self._held
+        num_pages = (held + fmt.tokens_per_page - 1) // fmt.tokens_per_page
+        # Of the others, the last may not be full.
+        left_out = (num_pages - self.choice.count[:, None, None]).clamp(min=0)
+        left_out = left_out * (torch.arange(held.shape[1], device=held.device) >= self.choice.dense_layers)[:, None]
+        looked_at = num_pages * (left_out > 0)
+        slots, saved, looked = (x.sum((1, 2)).double() for x in (held, left_out * fmt.tokens_per_page, looked_at))
+        read = (slots - saved) * fmt.slot.slot_bytes + looked * fmt.bounds_bytes
+        return torch.stack([read, slots * fmt.slot.slot_bytes], 1)
 
 
 class PagedStep:
     """A decode step over pages, planned and with its slots reserved.
 
     Args:
-        holding: What holds the tokens.
-        rows: int64 [S] live rows.
-        numbers: The same as the host knows them.
-        plan: What the policy decided; None = it is asked.
+        holding: The tokens' place.
+        rows: The live rows.
+        plan: The policy's plan; None = it is asked.
+
+    Raises:
+        PoolExhausted: No page for a new slot; nothing was changed.
+        ValueError: The plan breaks a rule, or a page table is full; nothing was changed.
     """
 
-    reads: StepReads | None = None  # chooses what to read of each layer, and counts it; None = everything is read
+    reads: PageSelection | None = None  # chooses what to read of each layer, and counts it; None = everything is read
 
-    def __init__(self, holding: Holding, rows: Tensor, numbers: Sequence[int], plan: DecodePlan | None = None) -> None:
-        self._given = plan
-        self.holding, self.pages, self.rows, self.numbers = holding, holding.pages, rows, numbers
-        self.view = holding.view(rows, numbers)
+    def __init__(self, holding: Holding, rows: Rows, plan: DecodePlan | None = None) -> None:
+        self.holding, self.pages, self.rows, self._given = holding, holding.pages, rows, plan
+        self.view = holding.view(rows)
         self.tokens_seen = self.view.tokens_seen  # looked up here: it grows while the step goes on
         self.queries: list[tuple[Tensor, float]] = []  # of the layers so far, and their scales, where they are kept
-        self.lists = self.pages.lists_of(rows).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
-        self._plan()
+        self.lists = self.pages.lists_of(rows.tensor).view(len(rows), *self.pages.shape[1:])  # [S, L, H]
+        self._make_room()
 
-    def _plan(self) -> None:
-        policy, pages, lists = self.holding.policy, self.pages, self.lists.flatten()
+    def _make_room(self) -> None:
+        """Reserves the slots of the step, takes those it writes to out of shared pages, and moves what it demotes."""
+        pages, lists, reading = self.pages, self.lists.flatten(), self.holding.policy.reading
         plan = self.holding.plans.decode(self.view) if self._given is None else self._given
         self.tier = plan.tier
-        pages.grow(self.numbers, 1)
-        if pages.homes is None:
-            page, slot = moves.make_room(
-                pages,
-                lists,
-                plan,
-                own_all=policy.score.decode_update,
-                acts=policy.acts_in_decode,
-                judge=self.holding.plans.judge_step(self.view),
-            )
-        else:
-            page, slot = moves.make_room_at_home(pages, lists, len(self.rows))
+        pages.host.advance(self.rows.numbers, self.holding.most_new_slots)
+        page, slot = self._take(lists, plan) if pages.tier_map is None else self._take_mapped(lists, pages.tier_map)
         if pages.formats[self.tier].slot.track:
             pos = self.tokens_seen.repeat_interleave(pages.lists_per_row)
-            for tier, own in pages.parts_of_rows(len(self.rows), self.tier):
+            for tier, own in pages.tiers_of_rows(len(self.rows), self.tier):
                 pages.put(tier, page[own], slot[own], pos=pos[own])
         self.page, self.slot = page.view(self.lists.shape), slot.view(self.lists.shape)
-        if policy.reading is not None:
-            held = pages.held(0, self.lists)
-            self.reads = StepReads(
-                policy.reading,
-                pages.formats[0],
-                self.view,
-                held,
-                self.holding.first_layer,
-                pages.width(self.numbers, 0),
+        if reading is not None:
+            held, most = pages.held(0, self.lists), pages.width(self.rows.numbers, 0)
+            self.reads = PageSelection(reading, pages.formats[0], self.view, held, self.holding.first_layer, most)
+
+    def _take(self, lists: Tensor, plan: DecodePlan) -> tuple[Tensor, Tensor]:
+        """Page and slot in it of each list's incoming token, int64 [M], once what it displaces has gone."""
+        pages, policy, tier = self.pages, self.holding.policy, plan.tier
+        with pages.undone() as done:
+            page, slot, broken = pages.table.take(
+                lists,
+                tier,
+                plan.slot,
+                plan.demote_to,
+                plan.demote_slot,
+                acts=policy.acts_in_decode,
+                own_all=policy.score.decode_update,  # scores are added to all slots
+                done=done,
             )
+        if broken is not None:
+            self.holding.plans.judge_step(self.view)(broken)
+        if plan.slot is not None and plan.demote_to is not None:
+            for other in range(len(pages.formats)):
+                if other != tier:
+                    pages.demote(tier, other, (page[tier], slot[tier]), (page[other], slot[other]))
+        return page[tier], slot[tier]
 
-    @cached_property
-    def width(self) -> list[list[int]]:
-        """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
-        return self.pages.widths(self.lists, self.numbers)
-
-    @property
-    def strips(self) -> bool:
-        """Whether `strip` changes keys."""
-        return self.holding.rope.mode != "absolute"
-
-    def strip(self, k: Tensor) -> Tensor:
-        """The step's keys [S, H, D] as this holding takes them."""
-        return self.holding.rope.strip(k, self.tokens_seen[:, None])
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Writes the new token of one layer, attends over everything held, and adds to the scores.
-
-        Args:
-            q: [S, Hq, D]; k: [S, H, D] as `strip` gives them; v: [S, H, D].
-
-        Returns:
-            fp32 [S, Hq, D].
-        """
-        pages, scores = self.pages, self.holding.scores
-        for tier, heads in pages.parts_of(layer, self.tier):
-            chosen = (self.page[:, layer], self.slot[:, layer], k, v)
-            page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
-            of = None if pages.books is None else (layer, torch.arange(k.shape[1], device=k.device).repeat(len(k)))
-            pages.put(tier, page, slot, keys, values, distinct=True, of=of)
-            if scores.writes_tokens:
-                pages.field(tier, "score")[page, slot] = scores.of_token(keys, values)
-        tiers, _ = self.holding.layer(self.rows, layer, self.width[layer])
-        if self.reads is not None:
-            tiers = [self.reads.choose(pages, layer, q, tiers[0])]
-        self.holding.rope.turn(tiers, self.view)
-        spec = scores.spec
-        out, _, reduced = pages.backend.paged_decode(
-            q,
-            pages.pool.pages,
-            tiers,
-            None,
-            scale,
-            power=spec.power,
-            group=spec.group_reduce if spec.decode_update else None,
-        )
-        scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
-        return out
-
-    @cached_property
-    def orders(self) -> Orders | None:
-        """The orders of the rows' key channels, in all layers."""
-        return None if self.holding.channels is None else self.holding.channels.of(self.rows)
+    def _take_mapped(self, lists: Tensor, tiers: TierMap) -> tuple[Tensor, Tensor]:
+        """The same where layers or heads keep their tokens in different tiers: a new slot in every list."""
+        table, page, slot = self.pages.table, torch.empty_like(lists), torch.empty_like(lists)
+        written = []
+        with self.pages.undone() as done:
+            for tier in tiers.tiers:
+                where = tiers.where(tier, len(self.rows))
+                own = lists[where]
+                before = table.reserve(own, tier, torch.ones_like(own), at_most=len(own))
+                done.append((own, tier, before))
+                written.append((tier, where, own, before))
+            table.own([(tier, own, before) for tier, _, own, before in written])
+        for tier, where, own, before in written:
+            page[where], slot[where] = table.lookup(own, tier, before)
+        return page, slot
 
     def end(self) -> None:
         """Settles what the step changed."""
         if self.queries:
             kept = self.holding.scores.queries
             assert kept is not None, "only these are noted"
-            kept.hold_step(self.rows, self.tokens_seen, self.queries)
+            kept.hold_step(self.rows.tensor, self.tokens_seen, self.queries)
+
+    # How a layer is attended to: as the model gives it, then as pages take it, all at once or operation by operation.
+
+    def door(self) -> Attend:
+        """Attention of a layer as the model gives it: q [S, Hq, D], k and v [S, KV heads, D], post-RoPE; writes the new
+        token, attends over everything held, adds to the scores, and returns fp32 [S, Hq, D]."""
+        fused = self.fused()
+        inner = self.attend if fused is None else fused.attend
+        strips = self.strips and not (fused is not None and fused.strips)
+        if self.holding.takes_all_as_it_comes and not strips:
+            return inner
+        return partial(self._through, inner, strips)
+
+    def _through(
+        self, inner: Attend, strips: bool, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
+        holding = self.holding
+        if holding.scores.queries is not None:
+            self.queries.append((q, scale))
+        q, k, v = holding.to_pages(layer, q, k, v, self.orders)
+        if strips:
+            k = holding.rope.strip(k, self.tokens_seen[:, None])
+        return holding.rotations.values.back(inner(layer, q, k, v, scale))
+
+    @cached_property
+    def orders(self) -> Orders | None:
+        """The orders of the rows' key channels, in all layers."""
+        return None if self.holding.channels is None else self.holding.channels.of(self.rows.tensor)
+
+    @property
+    def strips(self) -> bool:
+        """Whether `attend` takes keys without their positions."""
+        return self.holding.rope.mode != "absolute"
+
+    @cached_property
+    def width(self) -> list[list[int]]:
+        """Per layer and tier, the pages to read; only a step that goes layer by layer asks."""
+        return self.pages.widths(self.lists, self.rows.numbers)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """A layer, operation by operation; q: [S, Hq, D]; k: [S, H, D], without positions where `strips`; v: [S, H,
+        D]."""
+        pages, scores, spec = self.pages, self.holding.scores, self.holding.policy.score
+        for tier, heads in pages.tiers_of_layer(layer, self.tier):
+            chosen = (self.page[:, layer], self.slot[:, layer], k, v)
+            page, slot, keys, values = (x.flatten(0, 1) if heads is None else x[:, heads].flatten(0, 1) for x in chosen)
+            of = None
+            if pages.codebooks is not None:
+                of = layer, torch.arange(k.shape[1], device=k.device).repeat(len(k))
+            pages.put(tier, page, slot, keys, values, distinct=True, of=of)
+            if scores.writes_tokens:
+                pages.field(tier, "score")[page, slot] = scores.of_token(keys, values)
+        tiers, _ = self.holding.layer(self.rows.tensor, layer, self.width[layer])
+        if self.reads is not None:
+            tiers = [self.reads.choose(pages, layer, q, tiers[0])]
+        self.holding.rope.turn(tiers, self.view)
+        group = spec.group_reduce if spec.decode_update else None
+        out, _, reduced = pages.backend.paged_decode(
+            q, pages.pool.pages, tiers, None, scale, power=spec.power, group=group
+        )
+        scores.add_step(self.tokens_seen, self.view.prompt_tokens, tiers, reduced)
+        return out
 
     # Whole layers in one call.
 
     def fused(self) -> FusedStep | None:
-        """What does a whole layer in one call, with the same `attend`; None where the backend does not cover the
-        step."""
-        if not (self.pages.backend.fuses_layers or self.pages.on_device) or self.holding.scores.writes_tokens:
+        """A step that does a whole layer in one call, with the same `attend`; None where the backend does not cover
+        it."""
+        pages, scores = self.pages, self.holding.scores
+        if scores.writes_tokens or pages.codebooks is not None:  # no such operation knows tables that belong to a layer
             return None
-        if self.holding.scores.settles and not self.pages.on_device:
-            return None
-        # In main memory no such operation chooses the pages that it reads, or keeps bounds.
-        if self.reads is not None and not self.pages.on_device:
-            return None
-        if self.pages.books is not None:  # or knows of tables that belong to a layer
-            return None
-        if self.holding.rope.mode == "pre_rope" and not self.pages.on_device:  # or rotates keys as they leave a buffer
-            return None
+        if not pages.on_device:
+            # In main memory none settles scores, chooses the pages that it reads, or rotates keys that leave a buffer.
+            looks = scores.settles or self.reads is not None or self.holding.rope.mode == "pre_rope"
+            if looks or not pages.backend.fuses_layers:
+                return None
         return self._fuse()
 
     def _fuse(self) -> FusedStep | None:
-        if (homes := self.pages.homes) is not None:
-            if homes.by_head:  # a layer's call knows one format to write in
-                return None
-            return HomedStep.of(homes, {tier: self._fuse_at(tier) for tier in homes.tiers})
-        spec = self.holding.policy.score
+        if (tiers := self.pages.tier_map) is not None:
+            steps = {tier: None if tiers.by_head else self._fuse_at(tier) for tier in tiers.tiers}
+            found = {tier: step for tier, step in steps.items() if step is not None}
+            return MappedStep(tiers, found) if len(found) == len(steps) else None  # a call knows one format to write in
+        spec, target = self.holding.policy.score, (self.tier, self.page, self.slot)
         update: ScoreUpdate | None = None
         if spec.decode_update:
             update = "replace" if spec.decode_replace else "add"
-        target = self.tier, self.page, self.slot
-        if self.pages.on_device:
-            if not self.holding.scores.settles:
-                choice = None if self.reads is None else self.reads.choice
-                return self._open_tables(self._tables, target=target, update=update, strip=self._turn, choice=choice)
-            opened = self._open_tables(self._tables, target=target, gives=True, strip=self._turn)
-            return None if opened is None else SettledStep(opened, self.pages.shape[1], self._settle)
-        tiers = [
-            self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
-            for tier in range(len(self.pages.formats))
-        ]
-        if not self.holding.rope.turn_all_layers(tiers, self.view):
-            return None
-        return self._open_layers(tiers, target=target, update=update)
+        if not self.pages.on_device:
+            named = [self._named(tier) for tier in range(len(self.pages.formats))]
+            turned = self.holding.rope.turn_all_layers(named, self.view)
+            return self._open_layers(named, target=target, update=update) if turned else None
+        if not self.holding.scores.settles:
+            choice = None if self.reads is None else self.reads.choice
+            return self._open_tables(self._tables, target=target, update=update, strip=self._stripping, choice=choice)
+        opened = self._open_tables(self._tables, target=target, gives=True, strip=self._stripping)
+        return None if opened is None else SettledStep(opened, self.pages.shape[1], self._settle)
 
     def _fuse_at(self, tier: int) -> FusedStep | None:
-        """The same for the layers that are at home in a tier; the others have no slots in it."""
+        """The same for the layers that have a tier; the others have no slots in it."""
         target = 0, self.page, self.slot
         if self.pages.on_device:
-            return self._open_tables([self._tables[tier]], target=target, strip=self._turn)
-        own = self.pages.tier(tier, self.lists, self.pages.width(self.numbers, tier))
-        if not self.holding.rope.turn_all_layers([own], self.view):
-            return None
-        return self._open_layers([own], target=target)
+            return self._open_tables([self._tables[tier]], target=target, strip=self._stripping)
+        named = [self._named(tier)]
+        return self._open_layers(named, target=target) if self.holding.rope.turn_all_layers(named, self.view) else None
+
+    def _named(self, tier: int) -> TierPages:
+        """A tier of all layers, whose pages are named by their ids."""
+        return self.pages.tier(tier, self.lists, self.pages.width(self.rows.numbers, tier))
 
     @cached_property
     def _tables(self) -> list[TierTable]:
         """The tiers as the step reads them from tables on a device."""
-        return self.pages.step_tiers(self.numbers, self.lists, partial(self.holding.rope.turn_of, self.view))
+        return self.pages.step_tiers(self.rows, self.lists, partial(self.holding.rope.turn_of, self.view))
 
     @cached_property
-    def _turn(self) -> tuple[Tensor, Tensor] | None:
-        """What takes the position out of the new token's key."""
+    def _stripping(self) -> tuple[Tensor, Tensor] | None:
+        """The angles that take the position out of the new token's key."""
         return self.holding.rope.stripping(self.tokens_seen)
 
-    def _open_layers(
-        self,
-        tiers: list[TierPages],
-        *,
-        ring: StepRing | None = None,
-        target: StepTarget | None = None,
-        update: ScoreUpdate | None = None,
-    ) -> FusedStep | None:
+    def _open_layers(self, tiers: list[TierPages], **given: Any) -> FusedStep | None:
         """Asks the backend for the step; `tiers` describe all layers, ids [S, L, H, m]."""
-        spec = self.holding.policy.score
-        return self.pages.backend.open_step(
-            self.pages.pool.pages,
-            tiers,
-            num_q_heads=self.holding.shape.num_q_heads,
-            seen=self.tokens_seen,
-            ring=ring,
-            target=target,
-            scores=StepScores(power=spec.power, group=spec.group_reduce, update=update, skip_near=spec.skip_near),
+        return self.pages.backend.open_step(self.pages.pool.pages, tiers, **self._opened(**given))
+
+    def _open_tables(self, tiers: list[TierTable], **given: Any) -> FusedStep | None:
+        """Asks a backend that keeps its own tables for the step."""
+        pages = self.pages
+        return pages.backend.open_tables(
+            pages.pool.pages, tiers, pages.shape[1:], self.rows.tensor, **self._opened(**given)
         )
 
-    def _open_tables(
-        self,
-        tiers: list[TierTable],
-        *,
-        held: tuple[Tensor, Tensor] | None = None,
-        ring: StepRing | None = None,
-        target: StepTarget | None = None,
-        update: ScoreUpdate | None = None,
-        gives: bool = False,
-        strip: tuple[Tensor, Tensor] | None = None,
-        choice: PageChoice | None = None,
-    ) -> FusedStep | None:
-        """Asks a backend that keeps its own tables for the step."""
+    def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **given: Any) -> dict[str, Any]:
+        """The operands that both take: scores that are added or replaced, or that the step `gives`, and what is
+        `given`."""
         spec = self.holding.policy.score
-        return self.pages.backend.open_tables(
-            self.pages.pool.pages,
-            tiers,
-            self.pages.shape[1:],
-            self.rows,
-            num_q_heads=self.holding.shape.num_q_heads,
-            seen=self.tokens_seen,
-            held=held,
-            ring=ring,
-            target=target,
-            scores=StepScores(
-                power=spec.power,
-                group=spec.group_reduce,
-                update=update,
-                gives=gives,
-                skip_near=0 if gives else spec.skip_near,
-            ),
-            strip=strip,
-            choice=choice,
-        )
+        near = 0 if gives else spec.skip_near
+        scores = StepScores(power=spec.power, group=spec.group_reduce, update=update, gives=gives, skip_near=near)
+        heads = self.holding.shape.num_q_heads
+        return {"num_q_heads": heads, "seen": self.tokens_seen, "target": None, "scores": scores} | given
 
     def _settle(self, first: int, given: list[Sequence[Tensor]]) -> None:
         """Brings the scores of some layers up to date, from the first of them on; of each, per tier, [S, H, n]."""

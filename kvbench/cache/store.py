@@ -8,39 +8,26 @@ heads where every one keeps a set of its own), Hq query heads, D head dim, N pro
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.async_counts import ReplayLog, Rows
 from kvbench.cache.chunks import Chunks
-from kvbench.cache.late import to_device
+from kvbench.cache.counters import CountsBeforeStep
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.ledger import Ledger
-from kvbench.cache.places import make_holding
-from kvbench.cache.prompts import Prompts
-from kvbench.cache.steps import PagedStep
-from kvbench.kernels.backend import Backend, FusedStep
+from kvbench.cache.places import make_places
+from kvbench.cache.prompts import Prompts, ScoredLayer
+from kvbench.cache.steps import Attend, PagedStep
+from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.policy import AttentionCall, DecodeView, Policy, Replay
 
 __all__ = ["CompressedStore", "PoolExhausted"]
 
-PromptWatcher = Callable[[Tensor | None, float, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The rows of steps that are captured and replayed for other rows, too.
-
-    Args:
-        numbers: The rows as the host knows them; whoever replays a step changes them in place.
-        tensor: int64 [S] the same on the device.
-    """
-
-    numbers: list[int]
-    tensor: Tensor
+PromptWatcher = Callable[[ScoredLayer, Tensor | None, float], None]  # a layer, its queries, the factor on the logits
 
 
 class CompressedStore:
@@ -55,6 +42,10 @@ class CompressedStore:
         options: Page size, byte budget, extra tracked fields.
         backend: Operations from `kvbench.kernels.dispatch.get_backend`.
         pool: Class of the page pool.
+
+    Attributes:
+        pages, counters: Those of the first place; counters are alike in all.
+        watcher: Sees what `prefill_layer` gets and scores, for a prompt cache.
 
     Raises:
         ValueError: The policy does not fit the model or the options.
@@ -73,10 +64,8 @@ class CompressedStore:
         pool: type[PagePool] = PagePool,
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
-        self.policy, self.shape = policy, shape
-        heads = shape.num_q_heads if policy.granularity == "q_head" else shape.num_kv_heads
-        self.copies = heads // shape.num_kv_heads  # of each key and value
-        self.holding = make_holding(
+        self.policy, self.shape, self.backend = policy, shape, backend
+        self.holding = make_places(
             policy,
             shape,
             rows=rows,
@@ -86,34 +75,29 @@ class CompressedStore:
             pool=pool,
         )
         first = self.holding.parts[0]
-        self.pages, self.counters = first.pages, first.counters  # of the first place
+        self.pages, self.counters, self.copies, self._scores = first.pages, first.counters, first.copies, first.scores
         self.ledger = Ledger(policy, self.holding, shape)
-        self.fit = self.ledger.fit
+        self.budget = self.ledger.budget
         for part in self.holding.parts:
-            part.fit = self.fit
+            part.budget = self.budget
         self._max_new_tokens = max_new_tokens
         self._prompts = Prompts(policy, shape, self.holding, self.ledger)
         self._chunks = Chunks(policy, shape, first, self.ledger, self._prompts)
         self._free_rows = list(range(rows))
         self._steps: list[PagedStep] = []
-        self._layers: list[PagedStep | FusedStep] = []
-        self._direct: FusedStep | None = None  # the step's only entry of `_layers`, where nothing comes before it
-        # The rows of the last step and their tensor: rows change seldom.
-        self._rows: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0, dtype=torch.int64, device=shape.device)
-        self.watcher: PromptWatcher | None = None  # sees what `prefill_layer` gets and scores, for a prompt cache
+        self._doors: list[Attend] = []
+        self._rows = Rows.of((), shape.device)  # of the last step: they change seldom
+        self.watcher: PromptWatcher | None = None
 
     @property
     def allocated_bytes(self) -> int:
         """Everything the allocator holds for the cache: pool, tables, counters, rings."""
-        return self.fit.tokens.nbytes + sum(
-            part.pages.allocated_bytes + part.counters.allocated_bytes + part.allocated_bytes
-            for part in self.holding.parts
-        )
+        return self.budget.tokens.nbytes + self.holding.allocated_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
-        return sum(part.pages.pool.num_used * part.pages.pool.page_bytes for part in self.holding.parts)
+        return self.holding.used_bytes
 
     @property
     def takes_chunks(self) -> bool:
@@ -121,8 +105,8 @@ class CompressedStore:
         return self.holding.takes_chunks
 
     def view(self, rows: Tensor) -> DecodeView:
-        """What the policy may see of rows (int64 [S])."""
-        return self.holding.view(rows)
+        """The policy's view of rows (int64 [S])."""
+        return self.holding.view(Rows(rows))
 
     # Rows.
 
@@ -137,10 +121,7 @@ class CompressedStore:
         row = self._free_rows[0]
         self._prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.ledger.open(row)
-        for part in self.holding.parts:
-            part.pages.late.collect()  # before what it says of the row that was here is forgotten
-            part.counters.open(row, instruction_tokens)
-        self.holding.forget(row)
+        self.holding.open_row(row, instruction_tokens)
         return self._free_rows.pop(0)  # last, so that whatever fails above leaves the row free
 
     def close_row(self, row: int) -> None:
@@ -151,8 +132,7 @@ class CompressedStore:
         self._chunks.forget(row)
         self._prompts.forget(row)  # first, since this needs no memory and gives some back
         self._end()
-        for part in self.holding.parts:
-            part.clear(part.lists(row))
+        self.holding.close_row(row)
         self.ledger.close(row)
         self._free_rows.append(row)
 
@@ -168,14 +148,9 @@ class CompressedStore:
         """
         row = self.open_row()
         try:
-            for part in self.holding.parts:
-                part.share(source, row)
-                if not share:
-                    part.pages.table.own_all(part.lists(row))
-                part.counters.copy(source, row)
-                part.pages.copy_bounds(source, row)
-            if self.fit.budget is not None:
-                self.fit.tokens[row] = self.fit.tokens[source]
+            self.holding.fork_row(source, row, share)
+            if self.budget.budget is not None:
+                self.budget.tokens[row] = self.budget.tokens[source]
             self.ledger.fork(source, row)
         except BaseException:
             self.close_row(row)
@@ -194,9 +169,9 @@ class CompressedStore:
             [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the policy's
             scores can use it.
         """
-        if self.holding.parts[0].scores.takes_lse:
-            return self.pages.backend.prefill_attention_with_lse(q, k, v, scale)
-        return self.pages.backend.prefill_attention(q, k, v, scale), None
+        if self._scores.takes_lse:
+            return self.backend.prefill_attention_with_lse(q, k, v, scale)
+        return self.backend.prefill_attention(q, k, v, scale), None
 
     def replay_attention(self, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor:
         """Exact attention of tokens behind an uncompressed prompt over it and themselves, causally; stores nothing.
@@ -208,7 +183,7 @@ class CompressedStore:
             fp32 [Hq, m, D].
         """
         live = torch.ones(past_k.shape[:2], dtype=torch.bool, device=q.device)
-        return self.pages.backend.chunk_attention(q, k, v, (past_k.float(), past_v.float(), live), scale)
+        return self.backend.chunk_attention(q, k, v, (past_k.float(), past_v.float(), live), scale)
 
     def prefill_layer(
         self,
@@ -229,51 +204,35 @@ class CompressedStore:
             q: [Hq, N, D] post-RoPE queries, or None where a probe is all that is looked at; k, v: [KV heads, N, D]
                 post-RoPE keys and values, uncompressed.
             scale: Factor on the attention logits.
-            call: What the model called the layer's attention with, for statistics that ask for it.
-            replays: What the passes gave that the policy's probe asks for.
-            lse: What `prompt_attention` gave beside its output; made again where it is missing and wanted, so that
+            call: The model's call of the layer's attention, for statistics that ask for it.
+            replays: Findings of the passes that the policy's probe asks for.
+            lse: As `prompt_attention` gave it beside its output; made again where it is missing and wanted, so that
                 scores do not depend on where a prompt came from.
         """
-        scores, score, last, channels = self.holding.part_of(layer)[1].scores, None, None, None
+        _, part = self.holding.part_of(layer)
+        scores, score, last, channels = part.scores, None, None, None
         if not scores.spec.only_keys_and_values:
-            own = tuple(replace(each, k=self._copied(each.k, 0)) for each in replays)
+            own = tuple(replace(each, k=part.copied(each.k, 0)) for each in replays)
             if lse is None and q is not None and scores.takes_lse:
                 _, lse = self.prompt_attention(q, k, v, scale)
-            score = scores.of_prompt(layer, q, self._copied(k, 0), self._copied(v, 0), scale, call, own, lse)
-        if scores.queries is not None and q is not None:
-            last = scores.queries.last(q, scale)
+            score = scores.of_prompt(layer, q, part.copied(k, 0), part.copied(v, 0), scale, call, own, lse)
         if q is not None:
+            last = None if scores.queries is None else scores.queries.last(q, scale)
             channels = scores.of_channels(layer, q, k, v, scale)
+        scored = ScoredLayer(k, v, score, last, channels)
         if self.watcher is not None:
-            self.watcher(q, scale, k, v, score, last, channels)
-        self.place_layer(row, layer, k, v, score, last, channels)
+            self.watcher(scored, q, scale)
+        self.place_layer(row, layer, scored)
 
-    def place_layer(
-        self,
-        row: int,
-        layer: int,
-        k: Tensor,
-        v: Tensor,
-        score: Tensor | None,
-        last: Tensor | None = None,
-        channels: Tensor | None = None,
-    ) -> None:
-        """Plans and writes one layer of a prompt whose scores are known, or follow from its keys and values.
-
-        Args:
-            k, v: [KV heads, N, D] post-RoPE keys and values, uncompressed.
-            score: fp32 [H, N] or [1 + len(also), H, N] as the policy's `ScoreSpec` says; None when it asks for none,
-                or only keys and values are looked at.
-            last: What the cache keeps of the prompt's last queries (`QueryRing.last`), or None.
-            channels: fp32 [H, D] what the key channels are worth, or None where the policy does not ask.
-        """
-        keys, values, (_, part) = self._copied(k, 0), self._copied(v, 0), self.holding.part_of(layer)
-        scores, turns = part.scores, part.turns
-        if score is None and scores.spec.only_keys_and_values:
-            score = scores.of_prompt(layer, None, keys, values, math.nan)
-        if scores.queries is not None and last is not None:
-            scores.queries.hold_prompt(row, layer - part.first_layer, last, k.shape[1])
-        self._prompts.place(row, layer, turns.keys.turn(keys), turns.values.turn(values), score, channels)
+    def place_layer(self, row: int, layer: int, scored: ScoredLayer) -> None:
+        """Plans and writes one layer of a prompt whose scores are known, or follow from its keys and values."""
+        _, part = self.holding.part_of(layer)
+        if scored.score is None and part.scores.spec.only_keys_and_values:
+            keys, values = part.copied(scored.k, 0), part.copied(scored.v, 0)
+            scored = replace(scored, score=part.scores.of_prompt(layer, None, keys, values, math.nan))
+        if part.scores.queries is not None and scored.last is not None:
+            part.scores.queries.hold_prompt(row, layer - part.first_layer, scored.last, scored.num_tokens)
+        self._prompts.place(row, layer, self._prompts.at_granularity(layer, scored))
 
     def open_chunks(self, row: int, prompt_tokens: int) -> None:
         """Says that the prompt of an empty row comes in chunks (`read_chunk`).
@@ -298,8 +257,9 @@ class CompressedStore:
         Returns:
             [Hq, n, D], fp32 or the dtype of `q`.
         """
-        self.pages.late.collect()
-        return self._chunks.read(row, layer, q, self._copied(k, 0), self._copied(v, 0), scale)
+        self.holding.collect()
+        part = self.holding.parts[0]
+        return self._chunks.read(row, layer, q, part.copied(k, 0), part.copied(v, 0), scale)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
@@ -311,25 +271,22 @@ class CompressedStore:
             fp32 [Hq, n, D].
         """
         _, part = self.holding.part_of(layer)
-        part.pages.late.collect()
+        part.pages.counts.collect()
         self.holding.forget(row)
-        own, whose = layer - part.first_layer, torch.tensor([row], device=k.device)
-        orders = None if part.channels is None else part.channels.of(whose)
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        q, k, v = (x.transpose(0, 1) for x in part.turned(own, q, k, v, orders))
-        out = part.append(row, own, q, self._copied(k, 0), self._copied(v, 0), scale)
+        own = layer - part.first_layer
+        orders = None if part.channels is None else part.channels.of(torch.tensor([row], device=k.device))
+        q, k, v = part.to_pages(own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), orders)
+        out = part.append(row, own, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), scale)
         if layer + 1 == self.shape.num_layers:
-            seen = self.counters.seen[row] + k.shape[1]
-            for each in self.holding.parts:
-                each.counters.hold(row, seen)
+            self.holding.hold(row, self.counters.seen[row] + k.shape[0])
             self.ledger.hold(row)
-        return part.turns.values.back(out)
+        return part.rotations.values.back(out)
 
     # Decode steps.
 
-    def begin_step(self, rows: Tensor | Sequence[int] | StepRows) -> None:
+    def begin_step(self, rows: Tensor | Sequence[int] | Rows) -> None:
         """Plans one decode step for all layers and heads of the rows (int64 [S], or as the host knows them), applies
-        it, and fixes where each layer will write. With `StepRows` the caller collects what the device tells the host.
+        it, and fixes where each layer will write. With `Rows` the caller collects what the device tells the host.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
@@ -338,15 +295,14 @@ class CompressedStore:
                 the step before broke one.
         """
         self._end()
-        if isinstance(rows, StepRows):
-            self._open(rows.tensor, rows.numbers)
-            return
-        for part in self.holding.parts:
-            part.pages.late.collect()
-        numbers = tuple(rows.tolist() if isinstance(rows, Tensor) else rows)
-        if numbers != self._rows[0]:
-            self._rows = numbers, to_device(numbers, self.shape.device)
-        self._open(self._rows[1], numbers)
+        if not isinstance(rows, Rows):
+            self.holding.collect()
+            numbers = tuple(rows.tolist() if isinstance(rows, Tensor) else rows)
+            if numbers != self._rows.numbers:
+                self._rows = Rows.of(numbers, self.shape.device)
+            rows = self._rows
+        self._steps = self.holding.open(rows)
+        self._doors = [step.door() for step in self._steps]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores.
@@ -357,48 +313,25 @@ class CompressedStore:
         Returns:
             fp32 [S, Hq, D].
         """
-        if self._direct is not None:
-            return self._direct.attend(layer, q, k, v, scale)
-        assert self._steps, "begin_step comes first"
+        assert self._doors, "begin_step comes first"
         index, part = self.holding.part_of(layer)
-        step, layers, own = self._steps[index], self._layers[index], layer - part.first_layer
-        if part.scores.queries is not None:
-            step.queries.append((q, scale))
-        q, k, v = part.turned(own, q, k, v, step.orders)
-        k, v = self._copied(k, 1), self._copied(v, 1)
-        if not (isinstance(layers, FusedStep) and layers.strips):
-            k = step.strip(k)
-        return part.turns.values.back(layers.attend(own, q, k, v, scale))
+        return self._doors[index](layer - part.first_layer, q, k, v, scale)
 
     def end_step(self) -> None:
         """Counts the new token and the bytes held."""
         assert self._steps, "begin_step comes first"
         for step in self._steps:
             step.end()
-            counters = step.holding.counters
-            counters.step(step.rows)
-            step.pages.late.also(partial(counters.step_on_host, step.numbers))
+            step.holding.counters.step(step.rows)
         self.ledger.step(self._steps)
-        first = self._steps[0]
-        self.holding.tell(first.rows, first.numbers)
-        for step in self._steps:
-            step.pages.late.send()
-        self._steps, self._layers, self._direct = [], [], None
-
-    def _open(self, rows: Tensor, numbers: Sequence[int]) -> None:
-        """Begins a step of rows, which the host knows as `numbers`."""
-        self._steps = self.holding.open(rows, numbers)
-        self._layers = [step.fused() or step for step in self._steps]
-        if len(self._steps) == 1 and self.copies == 1 and self._steps[0].holding.takes_all_as_it_comes:
-            step, layers = self._steps[0], self._layers[0]
-            if isinstance(layers, FusedStep) and (layers.strips or not step.strips):
-                self._direct = layers
+        self.holding.tell(self._steps[0].rows)
+        self.holding.send()
+        self._steps, self._doors = [], []
 
     def _end(self) -> None:
         """Forgets a step that is under way."""
-        self._steps, self._layers, self._direct = [], [], None
-        for part in self.holding.parts:
-            part.pages.late.drop()
+        self._steps, self._doors = [], []
+        self.holding.drop()
 
     # Steps that are captured: of a cache in one place.
 
@@ -406,20 +339,16 @@ class CompressedStore:
         """Whether the next step of rows shares no pages and evicts nothing in bulk."""
         return self.pages.on_device and self.pages.pool.others is None and not self.holding.due.may_be(numbers)
 
-    @property
-    def pages_taken(self) -> int:
-        """Pages that steps which were not waited for have taken at most, so far."""
-        return self.pages.pool.taken
-
-    def takes_pages(self, most: int) -> bool:
-        """Whether so many pages are free for sure; notes them as taken where they are."""
-        return self.pages.pool.takes(most)
-
     def has_pages_for(self, rows: int) -> bool:
         """Whether a page for every list of so many rows is free for sure, several where a ring may leave at once."""
         most = self.holding.parts[0].most_new_pages
         return self.pages.pool.surely_free >= rows * self.pages.lists_per_row * most
 
-    def _copied(self, x: Tensor, dim: int) -> Tensor:
-        """Keys or values at the store's granularity: KV heads along `dim`, each as often as it is kept."""
-        return x if self.copies == 1 else x.repeat_interleave(self.copies, dim)
+    def note_replay(self, numbers: Sequence[int], log: ReplayLog) -> None:
+        """Does what the host does in a captured step of rows, once its replay is launched."""
+        self.holding.parts[0].note_replay(numbers)
+        self.pages.counts.send_again(log)
+
+    def counts_before_step(self) -> CountsBeforeStep:
+        """A copy of the counts on the device, to be renewed before a step."""
+        return CountsBeforeStep(self.holding.parts[0].held_counts, self.counters.seen)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
-from kvbench.engine.ahead import Spoiled, Steps
 from kvbench.engine.answer import Answer
+from kvbench.engine.captured_steps import Capture
 from kvbench.engine.contexts import SharedContexts
 from kvbench.engine.conversation import Forced, next_turn
+from kvbench.engine.decode_loop import DecodeLoop, Spoiled
 from kvbench.engine.fidelity import ChoiceMeter, FidelityMeter
 from kvbench.engine.following import make_runner
 from kvbench.engine.long_logits import Logits, take
-from kvbench.engine.loop import Capture
 from kvbench.engine.needs import Needs
 from kvbench.engine.probe import plan_passes
 from kvbench.engine.prompt_cache import PromptCache
@@ -72,7 +72,7 @@ class Engine:
         self.fidelity_per_token = fidelity_per_token
         self.backend, self.shape = self.runner.backend, self.runner.shape
         self.end_ids = tuple(model.eos_token_ids)
-        self.steps = Steps(self.runner, capture)
+        self.steps = DecodeLoop(self.runner, capture)
 
     @property
     def store(self) -> CompressedStore:
@@ -81,7 +81,7 @@ class Engine:
 
     @property
     def graphs(self) -> dict[str, int]:
-        """How decode steps were made (`Steps.counts`); empty where no graphs are used, or there was no step."""
+        """How decode steps were made (`DecodeLoop.counts`); empty where no graphs are used, or there was no step."""
         return self.steps.counts if self.steps.runs and any(self.steps.counts.values()) else {}
 
     def text_of(self, ids: Sequence[int]) -> str:
@@ -105,7 +105,7 @@ class Engine:
         Args:
             requests: What to answer.
             on_outcome: Called once per (sample, repeat), as soon as the sample is finished.
-            on_step: Called after every decode step or run of steps (`engine.ahead`) with `decode_tokens_per_s`,
+            on_step: Called after every decode step or run of steps (`engine.decode_loop`) with `decode_tokens_per_s`,
                 `cache_bytes`, `live_rows`.
             sizing: Requests that the page tables are sized for, when `requests` is only a part of a run: a resumed run
                 must count the same bytes as an uninterrupted one.
@@ -139,7 +139,7 @@ class Engine:
             return
         if self.policy.byte_budget is not None:
             for request in requests:  # a budget that is too small for one stops the run before the first is read
-                self.store.fit.solve(len(request.segments[0]), self._needs.new_tokens(request))
+                self.store.budget.solve(len(request.segments[0]), self._needs.new_tokens(request))
         for begin in range(0, len(requests), size):
             self._run_group(list(requests[begin : begin + size]))
         self._contexts.close()  # it is still open where the last questions could not be answered

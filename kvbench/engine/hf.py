@@ -5,10 +5,11 @@ the new keys on without concatenating anything. `update()` hangs its layer objec
 function finds it there. Nothing is patched.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,48 +35,140 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass
-class Session:
-    """What the attention function of one forward pass has to do.
+class Session(ABC):
+    """The work of the attention function in one forward pass.
 
     Args:
-        store: Where keys and values go.
-        mode: `prefill` (one row, empty), `read` (one row, the next chunk of its prompt), `chunk` (one row with
-            history), `decode` (one token for many rows), `dense` (nothing is stored: the full-cache reference of a
-            prompt), or `replay` (behind `uncompressed`; nothing is stored either).
-        row: The row of `prefill`, `read` and `chunk`.
-        num_prompt_tokens: In `prefill`, tokens that are stored; later ones only attend, and see the uncompressed
-            prompt.
-        uncompressed: In `prefill`, what holds the prompt for the method's probe; in `replay`, the prompt.
-        held_bytes, replay_tokens: What the probe's passes held and read.
-        call: What the attention of the layer that runs was called with; None unless a statistic asks.
+        store: Takes keys and values.
+
+    Attributes:
+        call: The call of the layer's attention that runs; None unless a statistic asks.
         traces: Per layer, a tensor [batch, ...] that is finite where the layer's attention output was; looked at only
             once logits are not finite.
+        wants_calls: The calls of attention have to be handed on.
     """
 
     store: CompressedStore
-    mode: Literal["prefill", "read", "chunk", "decode", "dense", "replay"]
-    row: int = -1
-    num_prompt_tokens: int = 0
-    uncompressed: Uncompressed | None = None
-    held_bytes: int = 0
-    replay_tokens: int = 0
-    call: AttentionCall | None = None
-    traces: list[Tensor] = field(default_factory=list)
+    call: AttentionCall | None = field(default=None, init=False)
+    traces: list[Tensor] = field(default_factory=list, init=False)
+    wants_calls = False
 
-    @property
-    def wants_calls(self) -> bool:
-        """Whether what attention is called with has to be handed on."""
-        needs = self.store.policy.score.statistic.needs
-        return self.mode == "prefill" and not needs.isdisjoint({"hidden_states", "attention_call"})
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of one layer, q [B, Hq, n, D], k and v [B, H, n, D], post-RoPE; [B, Hq, n, D]."""
+
+    def trace(self, out: Tensor) -> Tensor:
+        """A tensor that is finite where the output is; all of a prompt's would be too large."""
+        return out.flatten(1).abs().amax(1)
+
+    def without_grad(self) -> AbstractContextManager:
+        """The mode that the pass runs in. A prompt makes tensors that stay and are written to later: pages of a pool
+        that grows, copies for a prompt cache."""
+        return torch.no_grad()
 
     def note(self, call: AttentionCall | None) -> None:
-        """Takes what the layer that comes next was called with."""
+        """Takes the call of the layer that comes next."""
         self.call = call
 
     def first_bad_layer(self, index: int) -> int:
         """First layer whose attention output was not finite for a row of the batch; -1 when none."""
         flags = torch.stack([~torch.isfinite(trace[index]).all().cpu() for trace in self.traces]).nonzero()
         return int(flags[0, 0]) if len(flags) else -1
+
+
+@dataclass
+class Decode(Session):
+    """One token for many rows."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.store.attend(layer, q[:, :, 0], k[:, :, 0], v[:, :, 0], scale)[:, :, None]
+
+    def trace(self, out: Tensor) -> Tensor:
+        return out
+
+    def without_grad(self) -> AbstractContextManager:
+        return torch.inference_mode()  # a step is mostly the overhead of small operations, of which it takes less
+
+
+@dataclass
+class Dense(Session):
+    """A prompt, or a text that is read with the full cache, of which nothing is stored.
+
+    Args:
+        row: The row that stores the prompt.
+        num_prompt_tokens: Tokens that are stored; later ones only attend, and see the uncompressed prompt.
+        uncompressed: Holds the prompt for the method's probe, or None.
+
+    Attributes:
+        held_bytes, replay_tokens: Bytes that the probe's passes held, and tokens that they read.
+    """
+
+    row: int = -1
+    num_prompt_tokens: int = 0
+    uncompressed: Uncompressed | None = None
+    held_bytes: int = field(default=0, init=False)
+    replay_tokens: int = field(default=0, init=False)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse = self.store.prompt_attention(q[0], k[0], v[0], scale)
+        self.keep(layer, q[0], k[0], v[0], scale, lse)
+        return out[None]
+
+    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
+        """Stores what is to be stored of a layer; q [Hq, n, D], k and v [H, n, D], lse fp32 [Hq, n]."""
+
+
+@dataclass
+class Prefill(Dense):
+    """A prompt for an empty row."""
+
+    @property
+    def wants_calls(self) -> bool:  # type: ignore[override]
+        return not self.store.policy.score.statistic.needs.isdisjoint({"hidden_states", "attention_call"})
+
+    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, lse: Tensor | None) -> None:
+        kept = self.num_prompt_tokens
+        own = q[:, :kept], k[:, :kept], v[:, :kept]
+        call = None if self.call is None else first_tokens(self.call, kept)
+        if self.uncompressed is not None:
+            self.uncompressed.hold(*own, scale, call)
+        else:
+            lse = None if lse is None else lse[:, :kept]
+            self.store.prefill_layer(self.row, layer, *own, scale, call, lse=lse)
+
+
+@dataclass
+class Replay(Session):
+    """A probe's pass behind a prompt; nothing is stored.
+
+    Args:
+        uncompressed: The prompt.
+    """
+
+    uncompressed: Uncompressed
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.uncompressed.attend(layer, q[0], k[0], v[0], scale)[None]
+
+
+@dataclass
+class PromptChunk(Session):
+    """The next chunk of a row's prompt."""
+
+    row: int
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.store.read_chunk(self.row, layer, q[0], k[0], v[0], scale)[None]
+
+
+@dataclass
+class Segment(Session):
+    """Tokens behind all that a row holds."""
+
+    row: int
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.store.append_chunk(self.row, layer, q[0], k[0], v[0], scale)[None]
 
 
 class _Layer(CacheLayerMixin):
@@ -155,31 +248,8 @@ def attention(
 
 
 def _attend(session: Session, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of one layer as the session's mode says, [B, n, Hq, D]."""
-    store, lse = session.store, None
-    if session.mode == "decode":
-        out = store.attend(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, :, None]
-    elif session.mode == "read":
-        out = store.read_chunk(session.row, layer, query[0], key[0], value[0], scale)[None]
-    elif session.mode == "chunk":
-        out = store.append_chunk(session.row, layer, query[0], key[0], value[0], scale)[None]
-    elif session.mode == "replay":
-        assert session.uncompressed is not None, "a replay needs its prompt"
-        out = session.uncompressed.attend(layer, query[0], key[0], value[0], scale)[None]
-    else:
-        own_out, lse = store.prompt_attention(query[0], key[0], value[0], scale)
-        out = own_out[None]
-    if session.mode == "prefill":
-        kept = session.num_prompt_tokens
-        own = query[0, :, :kept], key[0, :, :kept], value[0, :, :kept]
-        call = None if session.call is None else first_tokens(session.call, kept)
-        if session.uncompressed is not None:
-            session.uncompressed.hold(*own, scale, call)
-        else:
-            of_kept = None if lse is None else lse[:, :kept]
-            store.prefill_layer(session.row, layer, *own, scale, call, lse=of_kept)
-    # One token's output is kept as it is; a prompt's would be too large.
-    session.traces.append(out if session.mode == "decode" else out.flatten(1).abs().amax(1))
+    out = session.attend(layer, query, key, value, scale)
+    session.traces.append(session.trace(out))
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
@@ -372,10 +442,7 @@ def forward(
         Logits fp32 [B, num_logits, vocabulary].
     """
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
-    # A step of one token is mostly the overhead of small operations, of which inference mode takes less. A prompt also
-    # makes tensors that stay and are written to later: pages of a pool that grows, copies for a prompt cache.
-    without_grad = torch.inference_mode() if session.mode == "decode" else torch.no_grad()
-    with without_grad, calls_noted(model, session.note) if session.wants_calls else nullcontext():
+    with session.without_grad(), calls_noted(model, session.note) if session.wants_calls else nullcontext():
         out = model(
             input_ids=token_ids,
             position_ids=positions,

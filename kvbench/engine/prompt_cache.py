@@ -9,17 +9,17 @@ for all methods.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
+from kvbench.cache.prompts import ScoredLayer
 from kvbench.cache.store import CompressedStore
-from kvbench.engine.hf import Session
+from kvbench.engine.hf import Dense, Prefill
 from kvbench.engine.long_logits import Logits
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.policy import ScoreSpec
 
-# Keys, values, scores, last queries, what the key channels are worth.
-Layer = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 Queries = tuple[Tensor, float]  # queries, factor on the logits
 
 
@@ -34,32 +34,21 @@ class Recording:
 
     limit_bytes: int
     keeps_queries: bool = False
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[ScoredLayer] = field(default_factory=list)
     queries: list[Queries] = field(default_factory=list)
     num_bytes: int = 0
     overflow: bool = False
 
-    def add(
-        self,
-        q: Tensor | None,
-        scale: float,
-        k: Tensor,
-        v: Tensor,
-        score: Tensor | None,
-        last: Tensor | None = None,
-        channels: Tensor | None = None,
-    ) -> None:
-        """Copies one layer: queries [Hq, N, D], keys and values [H, N, D], scores, last queries and what channels are
-        worth, as the store was given them."""
-        measures = score, last, channels
-        held = (k, v, *measures, q) if self.keeps_queries else (k, v, *measures)
-        self.num_bytes += sum(x.nbytes for x in held if x is not None)
+    def add(self, scored: ScoredLayer, q: Tensor | None, scale: float) -> None:
+        """Copies one layer, and its queries [Hq, N, D], as the store was given them."""
+        layer, q = vars(scored), q if self.keeps_queries else None
+        self.num_bytes += sum(x.nbytes for x in (*layer.values(), q) if x is not None)
         self.overflow = self.overflow or self.num_bytes > self.limit_bytes
         try:
             if not self.overflow:
-                score, last, channels = (None if x is None else x.clone() for x in measures)
-                self.layers.append((k.clone(), v.clone(), score, last, channels))
-                if self.keeps_queries and q is not None:
+                copies: dict[str, Any] = {name: None if x is None else x.clone() for name, x in layer.items()}
+                self.layers.append(ScoredLayer(**copies))
+                if q is not None:
                     self.queries.append((q.clone(), scale))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -72,7 +61,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Entry:
-    layers: list[Layer]
+    layers: list[ScoredLayer]
     queries: list[Queries]  # empty where they are not kept
     logits: Logits
     measured: Hashable  # how scores were computed; None without scores
@@ -104,12 +93,12 @@ class PromptCache:
         self._recent: list[Hashable] = []
 
     def read(
-        self, session: Session, prompt: Hashable, forward: Callable[[], Logits], probed_with: Hashable = None
+        self, session: Dense, prompt: Hashable, forward: Callable[[], Logits], probed_with: Hashable = None
     ) -> Logits:
         """Replays a prompt into the session's row, or runs the model over it and remembers.
 
         Args:
-            session: Of mode `prefill`, or `dense`, which stores nothing.
+            session: A `Prefill`, or a `Dense`, which stores nothing.
             prompt: Everything that decides the forward pass: the model and the tokens.
             forward: Runs the model through the session.
             probed_with: What else the scores depend on where the method has a probe.
@@ -118,25 +107,25 @@ class PromptCache:
             The logits that `forward` gives, or gave.
         """
         store = session.store
-        key = (session.mode, session.num_prompt_tokens, store.pages.backend.name, prompt)
-        measured: Hashable = None if session.mode == "dense" else how_measured(store)
+        key = (type(session), session.num_prompt_tokens, store.backend.name, prompt)
+        measured: Hashable = how_measured(store) if isinstance(session, Prefill) else None
         if session.uncompressed is not None:
             measured = measured, probed_with
         entry = self._entries.get(key)
         if entry is not None and measured in (None, entry.measured):
             if session.uncompressed is not None:
                 store.ledger.note_probe(session.row, *entry.probed)
-            for layer, (k, v, *measures) in enumerate(entry.layers):
-                store.place_layer(session.row, layer, k, v, *(measures if measured else (None, None)))
+            for layer, held in enumerate(entry.layers):
+                store.place_layer(session.row, layer, held if measured else ScoredLayer(held.k, held.v))
         elif entry is not None and entry.queries and not session.wants_calls and session.uncompressed is None:
-            for layer, ((k, v, *_), (q, scale)) in enumerate(zip(entry.layers, entry.queries, strict=True)):
-                store.prefill_layer(session.row, layer, q, k, v, scale)
+            for layer, (held, (q, scale)) in enumerate(zip(entry.layers, entry.queries, strict=True)):
+                store.prefill_layer(session.row, layer, q, held.k, held.v, scale)
         else:
             return self._run(session, key, measured, forward)
         self.num_reused += 1
         return entry.logits
 
-    def _run(self, session: Session, key: Hashable, measured: Hashable, forward: Callable[[], Logits]) -> Logits:
+    def _run(self, session: Dense, key: Hashable, measured: Hashable, forward: Callable[[], Logits]) -> Logits:
         """Runs the model over a prompt and remembers what fits."""
         store = session.store
         self.num_read += 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.late import to_device
+from kvbench.cache.async_counts import to_device
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
@@ -151,7 +151,7 @@ class Runner:
                 self.close(row)
                 raise
         held = Uncompressed(self.store) if self.policy.score.probe is not None else None
-        session = hf.Session(self.store, "prefill", row, num_prompt_tokens=len(prompt), uncompressed=held)
+        session = hf.Prefill(self.store, row, len(prompt), held)
         try:
             logits = self._read(session, [*prompt, *ahead], len(ahead) + 1, tuple(closing) if held else ())
             if self.chunk is not None:
@@ -176,7 +176,7 @@ class Runner:
         self.store.open_chunks(row, len(prompt))
         begin, end = 0, len(prompt) % self.chunk or self.chunk
         while begin < len(prompt):
-            session = hf.Session(self.store, "read", row)
+            session = hf.PromptChunk(self.store, row)
             logits = self._forward(session, [prompt[begin:end]], [begin], num_logits=1)[0]
             begin, end = end, end + self.chunk
         return logits
@@ -187,7 +187,7 @@ class Runner:
         Raises:
             NotFinite: A logit is not finite.
         """
-        return self._read(hf.Session(self.store, "dense"), list(tokens), num_logits)
+        return self._read(hf.Dense(self.store), list(tokens), num_logits)
 
     def append(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer.
@@ -199,7 +199,7 @@ class Runner:
             NotFinite: A logit is not finite.
         """
         if self.store.takes_chunks:
-            session = hf.Session(self.store, "chunk", row)
+            session = hf.Segment(self.store, row)
             seen = self.store.counters.seen[row]
             return self._forward(session, [list(tokens)], [seen], num_logits=1)[0, 0]
         for token in tokens:
@@ -224,7 +224,7 @@ class Runner:
         """As `step`, but rows whose logits are not finite do not stop the others: also gives their index in `rows` and
         the first layer whose attention output was not finite (-1: none was)."""
         self.store.begin_step(rows)
-        session = hf.Session(self.store, "decode")
+        session = hf.Decode(self.store)
         positions = [self.store.counters.seen[row] for row in rows]
         logits = self._forward(session, [[token] for token in tokens], positions, num_logits=1, check=False)[:, 0]
         self.store.end_step()
@@ -273,7 +273,7 @@ class Runner:
         self.open_rows.append(row)
         return row
 
-    def _read(self, session: hf.Session, tokens: list[int], num_logits: int, closing: tuple[int, ...] = ()) -> Logits:
+    def _read(self, session: hf.Dense, tokens: list[int], num_logits: int, closing: tuple[int, ...] = ()) -> Logits:
         """Reads a prompt, or takes it from the prompt cache; logits fp32 [num_logits, vocabulary]."""
         self.probe_s = 0.0
 
@@ -290,15 +290,14 @@ class Runner:
 
         return self.prompts.read(session, (self.loaded.decides, num_logits, *tokens), forward, closing)
 
-    def _probe(self, session: hf.Session, prompt: list[int], closing: tuple[int, ...]) -> None:
+    def _probe(self, session: hf.Dense, prompt: list[int], closing: tuple[int, ...]) -> None:
         """Makes the passes that the policy's probe asks for, and then compresses the prompt."""
         probe, held, begin = self.policy.score.probe, session.uncompressed, time.perf_counter()
         assert probe is not None and held is not None
         passes = plan_passes(probe, self.loaded.tokenizer, prompt, closing, self.loaded.max_tokens)
         for each in passes:
             held.part = each.first, each.end
-            again = hf.Session(self.store, "replay", uncompressed=held)
-            self._forward(again, [list(each.tokens)], [len(prompt)], num_logits=1)
+            self._forward(hf.Replay(self.store, held), [list(each.tokens)], [len(prompt)], num_logits=1)
         session.replay_tokens = sum(len(each.tokens) for each in passes)
         session.held_bytes = held.compress(session.row, session.replay_tokens)
         self.probe_s = time.perf_counter() - begin

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.cache.ledger import Ledger
+from kvbench.cache.prompts import ScoredLayer
 from kvbench.cache.store import CompressedStore
 from kvbench.policy import ALL_QUERIES, BelowUniform, LayerTensors, Policy, Probability, ScoreSpec, Statistic
 from kvbench.sizing.shadow import Shadow, ShadowPool
@@ -116,7 +117,9 @@ def project_shares(
         raise ValueError(f"{type(policy).__name__} has {len(policy.tiers)} tiers, not {len(shares)} shares")
     row, tokens, lists = store.open_row(), prompt_tokens + new_tokens, torch.arange(store.pages.lists_per_row)
     for tier, (share, fmt) in enumerate(zip(shares, store.pages.formats, strict=True)):
-        own = lists if store.pages.homes is None else store.pages.homes.where(tier, 1)  # lists that hold any in it
+        own = (
+            lists if store.pages.tier_map is None else store.pages.tier_map.where(tier, 1)
+        )  # lists that hold any in it
         spread = ((torch.arange(len(own)) + 0.5) / max(1, len(own)) - 0.5) * fmt.tokens_per_page
         each = share * tokens * len(lists) / max(1, len(own))
         count = (each + (spread if tier % 2 else -spread)).round().long()
@@ -142,7 +145,7 @@ def _run(
         given = given * share * torch.rand(given.shape, generator=torch.Generator().manual_seed(0))
     channels = torch.zeros(heads, shape.head_dim) if policy.score.orders_channels else None
     for layer in range(shape.num_layers):
-        store.place_layer(row, layer, prompt, prompt, given, channels=channels)
+        store.place_layer(row, layer, ScoredLayer(prompt, prompt, given, channels=channels))
     rows, q, kv = torch.tensor([row]), nothing.expand(1, shape.num_q_heads, 1), nothing.expand(1, heads, 1)
     for _ in range(new_tokens):
         store.begin_step(rows)

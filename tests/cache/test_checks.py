@@ -324,7 +324,7 @@ def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, 
     row's report, names the rule."""
     policy = Newcomer()
     store, told = store_of(policy), store_of(Newcomer())
-    store.pages.late.is_late = True
+    store.pages.counts.is_late = True
     for each in (store, told):
         prefill(each)
         prefill(each, seed=1)
@@ -340,7 +340,7 @@ def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, 
     store.close_row(1)
     store.close_row(0)
     assert store.pages.pool.num_used == 0
-    store.pages.late.collect()  # it is raised once
+    store.pages.counts.collect()  # it is raised once
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_tables_on_a_device_make_a_wrong_slot_a_new_one_and_say_so(plan: Callabl
 def test_where_the_host_does_not_wait_a_wrong_prompt_is_named_when_it_was_read():
     """Not at the next step, which may never come."""
     store = store_of(Newcomer(prompt=tiers(with_one(2))))
-    store.pages.late.is_late = True
+    store.pages.counts.is_late = True
     with pytest.raises(ValueError, match=r"tier_of must hold EVICT \(-1\) or tier 0 to 1, the tiers of the method"):
         prefill(store)
 
@@ -392,7 +392,7 @@ def test_where_the_host_does_not_wait_a_later_segment_names_the_step_before():
     """Before it writes anything."""
     policy = Newcomer(acts_in_decode=False, step=lambda view: DecodePlan(slot=torch.zeros(1, LAYERS, HEADS).long()))
     store = store_of(policy)
-    store.pages.late.is_late = True
+    store.pages.counts.is_late = True
     row = prefill(store)
     step(store, [row])
     before, q, k = state(store), torch.randn(HEADS, 2, DIM), torch.randn(HEADS, 2, DIM)

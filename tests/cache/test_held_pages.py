@@ -58,7 +58,8 @@ def test_scores_are_cleared_in_the_lists_that_are_named(pages, chosen, on_device
 def test_the_host_knows_how_wide_a_step_is(pages, slots, want):
     """On a device: pages of the longest list that it was told of, at most a table's; it asks where it was not told."""
     assert pages.width([0, 1], 0) is None
-    pages.on_device, pages._longest = True, {row: [held] for row, held in enumerate(slots)}
+    pages.on_device = True
+    pages.host.learner((0, 1))(slots)
     assert pages.table.max_pages >= 3 and pages.width([0, 1], 0) == min(-(-max(slots) // 8), pages.table.max_pages)
     assert pages.width([0, 1], 0) == want or max(slots) > 24
     assert pages.width([0, 7], 0) is None and pages.width([], 0) is None
@@ -93,6 +94,6 @@ def test_a_copy_is_of_every_page(pages, copied):
         count = COUNTS[a]
         for number in (a, b):
             page, slot = pages.table.lookup(torch.full((count,), number), 0, torch.arange(count))
-            _, _, score, pos = pages.read(0, page, slot)
+            score, pos = pages.backend.read_tracked(pages.pool.pages, pages.formats[0], page, slot)
             first = sum(COUNTS[:a])
             assert pos.tolist() == list(range(first, first + count)) and score.tolist() == [1.0] * count

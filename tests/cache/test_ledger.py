@@ -220,7 +220,7 @@ def test_rows_share_what_bulk_evictions_keep_count_of():
 def test_what_is_read_between_two_answers_leaves_the_averages_alone():
     """Steps before count though the host hears of them late, and steps between two answers do not, however late."""
     store = store_of(Full(), 32)
-    row, late = run(store, 40, 0), store.pages.late
+    row, late = run(store, 40, 0), store.pages.counts
     late.is_late = True
 
     def step() -> None:

@@ -37,9 +37,9 @@ def test_the_matrix_is_orthogonal_and_spreads(dim):
     block = dim & -dim
     assert matrix[matrix != 0].abs().tolist() == pytest.approx([block**-0.5] * (dim * block))
     turn, x = Rotation("hadamard", dim), torch.randn(3, 5, dim)
-    assert torch.allclose(turn.back(turn.turn(x)), x, atol=1e-5)
-    assert turn.turn(x.half()).dtype == torch.float16
-    assert Rotation("none", dim).turn(x) is x
+    assert torch.allclose(turn.back(turn.apply(x)), x, atol=1e-5)
+    assert turn.apply(x.half()).dtype == torch.float16
+    assert Rotation("none", dim).apply(x) is x
     assert torch.equal(hadamard(dim), matrix), "every run has the same signs"
 
 
@@ -131,9 +131,7 @@ def test_a_format_may_turn_keys_alone_or_both_sides(tiny_model, turned):
     store = make_store(Uniform(tier=Tier(native=True, turned=turned)), head_dim=64)
     row, (k, v) = store.open_row(), torch.randn(2, 1, 20, 64)
     store.prefill_layer(row, 0, torch.randn(1, 20, 64), k, v, 0.125)
-    held_k, held_v, _, _ = store.pages.read(
-        0, *store.pages.table.lookup(torch.zeros(20, dtype=int), 0, torch.arange(20))
-    )
+    held_k, held_v = store.pages.read(0, *store.pages.table.lookup(torch.zeros(20, dtype=int), 0, torch.arange(20)))
     assert torch.allclose(held_k, k[0] @ hadamard(64), atol=1e-5)
     assert torch.allclose(held_v, v[0] @ hadamard(64) if turned == "both" else v[0], atol=1e-5)
 

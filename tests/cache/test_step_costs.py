@@ -14,9 +14,9 @@ from step_meter import Cost, metered, run
 
 from kvbench.bench.check_methods import Case, changes
 from kvbench.bench.choices import make_method
-from kvbench.cache.late import Tape
+from kvbench.cache.async_counts import ReplayLog, Rows
 from kvbench.cache.layout import ModelShape, StoreOptions
-from kvbench.cache.store import CompressedStore, StepRows
+from kvbench.cache.store import CompressedStore
 from kvbench.config.files import options
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.gpu import parts
@@ -74,14 +74,14 @@ def bare_step(method: str, layers: int) -> Cost:
         for row in rows:  # as if prompts had been read
             store.counters.hold(row, 24)
             store.counters.prompt_tokens[row] = 24
-        store.pages.late.tape = Tape()  # lists of any length, as in a graph
+        store.pages.counts.log = ReplayLog()  # lists of any length, as in a graph
         q, k = (torch.empty(ROWS, n, DIM, dtype=torch.bfloat16, device="meta") for n in (HEADS * GROUP, HEADS))
         there = torch.empty(ROWS, dtype=torch.int64, device="meta")
         for _ in range(2):  # the first one looks things up that do not change
             for row in rows:
                 store.holding.due.learn([row], [method == EVICTS])
             with metered(runs=False) as cost, NothingOnTheHost():
-                store.begin_step(StepRows(rows, there))
+                store.begin_step(Rows(there, rows))
                 for layer in range(layers):
                     store.attend(layer, q, k, k, 0.2)
                 store.end_step()

@@ -11,6 +11,7 @@ import torch
 from engine_helpers import answers, comparable, engine, random_tokens, request
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvbench.cache.prompts import ScoredLayer
 from kvbench.engine.prompt_cache import Recording
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.kernels.pool import PagePool, PoolExhausted
@@ -266,14 +267,14 @@ def test_a_table_that_fails_half_way_keeps_its_pages_and_its_counts(action: str)
 def test_a_prompt_cache_without_memory_lets_the_prompt_through(monkeypatch):
     """What cannot be remembered is not remembered, and what was is given back."""
     recording = Recording(10**6)
-    recording.add(torch.ones(3, 2, 3), 1.0, torch.ones(1, 2, 3), torch.ones(1, 2, 3), None)
+    recording.add(ScoredLayer(torch.ones(1, 2, 3), torch.ones(1, 2, 3)), torch.ones(3, 2, 3), 1.0)
     assert len(recording.layers) == 1
 
     def scarce(self, *rest, **more):
         raise RuntimeError(WORDS)
 
     monkeypatch.setattr(torch.Tensor, "clone", scarce)
-    recording.add(torch.ones(3, 2, 3), 1.0, torch.ones(1, 2, 3), torch.ones(1, 2, 3), None)
+    recording.add(ScoredLayer(torch.ones(1, 2, 3), torch.ones(1, 2, 3)), torch.ones(3, 2, 3), 1.0)
     assert recording.overflow and recording.layers == []
 
 

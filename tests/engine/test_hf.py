@@ -80,7 +80,7 @@ def test_a_model_that_was_cut_otherwise_is_refused():
     """Heads that are fewer than the configuration says, however they were cut, are named before anything is read."""
     shape = hf.model_shape(small_model("llama"))
     key = torch.zeros(1, 1, 1, 16)
-    key._kvbench_layer = hf._Layer(hf.Session(SimpleNamespace(shape=shape), "decode"), 3, 0)
+    key._kvbench_layer = hf._Layer(hf.Decode(SimpleNamespace(shape=shape)), 3, 0)
     with pytest.raises(hf.UnsupportedModel, match=r"layer 3 has 2 query heads on 1 KV heads, but .* says 4 on 2 for"):
         hf.attention(None, torch.zeros(1, 2, 1, 16), key, key, None)
 

@@ -10,7 +10,7 @@ from kvbench.cache.layout import Place, StoreOptions
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, placement
-from kvbench.engine.loop import StepGraphs
+from kvbench.engine.captured_steps import CapturedSteps
 from kvbench.engine.runner import Runner
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.full import Full
@@ -130,7 +130,7 @@ def test_chunks_and_captured_steps_are_of_one_place(tiny_model):
     with pytest.raises(
         ValueError, match=r"in 2 places of 1 processes; give model.device one device and .* Runner.step"
     ):
-        StepGraphs(runner)
+        CapturedSteps(runner, None)
     loaded.model.set_attn_implementation("sdpa")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_helpers import comparable, engine, random_tokens, request
 
+from kvbench.cache.prompts import ScoredLayer
 from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache, Recording
 from kvbench.methods.critical import Critical
@@ -73,8 +74,8 @@ def forwards(monkeypatch):
     plain = hf.forward
 
     def counted(model, session, *arguments):
-        if session.mode in seen:
-            seen[session.mode] += 1
+        if (name := type(session).__name__.lower()) in seen:
+            seen[name] += 1
         return plain(model, session, *arguments)
 
     monkeypatch.setattr(hf, "forward", counted)
@@ -180,10 +181,10 @@ def test_recording_never_holds_more_than_its_limit():
     """A prompt that grows over the limit is let go at once, layer by layer, not after its last layer."""
     layer = torch.zeros(2, 10, 8)
     recording = Recording(limit_bytes=3 * layer.nbytes)
-    recording.add(layer, 1.0, layer, layer, None)
+    recording.add(ScoredLayer(layer, layer), layer, 1.0)
     assert len(recording.layers) == 1 and not recording.overflow
-    recording.add(layer, 1.0, layer, layer, None)
-    recording.add(layer, 1.0, layer, layer, None)
+    recording.add(ScoredLayer(layer, layer), layer, 1.0)
+    recording.add(ScoredLayer(layer, layer), layer, 1.0)
     assert recording.overflow and not recording.layers
 
 

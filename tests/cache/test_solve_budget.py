@@ -38,7 +38,7 @@ def fullest(policy, new: int) -> tuple[int, int, int]:
         held.append(store.ledger.row_bytes(row))
     assert sum(store.ledger.itemise(row).values()) == 2 * held[-1]
     page = store.pages.pool.page_bytes + store.pages.pool.free_list.element_size()
-    return max(held), int(store.fit.tokens[row]), LISTS * page
+    return max(held), int(store.budget.tokens[row]), LISTS * page
 
 
 POLICIES = {
@@ -60,7 +60,7 @@ def test_bytes_stay_within_the_budget_and_use_it(name):
     make = POLICIES[name]
     for new in (0, 7, 50):
         with pytest.raises(ValueError, match="is too small") as refused:
-            store_of(make("1B")).fit.solve(PROMPT, new)
+            store_of(make("1B")).budget.solve(PROMPT, new)
         least = int(str(refused.value).split("method.budget=")[1].split("B")[0])
         for more in (0, 2500, 9000):
             budget = least + more
@@ -69,13 +69,13 @@ def test_bytes_stay_within_the_budget_and_use_it(name):
             assert held <= budget
             if policy.most_tokens(tokens, PROMPT, new) < PROMPT + new:
                 assert held > budget - page_each
-            fit = store_of(policy).fit
+            fit = store_of(policy).budget
             assert tokens == fit.solve(PROMPT, new)
             assert fit.bytes_of(tokens, PROMPT, new) <= budget
             if tokens < PROMPT:
                 assert fit.bytes_of(tokens + 1, PROMPT, new) > budget
         with pytest.raises(ValueError, match=f"give method.budget={least}B or more"):
-            store_of(make(f"{least - 1}B")).fit.solve(PROMPT, new)
+            store_of(make(f"{least - 1}B")).budget.solve(PROMPT, new)
 
 
 def test_bytes_are_counted_by_hand():
@@ -84,8 +84,8 @@ def test_bytes_are_counted_by_hand():
     fmt, fixed = store.pages.formats[0], sum(store.ledger.fixed_row_bytes())
     assert fixed == store.pages.table.allocated_bytes + 2 * 8 + 8
     per_list = (24 * 1024 - fixed) // (fmt.page_bytes + 4) // LISTS
-    assert store.fit.solve(PROMPT, 20) == per_list * fmt.tokens_per_page - 20
-    assert store_of(SnapKV(budget=0.5, window=4)).fit.tokens.numel() == 0
+    assert store.budget.solve(PROMPT, 20) == per_list * fmt.tokens_per_page - 20
+    assert store_of(SnapKV(budget=0.5, window=4)).budget.tokens.numel() == 0
 
 
 def test_a_fork_has_its_source_s_tokens_and_steps_keep_to_them():
@@ -96,7 +96,7 @@ def test_a_fork_has_its_source_s_tokens_and_steps_keep_to_them():
     copy = store.fork_row(row)
     rows = torch.tensor([row, copy])
     found = store.view(rows).budget_tokens(Budget.parse("9KiB"))
-    assert found.tolist() == [int(store.fit.tokens[row])] * 2 and 0 < found[0] < PROMPT
+    assert found.tolist() == [int(store.budget.tokens[row])] * 2 and 0 < found[0] < PROMPT
 
 
 def test_a_budget_of_reads_counts_slots_alone():

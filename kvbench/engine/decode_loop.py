@@ -1,10 +1,10 @@
 """The engine's decode steps: one at a time, or on a GPU a run of them that waits for nothing.
 
 In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
-host learns of them while the next step is under way (`engine.loop`). A row that ended is therefore in one step too
-many, of which nothing counts: neither tokens nor bytes nor what is measured. What the host has to have a say in is made
-one step at a time: a random choice, a token that may not come yet, thoughts with a budget, conversations, a bulk
-eviction that is due, pages that rows share, and a pool that may be too full.
+host learns of them while the next step is under way (`engine.captured_steps`). A row that ended is therefore in one
+step too many, of which nothing counts: neither tokens nor bytes nor what is measured. Made one step at a time are those
+in which the host has a say: a random choice, a token that may not come yet, thoughts with a budget, conversations, a
+bulk eviction that is due, pages that rows share, and a pool that may be too full.
 """
 
 import time
@@ -14,10 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvbench.cache.before import Before
-from kvbench.cache.late import Receiver, to_device
-from kvbench.cache.store import StepRows
-from kvbench.engine.loop import Capture, State, StepGraphs, cuda_graph
+from kvbench.cache.async_counts import Receiver, Rows, to_device
+from kvbench.cache.counters import CountsBeforeStep
+from kvbench.engine.captured_steps import Capture, CapturedSteps, State, cuda_graph
 from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner
@@ -29,7 +28,7 @@ class Spoiled(ArithmeticError):
     """Logits of a run of steps were not finite; which layer began it is known only where steps are made one by one."""
 
 
-class Steps:
+class DecodeLoop:
     """Makes the decode steps of an engine.
 
     Args:
@@ -49,17 +48,18 @@ class Steps:
         self.runs = capture is not None and runner.shape.is_whole and runner.backend.keeps_tables
         self.counts = {"replayed": 0, "eager_in_runs": 0, "one_at_a_time": 0}
         self.alone: set[str] = set()
-        self._graphs: StepGraphs | None = None
-        self._before: Before | None = None
+        self._graphs: CapturedSteps | None = None
+        self._before: CountsBeforeStep | None = None
 
     def forget(self) -> None:
         """Forgets what was captured, and the cache that it was captured of, before a new one is made."""
         self._graphs = self._before = None
 
-    def _loop(self) -> tuple[StepGraphs, Before]:
-        """What runs steps of the cache that there is now."""
+    def _loop(self) -> tuple[CapturedSteps, CountsBeforeStep]:
+        """The steps of the cache that there is now, and its counts before a step."""
         if self._graphs is None or self._before is None:
-            self._graphs, self._before = StepGraphs(self._runner, self._capture), Before(self._runner.store)
+            self._graphs = CapturedSteps(self._runner, self._capture)
+            self._before = self._runner.store.counts_before_step()
         return self._graphs, self._before
 
     def fork(self, row: int, request: Request) -> int:
@@ -101,28 +101,28 @@ class Steps:
     def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> float:
         """Makes up to so many steps, until a row has ended, and at most one more; returns tokens per second."""
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
-        late, device = self._runner.store.pages.late, self._runner.device
+        counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager = graphs.replays, graphs.eager
-        late.collect()
-        told = _Told(rows, most, device)
-        state = State(StepRows(list(numbers), to_device(numbers, device)), to_device(tokens, device), told.choose)
+        counts.collect()
+        told = _Run(rows, most, device)
+        state = State(Rows.of(list(numbers), device), to_device(tokens, device), told.choose)
         # Whether a bulk eviction is due has to be known before the next step.
         ahead = 0 if self._runner.policy.compaction else 1
         made, begin = 0, time.perf_counter()
         while made < most and not told.over and (not made or self._is_free(numbers)):
             before.note()
             state = graphs.advance(state)
-            sent = told.force(state, made, late.post)
-            late.send()
+            sent = told.force(state, made, counts.post)
+            counts.send()
             made += 1
-            late.collect(leave=ahead * sent)
+            counts.collect(leave=ahead * sent)
             told.take()
         ended = list(told.over) if told.steps < made else []
         for index in ended:
             self._runner.store.ledger.leave(numbers[index])
-        late.collect()
+        counts.collect()
         for index in ended:
-            with before.told(numbers[index]):
+            with before.restored(numbers[index]):
                 rows[index].report = self._runner.report(numbers[index])
         told.take()
         self.counts["replayed"] += graphs.replays - replays
@@ -130,7 +130,7 @@ class Steps:
         return told.num_tokens / (time.perf_counter() - begin)
 
 
-class _Told:
+class _Run:
     """What a run tells the host, and what the rows make of it.
 
     Args:

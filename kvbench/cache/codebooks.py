@@ -13,11 +13,11 @@ from kvbench.kernels.operands import Channels, TierPages
 from kvbench.policy import CodeBooks
 
 
-class Books:
-    """What a calibration found of a model, for the layers and heads of one place.
+class Codebooks:
+    """Findings of a calibration of a model, for the layers and heads of one place.
 
-    Keys are levels by the time they come to a page: what belongs to their channel is taken off before, and put on again
-    where attention reads them. All rows share the books.
+    Keys are levels by the time they come to a page: the scale of their channel is taken off before, and put on again
+    where attention reads them. All rows share them.
 
     Args:
         found: Of the whole model.

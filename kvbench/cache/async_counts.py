@@ -1,5 +1,6 @@
-"""What a device counts and the host learns later, so that a decode step never waits for the device."""
+"""Counts of a device that the host learns later, so that a decode step never waits for the device."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,22 +16,46 @@ def to_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.de
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
-@dataclass
-class Tape:
-    """What the host does in a step that was captured, to be done again in every replay.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a cache.
 
     Args:
-        effects: What it notes.
+        tensor: int64 [S] on the device that holds them.
+        numbers: The same as the host knows them; of captured steps a list, which a replay for other rows changes in
+            place. Empty = the host does not know, and asks the device for the length of lists.
+    """
+
+    tensor: Tensor
+    numbers: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], device: torch.device) -> "Rows":
+        """The rows that the host knows."""
+        return cls(to_device(numbers, device), numbers)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def on(self, device: torch.device) -> "Rows":
+        """The same rows on another device."""
+        return self if self.tensor.device == device else Rows(self.tensor.to(device), self.numbers)
+
+
+@dataclass
+class ReplayLog:
+    """Numbers that a captured step tells the host, in every replay anew.
+
+    Args:
         posts: How many numbers the device tells it, and who receives them.
         numbers: All of them, where every replay leaves them.
     """
 
-    effects: list[Callable[[], None]] = field(default_factory=list)
     posts: list[tuple[int, Callable[[], Receiver]]] = field(default_factory=list)
     numbers: Tensor | None = None
 
 
-class Late:
+class AsyncCounts:
     """Numbers on their way from the device to the host.
 
     A step posts what it counted; all of it leaves in one copy when the step ends (`send`), and the host takes it in
@@ -44,7 +69,7 @@ class Late:
     def __init__(self, is_late: bool) -> None:
         self.is_late = is_late
         self._posted: list[tuple[Tensor, Receiver]] = []
-        self.tape: Tape | None = None  # takes down what the host does in a step, while one is captured
+        self.log: ReplayLog | None = None  # of a step that is being captured
         self._sent: list[tuple[Tensor, list[tuple[int, Receiver]], torch.cuda.Event | None]] = []
 
     def post(self, numbers: Tensor, bind: Callable[[], Receiver]) -> None:
@@ -59,14 +84,8 @@ class Late:
             bind()(numbers.flatten().tolist())
             return
         self._posted.append((numbers.flatten(), bind()))
-        if self.tape is not None:
-            self.tape.posts.append((numbers.numel(), bind))
-
-    def also(self, effect: Callable[[], None]) -> None:
-        """Does what the host notes in a step, now and in every replay of it."""
-        effect()
-        if self.tape is not None:
-            self.tape.effects.append(effect)
+        if self.log is not None:
+            self.log.posts.append((numbers.numel(), bind))
 
     def send(self) -> None:
         """Starts the copy of everything that was posted."""
@@ -74,17 +93,15 @@ class Late:
             return
         posted, self._posted = self._posted, []
         numbers = torch.cat([x.long() for x, _ in posted])
-        if self.tape is not None:  # a replay's numbers lie where those of the captured step do
-            self.tape.numbers = numbers
+        if self.log is not None:  # a replay's numbers lie where those of the captured step do
+            self.log.numbers = numbers
             return
         self._start(numbers, [(x.numel(), receive) for x, receive in posted])
 
-    def send_again(self, tape: Tape, *, with_effects: bool = True) -> None:
-        """What the host does in a replay of a captured step, once it is launched."""
-        for effect in tape.effects if with_effects else ():
-            effect()
-        if tape.numbers is not None:
-            self._start(tape.numbers, [(count, bind()) for count, bind in tape.posts])
+    def send_again(self, log: ReplayLog) -> None:
+        """Starts the copy of what a replay of a captured step counted, once it is launched."""
+        if log.numbers is not None:
+            self._start(log.numbers, [(count, bind()) for count, bind in log.posts])
 
     def _start(self, numbers: Tensor, receivers: list[tuple[int, Receiver]]) -> None:
         """Starts a copy to the host, behind what the device was told so far."""
@@ -125,3 +142,44 @@ class Late:
     def drop(self) -> None:
         """Forgets what was posted and not sent, since the step that it is about did not end."""
         self._posted = []
+
+
+class HostCounts:
+    """Most slots that a list of each row holds, as far as the host knows without asking the device."""
+
+    def __init__(self) -> None:
+        self._longest: dict[int, list[int]] = {}  # by row: most slots of a list, by tier
+        self._grown: Counter[int] = Counter()  # slots that lists of a row may have got, in all
+
+    def advance(self, numbers: Sequence[int], slots: int) -> None:
+        """Notes that every list of rows may have so many slots more, in any tier."""
+        for number in numbers:
+            self._grown[number] += slots
+            if number in self._longest:
+                self._longest[number] = [held + slots for held in self._longest[number]]
+
+    def longest(self, numbers: Sequence[int], tier: int) -> int | None:
+        """Most slots of a list of rows in a tier; None where nothing is known."""
+        if not numbers or not all(number in self._longest for number in numbers):
+            return None
+        return max(self._longest[number][tier] for number in numbers)
+
+    def copy(self, source: int, number: int) -> None:
+        """Notes that a row's lists hold what another one's do."""
+        if source in self._longest:
+            self._longest[number] = list(self._longest[source])
+
+    def forget(self, number: int) -> None:
+        """Notes that nothing is known of a row's lists any more."""
+        self._longest.pop(number, None)
+
+    def learner(self, numbers: Sequence[int]) -> Receiver:
+        """A receiver of what lists of rows hold now at most: by tier, the rows' numbers."""
+        named = {number: self._grown[number] for number in numbers}
+
+        def learn(values: list[int]) -> None:
+            for index, (number, grown) in enumerate(named.items()):
+                since = self._grown[number] - grown  # by steps that began meanwhile
+                self._longest[number] = [held + since for held in values[index :: len(named)]]
+
+        return learn

@@ -1,27 +1,30 @@
-"""What a budget in bytes means in tokens: solved for, by the ledger's own counting, so that policies need not count."""
+"""A budget in bytes, solved for the tokens that it buys by the ledger's own counting: policies need not count."""
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from kvbench.cache.pages import Pages
 from kvbench.policy import Budget, Policy
 
 
-class Fit:
-    """How many tokens per list each row may keep, so that all it comes to hold stays within a budget in bytes.
+class SolvedBudget:
+    """The tokens per list that each row may keep, so that all it comes to hold stays within a budget in bytes.
 
     All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
-    list. Where lists share the budget unequally, what their last pages waste is not known before the plan, so the most
-    that it can be is taken.
+    list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
+    most that it can be is taken.
 
     Args:
         policy: Has the budget, and says how many tokens a list comes to hold.
         pages: The pages.
         fixed_bytes: Gives the bytes of a row that do not depend on its tokens.
         paged_slots: Slots of a list that lie in pages once it was given so many tokens of a prompt and so many after.
+
+    Attributes:
+        budget: None where the policy has no budget in bytes.
+        tokens: int64 [rows], empty without a budget: what `open` gave each row.
     """
 
     def __init__(
@@ -40,19 +43,18 @@ class Fit:
         """Whether it is the budget that was solved for; others, such as of reads, count slots alone."""
         return budget == self.budget
 
-    def open(self, row: int, prompt_tokens: int, new_tokens: int) -> int:
-        """Solves for a row whose prompt is about to be planned; tokens per list.
+    def of_row(self, row: int) -> int | None:
+        """Tokens per list of a row; None without a budget."""
+        return int(self.tokens[row]) if self.budget is not None else None
+
+    def open(self, row: int, prompt_tokens: int, new_tokens: int) -> None:
+        """Solves for a row whose prompt is about to be planned; does nothing without a budget.
 
         Raises:
             ValueError: The budget is too small; names the smallest.
         """
-        tokens = self.solve(prompt_tokens, new_tokens)
-        self.tokens[row] = tokens
-        return tokens
-
-    def of(self, rows: Tensor) -> Tensor:
-        """int64 [S] what `open` gave rows."""
-        return self.tokens[rows]
+        if self.budget is not None:
+            self.tokens[row] = self.solve(prompt_tokens, new_tokens)
 
     def solve(self, prompt_tokens: int, new_tokens: int) -> int:
         """Most tokens per list (their mean, where lists share the budget) that stay within the budget.
@@ -84,15 +86,15 @@ class Fit:
 
     def bytes_of(self, tokens: int, prompt_tokens: int, new_tokens: int) -> int:
         """Most bytes that a row comes to hold when its lists keep so many tokens of a prompt."""
-        pool, lists = self._pages.pool, self._pages.lists_of_model
-        per_page = min(fmt.tokens_per_page for fmt in self._pages.formats)
+        pool, pages = self._pages.pool, self._pages
+        sizes = [fmt.tokens_per_page for fmt in pages.formats]
+        lists, per_page = pages.lists_of_model, min(sizes)
         most = self._policy.most_tokens(tokens, prompt_tokens, new_tokens)
         everything = most >= prompt_tokens + new_tokens
         kept = min(tokens, prompt_tokens)
         exact, bound = self._paged(kept, most - kept)
-        sizes = [fmt.tokens_per_page for fmt in self._pages.formats]
-        counted = self._pages.at_home if self._pages.homes is not None else [(sizes.index(per_page), lists)]
-        num_pages = sum(count * -(-exact // sizes[tier]) for tier, count in counted)
+        counted = pages.lists_by_tier if pages.tier_map is not None else {sizes.index(per_page): lists}
+        num_pages = sum(count * -(-exact // sizes[tier]) for tier, count in counted.items())
         if self._policy.budget_is_mean and not everything:
             num_pages = min(
                 lists * (bound + per_page - 1) // per_page,

@@ -190,9 +190,9 @@ def test_a_budget_in_bytes_counts_each_layer():
             q, k = torch.randn(1, HEADS * GROUP, DIM, generator=make), torch.randn(1, HEADS, DIM, generator=make)
             store.attend(layer, q, k, k, SCALE)
         store.end_step()
-    tokens = int(store.fit.tokens[row])
-    assert store.ledger.row_bytes(row) <= 40 * 1024 < store.fit.bytes_of(tokens + 1, 64, 8)
-    assert tokens > store_of(SnapKV(budget="40KiB", window=4, tier="fp16")).fit.solve(64, 8)
+    tokens = int(store.budget.tokens[row])
+    assert store.ledger.row_bytes(row) <= 40 * 1024 < store.budget.bytes_of(tokens + 1, 64, 8)
+    assert tokens > store_of(SnapKV(budget="40KiB", window=4, tier="fp16")).budget.solve(64, 8)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from graph_emulator import record
 from selection import few
 
 from kvbench.bench import choices
+from kvbench.engine import hf
 from kvbench.kernels import checks
 from kvbench.models.load import load_model
 
@@ -63,6 +64,23 @@ def numbers(found: object) -> Iterator[float]:
             yield from numbers(part)
     elif found is not None:
         yield float(found)
+
+
+def test_logits_that_are_not_finite_end_a_run(loaded, monkeypatch: pytest.MonkeyPatch):
+    """Nothing of the run counts: its request is answered again step by step, which says what is wrong."""
+    plain, steps, counts = hf.forward, [], {}
+
+    def spoilt(model, session, *arguments):
+        logits = plain(model, session, *arguments)
+        steps.extend([session] if isinstance(session, hf.Decode) else [])
+        return logits * float("nan") if len(steps) > 1 else logits
+
+    monkeypatch.setattr(hf, "forward", spoilt)
+    asked = [request("spoilt", random_tokens(5), max_new_tokens=8)]
+    settings = {"backend": "triton", "capture": record, "counts": counts, "fidelity_max_tokens": 0}
+    (found,) = answers(loaded, choices.make_method("full"), asked, **settings).values()
+    assert found.status == "nan" and "not finite" in found.message
+    assert counts["eager_in_runs"] + counts["replayed"] > 0
 
 
 @pytest.mark.parametrize("method", few(METHODS, METHODS[0], METHODS[2], METHODS[7]))
