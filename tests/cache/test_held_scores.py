@@ -137,7 +137,7 @@ def test_the_ring_is_billed_and_forked():
     assert items["residual_bytes"] == 3 * 4 * DIM * 2 and items["residual_slack_bytes"] == 2 * 4 * DIM * 2
     assert items["resident_bytes"] == store.ledger.row_bytes(row)
     plain = make_store(RKV(budget=10, window=5, decode_every=0), num_q_heads=4, num_kv_heads=2, head_dim=DIM, rows=2)
-    assert store.holding.beside_bytes == 2 * 5 * 4 * DIM * 2 and plain.holding.allocated_bytes == 0
+    assert store.holding.beside_bytes == 2 * 5 * 4 * DIM * 2 and plain.holding.beside_bytes == 0
     other = store.fork_row(row)
     rings = [store.holding.scores.queries.of(r, 0, 3) for r in (row, other)]
     assert torch.equal(*rings) and rings[0].abs().sum() > 0
