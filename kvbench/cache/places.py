@@ -246,7 +246,7 @@ class SplitView(SlotsView):
 
         def found(view: PagesView) -> Tensor:
             to = view.tokens_seen.device
-            own = {name: x.to(to) if isinstance(x, Tensor) else x for name, x in conditions.items()}
+            own: dict[str, Any] = {name: x.to(to) if isinstance(x, Tensor) else x for name, x in conditions.items()}
             extreme = view._search(tier, by, **own)
             # One message, in which whole numbers are exact, too.
             return torch.stack([extreme.value.double(), extreme.slot.double(), extreme.pos.double()])
