@@ -7,6 +7,10 @@ tested in every variant, and the others in one.
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+from engine_helpers import open_settings
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from places import CONF
 
 from kvbench.policy import Policy
 
@@ -33,7 +37,12 @@ def path_of(policy: Policy) -> tuple:
     )
 
 
-def per_path(listed: list[str], policy_of: Callable[[str], Policy]) -> list:
+def method_of(name: str) -> Policy:
+    """A method at the settings of its file; what the file leaves open fits a tiny model."""
+    return instantiate(OmegaConf.load(CONF / "method" / f"{name}.yaml"), **open_settings(name))
+
+
+def per_path(listed: list[str], policy_of: Callable[[str], Policy] = method_of) -> list:
     """Methods as parameters; those whose path an earlier one walks are exhaustive."""
     found = _spread(listed, policy_of, ("",), part=())
     return [pytest.param(name, id=name, marks=marks) for name, _, marks in found]

@@ -1,7 +1,6 @@
 """Projected bytes are those that a run really holds, for every method; shapes are what they say."""
 
 import json
-import os
 import resource
 from functools import cache
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from engine_helpers import answers, open_settings, random_tokens, request
 from omegaconf import OmegaConf
+from selection import per_path
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config import files
@@ -29,7 +29,6 @@ HEADS, NEW_TOKENS = 2, 16
 BY_DATA = {"diffkv", "diffkv_artifact", "ada_snapkv", "ada_pyramidkv", "cake", "dms", "simlayerkv", "fastgen"}
 BY_DATA |= {"kvzip", "qaq"}
 METHODS = sorted(set(files.options("method")) - {"leankv"})  # another name of diffkv
-LONG = "KVBENCH_FULL_TESTS"  # set by `make test-bytes`
 
 
 def method_of(name):
@@ -74,7 +73,7 @@ def check(method, model, lengths):
             assert found.items == measured, length
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - BY_DATA))
+@pytest.mark.parametrize("method", per_path(sorted(set(METHODS) - BY_DATA)))
 def test_a_projection_is_what_a_run_holds(method):
     """At three lengths, prompt and answer, every item of the projected ledger is the measured one."""
     check(method, tiny(2), (150, 400, 700))
@@ -106,13 +105,13 @@ def test_rotated_channels_are_projected():
     assert project(method_of("turboquant_3bit"), shape, 300, 2)[1].resident_bytes < plain.resident_bytes
 
 
-@pytest.mark.parametrize("method", sorted(BY_DATA))
+@pytest.mark.parametrize("method", per_path(sorted(BY_DATA)))
 def test_a_projection_is_near_what_a_run_holds_where_data_decide(method):
     """At three lengths the projected bytes are within 1 % of the measured ones; only slack is not certain."""
     check(method, tiny(4), (1300, 1700, 2100))
 
 
-@pytest.mark.skipif(not os.environ.get(LONG), reason=f"takes minutes; `make test-bytes` sets {LONG}")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", sorted(name for name in METHODS if not open_settings(name)))
 def test_a_projection_is_what_the_embedded_model_holds(method, embedded_model):
     """The same on SmolLM2-135M, whose 90 lists leave slack little room: to the byte at any length, and where data

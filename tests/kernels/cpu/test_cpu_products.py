@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from selection import few
 
 from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu.build import BuildError
@@ -21,7 +22,7 @@ SHAPES = [(1, 1), (7, 15), (8, 16), (9, 33), (17, 64), (24, 100), (192, 576)]
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 1.01 * 2.0**-8, torch.float16: 1.01 * 2.0**-11}
 
 
-@pytest.fixture(params=[pytest.param(isa, id=isa) for isa in ISAS])
+@pytest.fixture(params=few(ISAS, *ISAS[-1:]))
 def few_rows(request, monkeypatch) -> FewRows:
     """The products of one build of the library."""
     monkeypatch.setenv(cpu_abi.ISA_VARIABLE, request.param)

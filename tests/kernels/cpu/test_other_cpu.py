@@ -1,6 +1,5 @@
 """The C++ kernels on a CPU that this machine is not: compiled for 64-bit ARM and run by an emulator."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,12 +24,12 @@ def run(compiler: str, flags: tuple[str, ...], runner: list[str], folder: Path) 
     return {" ".join(w[:2]): (w[3], [float(x) for x in w[4:]]) for w in words}
 
 
-@pytest.mark.skipif(not os.environ.get("KVBENCH_FULL_TESTS"), reason="needs a cross compiler: make test-arm")
+@pytest.mark.exhaustive
 def test_arm_writes_the_same_bytes_and_attends_alike(tmp_path: Path):
     """NEON against portable C++ here: every byte of the pages, and attention to 1e-5, which is the rounding of fp32."""
     for tool, package in ((ARM_COMPILER, "g++-aarch64-linux-gnu"), (EMULATOR, "qemu-user")):
         if not shutil.which(tool):
-            pytest.fail(f"{tool} is not on PATH; on Debian: apt-get install {package}")
+            pytest.skip(f"{tool} is not on PATH; on Debian: apt-get install {package}")
     here = run(find_compiler(), ISA_FLAGS["portable"], [], tmp_path)
     there = run(ARM_COMPILER, ("-static",), [EMULATOR], tmp_path)
     assert len(here) == len(there) == 24
