@@ -45,43 +45,45 @@ composition: ## which score with which allocation at equal bytes, every combinat
 formats: ## what each storage format loses at which bytes, as it is and rotated, into FOLDER (an hour)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/formats.py $(FOLDER)
 
-test: setup model ## install, fetch the embedded model, run every test in one process more than there are cores, at most 4 (each takes up to 3 GB)
+test: setup model ## install, fetch the embedded model, run the default tests in one process more than there are cores, at most 4 (each takes up to 3 GB)
 	@$(MAKE) --no-print-directory suite
 
 # One process more than there are cores: some tests sleep until a limit ends them, and some wait for the disk.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
-suite: ## run every test, where `make setup` was done
-	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
+PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
+suite: ## run the default tests, where `make setup` was done; show the slowest, and fail where one takes over 5 s of a processor
+	$(PYTEST) --slowest 20
 
-exhaustive: ## run what `make suite` leaves to it too: full products, other instruction sets, simulations, hostile programs (an hour)
-	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal -m ""
+exhaustive: ## run the tests that are marked `exhaustive` too: full products, all instruction sets, simulations, kills, hostile programs (an hour and more)
+	$(PYTEST) -m ""
 
 test-code: setup ## every reference of HumanEval+ and MBPP+, mutants, and every hostile program in the cage (needs the EvalPlus files; minutes)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py
+	$(PYTHON) -m pytest -q -m "" -s tests/tasks/code/test_cage*.py tests/tasks/code/test_grade_data.py
 
 test-degenerate: setup ## 10,000 degenerate answers through every grader, and texts of a million characters (minutes)
 	KVBENCH_DEGENERATE=1 $(PYTHON) -m pytest -q tests/tasks/test_degenerate_answers.py
 
 test-exact: setup model ## 2,032 tokens of the embedded model step by step beside its exact logits (minutes)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/engine/test_invariants.py -k step_by_step
+	$(PYTHON) -m pytest -q -m "" tests/engine/test_invariants.py -k step_by_step
 
 # How many kills; an hour has a thousand.
 KVBENCH_KILLS ?= 100
 test-killed: setup ## kill and disturb sweeps, builds and the model's conversion; compare with unbroken ones (KVBENCH_KILLS=100: minutes)
-	KVBENCH_FULL_TESTS=1 KVBENCH_KILLS=$(KVBENCH_KILLS) $(PYTHON) -m pytest -q -s tests/runs/test_killed_sweep.py
+	KVBENCH_KILLS=$(KVBENCH_KILLS) $(PYTHON) -m pytest -q -m "" -s tests/runs/test_killed_sweep.py
 
 test-arm: setup ## the C++ kernels compiled for 64-bit ARM and emulated (needs g++-aarch64-linux-gnu and qemu-user; half a minute)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/kernels/cpu/test_other_cpu.py
+	command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64
+	$(PYTHON) -m pytest -q -m "" tests/kernels/cpu/test_other_cpu.py
 
 test-bytes: setup ## compare projected bytes with those that SmolLM2-135M really holds, every method at three lengths (minutes)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/sizing/test_project.py
+	$(PYTHON) -m pytest -q -m "" tests/sizing/test_project.py
 
 test-launchers: setup ## sweeps and shards under joblib, Slurm's local stand-in and Ray: same samples, kills, exit codes (minutes)
 	$(PYTHON) -m pip install -q '.[cluster]'
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/cli/test_launchers.py
+	$(PYTHON) -m pytest -q -m "" tests/cli/test_launchers.py
 
 test-gpu: setup ## every method in every case on interpreted Triton kernels, or on a GPU where there is one (half an hour without)
-	KVBENCH_FULL_TESTS=1 $(PYTHON) -m pytest -q tests/bench/test_check_methods.py tests/kernels/gpu
+	$(PYTHON) -m pytest -q -m "" tests/bench/test_check_methods.py tests/kernels/gpu
 
 GPU_MINUTES ?= 9
 gpu: ## stages of the evidence on a GPU that are not done yet, as many as fit into GPU_MINUTES; again goes on (needs torch, triton and transformers alone)

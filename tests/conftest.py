@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 
 # Read once, at the first import of torch or triton. Passive waiting keeps two test processes on two cores from starving
 # each other; without a GPU the Triton kernels run in the interpreter; nothing in a test may ask the hub.
@@ -15,18 +16,80 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 
 import pytest
+import selection
 from hypothesis import HealthCheck, settings
 
 from kvbench.errors import MissingWeightsError
+from kvbench.kernels.cpu.abi import best_isa, library_for
+from kvbench.kernels.cpu.build import BuildError
 from kvbench.models.load import LoadedModel, load_model
 
 # How long a drawn case takes depends on what else the machine does, so no test fails for it.
 settings.register_profile("kvbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvbench")
+
+
+# Processor seconds that the call of a default test may take on any machine, and that of a `long` one.
+LIMIT_S, LONG_LIMIT_S = 5, 40
+TAKEN: list[tuple[float, float, str, float]] = []  # processor and wall seconds, test, limit
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option of `make suite`."""
+    said = f"show the N slowest tests; a default test beyond {LIMIT_S} s of processor time fails the run"
+    parser.addoption("--slowest", type=int, default=0, metavar="N", help=said)
+
+
+def pytest_sessionstart() -> None:
+    """Compiles the C++ kernels that default tests take once, before there are several processes to wait for them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with suppress(BuildError):
+            for isa in {"portable", best_isa()}:
+                library_for(isa)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Notes what a test takes: time on the wall says nothing where others use the machine."""
+    begun, wall = sum(os.times()[:4]), time.monotonic()  # of this process, and of its children that have ended
+    try:
+        return (yield)
+    finally:
+        limit = LONG_LIMIT_S if item.get_closest_marker("long") else LIMIT_S
+        limit = float("inf") if item.get_closest_marker("exhaustive") else limit
+        item.user_properties.append(("taken", (sum(os.times()[:4]) - begun, time.monotonic() - wall, limit)))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collects what the tests of all processes took."""
+    if report.when == "call":
+        spent, wall, limit = dict(report.user_properties)["taken"]
+        TAKEN.append((spent, wall, report.nodeid, limit))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run with a default test that takes too long, where the times are asked for."""
+    if session.config.option.slowest and session.exitstatus == 0 and any(row[0] > row[3] for row in TAKEN):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows the slowest tests, and those that take too long."""
+    if number := terminalreporter.config.option.slowest:
+        terminalreporter.section(f"{number} slowest tests: processor and wall seconds")
+        for spent, wall, test, limit in sorted(TAKEN, reverse=True)[:number]:
+            terminalreporter.line(f"{spent:6.1f} {wall:6.1f} {test}" + f"  > {limit} s, TOO LONG" * (spent > limit))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells tests whether exhaustive ones run too."""
+    selection.FULL = "not exhaustive" not in config.option.markexpr
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

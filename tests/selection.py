@@ -14,6 +14,8 @@ from places import CONF
 
 from kvbench.policy import Policy
 
+FULL = False  # tests/conftest.py: exhaustive tests run too, so that tests that choose how much they do choose all
+
 
 def few(listed: Iterable, *taken: object) -> list:
     """Cases as parameters; those that are not in `taken` are exhaustive. Tuples are the values of several arguments."""

@@ -108,6 +108,7 @@ def pip(*arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_editable_install_imports_from_anywhere(clean_copy, tmp_path):
     """An editable install finds every part in the clone it was made from, from another working folder and from the one
     that holds the clone, where a folder called kvbench is no package."""
@@ -120,6 +121,7 @@ def test_editable_install_imports_from_anywhere(clean_copy, tmp_path):
     run_probe(clean_copy, ISOLATED, prelude + f"sys.path.insert(0, {str(beside)!r})\n", cwd=beside)
 
 
+@pytest.mark.exhaustive
 def test_wheel_holds_and_imports_everything(clean_copy, tmp_path):
     """A wheel holds every module and data file of the repository, and imports without the repository."""
     pip("wheel", str(clean_copy), "--wheel-dir", str(tmp_path))
@@ -154,7 +156,7 @@ def test_another_kernels_package_wins_over_the_root_folder(tmp_path):
     assert done.stdout.strip() == "theirs"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_transformers_works_with_the_root_as_working_folder():
     """transformers does not take the root folder called kernels for the distribution."""
     script = (
@@ -211,6 +213,7 @@ BEYOND_TORCH = {
 BENCHES = ("attention", "prefill", "manager")
 
 
+@pytest.mark.exhaustive
 def test_a_machine_with_torch_and_transformers_alone_measures():
     """Kernels, cache, engine, methods, benches and random models need no library beyond torch, triton and
     transformers: everything of them is imported, and two methods answer, where the others are not installed."""

@@ -245,7 +245,7 @@ def test_equal_sweeps_share_the_work(tmp_path, start):
     assert all([session.num_done for session in record.sessions] == [30] for record in found.values())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_sweeps_in_opposite_order(tmp_path, start):
     """Three sweeps over the same runs in different orders never wait in a circle; one that is killed lets the others
     go on, and every run is whole."""

@@ -43,7 +43,7 @@ def forked(work, *words, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_jobs_in_other_processes(work):
     """One job ends well, one has a bad setting, one is killed: the end names each, shows the run that is there, and the
     code is the worst; the same command goes on, and loses nothing."""

@@ -1,7 +1,7 @@
 """Sweeps under the launchers that exist: the same samples as in sequence, the same end, and nothing lost by a kill.
 
-Every launcher starts processes that load torch, so these take minutes: KVBENCH_FULL_TESTS=1 runs them, where the
-launchers' packages are installed.
+Every launcher starts processes that load torch, so these take minutes: `make test-launchers` installs the launchers
+and runs them.
 """
 
 import hashlib
@@ -21,10 +21,7 @@ from kvbench.config import files
 from kvbench.results.journal import is_held
 from kvbench.results.sweep import sweeps
 
-pytestmark = [
-    pytest.mark.skipif(not os.environ.get("KVBENCH_FULL_TESTS"), reason="minutes; KVBENCH_FULL_TESTS=1 runs it"),
-    pytest.mark.timeout(3600),
-]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3600)]
 # 12 runs, and the full cache's of two seeds, which they share.
 SWEEP = ["method=snapkv,kivi,h2o", "seed=0,1", "protocol.max_new_tokens=4,6"]
 BAD = ["method=snapkv", "method.window=4,-4", "protocol.max_new_tokens=4"]

@@ -226,6 +226,7 @@ def summary_hash(folder):
     return RunRecord.load(folder).hash
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["normal", "skewed"])
 def test_false_verdicts_are_rare(kind):
     """A short `make simulate`: of 120 tables of twelve equal methods, in two unequal subsets of 24 samples, at most 5 %

@@ -18,8 +18,7 @@ def test_every_method_answers_alike_on_both_backends(name: str, tiny_model):
         pytest.skip(str(error))
     requests = [request("a", random_tokens(170)), request("b", random_tokens(23), max_new_tokens=12)]
     want, got = (
-        answers(tiny_model(), method_of(name), requests, batch_size=2, backend=backend)
-        for backend in ("torch", "cpu")
+        answers(tiny_model(), method_of(name), requests, batch_size=2, backend=backend) for backend in ("torch", "cpu")
     )
     for key, outcome in want.items():
         assert outcome.status == got[key].status == "ok"

@@ -209,7 +209,7 @@ def test_file_with_another_hash_is_refused(tmp_path, monkeypatch):
     assert not model_embedded.embedded_folder().exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_gguf_file_equals_the_converted_model(embedded_model, tmp_path):
     """The embedded model's file, loaded by its path, gives the same tokens and the same weights."""
     try:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from places import ROOT
+from selection import few
 
 from kvbench.engine.requests import Outcome, Request
 from kvbench.results.journal import Journal, RunLocked, run_lock
@@ -29,7 +30,8 @@ def line_of(item: dict, run: str = RUN) -> bytes:
     return write_line(item, run)
 
 
-def test_journal_cut_at_every_byte(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", few([7, 1], 7))
+def test_journal_cut_at_every_byte(tmp_path, monkeypatch, step):
     """Whatever byte a crash stops at, reading keeps every whole line, redoes the torn one, and ends with the same
     file."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of them, and no power is cut here
@@ -37,7 +39,7 @@ def test_journal_cut_at_every_byte(tmp_path, monkeypatch):
     whole = b"".join(map(line_of, records))
     ends = [len(b"".join(map(line_of, records[:i]))) for i in range(4)]
     path = tmp_path / "samples.jsonl"
-    for cut in range(len(whole) + 1):
+    for cut in sorted({*range(0, len(whole) + 1, step), *ends}):
         path.write_bytes(whole[:cut])
         journal = Journal(path, run=RUN)
         kept = max(i for i in range(4) if ends[i] <= cut)

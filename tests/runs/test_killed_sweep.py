@@ -1,7 +1,7 @@
 """What is killed, or meets a disk that refuses, again and again ends with what one that was left alone leaves.
 
 The default suite has a few kills and faults of a small sweep; KVBENCH_KILLS=1000 makes them many, of the same sweep.
-`make test-killed` (KVBENCH_FULL_TESTS=1) kills a larger sweep, KVBENCH_KILLS times, a hundred by default, and the
+`make test-killed` kills a larger sweep, KVBENCH_KILLS times, a hundred by default, and the
 conversion of the embedded model.
 """
 
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from selection import FULL
 
 from kvbench.cli.commands import compose_command
 from kvbench.evidence import compare, pareto
 
-IS_FULL = bool(os.environ.get("KVBENCH_FULL_TESTS"))
-NUM_KILLS = int(os.environ.get("KVBENCH_KILLS", "100" if IS_FULL else "4"))
-NUM_FAULTS = max(12, NUM_KILLS // 4) if IS_FULL else 3
-METHODS = ("full", "snapkv", "h2o", "kivi", "diffkv") if IS_FULL else ("full", "snapkv")
-ITEMS = 3 if IS_FULL else 1
+NUM_KILLS = int(os.environ.get("KVBENCH_KILLS", "100" if FULL else "4"))
+NUM_FAULTS = max(12, NUM_KILLS // 4) if FULL else 3
+METHODS = ("full", "snapkv", "h2o", "kivi", "diffkv") if FULL else ("full", "snapkv")
+ITEMS = 3 if FULL else 1
 NUM_RECORDS = 2 * ITEMS * len(METHODS)
 WORDS = f"-m method={','.join(METHODS)} model=random model.preset=tiny backend=torch batch_size=2 task.length=400"
 WORDS += f" task.kinds=[kv,recall] task.items={ITEMS} protocol.max_new_tokens=4"
@@ -114,7 +114,7 @@ def moment(rng, calls, whole_s):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(36000 if IS_FULL or NUM_KILLS > 100 else 600)
+@pytest.mark.timeout(36000 if FULL or NUM_KILLS > 100 else 600)
 def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys):
     """SIGKILL at random times and calls of a sweep, then one start to its end: samples, numbers and pictures are the
     unbroken sweep's, no finished sample is ever lost, and nothing else is left lying."""
@@ -143,7 +143,7 @@ def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys)
     assert num_records(cut) == NUM_RECORDS
     assert content(cut) == content(folder)
     assert not litter(cut)
-    metrics = ("score", "nll", "kl") if IS_FULL else ("nll",)
+    metrics = ("score", "nll", "kl") if FULL else ("nll",)
     assert tables(cut, tmp_path / "a", metrics) == tables(folder, tmp_path / "b", metrics)
     if NUM_KILLS >= 100:
         with capsys.disabled():
@@ -152,7 +152,7 @@ def test_killed_sweep_ends_with_the_same_tables(tmp_path, server, whole, capsys)
 
 @pytest.mark.long
 @NEEDS_SHIM
-@pytest.mark.timeout(36000 if IS_FULL else 600)
+@pytest.mark.timeout(36000 if FULL else 600)
 def test_refused_calls_end_with_one_message(tmp_path, server, whole):
     """A call that fails with EIO or ENOSPC ends a sweep with exit code 1 or 2 and one message; a write that does half
     of its work changes nothing; the next start ends with the unbroken sweep's samples, numbers and pictures."""
@@ -208,7 +208,7 @@ def names(cache):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not IS_FULL, reason="takes minutes: make test-killed")
+@pytest.mark.exhaustive
 def test_killed_conversion_is_done_again(tmp_path, server):
     """Killed at calls and times of the embedded model's conversion, the next start has the files of an unbroken one."""
     from kvbench.models import embedded

@@ -8,7 +8,6 @@ from selection import few
 from test_cpu import ISAS, needs_compiler
 
 from kvbench.kernels.backend import REFERENCE
-from kvbench.kernels.cpu import abi as cpu_abi
 from kvbench.kernels.cpu.backend import Cpu
 from kvbench.kernels.format import PageFormat, SlotFormat
 from kvbench.kernels.operands import TierPages

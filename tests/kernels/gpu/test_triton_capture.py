@@ -168,7 +168,7 @@ def test_the_checks_see_what_synchronises(device):
         make(3).cpu()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # a minute on an idle machine, over 300 s on a core that others share
 def test_kernels_compile_for_nvidia_and_amd_without_a_gpu(tmp_path):
     """One kernel of every kind, to machine code of sm_90 and gfx942; the command alone compiles many more."""

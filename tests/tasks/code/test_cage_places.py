@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from cage_users import CASES, require, somebody
+from selection import FULL
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make these surroundings")
 _NEW_USER, _NEW_PID = 0x10000000, 0x20000000
@@ -56,7 +57,6 @@ def mark():
     return f"kvbench-places-{os.getpid()}-{time.monotonic_ns()}"
 
 
-FULL = os.environ.get("KVBENCH_FULL_TESTS") == "1"
 OWN = [case for case in CASES if FULL or case.values in [("nobody", "user namespaces"), ("root", "namespaces by root")]]
 BY_ROOT = [case for case in CASES if FULL or case.values[1].endswith("by root")]
 PROBE = """

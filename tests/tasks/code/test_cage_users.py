@@ -1,6 +1,6 @@
 """Every mechanism of the cage, for root and for somebody who owns nothing: what it holds, and that nothing outlives it.
 
-By default a few hostile programs and kills; KVBENCH_FULL_TESTS=1 (`make test-code`) takes all, which lasts minutes.
+By default a few hostile programs and kills; `make test-code` takes all, which lasts minutes.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from cage_target import Target, hostile_programs
 from cage_users import CASES, finish, processes_with, require, wait_until
+from selection import FULL
 
-FULL = os.environ.get("KVBENCH_FULL_TESTS") == "1"
 KILLS = 50 if FULL else 1
 each = pytest.mark.parametrize(("user", "name"), CASES)
 

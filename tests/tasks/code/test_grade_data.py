@@ -1,6 +1,6 @@
 """Grading of the HumanEval+ and MBPP+ rows at hand: their references pass, programs that differ from them fail.
 
-By default a few rows of HumanEval+; KVBENCH_FULL_TESTS=1 takes all of both, which lasts minutes. Where
+By default a few rows of HumanEval+; `make test-code` takes all of both, which lasts minutes. Where
 KVBENCH_EVALPLUS_PYTHON names an interpreter that has the package `evalplus`, mutants must get its verdicts.
 """
 
@@ -14,18 +14,17 @@ from pathlib import Path
 
 import pytest
 from places import DATA, need_data
+from selection import FULL
 
 from kvbench.tasks.code.cage import run as cage
 from kvbench.tasks.code.cage.wire import decode
 from kvbench.tasks.code.grade import GradeResult
 from kvbench.tasks.code.grade import grade as grade_task
 
-FULL = os.environ.get("KVBENCH_FULL_TESTS") == "1"
 needs_cage = pytest.mark.skipif(cage.check_isolation().mechanism is None, reason="no isolation on this machine")
 EVALPLUS = os.environ.get("KVBENCH_EVALPLUS_PYTHON")
 FILE, MBPP_FILE = "humaneval_plus/humanevalplus.jsonl", "mbpp_plus/MbppPlus.jsonl"
 needs_data, needs_mbpp = need_data(FILE), need_data(MBPP_FILE)
-in_full_run = pytest.mark.skipif(not FULL, reason="minutes; set KVBENCH_FULL_TESTS=1")
 PASS = GradeResult("pass", True, True)
 
 
@@ -61,7 +60,7 @@ def test_every_reference_passes():
 
 @needs_cage
 @needs_mbpp
-@in_full_run
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_every_mbpp_reference_passes():
     """The canonical solutions of MBPP+ at hand, in a fence and without one; Mbpp/255 returns more than a gigabyte."""
@@ -189,7 +188,7 @@ def test_mutants_fail():
 
 @needs_cage
 @needs_data
-@in_full_run
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not EVALPLUS, reason="KVBENCH_EVALPLUS_PYTHON names no interpreter with evalplus")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["humaneval", pytest.param("mbpp", marks=needs_mbpp)])
