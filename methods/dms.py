@@ -1,6 +1,7 @@
 """DMS: a token is evicted when it leaves a window, by a threshold, so that each head keeps as many as it needs."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated
 
 import torch
@@ -52,6 +53,4 @@ class DMS(kv.Policy):
 
     def bounds(self, extent: kv.Extent) -> kv.Bounds:
         least = min(extent.prompt_tokens, self.window)
-        return kv.Bounds(
-            why="those in the window wait for their eviction, which are", prompt=(least, extent.prompt_tokens)
-        )
+        return kv.Bounds(why="those in the window wait for their eviction, which are", prompt=(least, inf))

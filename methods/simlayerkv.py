@@ -1,6 +1,7 @@
 """SimLayerKV: layers whose attention stays with the first and the newest tokens keep no others."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated
 
 import torch
@@ -64,7 +65,7 @@ class SimLayerKV(kv.Policy):
         at_prompt, at_end = (((lists - lazy) * length + lazy * min(length, limit)) / lists for length in (prompt, seen))
         return kv.Bounds(
             why=f"{lazy} lazy lists of {limit} make",
-            prompt=(min(prompt, limit), prompt),
+            prompt=(min(prompt, limit), inf),
             prompt_mean=(at_prompt, at_prompt),
             end_mean=(at_end, at_end),
         )

@@ -125,7 +125,7 @@ def of_answer(extent: Extent, budget: Budget, window: int, spare: int) -> Bounds
     if budget.unit == "bytes":
         allowed = extent.budget_tokens - prompt
     return Bounds(
-        why="protect=prompt and the budget allow",
+        why="protect=prompt keeps all, and with the budget allows",
         prompt_mean=(prompt, prompt),
         end_mean=(0, prompt + max(window, allowed) + spare),
         resident_bytes=budget.value if budget.unit == "bytes" else inf,
@@ -142,4 +142,4 @@ def quantised(extent: Extent, tiers: Sequence[int], beyond: int) -> Bounds:
     """
     least = 1 / extent.lists if extent.tokens_seen > beyond else 0
     why = "were quantised, but that should be"
-    return Bounds(why=why, tiers=tuple(tiers), in_tiers=(least, extent.tokens_seen))
+    return Bounds(why=why, tiers=tuple(tiers), in_tiers=(least, inf))

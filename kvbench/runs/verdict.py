@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import inf
 from typing import Any
 
 from kvbench.policy import Bounds, Extent, Policy, Ranked
@@ -66,7 +67,9 @@ def _at_end(bounds: Bounds, kept: Kept) -> str | None:
 
 def _said(count: float, least: float, most: float) -> str:
     """The end of a range that a count lies beyond."""
-    return f"{most:g}" if count > most or least == most else f"at least {least:g}"
+    if count > most or least == most:
+        return f"{most:g}"
+    return f"at least {least:g}" if most == inf else f"{most:g} and no fewer than {least:g}"
 
 
 def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:

@@ -53,7 +53,7 @@ def test_lists_keep_what_the_budget_allows(budget, rules, allowed):
     short = max(PAGE, rules.get("block", 1))
     assert said(allowed, allowed) is None and said(allowed, allowed - short) is None
     assert f"a head kept {allowed + 1} of 100" in said(allowed + 1, allowed)
-    assert f"allows at least {allowed - short}" in said(allowed, allowed - short - 0.25)
+    assert f"allows {allowed} and no fewer than {allowed - short}" in said(allowed, allowed - short - 0.25)
     assert said(allowed + PAGE, allowed, spare_pages=1) is None
     assert said(allowed + PAGE + 1, allowed, spare_pages=1) is not None
     assert said(allowed + 9, allowed, mean=True) is None

@@ -131,7 +131,7 @@ def test_a_protected_prompt_is_held_to_its_budget():
     assert said(3, slots_per_tier=[4 * 106]) is None
     assert "106.25 tokens per head" in said(3, slots_per_tier=[4 * 106 + 1])
     assert said(8, slots_per_tier=[4 * 109]) is None
-    assert "but protect=prompt and the budget allow 100" in said(3, prompt_slots=399)
+    assert "but protect=prompt keeps all, and with the budget allows 100" in said(3, prompt_slots=399)
     assert complaint(SnapKV(protect="prompt", decode_every=1), {}) is None
     assert complaint(H2O(budget=0.1, protect="prompt"), {"kept": kept | {"slots_per_tier": [4 * 106]}}) is None
     assert "106.25" in complaint(H2O(budget=0.1, protect="prompt"), {"kept": kept | {"slots_per_tier": [425]}})
