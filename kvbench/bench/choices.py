@@ -10,6 +10,8 @@ import yaml
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import options, path_of
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
@@ -33,7 +35,7 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     known = options(group)
     if name not in known:
         raise unknown_name(group, name, known)
-    found: dict[str, Any] = yaml.safe_load(path_of(group, name).read_text(encoding="utf-8"))
+    found = as_dict(method_settings(name) if group == "method" else read_config(path_of(group, name)))
     shared: list[str] = []
     if group == "method" and changes:  # settings that no file has to list
         from kvbench.runs.parts import policy_class

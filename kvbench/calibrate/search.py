@@ -20,8 +20,9 @@ from kvbench.calibrate.plan import Plan, Rule, split
 from kvbench.calibrate.search_verdict import Judged, judge
 from kvbench.calibrate.space import read_space
 from kvbench.calibrate.tried import Tried, Wanted, by_hand, winners, words
-from kvbench.config import durable, files
-from kvbench.config.settings import as_dict, copy_config, read_config
+from kvbench.config import durable
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict, copy_config
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.errors import check_whole, unknown_name
 from kvbench.evidence.settings import check_margin
@@ -53,7 +54,7 @@ class Proposed(Sweep):
             ValueError: The method refuses them, or is not for the model.
         """
         changed = copy_config(self.cfg)
-        changed.method = read_config(files.path_of("method", method))
+        changed.method = method_settings(method)
         return Sweep(changed, method, self.parts, folder=self.folder, prompts=self.prompts, say=self.say).trial(
             settings, task
         )

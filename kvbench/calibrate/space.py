@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from kvbench.config import files
 from kvbench.config.files import FULL, SHARED
-from kvbench.config.settings import as_dict, read_config
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 from kvbench.errors import unknown_name
 from kvbench.policy.settings import BudgetRule, TierRule
 from kvbench.rules import Choice, Declared, declared
@@ -85,7 +86,7 @@ def read_space(cfg: DictConfig) -> list[Searched]:
     for method in known:
         if method == FULL or (patterns is not None and not any(fnmatch.fnmatchcase(method, p) for p in patterns)):
             continue
-        settings = as_dict(read_config(files.path_of("method", method)))
+        settings = as_dict(method_settings(method))
         fields = declared(policy_class(settings["_target_"]))
         # What every ranking method shares is varied where a method's file lists it: else it would be most of a space.
         own = {name: field for name, field in fields.items() if name in settings or name not in SHARED}

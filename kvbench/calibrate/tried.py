@@ -13,7 +13,8 @@ from kvbench.calibrate.plan import Plan
 from kvbench.calibrate.space import Searched
 from kvbench.config import files
 from kvbench.config.files import FULL
-from kvbench.config.settings import as_dict, read_config
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 from kvbench.evidence.dominance import best_so_far
 from kvbench.results.identity import folder_name
 from kvbench.results.measures import LOSSES, RESIDENT, SCORE, score
@@ -128,7 +129,7 @@ def _settings(record: RunRecord) -> Tried | None:
     stored = dict(record.identity.get("method") or {})
     if record.method == FULL or record.method not in files.options("method"):
         return None
-    usual = as_dict(read_config(files.path_of("method", record.method)))
+    usual = as_dict(method_settings(record.method))
     if stored.pop("_target_", None) != usual.get("_target_"):
         return None
     plain = {name: value for name, value in stored.items() if name in usual and value != usual[name]}

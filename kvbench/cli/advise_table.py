@@ -11,7 +11,8 @@ from rich.text import Text
 from kvbench.cli.advice import ADVISED, ELSEWHERE, FAR, MEANING, OPEN, RANKS, TOO_LARGE, UNMEASURED, Advice, Asked
 from kvbench.config import files
 from kvbench.config.files import FULL
-from kvbench.config.settings import as_dict, read_config
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 from kvbench.show import terminal
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import NO_INTERVAL, number
@@ -26,7 +27,7 @@ def own_settings(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a stored run that differ from its method's configuration."""
     if method not in files.options("method"):
         return {}
-    usual = as_dict(read_config(files.path_of("method", method)))
+    usual = as_dict(method_settings(method))
     return {name: value for name, value in stored.items() if name in usual and value != usual[name]}
 
 

@@ -96,15 +96,15 @@ def declared_help(group: str, name: str, path: Path, width: int) -> str:
 def method_help(name: str, width: int = 80) -> str:
     """A method: what it does, its settings with type, range, unit and default, its source, and where it differs."""
     from kvbench.cli import method_table
-    from kvbench.config.settings import read_config
+    from kvbench.config.methods import method_settings
     from kvbench.rules import declared
     from kvbench.runs.parts import make_policy
 
     path = files.path_of("method", name)
-    policy = make_policy(read_config(path))
+    policy = make_policy(method_settings(name))
     kind = type(policy)
     doc = inspect.getdoc(kind) or ""
-    listed, meaning, rules = method_table.settings_of(path), method_table.meanings(kind), declared(kind)
+    listed, meaning, rules = method_table.settings_of(name), method_table.meanings(kind), declared(kind)
     lines = [f"method={name}", "", *_wrap(doc.split("\n\nArgs:")[0], width), ""]
     lines.append("settings (method.KEY=VALUE)")
     for key, default in _defaults(kind, listed).items():

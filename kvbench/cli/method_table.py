@@ -3,15 +3,14 @@
 import inspect
 import re
 from dataclasses import Field, fields
-from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
 from kvbench.config import files as listing
 from kvbench.config.files import BY_LAYER, SHARED
-from kvbench.config.settings import read_config
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 from kvbench.kernels.format import PageFormat
 from kvbench.policy import ALL_QUERIES, ByLayer, Compaction, Policy, Ranked, Scored
 from kvbench.runs.parts import make_policy
@@ -135,16 +134,9 @@ def meanings(kind: type[Policy]) -> dict[str, str]:
     return found
 
 
-def settings_of(path: Path) -> dict[str, object]:
-    """The settings that a method's YAML file lists, in its order.
-
-    Raises:
-        ValueError: The file lists none.
-    """
-    listed = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(listed, dict):
-        raise ValueError(f"{path} lists no settings; write _target_ and one line for each")
-    return {str(key): value for key, value in listed.items() if key != "_target_"}
+def settings_of(name: str) -> dict[str, object]:
+    """The settings of a method, those aside that all share and its file does not list."""
+    return {key: value for key, value in as_dict(method_settings(name)).items() if key != "_target_"}
 
 
 def yaml_value(value: object) -> str:
@@ -197,7 +189,7 @@ def render() -> str:
     what, whence, details = [], [], []
     for name, summary in listing.options("method").items():
         path = listing.conf_folder() / "method" / f"{name}.yaml"
-        policy, link = make_policy(read_config(path)), f"[{name}](#{name})"
+        policy, link = make_policy(method_settings(name)), f"[{name}](#{name})"
         doc = inspect.getdoc(type(policy)) or ""
         precision = ", ".join(tier.name for tier in policy.tiers)
         what.append([link, summary, precision, policy.scope, acts(policy), scored(policy), memory(policy)])
@@ -205,7 +197,7 @@ def render() -> str:
         whence.append([link, sources[0], section(doc, "Differs")])
         meaning = meanings(type(policy))
         settings = "\n".join(
-            f"- `{key}={yaml_value(value)}`: {meaning.get(key, '')}" for key, value in settings_of(path).items()
+            f"- `{key}={yaml_value(value)}`: {meaning.get(key, '')}" for key, value in settings_of(name).items()
         )
         text = " ".join(doc.split("\n\nArgs:")[0].split())
         if shared(type(policy)):

@@ -15,8 +15,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config import files
+from kvbench.config import files, methods
 from kvbench.errors import unknown_name, unknown_setting
+
+READER = methods.FileConfigSource  # what Hydra reads files with from now on
 
 
 def compose(overrides: Sequence[str], *, name: str = "config", with_choices: bool = False) -> DictConfig:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvbench.cache.layout import StoreOptions
-from kvbench.config import files
 from kvbench.config.files import FULL
-from kvbench.config.settings import as_dict, read_config, read_settings
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict, read_settings
 from kvbench.results import tracking
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
@@ -127,7 +127,7 @@ class RunConfig:
         one would only make it fail. Nothing is rotated, so that one reference serves runs with and without. Prompts are
         read as in the experiment: in chunks, the full cache is the same but for the rounding of its pages.
         """
-        method = as_dict(read_config(files.conf_folder() / "method" / f"{FULL}.yaml"))
+        method = as_dict(method_settings(FULL))
         return replace(self, method=method, store=replace(self.store, budget_bytes=None, rotation="none"))
 
     def settings(self) -> dict[str, Any]:

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from fake_parts import altered
 from graded import Bench, gentle, make_cfg, smaller
-from omegaconf import OmegaConf
 
 from kvbench.calibrate.choose import Measured, accepts, choose, evaluate, loss
 from kvbench.calibrate.command import main
 from kvbench.calibrate.measure import Sweep, Trial
 from kvbench.calibrate.plan import Rule, read_plan, split
-from kvbench.config import files as listing
+from kvbench.config.methods import method_settings
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.requests import Request
 from kvbench.runs.parts import Loaders
@@ -199,7 +198,7 @@ def test_points_equal_fresh_runs(tmp_path, tiny_model):
     bench.requests = requests
     task = bench.load_task(None, None, limit=9, seed=0, protocol=None)
     cfg = make_cfg(tmp_path, batch_size=2)
-    cfg.method = OmegaConf.load(listing.conf_folder() / "method" / "diffkv.yaml")
+    cfg.method = method_settings("diffkv")
     cfg.method.window = 8
     for name in ("what", "calibrate", "_choices_"):  # the command's own, which are no settings of a run
         cfg.pop(name, None)

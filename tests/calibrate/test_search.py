@@ -13,8 +13,8 @@ from kvbench.calibrate.search import main
 from kvbench.calibrate.tried import by_hand
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as cli
-from kvbench.config.files import path_of
-from kvbench.config.settings import as_dict, read_config
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 
 optuna = pytest.importorskip("optuna")
 
@@ -118,7 +118,7 @@ def test_nsga2_searches_too(tmp_path, capsys):
 def test_settings_made_by_hand_are_those_of_the_stored_runs(tmp_path):
     """The frontier of the stored runs comes first; failed runs, the full cache, and a class that is not the method's
     are no settings to beat."""
-    usual = as_dict(read_config(path_of("method", "snapkv")))
+    usual = as_dict(method_settings("snapkv"))
     scores = yes_no(0.7, {"a": 12})
     for budget, ratio, nll in ((0.5, 0.5, 0.2), (0.25, 0.25, 0.4), (0.3, 0.6, 0.5)):
         folder = store(tmp_path, "snapkv", scores, settings=usual | {"budget": budget}, ratio=ratio, nll=nll)

@@ -5,6 +5,7 @@ from omegaconf import OmegaConf
 
 from kvbench.calibrate.space import read_space
 from kvbench.config import files
+from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.minikv import MiniKV
@@ -57,7 +58,7 @@ def test_every_proposal_can_be_made(end):
     for item in read_space(search()):
         if not any(knob.high for knob in item.knobs):
             continue
-        cfg = read_config(files.path_of("method", item.method))
+        cfg = method_settings(item.method)
         for name, value in item.suggest(Corner(end)).items():
             cfg[name] = value
         make_policy(cfg)

@@ -13,8 +13,8 @@ from kvbench.cli.advise import read_tokens
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main
 from kvbench.config.compose import compose
-from kvbench.config.files import path_of
-from kvbench.config.settings import as_dict, read_config
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 from kvbench.runs.parts import make_policy
 from kvbench.sizing.project import project
 from kvbench.sizing.shapes import find_shape
@@ -26,7 +26,7 @@ WORDS = ["advise", f"model={MODEL}", "context=1k", "batch=4", "margin=0.05", "re
 def run(root, method, scores, **changes):
     """A stored run of one of kvbench's own methods; `model`, `task`, ... as `store` takes them, the rest settings."""
     where = {key: changes.pop(key) for key in ("model", "task", "statuses", "status") if key in changes}
-    settings = as_dict(read_config(path_of("method", method))) | changes
+    settings = as_dict(method_settings(method)) | changes
     return store(root, method, scores, settings=settings, **({"model": MODEL} | where))
 
 
@@ -85,9 +85,9 @@ def test_bytes_are_those_of_the_model_and_the_length(results, capsys):
     rows, _, _ = advise(capsys, results)
     shape = find_shape(MODEL).store_shape
     for method in ("snapkv", "int8", "full"):
-        one, _ = project(make_policy(read_config(path_of("method", method))), shape, 1024 - 64, 64)
+        one, _ = project(make_policy(method_settings(method)), shape, 1024 - 64, 64)
         assert f"{4 * one.resident_bytes / 1e6:.3g} MB" in rows[method].replace("  ", " ")
-    held, _ = project(make_policy(read_config(path_of("method", "snapkv"))), shape, 1024 - 64, 64)
+    held, _ = project(make_policy(method_settings("snapkv")), shape, 1024 - 64, 64)
     rows, said, _ = advise(capsys, results, f"memory={4 * held.resident_bytes - 1}")
     assert rows["snapkv"].endswith("too large") and rows["full"].endswith("too large")
     assert "The full cache does not fit." in said and "so none is advised" in said

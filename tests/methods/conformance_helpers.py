@@ -19,6 +19,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from places import CONF
 
+from kvbench.config.methods import method_settings
 from kvbench.policy import EVICT, Budget, CompactPlan, DecodePlan, Policy, PrefillPlan
 from kvbench.rules import declared
 from kvbench.runs.parts import policy_class
@@ -52,7 +53,7 @@ def settings_of(case: str):
 @cache
 def _settings_of(case: str):
     name, _, also = case.partition(" ")
-    listed = OmegaConf.load(FOLDER / f"{name}.yaml")
+    listed = method_settings(name)
     unknown = set(parsed(also)) - fields_of(name)
     assert not unknown, (
         f"conf/method/{name}.yaml has no setting {sorted(unknown)}, which its line '# also: {also}' changes"

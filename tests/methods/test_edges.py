@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conformance_helpers import FOLDER, METHODS
-from omegaconf import OmegaConf
+from conformance_helpers import METHODS
 from store_helpers import held_positions, make_store, prefill_view
 from test_diffkv_artifact import HIGH, LOW, policy_of, store_of
 
+from kvbench.config.methods import method_settings
 from kvbench.methods.ada_snapkv import AdaSnapKV
 from kvbench.methods.critical import Critical
 from kvbench.methods.diffkv import DiffKV
@@ -56,7 +56,7 @@ CONSTANTS = {
 @pytest.mark.parametrize("name", sorted(CONSTANTS))
 def test_the_files_have_the_sources_constants(name):
     """The settings file gives the numbers that stand in the source it names."""
-    listed = OmegaConf.load(FOLDER / f"{name}.yaml")
+    listed = method_settings(name)
     assert name in METHODS and {key: listed[key] for key in CONSTANTS[name]} == CONSTANTS[name]
 
 

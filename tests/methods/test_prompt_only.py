@@ -3,7 +3,8 @@
 from engine_helpers import open_settings
 
 from kvbench.config import files
-from kvbench.config.settings import as_dict, read_config
+from kvbench.config.methods import method_settings
+from kvbench.config.settings import as_dict
 from kvbench.runs.parts import make_policy
 
 # By the papers: these choose among the prompt's tokens once, and store all tokens in 16 bits.
@@ -16,7 +17,7 @@ PROMPT_ONLY = {
 
 def made(name, **changes):
     """The policy of a method's own file."""
-    return make_policy(as_dict(read_config(files.path_of("method", name))) | open_settings(name) | changes)
+    return make_policy(as_dict(method_settings(name)) | open_settings(name) | changes)
 
 
 def test_which_methods_act_on_the_prompt_alone() -> None:

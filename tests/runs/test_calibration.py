@@ -9,6 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from kvbench.config import files as listing
+from kvbench.config.methods import method_settings
 from kvbench.methods.diffkv import DiffKV
 from kvbench.runs import calibration
 from kvbench.runs.config import RunConfig
@@ -20,7 +21,7 @@ MODEL = type("Model", (), {"name": "tiny", "fingerprint": "ab" * 32, "dtype": to
 
 def method_cfg(**changes):
     """DiffKV's group as a run composes it."""
-    cfg = OmegaConf.load(listing.conf_folder() / "method" / "diffkv.yaml")
+    cfg = method_settings("diffkv")
     return OmegaConf.merge(cfg, {"calibration": None} | changes)
 
 
@@ -177,7 +178,7 @@ def test_shipped_files_are_found_by_name(write, monkeypatch, tmp_path):
 def test_every_shipped_file_builds_its_method(name):
     """A file that comes with kvbench fits the method it names, at that method's YAML settings."""
     found = calibration.load(name)
-    cfg = OmegaConf.load(listing.conf_folder() / "method" / f"{found.content['method']}.yaml")
+    cfg = method_settings(found.content["method"])
     policy = make_policy(OmegaConf.merge(cfg, {"calibration": name}))
     assert {key: getattr(policy, key) for key in found.settings} == found.settings
     assert found.content["confirmed"]

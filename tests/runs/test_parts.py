@@ -4,6 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench.config import files as listing
+from kvbench.config.methods import method_settings
 from kvbench.runs.config import RunConfig, read_bytes
 from kvbench.runs.parts import Loaders, make_engine, make_policy
 
@@ -11,7 +12,7 @@ from kvbench.runs.parts import Loaders, make_engine, make_policy
 def test_every_shipped_method_builds():
     """Each YAML of conf/method gives a policy that holds exactly the YAML's settings."""
     for name in listing.options("method"):
-        cfg = OmegaConf.load(listing.conf_folder() / "method" / f"{name}.yaml")
+        cfg = method_settings(name)
         policy = make_policy(cfg)
         assert type(policy).__name__ == cfg._target_.rsplit(".", 1)[1]
         assert f"{type(policy).__module__}.{type(policy).__name__}" == cfg._target_
@@ -38,7 +39,7 @@ def test_engine_from_configuration(tiny_model):
     """The engine gets every setting of the configuration; an unknown store key is refused by name."""
     store = {"page_bytes": 4096, "budget_bytes": None, "track": ["pos"]}
     settings = {"store": store, "batch_size": 3, "seed": 5, "backend": {"name": "torch"}, "fidelity": {"max_tokens": 7}}
-    policy = make_policy(OmegaConf.load(listing.conf_folder() / "method" / "full.yaml"))
+    policy = make_policy(method_settings("full"))
     engine = make_engine(RunConfig.read(settings), tiny_model(), policy)
     assert (engine.batch_size, engine.seed, engine.fidelity_max_tokens, engine.backend.name) == (3, 5, 7, "torch")
     assert (engine.runner.options.page_bytes, engine.runner.options.track) == (4096, ("pos",))

@@ -12,7 +12,7 @@ from selection import per_path
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.config import files
-from kvbench.config.settings import read_config
+from kvbench.config.methods import method_settings
 from kvbench.engine import hf
 from kvbench.methods.diffkv import DiffKV
 from kvbench.methods.full import Full
@@ -33,7 +33,7 @@ METHODS = sorted(set(files.options("method")) - {"leankv"})  # another name of d
 
 def method_of(name):
     """A method at the settings of its YAML; what that leaves open fits the tiny model."""
-    settings = read_config(files.conf_folder() / "method" / f"{name}.yaml")
+    settings = method_settings(name)
     return make_policy(OmegaConf.merge(settings, open_settings(name)))
 
 
@@ -81,7 +81,7 @@ def test_a_projection_is_what_a_run_holds(method):
 
 def test_several_scores_of_lists_that_compete_are_projected():
     """A method that ranks by two statistics at once, on a model whose lists are not two as well (it once failed)."""
-    method = make_policy(OmegaConf.merge(read_config(files.path_of("method", "critical")), {"allocation": "ada"}))
+    method = make_policy(OmegaConf.merge(method_settings("critical"), {"allocation": "ada"}))
     assert len(method.score.statistic.also) == 1 and method.scope != "head"
     least, most = project(method, find_shape("smollm2-135m").store_shape, 300, 2)
     assert 0 < least.resident_bytes <= most.resident_bytes < most.fp16_bytes
@@ -90,7 +90,7 @@ def test_several_scores_of_lists_that_compete_are_projected():
 def test_a_window_longer_than_the_first_glance_is_seen():
     """A method that keeps all of a prompt shorter than its windows decides later, and has a range then."""
     shape = find_shape("smollm2-135m").store_shape
-    lazy = make_policy(OmegaConf.merge(read_config(files.path_of("method", "simlayerkv")), {"recent": 1500}))
+    lazy = make_policy(OmegaConf.merge(method_settings("simlayerkv"), {"recent": 1500}))
     least, most = project(lazy, shape, 4000, 2)
     assert least.resident_bytes < 0.5 * most.resident_bytes and most.resident_bytes > 0.99 * most.fp16_bytes
     short, whole = project(lazy, shape, 1400, 2)
