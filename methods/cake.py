@@ -50,6 +50,7 @@ class CAKE(Scored):
     from how widely and how unsteadily its window attends.
 
     Args:
+        budget: What stays of the prompt, window included, the mean over layers: ratio, tokens per head, or bytes.
         allocation: `preference`: layers in proportion to entropy ** (1 / tau1) * variance ** (1 / tau2) of the window's
             attention to the tokens before it. The method then sees all layers at once, which holds the whole
             uncompressed prompt meanwhile.

@@ -71,6 +71,7 @@ class RKV(Scored):
     """Keeps what the last queries attend to and no later key repeats, after the prompt and along the answer.
 
     Args:
+        budget: What stays: ratio, tokens per head, or bytes.
         window: Last queries, whose tokens always stay; >= 1. They are kept for evictions while decoding, and billed.
         pool_kernel: Odd width of the maximum over neighbouring tokens' attention.
         mix: Weight of attention against redundancy, in [0, 1].
