@@ -29,8 +29,6 @@ class KeyDifference(Statistic):
 class KeyDiff(Scored):
     """Keeps, per KV head, the tokens whose keys are least like the others; no attention is looked at.
 
-    Args:
-
     Source: KeyDiff (Park et al. 2025, arXiv 2504.15364), as NVIDIA/kvpress keydiff_press.py computes its anchor.
     Differs: the prompt is compressed at once, after it was read, where the paper reads it in blocks and evicts after
         each, as `prefill.chunk` does. Keys are compared in fp32; equal ones keep the earlier token.

@@ -19,6 +19,7 @@ from kvbench.cli.commands import compose_command
 from kvbench.cli.sweeping import PLUGINS
 from kvbench.config import files as listing
 from kvbench.config.compose import compose
+from kvbench.config.methods import method_settings
 from kvbench.runs.parts import make_policy
 from kvbench.runs.verdict import complaint
 
@@ -47,7 +48,7 @@ def test_every_method_is_in_the_document(name):
     assert [len(cells) for cells in rows] == [7, 3]
     assert all(cell.strip("| ") for cells in rows for cell in cells)
     part = text.split(f"\n### {name}\n")[1].split("\n### ")[0]
-    settings = OmegaConf.load(ROOT / "conf" / "method" / f"{name}.yaml")
+    settings = method_settings(name)
     for key in set(settings) - {"_target_"}:
         assert re.search(rf"^- `{key}=.*`: \S", part, re.MULTILINE), key
     assert "\nSource: " in part and "methods.md" not in part
@@ -67,7 +68,7 @@ def test_every_method_is_in_the_document(name):
 )
 def test_memory_formulas_are_the_papers(name, formula):
     """The formula of the document, worked out from the page format, is the one that the papers' bits give by hand."""
-    assert method_table.memory(instantiate(OmegaConf.load(ROOT / "conf" / "method" / f"{name}.yaml"))) == formula
+    assert method_table.memory(instantiate(method_settings(name))) == formula
 
 
 def lines_of(name, code):

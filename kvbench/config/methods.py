@@ -57,7 +57,8 @@ def with_defaults(listed: DictConfig) -> DictConfig:
     Args:
         listed: The content of the file.
     """
-    target = OmegaConf.to_container(listed).get("_target_")
+    plain: Any = OmegaConf.to_container(listed)
+    target = plain.get("_target_")
     module, _, name = target.rpartition(".") if isinstance(target, str) else ("", "", "")
     if not module:
         return listed
