@@ -5,10 +5,13 @@ is never tried again. A cache that is broken writes ten thousand newlines, and t
 """
 
 import re
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from typing import TypeVar
 
 from kvbench.engine.requests import Request
 
+T = TypeVar("T")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?:\s*+(\{)|\s++(?=(\S++))|(-?\d[\d,.]*+)|)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
 _END_OF_THOUGHT = "</think>"
@@ -39,8 +42,14 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
     return None if opened or _START_OF_THOUGHT in text else text
 
 
+def found_in(text: str, opened: bool, find: Callable[[str], T | None]) -> T | None:
+    """The final answer that `find` finds behind the thoughts; None for none, and where the thoughts have no end."""
+    rest = after_thinking(text, opened)
+    return None if rest is None else find(rest)
+
+
 def graded_text(request: Request, text: str) -> str:
-    """What is graded of an answer: in a chat, what follows the thoughts; nothing where they have no end.
+    """The part of an answer that is graded: in a chat, what follows the thoughts; nothing where they have no end.
 
     Args:
         request: Says whether its prompt is a chat, and whether it opened the thoughts.

@@ -48,7 +48,7 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
 
 
 def system_messages(protocol: Protocol) -> list[dict[str, str]]:
-    """What stands before the messages of a chat: what the system says, where it says something."""
+    """The messages before those of a chat: what the system says, where it says something."""
     return [] if protocol.system is None else [{"role": "system", "content": protocol.system}]
 
 
@@ -142,7 +142,7 @@ def _stopped_clock(now: datetime) -> Iterator[None]:
 
 
 def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
-    """What a chat template writes behind an answer, up to where the next one begins.
+    """The text that a chat template writes behind an answer, up to where the next one begins.
 
     Answers stay in the cache as they were given. So a template that would write the past otherwise, as one that leaves
     thoughts out of it, is not asked to.
@@ -176,5 +176,5 @@ def require_template(model: "LoadedModel") -> None:
 
 
 def thinking_label(protocol: Protocol, chat: bool) -> str:
-    """What result rows say of thinking: `on`, `off`, `template` (as the template does by itself), `no chat`."""
+    """The note of result rows on thinking: `on`, `off`, `template` (as the template does by itself), `no chat`."""
     return {None: "template", True: "on", False: "off"}[protocol.thinking] if chat else "no chat"

@@ -1,4 +1,4 @@
-"""Which samples of a benchmark a run with a limit asks."""
+"""Draws the samples of a benchmark that a run with a limit asks."""
 
 import random
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limit:
-    """How many samples of each subset a run asks, and which.
+    """The number of samples of each subset that a run asks, and the choice of them.
 
     Args:
         count: At most so many, >= 1.

@@ -20,7 +20,7 @@ _TIMEOUT_S = 30
 
 @dataclass(kw_only=True)
 class Report:
-    """What a check found about one file."""
+    """The findings of a check about one file."""
 
     name: str
     wanted: int = 0  # rows of the whole benchmark; 0 for a file whose rows are not counted
@@ -52,7 +52,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, dict]:
-    """What a fetch noted about its files: name in the folder -> `sha256`, `rows`, `source`; empty without a note.
+    """The notes of a fetch about its files: name in the folder -> `sha256`, `rows`, `source`; empty without a note.
 
     Raises:
         ValueError: The note cannot be read.

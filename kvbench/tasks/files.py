@@ -210,7 +210,7 @@ def _on_hub(file: DataFile) -> Source | str:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether a download failed, rather than our code: the hub's client also raises its HTTP library's own errors."""
+    """Tell whether a download failed, and not our code; the hub's client also raises errors of its HTTP library."""
     return isinstance(error, OSError | ValueError) or any(
         kind.__module__.split(".")[0].startswith("httpx") for kind in type(error).__mro__
     )

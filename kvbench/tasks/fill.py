@@ -1,4 +1,4 @@
-"""How much filler a generated prompt takes to be as long as asked."""
+"""Finds how much filler a generated prompt takes to be as long as asked."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Whether two final answers in LaTeX are the same: as text, by their form, or as mathematics."""
+"""Compares final answers in LaTeX: as text, by their form, or as mathematics."""
 
 import re
 
@@ -33,7 +33,7 @@ def normalise(latex: str) -> str:
 
 
 def form(latex: str) -> str:
-    """What kind of several things an answer is.
+    """The kind of several things that an answer is.
 
     Returns:
         The brackets around them, `()` for a point, `(]` for an interval, ...; `\\{\\}` for a set and for a bare list;
@@ -67,7 +67,7 @@ def is_readable(latex: str) -> bool:
 
 
 def equivalent(reference: str, answer: str) -> bool:
-    """Whether two final answers are the same: as text after `normalise`, or as mathematics.
+    """Compare two final answers: as text after `normalise`, or as mathematics.
 
     Args:
         reference: The right answer, LaTeX.

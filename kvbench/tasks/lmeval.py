@@ -48,7 +48,7 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
 
 
 def scorer_of(scored: Mapping[str, tuple["Task", dict]]) -> Callable[[str, str], Mapping[str, float]]:
-    """What `TaskSet.scorer` is for documents of lm-eval.
+    """The `TaskSet.scorer` for documents of lm-eval.
 
     Args:
         scored: Sample id -> the task and the document that it was made of.
@@ -86,7 +86,7 @@ def _configs() -> dict[str, dict[str, Any]]:
 
 
 def metadata_of(task_name: str) -> dict[str, Any] | None:
-    """What the YAML of one of our tasks says beyond lm-eval's own keys.
+    """The words of one of our tasks' YAMLs beyond lm-eval's own keys.
 
     Args:
         task_name: As lm-eval knows it, for example `kvbench_longbench_trec`.

@@ -78,7 +78,7 @@ class Problems(Task):
         return [f"kvbench_{self.name}"]
 
     def metadata(self, seed: int) -> dict[str, Any]:
-        """What the function that reads the data is told."""
+        """The settings for the function that reads the data."""
         return {"data_dir": self.data_dir}
 
     def told(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Problems(Task):
         return {}
 
     def vote(self, text: str, opened: bool) -> str | None:
-        """What an answer votes for, None for nothing; `opened` says whether its prompt opened the thoughts."""
+        """The vote of an answer, None for nothing; `opened` says whether its prompt opened the thoughts."""
         raise NotImplementedError(f"answers to {self.name} do not vote")
 
     def sizes(self) -> list[int] | None:
@@ -95,7 +95,7 @@ class Problems(Task):
         return None if k is None else listed(k)
 
     def reference(self, doc: dict) -> object:
-        """What an answer is scored against, for the fingerprint."""
+        """The reference that an answer is scored against, for the fingerprint."""
         return doc["answer"]
 
     def unusable(self, docs: Sequence[dict]) -> Mapping[int, str]:

@@ -26,7 +26,7 @@ _THOUGHTS_OVER = f"\n{END_OF_THOUGHT}\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRules:
-    """What a benchmark fixes about asking one of its subsets; `metadata` of its lm-eval YAML has the last three."""
+    """The choices of a benchmark about asking one of its subsets; `metadata` of its lm-eval YAML has the last three."""
 
     max_new_tokens: int  # length limit of the answer (`generation_kwargs.max_gen_toks`)
     stop: tuple[str, ...] = ()  # strings that end the answer (`generation_kwargs.until`)
@@ -81,7 +81,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 def opens_thoughts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> bool:
-    """Whether a prompt ends inside thoughts."""
+    """Tell whether a prompt ends inside thoughts."""
     return decode(tokenizer, ids[-8:]).rstrip().endswith(THINK)
 
 
@@ -232,7 +232,7 @@ class PromptBuilder:
         return thinking_label(self.protocol, self.chat or self.rendered)
 
     def told(self) -> dict[str, Any]:
-        """What result rows say of how it asks."""
+        """The note of result rows on how it asks."""
         told: dict[str, Any] = {"chat": self.chat, "max_prompt_tokens": self.max_prompt_tokens, "truncation": "middle"}
         return told | {"thinking": self.thinking, "thoughts": "not graded"}
 
@@ -246,7 +246,7 @@ class PromptBuilder:
             )
 
     def opens_thoughts(self, request: Request) -> bool:
-        """Whether the prompt ends inside thoughts: an answer without `</think>` then is all thoughts."""
+        """Tell whether the prompt ends inside thoughts: an answer without `</think>` then is all thoughts."""
         return opens_thoughts(self.tokenizer, request.segments[-1])
 
     def turn(
@@ -274,7 +274,7 @@ class PromptBuilder:
         return Turn(tokens=ids, gold=self._gold(list(ids), text, gold, begins=False), answers=right)
 
     def _may_think(self) -> Thoughts | None:
-        """How answers may begin with thoughts, but for what the prompt opens."""
+        """The thoughts that answers may begin with, but for what the prompt opens."""
         if not (self.chat or self.rendered):
             return None
         budget = self.protocol.thinking_tokens
@@ -282,7 +282,7 @@ class PromptBuilder:
         return Thoughts(budget_tokens=budget, end=tuple(end))
 
     def _thoughts_behind(self, ids: Sequence[int]) -> Thoughts | None:
-        """How the answer to a prompt may begin with thoughts."""
+        """The thoughts that the answer to a prompt may begin with."""
         return self._thoughts and replace(self._thoughts, opened=opens_thoughts(self.tokenizer, ids))
 
     def _decide_chat(self) -> bool:

@@ -1,10 +1,10 @@
-"""How a task is posed: query awareness, chat template, sampling and answer length."""
+"""The choices in which a task is posed: query awareness, chat template, sampling and answer length."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from kvbench.errors import check_keys
+from kvbench.config.settings import read_settings
 from kvbench.rules import DAY, Choice, Number, Text, Whole, check_settings
 
 CHAT_TEMPLATE = ("auto", "always", "never")
@@ -85,11 +85,9 @@ class Protocol:
             ValueError: an unknown key or a value out of range.
         """
         values = dict(settings or {})
-        known = {field.name for field in fields(cls)}
-        check_keys(values, known, what="protocol key")
         if isinstance(values.get("chat_template"), bool):
             values["chat_template"] = "always" if values["chat_template"] else "never"
-        return cls(**values)
+        return read_settings(cls, values, "protocol.", "protocol key")
 
     def to_dict(self) -> dict[str, Any]:
         """The choices as JSON types."""

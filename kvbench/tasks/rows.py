@@ -41,7 +41,7 @@ class Rows(list[dict[str, Any]]):
         self.origin, self.file = origin, file
 
     def made_into(self, documents: Iterable[dict[str, Any]], *, skipped: Sequence[dict] = ()) -> "Rows":
-        """What a task makes of these rows, with their file and with what was set aside.
+        """Replace these rows by what a task makes of them, with their file and with what was set aside.
 
         Args:
             documents: Each with the `index` of its row.
@@ -51,7 +51,7 @@ class Rows(list[dict[str, Any]]):
         return Rows(documents, quarantined=broken, origin=self.origin, file=self.file, copies=self.copies)
 
     def set_aside(self, index: int, reason: str) -> dict:
-        """What `quarantined` says of the row with this index, when it cannot be used."""
+        """The entry of `quarantined` for the row with this index, when it cannot be used."""
         return {"file": self.file, "line": index + 1, "reason": reason}
 
     @property
@@ -62,7 +62,7 @@ class Rows(list[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class Source:
-    """Where the lines of one subset come from.
+    """The place that the lines of one subset come from.
 
     Args:
         origin: `data_dir`, `cache` or `hub`.
@@ -145,7 +145,7 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
 
 
 def _names(line: bytes, row: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """What tells a row from the others of its file: its content, and its id where it has one."""
+    """Everything that tells a row from the others of its file: its content, and its id where it has one."""
     yield "row", hashlib.sha256(line.strip()).digest()
     for key in ID_FIELDS:
         if isinstance(value := row.get(key), str | int):
@@ -187,5 +187,5 @@ def text_field(row: Mapping[str, object], *names: str, required: bool = True) ->
 
 
 def kind_of(value: object) -> str:
-    """What a field holds in place of a text, for messages."""
+    """The kind of thing that a field holds in place of a text, for messages."""
     return "missing" if value is None else "empty" if isinstance(value, str) else type(value).__name__

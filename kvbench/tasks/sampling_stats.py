@@ -1,4 +1,4 @@
-"""What several answers to one problem say: avg@n, pass@k and maj@k with intervals, and how the answers ended."""
+"""Statistics of several answers to one problem: avg@n, pass@k and maj@k with intervals, and how the answers ended."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -136,7 +136,7 @@ def _majority(ballots: Sequence[tuple[bool, str | None]], k: int) -> float:
 
 
 def answer_statistics(records: Iterable[dict]) -> dict:
-    """How the answers ended.
+    """Count how the answers ended.
 
     Args:
         records: Journal records; those without a `finish`, and those whose choices were scored, are left out.

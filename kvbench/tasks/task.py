@@ -34,7 +34,7 @@ MaxPromptTokens = Annotated[int | None, Whole(2, unit="tokens")]
 
 @dataclass(frozen=True)
 class Ask:
-    """How a run asks a task.
+    """The choices of a run about a task.
 
     Args:
         model: Its tokenizer, context length and chat template are used; its weights are not.
@@ -53,7 +53,7 @@ class Ask:
         return list(rows) if self.limit is None else [rows[at] for at in self.limit.of(len(rows), subset)]
 
     def items(self, wanted: int) -> int:
-        """How many prompts are made where the task wants so many."""
+        """The number of prompts to make where the task wants so many."""
         return min(wanted, self.limit.count) if self.limit else wanted
 
 
@@ -115,7 +115,7 @@ class Task(ABC):
         scorer: Callable[[str, str], Mapping[str, float]],
         **more: Any,
     ) -> TaskSet:
-        """What an experiment gets.
+        """Put together what an experiment gets.
 
         Args:
             ask: Its protocol goes into each result row.

@@ -17,7 +17,7 @@ from kvbench.tasks.sampling_stats import answer_statistics
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """What a score means.
+    """The meaning of a score.
 
     Args:
         higher_is_better: Direction of improvement.
@@ -30,7 +30,7 @@ class MetricInfo:
 
 @dataclass(kw_only=True)
 class TaskSet:
-    """What an experiment consumes of a task.
+    """Everything that an experiment consumes of a task.
 
     Args:
         name: Name of the task.

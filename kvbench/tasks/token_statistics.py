@@ -1,4 +1,4 @@
-"""What the numbers of every forced token say together: perplexity, and how far a method is from the full cache."""
+"""Statistics of every forced token together: perplexity, and how far a method is from the full cache."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict

@@ -30,7 +30,7 @@ class Verifier:
         self._lock = threading.Lock()
 
     def equal(self, reference: str, answer: str) -> bool:
-        """Whether math-verify finds two pieces of LaTeX equal; False also for what it cannot read.
+        """Ask math-verify whether two pieces of LaTeX are equal; False also for what it cannot read.
 
         Raises:
             TimeoutError: It did not end in time.

@@ -1,4 +1,4 @@
-"""What a task tells while it is loaded: work that takes long before the first prompt is read.
+"""Shows what a task does while it is loaded: work that takes long before the first prompt is read.
 
 A task knows nothing of bars and terminals. Who loads it may watch, and says how the work is shown.
 """

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from loaded import text_of
 
 from kvbench.tasks import load_task
 from kvbench.tasks.custom import metrics
@@ -22,11 +23,6 @@ def load(tmp_path, model):
         return load_task(cfg, using, limit=limit, seed=0, protocol=protocol)
 
     return load
-
-
-def text_of(model, request) -> str:
-    """The prompt as text."""
-    return model.tokenizer.decode([token for part in request.segments for token in part])
 
 
 def test_broken_rows_are_named_and_the_rest_run(load) -> None:

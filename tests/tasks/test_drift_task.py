@@ -3,18 +3,14 @@
 import random
 
 import pytest
+from loaded import loader
 
 from kvbench.engine.requests import Outcome
-from kvbench.tasks import load_task
 from kvbench.tasks.drift.repetition import longest_loop, repeated_share
 from kvbench.tasks.haystack import paragraphs
 from kvbench.tasks.passages import passages, read_text
 
-
-def load(model, limit=None, protocol=None, **settings):
-    """The task with the settings of a test."""
-    cfg = {"name": "drift", "tokens": 40, "prompt_tokens": 30, "items": 3} | settings
-    return load_task(cfg, model, limit=limit, seed=0, protocol=protocol)
+load = loader("drift", tokens=40, prompt_tokens=30, items=3)
 
 
 def test_prompts_are_consecutive_pieces_of_the_text(model, tmp_path) -> None:

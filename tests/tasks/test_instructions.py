@@ -3,17 +3,12 @@
 from random import Random
 
 import pytest
+from loaded import loader
 
-from kvbench.tasks import load_task
 from kvbench.tasks.instructions.rules import FORMATS, LEAST, PAIRS, Forbidden, Format, Instructions, Language, draw
 from kvbench.tasks.instructions.topics import LANGUAGES, TOPICS, named
 
-
-def load(model, protocol=None, **settings):
-    """The task with few items."""
-    return load_task(
-        {"name": "instructions", "lengths": 512, "items": 2} | settings, model, limit=None, seed=0, protocol=protocol
-    )
+load = loader("instructions", lengths=512, items=2)
 
 
 @pytest.mark.parametrize("name", TOPICS)
@@ -86,7 +81,7 @@ def test_the_two_are_told_apart():
 @pytest.mark.parametrize("chat", ["auto", "never"])
 def test_prompts(model, chat, query_aware):
     """System, text, question; as long as asked and not longer; the instruction is known to methods that keep it."""
-    task = load(model, {"chat_template": chat, "query_aware": query_aware, "system": "Be kind."})
+    task = load(model, protocol={"chat_template": chat, "query_aware": query_aware, "system": "Be kind."})
     assert [request.subset for request in task.requests] == [pair for pair in PAIRS for _ in range(2)]
     for request in task.requests:
         text = model.tokenizer.decode(list(request.prompt))

@@ -4,6 +4,7 @@ import re
 from random import Random
 
 import pytest
+from loaded import loader
 
 from kvbench.tasks import fill, haystack, load_task
 from kvbench.tasks.longctx import generate, metrics
@@ -178,16 +179,7 @@ def test_recall_score(answer: str, score: float, exact: float) -> None:
     }
 
 
-def load(model, **changes: object):
-    """The task with small settings."""
-    settings = {"name": "longctx", "length": 600, "items": 2} | changes
-    return load_task(
-        settings,
-        model,
-        limit=settings.pop("limit", None),
-        seed=settings.pop("seed", 0),
-        protocol=settings.pop("protocol", None),
-    )
+load = loader("longctx", length=600, items=2)
 
 
 def test_the_task_set(model, tokenizer) -> None:

@@ -3,16 +3,12 @@
 import re
 
 import pytest
+from loaded import loader
 
-from kvbench.tasks import load_task
 from kvbench.tasks.ruler.grid import depths_of
 from kvbench.tasks.ruler.words import Essays
 
-
-def load(model, limit=None, seed: int = 0, protocol=None, **settings):
-    """The task with the settings of a test."""
-    cfg = {"name": "needle", "lengths": [512, 1200], "depths": 3, "items": 2} | settings
-    return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
+load = loader("needle", lengths=[512, 1200], depths=3, items=2)
 
 
 def context_of(model, request) -> str:

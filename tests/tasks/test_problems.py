@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from loaded import text_of
 from longbench_rows import write
 from omegaconf import OmegaConf
 from problem_rows import AIME, CODE, FILES, GSM8K, MATH, folder_of
@@ -37,11 +38,6 @@ def load(model, name: str, folder: Path, **settings: object):
     return load_task(cfg, model, limit=limit and f"first:{limit}", seed=seed, protocol=protocol)
 
 
-def prompt_of(model, request) -> str:
-    """The text of a request."""
-    return model.tokenizer.decode([token for segment in request.segments for token in segment])
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_every_task_has_a_configuration_that_fits_it(name: str, model, tmp_path: Path, no_cage) -> None:
     """The shipped YAML loads with nothing but a data folder; limit, subset, metrics and metadata are as declared."""
@@ -62,7 +58,7 @@ def test_every_task_has_a_configuration_that_fits_it(name: str, model, tmp_path:
 def test_cot8_prompt_is_the_published_one(model, tmp_path: Path) -> None:
     """Eight examples and the question, no chat template; the reference continues the prompt in the same style."""
     task = load(model, "gsm8k", folder_of(tmp_path, "gsm8k"), form="cot8")
-    prompt = prompt_of(model, task.requests[0])
+    prompt = text_of(model, task.requests[0])
     assert len(COT8) == 8
     assert prompt.startswith("<s>Q: There are 15 trees in the grove.")
     assert prompt.count("\nA: ") == prompt.count("The answer is ") == 8
@@ -71,7 +67,7 @@ def test_cot8_prompt_is_the_published_one(model, tmp_path: Path) -> None:
     assert task.requests[0].stop[0] == "Q:"
     agnostic = load(model, "gsm8k", tmp_path, protocol={"query_aware": False}).requests[0]
     assert model.tokenizer.decode(agnostic.segments[1]).lstrip("\n").startswith("Q: Ann has 3 boxes")
-    assert prompt_of(model, agnostic) == prompt
+    assert text_of(model, agnostic) == prompt
 
 
 @pytest.mark.parametrize(("question", "reason", "answer"), COT8)
@@ -93,7 +89,7 @@ def test_fewshot5_draws_its_examples_from_the_train_file(model, tmp_path: Path) 
     with pytest.raises(ValueError, match="draws 5 examples.*has 4.*cot8"):
         load(model, "gsm8k", folder, form="fewshot5")
     write(folder / "train.jsonl", *rows)
-    prompts = [prompt_of(model, load(model, "gsm8k", folder, form="fewshot5", seed=s).requests[1]) for s in (0, 0, 1)]
+    prompts = [text_of(model, load(model, "gsm8k", folder, form="fewshot5", seed=s).requests[1]) for s in (0, 0, 1)]
     assert prompts[0] == prompts[1] != prompts[2]
     assert prompts[0].count("Question: ") == 6
     assert len({part.partition("\n")[0] for part in prompts[0].split("Question: ")}) == 7
@@ -111,7 +107,7 @@ def test_chat_forms(model, tmp_path: Path, no_cage) -> None:
     folder_of(folder / "aime24", "aime24")
 
     def prompt(name: str, **settings: object) -> str:
-        return prompt_of(model, load(model, name, folder / name, **settings).requests[0])
+        return text_of(model, load(model, name, folder / name, **settings).requests[0])
 
     def chat(text: str) -> str:
         return f"<s><|user|>\n{text}</s><|assistant|>\n"

@@ -5,8 +5,9 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from loaded import loader
 
-from kvbench.tasks import haystack, load_task
+from kvbench.tasks import haystack
 from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.ruler import GROUPS, words
@@ -36,10 +37,7 @@ def qa_folder(tmp_path_factory):
     return str(folder)
 
 
-def load(model, seed: int = 0, limit: int | None = None, protocol: dict | None = None, **settings):
-    """The task with the settings of a test."""
-    cfg = {"name": "ruler", "lengths": LENGTHS, "items": 2} | settings
-    return load_task(cfg, model, limit=limit, seed=seed, protocol=protocol)
+load = loader("ruler", lengths=LENGTHS, items=2)
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,12 @@
 import math
 
 import pytest
+from loaded import loader
 
 from kvbench.engine.requests import Outcome
-from kvbench.tasks import load_task
 from kvbench.tasks.passages import read_text
 
-
-def load(model, limit=None, protocol=None, **settings):
-    """The task with the settings of a test."""
-    cfg = {"name": "stream", "prompt_tokens": 30, "tokens": 50, "items": 3} | settings
-    return load_task(cfg, model, limit=limit, seed=0, protocol=protocol)
+load = loader("stream", prompt_tokens=30, tokens=50, items=3)
 
 
 def test_streams_are_consecutive(model, tmp_path) -> None:

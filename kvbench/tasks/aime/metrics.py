@@ -2,7 +2,7 @@
 
 import re
 
-from kvbench.tasks.answers import DIGITS, after_thinking, last_boxed, to_number
+from kvbench.tasks.answers import DIGITS, found_in, last_boxed, to_number
 from kvbench.tasks.latex import equivalent, plain_signs
 
 MAX_ANSWER_CHARS = 200
@@ -16,7 +16,7 @@ _PHRASE = re.compile(rf"\banswer\s*+(?:is|:)[\s:*$]*+(?:\\\(\s*+)?({DIGITS}(?:\.
 
 
 def bare_answer(latex: str) -> str:
-    """What a box holds without degrees, units, dollars, a modulus, and what is said to be equal."""
+    """The content of a box without degrees, units, dollars, a modulus, and what is said to be equal."""
     text = _MODULUS.sub(" ", plain_signs(latex).replace("{,}", ","))
     text = _DEGREES.sub(" ", _WORDS.sub(" ", text)).replace("\\equiv", "=")
     return text.rpartition("=")[2].strip().rstrip(".")
@@ -45,7 +45,7 @@ def find_answer(text: str) -> str | None:
 
 
 def is_right(reference: str, answer: str) -> bool:
-    """Whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`).
+    """Tell whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`).
 
     Raises:
         TimeoutError: The comparison took too long.
@@ -58,34 +58,29 @@ def is_right(reference: str, answer: str) -> bool:
     return not _SEVERAL.search(bare) and any(map(str.isdigit, bare)) and equivalent(reference, bare)
 
 
+def find_gradable(text: str) -> str | None:
+    """As `find_answer`; None also for one without a digit."""
+    answer = find_answer(text)
+    return answer if answer is not None and any(map(str.isdigit, answer)) else None
+
+
 def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
-    """Score one answer.
+    """Score one answer: `correct` and `parsed`, each 0 or 1; `opened` says whether the prompt opened the thoughts.
 
-    Args:
-        reference: The right number, decimal digits.
-        text: The answer as generated.
-        opened: The prompt opened the thoughts.
-
-    Returns:
-        `correct` and `parsed` (it ends in something with a digit), each 0 or 1.
+    Raises:
+        TimeoutError: The comparison took too long.
     """
-    rest = after_thinking(text, opened)
-    answer = None if rest is None else find_answer(rest)
-    if answer is None or not any(map(str.isdigit, answer)):
-        return {"correct": 0.0, "parsed": 0.0}
-    return {"correct": float(is_right(reference, answer)), "parsed": 1.0}
+    answer = found_in(text, opened, find_gradable)
+    return {"correct": float(answer is not None and is_right(reference, answer)), "parsed": float(answer is not None)}
 
 
 def vote(text: str, opened: bool = False) -> str | None:
-    """What an answer votes for among several to one problem: its number, else what it says; None for none."""
-    rest = after_thinking(text, opened)
-    answer = None if rest is None else find_answer(rest)
-    if answer is None or not any(map(str.isdigit, answer)):
-        return None
-    value = to_integer(answer)
-    return bare_answer(answer) if value is None else str(value)
+    """The vote of an answer among several to one problem: its number, else what it says; None for none."""
+    answer = found_in(text, opened, find_gradable)
+    value = None if answer is None else to_integer(answer)
+    return str(value) if value is not None else answer and bare_answer(answer)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:
-    """What lm-eval calls."""
+    """Score for lm-eval."""
     return grade(doc["answer"], results[0])

@@ -122,7 +122,7 @@ def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: cage
 
 
 def _judge(task: str, row: CodeRow, group: Group, output: cage.Output) -> tuple[str, str] | None:
-    """What is wrong with one output; None when nothing is."""
+    """The fault of one output; None when nothing is."""
     text = output.payload[:300].decode("utf-8", "replace") if output.kind != "v" else ""
     if output.index < 0:
         where = _LOADING
@@ -180,5 +180,5 @@ def scores(task: str, row: CodeRow, text: str, *, allow_code_execution: bool, op
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:
-    """What lm-eval calls."""
+    """Score for lm-eval."""
     return scores(doc["subset"], json.loads(doc["row"]), results[0], allow_code_execution=doc["allow_code_execution"])

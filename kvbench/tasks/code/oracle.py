@@ -1,4 +1,4 @@
-"""Whether one output of a solution is right, also in tasks where equality with the reference is the wrong question.
+"""Judges one output of a solution, also in tasks where equality with the reference is the wrong question.
 
 Everything here runs in the trusted process, on builtin values that `cage.wire.decode` made.
 
@@ -53,12 +53,12 @@ def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value
 
 
 def has_own_rule(task: str, entry_point: str) -> bool:
-    """Whether a task asks something else of an output than to be equal, or near, to the reference's."""
+    """Tell whether a task asks something else of an output than to be equal, or near, to the reference's."""
     return entry_point == "find_zero" if task == "humaneval_plus" else entry_point in _MBPP
 
 
 def asks_whether_found(task: str, entry_point: str) -> bool:
-    """Whether a task only asks if something, of whatever type, was found."""
+    """Tell whether a task only asks if something, of whatever type, was found."""
     return task == "mbpp_plus" and entry_point in FOUND_TASKS
 
 

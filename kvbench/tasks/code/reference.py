@@ -1,4 +1,4 @@
-"""What the reference solution of a problem returns and how long it takes, found out before any answer is graded.
+"""Results and times of the reference solution of a problem, found out before any answer is graded.
 
 It runs in a cage of its own, and what it returned never enters the cage of an answer. The result is kept, in memory and
 in the cache folder, a failure too.
@@ -62,7 +62,7 @@ class Group:
     memory_bytes: int
 
     def job(self, program: str, entry_point: str) -> tuple[str, str, list[list[object]]]:
-        """What a cage is given to compare a program on this group: its text, its entry point, and the calls."""
+        """The job of a cage that compares a program on this group: its text, its entry point, and the calls."""
         return _job(program, entry_point, self.calls, self.large)
 
 
@@ -206,7 +206,7 @@ _lock = threading.Lock()
 
 @cache
 def _code() -> str:
-    """What computes the outputs and the times: this machine, its Python, and the code that runs inside."""
+    """A text of what computes the outputs and the times: this machine, its Python, and the code that runs inside."""
     texts = [path.read_text() for path in (Path(__file__), _HERE / "digest.py", *sorted((_HERE / "cage").glob("*.py")))]
     return json.dumps([platform.node(), platform.python_version(), platform.machine(), texts])
 

@@ -1,4 +1,4 @@
-"""What a piece of Python text is made of: whether it parses, which names its statements bind, and which they need.
+"""Takes Python text apart: whether it parses, which names its statements bind, and which they need.
 
 The text is a stranger's. It is parsed here and never run.
 """
@@ -34,7 +34,7 @@ def parse(text: str) -> tuple[ast.Module | None, int]:
 
 
 def may_begin_code(line: str) -> bool:
-    """Whether a program could begin with this line; most lines of prose could not."""
+    """Tell whether a program could begin with this line; most lines of prose could not."""
     warnings.filterwarnings("ignore", module=re.escape(_FILE))
     try:
         ast.parse(line.replace("\0", "\1").encode("utf-8", "replace").decode(), _FILE)
@@ -72,7 +72,7 @@ def bound_names(statement: ast.stmt) -> set[str]:
 
 
 def defines(tree: ast.Module, name: str) -> bool:
-    """Whether a program gives a name a meaning that is more than a header with a docstring, or with words as prose."""
+    """Tell whether a program gives a name more than a header with a docstring, or with words as prose."""
     binding = [statement for statement in tree.body if name in bound_names(statement)]
     if not binding:
         return False
@@ -95,7 +95,7 @@ def _root(node: ast.AST) -> str | None:
 
 @dataclass(frozen=True)
 class _Use:
-    """What a statement does with names."""
+    """The use that a statement makes of names."""
 
     bound: set[str]  # it gives them a meaning
     changed: set[str]  # it changes the values they stand for
@@ -123,7 +123,7 @@ def _use(statement: ast.stmt, imported: set[str]) -> _Use:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a program needs for one of its names.
+    """The needs of a program for one of its names.
 
     Args:
         kept: The statements that the name needs, as numbers in the module's body.

@@ -87,7 +87,7 @@ def _check_patterns(answers: Sequence[str]) -> None:
 
 
 def _turns(value: object, metric: str) -> list[dict[str, Any]]:
-    """What is asked behind the first answer: each with `question` and `answers`."""
+    """The questions behind the first answer: each with `question` and `answers`."""
     if value is None:
         return []
     if metric == CHOICE:

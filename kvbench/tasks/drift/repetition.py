@@ -1,4 +1,4 @@
-"""How much of a text repeats itself: a cache that forgets what was said makes models say it again."""
+"""Measures how much of a text repeats itself: a cache that forgets what was said makes models say it again."""
 
 from collections.abc import Sequence
 

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from kvbench.tasks.answers import NUMBER, after_thinking, last_boxed, to_number
+from kvbench.tasks.answers import NUMBER, found_in, last_boxed, to_number
 
 # A sum that is written out stands for what it comes to: 3 + 4 = 7 is 7.
 _VALUE = rf"(?:{NUMBER}(?:\s?(?:[-+*/\u2212\u00d7\u00f7]|\\times|\\cdot)\s?{NUMBER}){{1,20}}+\s?=\s?)?+({NUMBER})"
@@ -43,27 +43,17 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
 
 
 def grade(reference: str, text: str, *, last: bool, opened: bool = False) -> dict[str, float]:
-    """Score one answer.
-
-    Args:
-        reference: The right number.
-        text: The answer as generated.
-        last: See `find_answer`.
-        opened: The prompt opened the thoughts.
-
-    Returns:
-        `correct` and `parsed`, each 0 or 1.
-    """
-    answer = after_thinking(text, opened)
-    value = None if answer is None else find_answer(answer, last)
+    """Score one answer: `correct` and `parsed`, each 0 or 1; for `last` see `find_answer`, and `opened` says whether
+    the prompt opened the thoughts."""
+    value = found_in(text, opened, lambda rest: find_answer(rest, last))
     return {"correct": float(value is not None and value == to_number(reference)), "parsed": float(value is not None)}
 
 
 def process_few_shot(doc: dict, results: list[str]) -> dict[str, float]:
-    """What lm-eval calls for the few-shot forms."""
+    """Score for lm-eval: the few-shot forms."""
     return grade(doc["answer"], results[0], last=False)
 
 
 def process_chat(doc: dict, results: list[str]) -> dict[str, float]:
-    """What lm-eval calls for the zero-shot form."""
+    """Score for lm-eval: the zero-shot form."""
     return grade(doc["answer"], results[0], last=True)

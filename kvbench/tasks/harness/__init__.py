@@ -137,7 +137,7 @@ class HarnessTask(Task):
         )
 
     def _is_chat(self, ask: Ask) -> bool:
-        """Whether prompts are chats; refuses a protocol that needs one where they are none."""
+        """Tell whether prompts are chats; refuse a protocol that needs one where they are none."""
         rendered = ask.protocol.chat_template == "always"
         if rendered:
             require_template(ask.model)
@@ -172,7 +172,7 @@ class HarnessTask(Task):
         return found
 
     def _border(self, ask: Ask, one: Doc, text: str) -> int:
-        """Where the question begins; the end of the prompt when the protocol does not divide it."""
+        """The place where the question begins; the end of the prompt when the protocol does not divide it."""
         if ask.protocol.query_aware:
             return len(text)
         task, doc = one.task, one.doc

@@ -213,7 +213,7 @@ def missing_package(what: str, error: ImportError) -> ValueError:
 
 
 def weighting_of(name: str, include_path: str | None = None) -> Weighting:
-    """What weighs the same in the mean that lm-eval reports for a task, a group or a tag.
+    """The weights of the mean that lm-eval reports for a task, a group or a tag.
 
     Returns:
         `sample` where the group and every group in it are weighted by size, as MMLU is; else `subset`.
@@ -286,7 +286,7 @@ def _missing(name: str, manager: "TaskManager", error: Exception) -> MissingData
 
 
 def _specs(name: str, index: Mapping[str, Any], data_dir: str | None) -> list:
-    """What lm-eval's manager is asked to load: the members of a tag, and with `data_dir` every task by itself."""
+    """The names for lm-eval's manager to load: the members of a tag, and with `data_dir` every task by itself."""
     if not data_dir:
         # A tag is spread over folders, and lm-eval's index keeps one folder's tasks of it.
         return sorted(_tagged(name, index)) if index[name].kind.name == "TAG" else [name]

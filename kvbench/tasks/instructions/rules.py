@@ -28,16 +28,16 @@ class Rule(ABC):
     @property
     @abstractmethod
     def text(self) -> str:
-        """What the model is told."""
+        """The sentence for the model."""
 
     @abstractmethod
     def holds(self, answer: str) -> bool:
-        """Whether an answer that answers follows it."""
+        """Tell whether an answer that answers follows it."""
 
 
 @dataclass(frozen=True)
 class Format(Rule):
-    """How an answer looks.
+    """The look of an answer.
 
     Args:
         kind: One of `FORMATS`.
@@ -138,7 +138,7 @@ class Instructions:
         return tuple(item for item in topic.items[language] if plain(item) not in banned)
 
     def follow(self, topic: Topic, answer: str) -> tuple[bool, bool, float]:
-        """Whether an answer follows the first rule and the second, and the share of the list that it names.
+        """Check an answer: whether it follows the first rule and the second, and the share of the list that it names.
 
         Args:
             topic: What was asked.

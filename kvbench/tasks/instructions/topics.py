@@ -1,4 +1,4 @@
-"""What is asked: short lists that everybody knows, in five languages."""
+"""The questions: short lists that everybody knows, in five languages."""
 
 import re
 import unicodedata

@@ -102,7 +102,7 @@ def first_line(prediction: str) -> str:
 def _scorer(
     metric: Callable[..., float], cut: Callable[[str], str] = str
 ) -> Callable[[dict, list[str]], dict[str, float]]:
-    """What lm-eval calls per sample: the best score over all references of the document."""
+    """Score a sample for lm-eval: the best score over all references of the document."""
 
     def process(doc: dict, results: list[str]) -> dict[str, float]:
         prediction = cut(results[0])

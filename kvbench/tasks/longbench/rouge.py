@@ -49,7 +49,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _places(words: Sequence[str]) -> dict[str, list[int]]:
-    """Where each word stands."""
+    """The places of each word."""
     places: dict[str, list[int]] = {}
     for place, word in enumerate(words):
         places.setdefault(word, []).append(place)

@@ -100,7 +100,7 @@ class LongBenchV2(Task):
 
 
 def question_of(question: str, choices: Sequence[str]) -> str:
-    """What stands behind the text."""
+    """The prompt behind the text."""
     listed = "".join(f"({letter}) {choice}\n" for letter, choice in zip(LETTERS, choices, strict=True))
     return f"\n</text>\n\nWhat is the correct answer to this question: {question}\nChoices:\n{listed}\n{_FORMAT}"
 

@@ -6,7 +6,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 
 
 def number_score(answer: str, reference: str) -> dict[str, float]:
-    """Whether the first whole number of the answer is the reference's, and how much of it is.
+    """Compare the first whole number of the answer with the reference's.
 
     Args:
         answer: Generated text; `1,234` reads as 1234, and whatever stands around the number does not count.
@@ -24,7 +24,7 @@ def number_score(answer: str, reference: str) -> dict[str, float]:
 
 
 def recall_score(answer: str, reference: str) -> dict[str, float]:
-    """How much of the quoted text came back in order.
+    """Measure how much of the quoted text came back in order.
 
     Args:
         answer: Generated text, as many tokens as the reference.
@@ -42,10 +42,10 @@ def recall_score(answer: str, reference: str) -> dict[str, float]:
 
 
 def process_number(doc: dict, results: list[str]) -> dict[str, float]:
-    """What lm-eval calls for multikey, kv and passkey."""
+    """Score for lm-eval: multikey, kv and passkey."""
     return number_score(results[0], doc["answer"])
 
 
 def process_recall(doc: dict, results: list[str]) -> dict[str, float]:
-    """What lm-eval calls for recall."""
+    """Score for lm-eval: recall."""
     return recall_score(results[0], doc["answer"])

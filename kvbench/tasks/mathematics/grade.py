@@ -4,7 +4,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 
-from kvbench.tasks.answers import GROUP, MINUS, after_thinking, last_boxed
+from kvbench.tasks.answers import GROUP, MINUS, found_in, last_boxed
 from kvbench.tasks.latex import equivalent, normalise
 
 # Longer than any reference by far; keeps sympy away from runaway answers, which it would chew on for minutes.
@@ -44,7 +44,7 @@ def find_answer(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> Iterator[str]:
-    """What stands between dollars, `\\(` and `\\)`, or `\\[` and `\\]`, in order; an escaped dollar is none."""
+    """The text between dollars, `\\(` and `\\)`, or `\\[` and `\\]`, in order; an escaped dollar is none."""
     place, ends = 0, {"\\(": "\\)", "\\[": "\\]"}
     while sign := _MATH.search(text, place):
         place = sign.end()
@@ -62,30 +62,18 @@ def _mathematics(text: str) -> Iterator[str]:
 
 
 def grade(reference: str, text: str, opened: bool = False) -> dict[str, float]:
-    """Score one answer.
-
-    Args:
-        reference: The right answer, LaTeX.
-        text: The answer as generated.
-        opened: The prompt opened the thoughts.
-
-    Returns:
-        `correct` and `parsed`, each 0 or 1.
-    """
-    rest = after_thinking(text, opened)
-    answer = None if rest is None else find_answer(rest)
-    if answer is None:
-        return {"correct": 0.0, "parsed": 0.0}
-    return {"correct": float(equivalent(reference, answer)), "parsed": 1.0}
+    """Score one answer: `correct` and `parsed`, each 0 or 1; `opened` says whether the prompt opened the thoughts."""
+    answer = found_in(text, opened, find_answer)
+    right = answer is not None and equivalent(reference, answer)
+    return {"correct": float(right), "parsed": float(answer is not None)}
 
 
 def vote(text: str, opened: bool = False) -> str | None:
-    """What an answer votes for among several to one problem: its final answer in normal form; None for none."""
-    rest = after_thinking(text, opened)
-    answer = None if rest is None else find_answer(rest)
+    """The vote of an answer among several to one problem: its final answer in normal form; None for none."""
+    answer = found_in(text, opened, find_answer)
     return None if answer is None else normalise(answer)
 
 
 def process(doc: dict, results: list[str]) -> dict[str, float]:
-    """What lm-eval calls."""
+    """Score for lm-eval."""
     return grade(doc["answer"], results[0])

@@ -60,7 +60,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Job:
-    """What decides a document, beside the units of filler."""
+    """Everything that decides a document, beside the units of filler."""
 
     seed: str  # seeds everything random
     length: int  # tokens of prompt and answer

@@ -1,4 +1,4 @@
-"""What RULER's haystacks and needles are made of: words, essays, and the documents of its question answering."""
+"""The material of RULER's haystacks and needles: words, essays, and the documents of its question answering."""
 
 import json
 import re

@@ -44,7 +44,7 @@ class StreamSet(TaskSet):
 
 
 def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What texts cost by the word and by the byte, whatever the tokenizer; the first token behind a prompt counts.
+    """The cost of texts by the word and by the byte, whatever the tokenizer; the first token behind a prompt counts.
 
     Returns:
         `word_perplexity`, and `bits_per_byte`.

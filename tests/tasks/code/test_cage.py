@@ -6,10 +6,10 @@ import socket
 import subprocess
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from cage_target import Target, hostile_programs
+from cage_users import processes_with, wait_until
 
 from kvbench.tasks.code import grade as grader
 from kvbench.tasks.code.cage import mechanism as cage_mechanism
@@ -39,26 +39,6 @@ def token(monkeypatch):
     real = cage_mechanism._interpreter()
     monkeypatch.setattr(cage_mechanism, "_interpreter", lambda: [*real[:-1], f"{real[-1]}\n# {mark}\n"])
     return mark
-
-
-def processes_with(mark: str) -> list[str]:
-    """Ids of the processes whose command line holds the mark."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-        except OSError:
-            pass
-    return found
-
-
-def wait_until_gone(mark: str, seconds: float) -> list[str]:
-    """What is left of a test's processes after at most so long."""
-    end = time.monotonic() + seconds
-    while (left := processes_with(mark)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return left
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -117,7 +97,7 @@ def test_hostile_program_gets_nothing(program, target, token, request):
     )
     # A program that takes too long is run once more.
     assert time.monotonic() - start < 2 * 4 + 3
-    assert not wait_until_gone(token, 1.0)
+    assert wait_until(lambda: not processes_with(token), 1.0)
     assert target.hits() == []
     assert result.status in ("fail", "timeout", "error", "unsupported")
     assert not result.base_passed and not result.plus_passed
@@ -161,7 +141,7 @@ def test_each_mechanism_that_comes_up_holds(name, token):
     start = time.monotonic()
     brief = replace(SHORT, wall_s=2.0)
     assert run_under(mechanisms()[name], stubborn, "f", [[]], [0.2], brief).status == "timeout"
-    assert time.monotonic() - start < 4 and not wait_until_gone(token, 1.0)
+    assert time.monotonic() - start < 4 and wait_until(lambda: not processes_with(token), 1.0)
 
 
 @pytest.mark.parametrize("consent", [False, None, 1, "true"])

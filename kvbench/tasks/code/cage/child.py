@@ -106,7 +106,7 @@ def _filter_syscalls() -> None:
 
 
 def _become(user: int) -> None:
-    """Where root built the cage: give that up, for good, for a user that no other cage has."""
+    """Give up root, where root built the cage, for good, for a user that no other cage has."""
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(user, user, user)

@@ -1,4 +1,4 @@
-"""What the interpreter in the cage needs of the file system, and nothing else: asked of that interpreter."""
+"""Finds what the interpreter in the cage needs of the file system, and nothing else: asked of that interpreter."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def bare_python() -> list[str]:
 
 @cache
 def interpreter_needs() -> Needs:
-    """What must be visible for the interpreter to start and to import its whole standard library.
+    """Find what must be visible for the interpreter to start and to import its whole standard library.
 
     Returns:
         The paths: the standard library without third-party packages, and the shared libraries that it loads.

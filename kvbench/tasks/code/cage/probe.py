@@ -1,4 +1,4 @@
-"""Whether a cage holds on this machine, found out by trying to break out: every attempt must fail."""
+"""Finds out whether a cage holds on this machine, by trying to break out: every attempt must fail."""
 
 import os
 import shutil
@@ -121,7 +121,7 @@ def probe(port, abstract, outside_paths, parent, outside, mark):
 
 @dataclass(frozen=True)
 class Isolation:
-    """What a trial run in the cage found.
+    """The findings of a trial run in the cage.
 
     Args:
         mechanism: Its name, a key of `mechanisms`; None when none holds.

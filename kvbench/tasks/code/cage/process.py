@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 80
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a caged program may use.
+    """The means of a caged program.
 
     Args:
         load_s: CPU time to load the program (its top level), in seconds.
@@ -64,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Output:
-    """What one call gave, as the cage says; `payload` comes from code nobody trusts.
+    """The outcome of one call, as the cage says; `payload` comes from code nobody trusts.
 
     Args:
         index: Number of the call; -1 is the loading of the program.
@@ -81,7 +81,7 @@ class Output:
 
 @dataclass(frozen=True)
 class CageReport:
-    """How a caged run ended.
+    """The end of a caged run.
 
     Args:
         status: `done` all calls reported; `stopped` by the caller; `timeout`; `died` before its last call; `flood` too
@@ -98,7 +98,7 @@ class CageReport:
 
 
 class RunAs(TypedDict, total=False):
-    """Who a process is, as `subprocess.Popen` takes it; empty for whoever starts it."""
+    """The user of a process, as `subprocess.Popen` takes it; empty for whoever starts it."""
 
     user: int
     group: int
